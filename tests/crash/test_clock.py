@@ -155,7 +155,7 @@ def test_the_days_that_a_machine_is_off_are_no_time_of_a_jobs(instance: Jumping,
     instance.start()
     wait_for(lambda: "attempt 2 starts" in instance.log, what="the second attempt")
     assert instance.wait_state("slow-9999", State.RUNNING).attempts[0].spent_sec < DAY_SEC
-    wait_for(lambda: "goes on from" in instance.log, what="the worker again")
+    wait_for(lambda: "resumes from" in instance.log, what="the worker again")
     assert "time limit" not in instance.log
 
 

@@ -217,7 +217,7 @@ def test_what_the_database_did_not_take_of_an_attempt_is_counted_when_its_job_ru
         instance.drop("die", name="die-2-300")
         job = wait_for(lambda: instance.job("die-2-300"), what="the job")
         wait_for(lambda: len(instance.starts(job)) == 2, what="the second attempt")
-        assert instance.log.count("its last events are not counted") == 1
+        assert instance.log.count("its last events were not counted") == 1
         if is_killed:
             instance.kill(signal.SIGKILL)
         holder.execute("DROP TRIGGER busy")
@@ -279,9 +279,9 @@ def test_a_database_of_a_later_honed_is_refused_and_left_as_it_is(tmp_path: Path
     command = [sys.executable, "-m", "honed.daemon.loop", "--root", str(tmp_path), "--drain"]
     ended = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
     assert ended.returncode == 78
-    assert "is of a later honed" in ended.stderr
-    assert "install that honed again" in ended.stderr
-    with pytest.raises(EnvironmentInvalidError, match="of a later honed"):
+    assert "was written by a later honed" in ended.stderr
+    assert "install the later honed again" in ended.stderr
+    with pytest.raises(EnvironmentInvalidError, match="was written by a later honed"):
         Reader(layout.database_path)
     assert layout.database_path.read_bytes() == before
 

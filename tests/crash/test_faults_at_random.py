@@ -22,7 +22,7 @@ from honed.job.arrival import Arrivals
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
-from honed.run.runner import Exit, NotNowError
+from honed.run.runner import Exit, Live, NotNowError
 from honed.spec.config import Config
 from honed.system import device
 from honed.system.control import Request
@@ -70,6 +70,9 @@ class Workers:
 
     def adopt(self, job_id: int, number: int, start: int) -> bool:
         return self._alive.get(job_id) == number
+
+    def live(self) -> list[Live]:
+        return [Live(job_id, (number, 1), "cpu") for job_id, number in self._alive.items()]
 
     def is_supervised(self, job_id: int) -> bool:
         return False

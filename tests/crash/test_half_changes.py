@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from honed.job.arrival import Arrivals, Claim
-from honed.job.job import Job, State
+from honed.job.job import Attempt, Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.system.layout import Layout
@@ -52,6 +52,7 @@ class Broken:
         monkeypatch.setattr(os, name, broken)
 
 
+FIRST = (Attempt(number=1, backend="transformers", started_at=2.0),)
 #: Of a move: sync of the new entry, rename, sync of the new place, unlink of the old one, sync of the old place.
 HALVES = [("fsync", 1), ("rename", 1), ("fsync", 2), ("unlink", 1), ("fsync", 3)]
 
@@ -80,8 +81,8 @@ def test_a_start_that_failed_half_way_is_simply_made_again(spool: Spool, name: s
     job = Arrivals(spool).admit(job_of(taken), taken, PlanFile({}))
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(OSError, match="Input/output"):
         Broken(monkeypatch, name, at)
-        spool.move(job, State.RUNNING)
-    moved = spool.move(job, State.RUNNING)
+        spool.move(job, State.RUNNING, attempts=FIRST)
+    moved = spool.move(job, State.RUNNING, attempts=FIRST)
     assert list(spool.all_jobs().values()) == [moved]
     assert [path for state in State for path in spool.state_dir(state).iterdir()] == [
         spool.state_dir(State.RUNNING) / f"{job.id}.json"

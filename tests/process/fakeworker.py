@@ -150,7 +150,7 @@ def main() -> int:
             events.emit("memory", when="trained", weights_bytes=3 * 2**20, adapter_bytes=2**20, optimizer_bytes=2**21)
             result("succeeded", steps(int(argument or 5)))
         case "unlearned":
-            result("succeeded", steps(5), remark="its loss never left where it began: 2.3 in the first steps, 2.3 …")
+            result("succeeded", steps(5), remark="the loss did not fall: 2.3 in the first steps, 2.3 …")
         case "report":
             count = int(argument or 5)
             for step in range(count + 1):
@@ -223,7 +223,11 @@ def main() -> int:
         case "full":
             path, found = layout.checkpoints_dir, os.statvfs(layout.checkpoints_dir)
             if found.f_bavail * found.f_frsize < int(argument) * 2**20:
-                message = {"code": "disk_insufficient", "message": f"{path}: the disk is full", "hint": "make room"}
+                message = {
+                    "code": "disk_insufficient",
+                    "message": f"{path}: the disk is full",
+                    "hint": "free disk space",
+                }
                 result("failed", steps(2), message, needed_bytes=int(argument) * 2**20)
                 return 73
             result("succeeded", steps(5))

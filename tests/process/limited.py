@@ -36,7 +36,7 @@ def check_stepped_down(instance: Instance, name: str, *texts: str) -> Job:
     assert job.num_failures == 0
     assert [each.text for each in job.adjustments] == list(texts)
     for text in texts:
-        assert f"memory ran out; the next attempt goes on with {text}" in instance.log
+        assert f"out of memory; the next attempt continues with {text}" in instance.log
     return job
 
 

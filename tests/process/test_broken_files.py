@@ -65,7 +65,7 @@ def test_each_is_refused_with_its_reason_and_a_good_job_after_them_is_done(insta
         assert (directory / name).read_text() == text.format(model=instance.model, data=instance.dataset, odd=odd)
     for name in ("link.yaml", "pipe.yaml", "directory.yaml"):
         assert os.path.lexists(directory / name)
-        assert "plain file" in reasons[name] or "symbolic link" in reasons[name]
+        assert "regular file" in reasons[name] or "symbolic link" in reasons[name]
     assert "Traceback" not in instance.log
     assert "Traceback" not in "".join(reasons.values())
     assert [path.name for path in instance.incoming_dir.iterdir()] == []

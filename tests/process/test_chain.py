@@ -137,8 +137,8 @@ def test_a_name_that_nobody_has_or_that_makes_something_else_is_refused(chain: C
     wait_for(lambda: len(instance.rejected()) == 5, what="five refusals")
     said = instance.rejected()
     assert "there is no job 'nobody'" in said["a.json"]
-    assert "makes an adapter, and no base model" in said["b.json"]
-    assert "makes a whole checkpoint, not an adapter" in said["c.json"]
+    assert "produces an adapter, not a base model" in said["b.json"]
+    assert "produces a complete checkpoint, not an adapter" in said["c.json"]
     assert "'e' and this job wait for each other" in said["d.json"]
     assert "e.json" in said
     instance.wait_state("f", State.QUEUED)

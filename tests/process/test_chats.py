@@ -124,8 +124,8 @@ def test_a_chat_that_is_down_slow_or_answers_no_gets_it_in_the_end_and_only_a_ca
     server.down()
     instance.start()
     instance.drop("a", name="succeed.a", notify={"webhook": "team"})
-    said = wait_for(lambda: [line for line in instance.log.splitlines() if "tried again" in line], what="the word")
-    assert "a notice to team is not delivered, and tried again: ntfy: it cannot be reached" in said[0]
+    said = wait_for(lambda: [line for line in instance.log.splitlines() if "retrying" in line], what="the word")
+    assert "a notification to team was not delivered; retrying: ntfy: it cannot be reached" in said[0]
     server.up()
     wait_for(lambda: not notification.waiting(instance.layout), what="the message")
     assert len(server.posts) == 1
@@ -140,13 +140,13 @@ def test_a_message_that_no_chat_takes_is_set_aside_in_the_end(instance: Instance
     instance.drop("a", name="succeed.a", notify={"webhook": "team"})
     instance.start()
     [path] = wait_for(lambda: refused(instance), what="set aside")
-    assert json.loads(path.read_bytes())["answer"] == "given up after 3e-05 days: ntfy: it answered 404"
+    assert json.loads(path.read_bytes())["answer"] == "gave up after 3e-05 days: ntfy: it responded with 404"
 
 
 @pytest.mark.parametrize(
     ("schemas", "mode", "why"),
     [
-        ("[]", 0o600, "an address of a kind that notify.chat_schemas does not list"),
+        ("[]", 0o600, "a URL whose scheme is not in notify.chat_schemas"),
         ('["ntfy"]', 0o604, "can be read by everyone: chmod o-r"),
     ],
     ids=["not allowed", "readable"],
@@ -195,7 +195,7 @@ def test_an_address_of_another_kind_or_that_weakens_its_delivery_is_called_by_no
 ) -> None:
     verdict, said = tell(address.format(server=f"127.0.0.1:{server.port}"))
     assert verdict is Verdict.LATER
-    assert "its address" in said
+    assert "its URL" in said
     assert server.commands == set()
 
 
@@ -207,7 +207,7 @@ def test_no_address_has_a_file_or_another_address_read(server: Chat, address: st
     address = f"{address}?template={template.format(server=f'127.0.0.1:{server.port}')}"
     assert tell(address, chat_schemas=["discord", "slack"]) == (
         Verdict.LATER,
-        "its address is none that Apprise takes, or names a file",
+        "its URL is not supported by Apprise, or refers to a file",
     )
     assert server.commands == set()
 
@@ -254,7 +254,7 @@ def test_a_chat_over_tls_is_told_if_its_authority_is_known_here(
     over_tls = Chat(authority.server_side)
     try:
         address = f"ntfys://localhost:{over_tls.port}/jobs"
-        assert tell(address, chat_schemas=["ntfys"]) == (Verdict.LATER, "ntfy: its certificate is not trusted here")
+        assert tell(address, chat_schemas=["ntfys"]) == (Verdict.LATER, "ntfy: its certificate is not trusted")
         assert over_tls.posts == []
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
         assert tell(address, chat_schemas=["ntfys"])[0] is Verdict.TAKEN
@@ -268,5 +268,7 @@ def test_where_apprise_is_not_installed_the_message_waits(monkeypatch: pytest.Mo
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(EnvironmentInvalidError, match="Apprise is not installed beside honed-send: pip install"):
+    with pytest.raises(
+        EnvironmentInvalidError, match="Apprise is not installed in honed-send's environment: pip install"
+    ):
         tell("ntfy://127.0.0.1:1/jobs")

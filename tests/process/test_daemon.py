@@ -115,7 +115,7 @@ def test_hold_release_cancel_and_requeue(instance: Instance) -> None:
     instance.wait_state("slow", State.CANCELLED)
     instance.client.ask("requeue", id="slow")
     instance.wait_state("slow", State.RUNNING)
-    with pytest.raises(HonedError, match="release takes one that is held"):
+    with pytest.raises(HonedError, match="release needs a job that is held"):
         instance.client.ask("release", id="slow")
 
 
@@ -144,7 +144,7 @@ def test_a_job_waits_for_a_gpu_that_others_hold_and_sees_only_its_own(instance: 
     instance.environment["HONED_TEST_GPUS"] = str(gpus)
     instance.drop("succeed-1.a")
     instance.start()
-    wait_for(lambda: "waits for a GPU" in instance.log, what="the word")
+    wait_for(lambda: "waiting for a GPU" in instance.log, what="the word")
     job = instance.job("succeed-1.a")
     assert job is not None
     assert job.state is State.QUEUED
@@ -212,7 +212,7 @@ def test_a_second_honed_on_one_spool_is_refused(instance: Instance) -> None:
     instance.start()
     assert instance.process is not None
     assert instance.process.wait(timeout=DEADLINE_SEC) == 78
-    assert "another honed owns this spool" in instance.log
+    assert "another honed instance uses this spool" in instance.log
     instance.process = first
 
 
@@ -256,7 +256,7 @@ def test_a_client_that_talks_nonsense_or_not_at_all_harms_nobody(instance: Insta
 
 
 def test_asking_where_no_honed_runs_says_so(instance: Instance) -> None:
-    with pytest.raises(EnvironmentInvalidError, match="does not answer"):
+    with pytest.raises(EnvironmentInvalidError, match="does not respond"):
         instance.client.ask("list")
 
 
@@ -286,7 +286,7 @@ def test_a_retry_that_is_due_and_cannot_start_does_not_spin(instance: Instance) 
     instance.configure("[jobs]\nretry_delay_sec = 3\n")
     instance.drop("crash")
     instance.start()
-    wait_for(lambda: "tried again in" in instance.log, what="the delay")
+    wait_for(lambda: "retrying in" in instance.log, what="the delay")
     instance.client.ask("pause")
     instance.drop("succeed-1.other")
     time.sleep(4.0)  # the delay is over now

@@ -90,7 +90,7 @@ def test_a_model_is_fetched_once_for_all_and_holds_up_nobody_else(fetching: Inst
     assert f"fetching {REPO}" in fetching.client.ask("status")["status"]
     listed = honectl(fetching, "list").stdout
     assert f"1 (succeed-1.a): fetching {REPO} at main" in listed
-    assert "is no job yet" in honectl(fetching, "show", "1").stderr
+    assert "is not a job yet" in honectl(fetching, "show", "1").stderr
     for other in others_view(fetching):
         assert (other["name"], other["source"], other["repo_id"], other["uid"]) == ("", None, None, os.getuid())
     hub.repositories[REPO].held_at = None
@@ -123,8 +123,8 @@ def test_what_the_hub_does_not_give_is_a_refusal_with_its_reason(fetching: Insta
     words = {
         "none": "no such model",
         "gated": "is gated",
-        "pickled": "pickled weights only",
-        "huge": "are free",
+        "pickled": "only pickled weights",
+        "huge": "is free",
         "revision": "no such revision",
         "data": "/nowhere.jsonl",
     }
@@ -174,7 +174,7 @@ def test_a_fetch_that_is_killed_or_cut_off_is_started_again(fetching: Instance, 
     fetching.start("--drain")
     wait_for_bytes(fetching)
     os.kill(fetch_pid(fetching, 1), signal.SIGKILL)
-    wait_for(lambda: "died without a word" in fetching.log, what="the death is seen")
+    wait_for(lambda: "died without an error message" in fetching.log, what="the death is seen")
     hub.stop()
     hub.repositories[REPO].held_at = None
     wait_for(lambda: (arrivals(fetching)[0]["problem"] or "").startswith("the hub cannot be reached"), what="the word")
@@ -240,14 +240,14 @@ def test_honectl_says_what_would_be_fetched_and_fetches_nothing_itself(fetching:
     (answer,) = json.loads(honectl(fetching, "check", "--json", str(path)).stdout)
     assert (answer["ok"], answer["needs_fetch"]) == (True, {"repo_id": REPO, "revision": "main"})
     planned = honectl(fetching, "plan", str(path))
-    assert (planned.returncode, "has to be fetched first" in planned.stdout) == (0, True)
+    assert (planned.returncode, "must be fetched first" in planned.stdout) == (0, True)
     assert "no tokenizer to preview with" in honectl(fetching, "preview", str(path)).stderr
     assert hub.requests == []
     hub.repositories[REPO].held_at = HELD_AT
     fetching.start()
     dropped = honectl(fetching, "submit", str(path))
     assert dropped.returncode == 0
-    assert f"when it has fetched {REPO} at main" in " ".join(dropped.stdout.split())
+    assert f"after fetching {REPO} at main" in " ".join(dropped.stdout.split())
     wait_for_bytes(fetching)
     cancelled = honectl(fetching, "cancel", "succeed-1")
     assert (cancelled.returncode, "rejected" in cancelled.stdout) == (0, True)

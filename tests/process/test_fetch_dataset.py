@@ -126,8 +126,8 @@ def test_what_is_no_data_set_to_train_on_is_refused_with_its_reason(fetching: In
     assert fetching.drain() == 0
     reasons = {name.removesuffix(".json"): text for name, text in fetching.rejected().items()}
     words = {
-        "none": "no such data set without a token",
-        "private": "no such data set without a token",
+        "none": "no such data set, or denies access without a token",
+        "private": "no such data set, or denies access without a token",
         "gated": "/datasets/org/gated, and put a token",
         "script": "only a loading script (script.py)",
         "rows": "write `split: train` or `split: test`",
@@ -166,7 +166,7 @@ def test_where_nothing_may_be_fetched_a_data_set_is_refused_with_the_command_and
     assert instance.drain() == 0
     reason = " ".join(instance.rejected()["refused.json"].split())
     assert "datasets.0.path: org/rows at main is not in the local cache" in reason
-    assert "jobs may not fetch from the hub here (policy.hub)" in reason
+    assert "jobs may not fetch from the hub (policy.hub)" in reason
     assert "hf download --repo-type dataset org/rows --local-dir DIR" in reason
     # As huggingface_hub itself would put it there.
     repository = hub.repositories["datasets/org/rows"]
@@ -191,7 +191,7 @@ def test_honectl_says_what_would_be_fetched_and_a_killed_fetch_goes_on(fetching:
     answer = json.loads(honectl(fetching, "plan", "--json", str(path)).stdout)
     needed = {"repo_id": "org/rows", "revision": "main", "repo_type": "dataset", "split": "train"}
     assert answer["needs_fetch"] == needed
-    assert "it is fetched from the hub first" in " ".join(answer["warnings"])
+    assert "honed first fetches it from the hub" in " ".join(answer["warnings"])
     assert "no row to preview" in " ".join(honectl(fetching, "preview", str(path)).stderr.split())
     assert hub.requests == []
     repository.held_at = HELD_AT
@@ -202,7 +202,7 @@ def test_honectl_says_what_would_be_fetched_and_a_killed_fetch_goes_on(fetching:
     (arrival,) = fetching.client.ask("status")["arrivals"]
     assert (arrival["repo_id"], arrival["repo_type"], arrival["state"]) == ("org/rows", "dataset", "fetching")
     os.kill(int(fetching.layout.fetch(1).lock_path.read_text()), 9)
-    wait_for(lambda: "died without a word" in fetching.log, what="the death is seen")
+    wait_for(lambda: "died without an error message" in fetching.log, what="the death is seen")
     repository.held_at = None
     assert fetching.wait() == 0
     assert fetching.wait_state("succeed-1", State.SUCCEEDED)

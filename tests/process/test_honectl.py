@@ -52,7 +52,7 @@ def test_submit_refuses_before_it_drops(instance: Instance) -> None:
     ]
     assert list(instance.incoming_dir.iterdir()) == []
     done = instance.honectl("submit", *map(str, files))
-    assert "nothing was submitted: 1 of 2 files would be refused" in done.stdout
+    assert "nothing was submitted: 1 of 2 files would be rejected" in done.stdout
     assert list(instance.incoming_dir.iterdir()) == []
 
 
@@ -212,7 +212,7 @@ def test_what_is_not_there_or_not_possible_is_said_in_one_line(instance: Instanc
         check=False,
     )
     assert nowhere.returncode == 69
-    assert "there is no spool" in nowhere.stderr
+    assert "the spool does not exist" in nowhere.stderr
 
 
 def test_logs_tell_what_the_attempts_told(instance: Instance) -> None:
@@ -247,7 +247,7 @@ def test_logs_and_watch_print_json_lines(instance: Instance) -> None:
     assert (watched[-1]["name"], watched[-1]["state"]) == ("succeed", "succeeded")
     refused = instance.honectl("logs", "--json", "--raw", "succeed")
     assert refused.returncode == 2
-    assert "neither --raw nor --explain" in refused.stdout
+    assert "cannot be combined with --raw or --explain" in refused.stdout
 
 
 def test_text_from_a_job_file_cannot_paint_the_terminal(instance: Instance) -> None:

@@ -216,7 +216,7 @@ def test_a_refusal_is_text_and_its_first_line_is_ours(told: Told) -> None:
     check_lines(reason)
     assert reason.startswith(f"{FILE} was refused at 20")
     assert [line for line in reason.split("\n") if line and not line.startswith("  ")][1:-1] == ["spec_invalid:"] + [
-        line for line in reason.split("\n") if line.startswith(("What to do: ", "To be changed in the file:"))
+        line for line in reason.split("\n") if line.startswith(("What to do: ", "Change in the file:"))
     ]
 
 

@@ -71,7 +71,7 @@ def test_prune_says_what_goes_and_removes_all_of_it(instance: Instance) -> None:
     assert next(row["num_bytes"] for row in done["removed"] if row["id"] == 1) > 5000
     assert numbers(instance) == directories(instance) == rows(instance) == {2}
     gone = instance.honectl("show", "succeed.a")
-    assert (gone.returncode, "job 1 (succeed.a) succeeded, and was pruned since" in gone.stderr) == (2, True)
+    assert (gone.returncode, "job 1 (succeed.a) succeeded and was pruned" in gone.stderr) == (2, True)
     wait_for(lambda: "succeed.a" not in instance.layout.index_path.read_text(), what="the index")
 
 
@@ -104,9 +104,9 @@ def test_what_is_pinned_needed_or_not_over_stays_and_says_why(instance: Instance
     assert instance.drain() == 0
     done = answer(instance, "prune", "1", "2", "3", "4")
     assert {row["id"]: row["why"] for row in done["kept"]} == {
-        1: "job 4 (succeed.user) needs it, which is held",
+        1: "job 4 (succeed.user), which is held, needs it",
         2: "it is pinned",
-        3: "job 5 (succeed.after) needs it, which is held",
+        3: "job 5 (succeed.after), which is held, needs it",
         4: "it is held",
     }
     assert not done["removed"]
@@ -143,16 +143,16 @@ def test_prune_says_in_sentences_what_goes_and_which_pinned_job_it_passes_over(i
         lines = [line for line in instance.honectl("prune", *words).stdout.splitlines() if "succeeded" not in line]
         return [re.sub(r"\d+(\.\d)? (files|bytes|[KM]iB)", "N", line) for line in lines]
 
-    stays = "job 1 (succeed.a) stays: it is pinned"
+    stays = "kept job 1 (succeed.a): it is pinned"
     assert said("--keep", "2", "--dry-run") == ["no job would be removed", stays]
     assert said("--keep", "2") == ["no job is removed", stays]
     assert said("--keep", "2", "--checkpoints", "--dry-run")[0] == "no job's checkpoint would be removed"
     assert said("--keep", "3") == ["no job is removed"]
-    assert said("--keep", "1", "--dry-run")[:1] == ["1 job would be removed, N in all"]
+    assert said("--keep", "1", "--dry-run")[:1] == ["1 job would be removed, N in total"]
     assert said("--keep", "0", "--checkpoints")[-1] == "the checkpoints of 2 jobs were removed: N, N"
     done = said("--keep", "1")
-    assert (done[0], done[-2:]) == ("1 job is being removed, N in all", [stays, "1 job was removed: N, N"])
-    assert said("--rejected", "--keep", "0") == ["no refused file is removed"]
+    assert (done[0], done[-2:]) == ("1 job is being removed, N in total", [stays, "1 job was removed: N, N"])
+    assert said("--rejected", "--keep", "0") == ["no rejected file is removed"]
     assert said("1", "--dry-run") == ["no job would be removed", stays]
 
 
@@ -277,9 +277,11 @@ def test_nothing_is_removed_while_a_key_that_may_have_protected_it_is_ignored(in
     wait_for(lambda: "nothing is removed" in instance.log, what="the warning")
     time.sleep(0.5)
     assert directories(instance) == {1, 2}
+    assert "retention is off" in instance.client.ask("status")["status"]
     instance.configure("[retention]\nmax_job_age_days = 15\n")
     look(instance)
     wait_for(lambda: directories(instance) == {2}, what="the old one's end once the line is gone")
+    assert "retention is off" not in instance.client.ask("status")["status"]
 
 
 def test_a_removal_that_was_cut_short_is_finished_at_the_next_start(instance: Instance) -> None:
@@ -308,4 +310,4 @@ def test_a_pruned_job_cannot_be_built_upon_and_the_refusal_says_so(instance: Ins
     instance.drop("y", name="later", depends_on=["make.base"])
     assert instance.drain() == 0
     for name in ("x.json", "y.json"):
-        assert "job 1 (make.base), which this one names, succeeded, and was pruned since" in instance.rejected()[name]
+        assert "job 1 (make.base) succeeded and was pruned" in instance.rejected()[name]

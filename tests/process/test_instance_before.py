@@ -291,7 +291,7 @@ def test_what_the_administrator_wrote_holds(course: Course) -> None:
     assert (jobs.min_stall_timeout_sec, jobs.stop_timeout_sec, jobs.max_running) == (200, 123, 1)
     gone = ("max_checkpoint_jobs", "max_rejected", "max_event_age_days", "max_events", "interval_sec")
     for key in gone:
-        assert f"retention.{key}: no longer a key, and ignored" in course.instance.log
+        assert f"retention.{key}: is no longer a key; it is ignored" in course.instance.log
     assert all(course.instance.show(name)["metrics"]["predictions/vowels"] > 0 for name in OPEN)
 
 

@@ -134,13 +134,13 @@ def test_pictures_become_smaller_where_the_job_allows_it_and_it_is_told_of_where
     assert seen is not None
     assert (sharp.state, sharp.outcome, len(sharp.attempts)) == (State.FAILED, "out_of_memory", 1), limited.log
     assert sharp.error is not None
-    assert "in train, no step down the ladder helps here" in sharp.error["message"]
+    assert "in train, no step of the ladder helps here" in sharp.error["message"]
     assert "retry.may_shrink_media: true" in sharp.error["hint"]
     assert seen.state is State.SUCCEEDED, limited.log
     assert [attempt.outcome for attempt in seen.attempts] == ["out_of_memory", "succeeded"]
     text = f"media.max_pixels {MAX_PIXELS} → {MAX_PIXELS // 2}"
-    assert f"memory ran out; the next attempt goes on with {text}" in limited.log
-    assert "averages its loss batch by batch" not in limited.log, "no batch was divided"
+    assert f"out of memory; the next attempt continues with {text}" in limited.log
+    assert "averages its loss per batch" not in limited.log, "no batch was divided"
     before, after = (event.read(limited.layout.job(seen.id).attempt(number).events_path, 0).events for number in (1, 2))
     assert [step["text"] for each in after if each.kind == "adjusted" for step in each.data["steps"]] == [text]
     num_before, num_after = (

@@ -159,4 +159,4 @@ def test_at_a_limit_of_inotify_the_rescan_carries_on_which_is_said_once(instance
     since = time.monotonic()
     wait_for(lambda: time.monotonic() - since > 1.5, what="some more rescans")
     assert instance.log.count("cannot be watched") == 1
-    assert "it is scanned instead" in instance.log
+    assert "scanning it instead" in instance.log

@@ -73,8 +73,8 @@ def test_a_server_that_may_be_another_is_told_nothing_and_the_mail_waits_until_i
         set_up(instance, office, security=security, host=host)
         drop(instance)
         instance.start()
-        said = wait_for(lambda: [line for line in instance.log.splitlines() if "tried again" in line], what="the word")
-        assert f"{host} has a certificate that is not trusted here: {why}" in said[0]
+        said = wait_for(lambda: [line for line in instance.log.splitlines() if "retrying" in line], what="the word")
+        assert f"{host} has a certificate that is not trusted: {why}" in said[0]
         assert set(office.in_clear) == set(PRELUDE[security])
         assert not office.mails
         assert not office.logins
@@ -138,7 +138,7 @@ def tell(port: int, *, timeout_sec: float) -> str:
 
 
 def test_a_server_whose_greeting_drips_in_for_ever_is_given_up() -> None:
-    with dripping() as port, pytest.raises(TimeoutError, match="no whole answer in time"):
+    with dripping() as port, pytest.raises(TimeoutError, match="no complete response in time"):
         tell(port, timeout_sec=0.5)
 
 

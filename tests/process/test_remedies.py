@@ -24,7 +24,7 @@ def test_each_step_down_is_in_the_entry_the_log_and_show_and_counts_for_no_attem
     assert job is not None
     assert (job.state, len(job.attempts), job.num_failures) == (State.SUCCEEDED, 4, 0)
     assert [each.attempt for each in job.adjustments] == [1, 2, 3]
-    assert f"memory ran out; the next attempt goes on with {FIRST}" in instance.log
+    assert f"out of memory; the next attempt continues with {FIRST}" in instance.log
     assert instance.show("shrink-3")["adjustments"][0]["text"] == FIRST
     page = instance.layout.job(job.id).report_path
     assert FIRST in wait_for(lambda: page.exists() and page.read_text(encoding="utf-8"), what="the report")
@@ -37,7 +37,7 @@ def test_where_no_step_is_left_the_job_fails_and_says_what_was_tried(instance: I
     assert job is not None
     assert (job.state, job.outcome, len(job.attempts)) == (State.FAILED, "out_of_memory", 2)
     assert job.error is not None
-    assert "no step down the ladder is left, after per_device_train_batch_size 2 → 1" in job.error["message"]
+    assert "no step of the ladder is left, after per_device_train_batch_size 2 → 1" in job.error["message"]
 
 
 def test_a_model_that_does_not_load_fails_at_once(instance: Instance) -> None:
@@ -47,7 +47,7 @@ def test_a_model_that_does_not_load_fails_at_once(instance: Instance) -> None:
     assert job is not None
     assert (job.state, len(job.attempts), job.adjustments) == (State.FAILED, 1, ())
     assert job.error is not None
-    assert "in load, no step down the ladder helps here" in job.error["message"]
+    assert "in load, no step of the ladder helps here" in job.error["message"]
 
 
 @pytest.mark.parametrize(("wish", "num_attempts"), [("retry", 3), ("fail", 1)])

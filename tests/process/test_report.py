@@ -140,8 +140,8 @@ def test_a_job_has_a_page_while_it_runs_and_when_it_is_over(instance: Instance) 
     wait_for(lambda: "succeeded" in Page.of(instance.layout.index_path).shown, what="the same in the index")
     assert ("a", {"href": f"jobs/{job.id}/report.html"}) in Page.of(instance.layout.index_path).elements
     instance.stop()
-    assert "a step of the loop" not in instance.log
-    assert "reports were not made" not in instance.log
+    assert "an error in the loop" not in instance.log
+    assert "reports could not be written" not in instance.log
 
 
 def test_a_drain_ends_with_the_last_word_on_every_page(instance: Instance) -> None:
@@ -270,7 +270,7 @@ def test_a_page_is_printed_for_honed_web_unless_it_is_too_long(
     assert report.print_page(instance.layout, 1) == 1
     out, err = capsysbinary.readouterr()
     assert out == b""
-    assert b"too many for honed-web" in err
+    assert b"more than honed-web serves" in err
 
 
 def test_a_link_in_the_place_of_the_spec_is_not_followed(instance: Instance) -> None:
@@ -322,13 +322,13 @@ def test_honectl_opens_a_page_in_the_browser_and_says_where_there_is_none(instan
     told = [honectl("1"), honectl("1", BROWSER=str(fails)), honectl("1", BROWSER="/nonexistent/browser")]
     assert [(each.returncode, each.stdout) for each in told] == [(69, f"{page}\n")] * 3
     words = [
-        "there is no browser here",
-        f"what BROWSER names did not open it: {fails}",
-        "what BROWSER names did not open it: /nonexistent/browser",
+        "there is no browser on this machine",
+        f"BROWSER could not open it: {fails}",
+        "BROWSER could not open it: /nonexistent/browser",
     ]
     assert [each.stderr.splitlines()[0] for each in told] == [f"honectl: {what}" for what in words]
-    assert all(f"copy {page} to where there is a browser" in " ".join(each.stderr.split()) for each in told)
-    assert json.loads(honectl("1", "--json").stdout)["error"]["message"] == "there is no browser here"
+    assert all(f"copy {page} to a machine with a browser" in " ".join(each.stderr.split()) for each in told)
+    assert json.loads(honectl("1", "--json").stdout)["error"]["message"] == "there is no browser on this machine"
     page.unlink()
     assert "has no report yet" in honectl("1", BROWSER=str(opens)).stderr
     assert len(asked.read_text().splitlines()) == 2, "a page that is not there is not opened"

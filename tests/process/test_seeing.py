@@ -106,10 +106,10 @@ def test_a_trial_goes_before_all_others_and_says_what_the_job_would_be(real: Rea
     done = real.honectl("trial", str(root / "facts.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
     for words in (
-        "It learns them: the loss of 8 rows fell from",
+        "It learns: the loss of 8 rows fell from",
         "12 rows, 4 held out",
         "4 steps of",
-        "at the peak of the whole process, Python and its libraries included",
+        "peak memory of the process, including Python and its libraries",
         "training alone",
         "job 1 (trial of facts)",
         "⟦",

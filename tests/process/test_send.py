@@ -172,8 +172,8 @@ def test_what_goes_wrong_for_a_while_costs_no_row(sending: Sending, trouble: Rep
     assert sending.finish() == 0
     assert set(sending.endpoint.rows) == keys
     assert sending.refused == []
-    assert sending.log.count("not delivered, and tried again") == 1  # said once, not at each try
-    assert "delivers again" in sending.log
+    assert sending.log.count("not delivered, retrying") == 1  # said once, not at each try
+    assert "delivering again" in sending.log
 
 
 def test_an_endpoint_that_is_down_is_waited_for(sending: Sending) -> None:
@@ -217,12 +217,12 @@ def test_a_row_that_is_refused_is_set_aside_and_can_be_sent_again(sending: Sendi
     assert len(keys - set(sending.endpoint.rows)) == 1
     (refused,) = sending.refused
     assert (refused["status"], refused["row"]["step"]) == (422, 5)
-    assert "a prediction of job 7 (step 5) is refused with 422" in sending.log
+    assert "a prediction of job 7 (step 5) was rejected with 422" in sending.log
     assert "not in my world" in refused["answer"]
     assert "not in my world" not in sending.log, "it may be the row itself"
     (finding,) = doctor._reporting(sending.layout, config.load(sending.layout))
     assert finding.status == "warning"
-    assert "1 rows were refused" in finding.detail
+    assert "1 rows were rejected" in finding.detail
 
     sending.start("--again")
     assert sending.finish() == 1
@@ -241,8 +241,8 @@ def test_an_endpoint_that_refuses_everything_fills_neither_disk_nor_log(sending:
     sending.start("--until-eof")
     assert sending.finish() == 0
     assert 0 < len(sending.refused) < len(keys)
-    assert sending.log.count("is refused with 400") == 1
-    assert sending.log.count("is dropped; honed.db has it") == len(keys) - len(sending.refused)
+    assert sending.log.count("was rejected with 400") == 1
+    assert sending.log.count("; honed.db has it") == len(keys) - len(sending.refused)
 
 
 def test_a_reload_sends_what_was_refused_once_more(sending: Sending) -> None:
@@ -368,7 +368,7 @@ def test_a_reload_takes_a_new_address_and_refuses_a_broken_one(sending: Sending)
         sending.layout.config_path.write_text('[reporting]\nmetrics_api_url = "ftp://x"\n')
         assert sending.process is not None
         sending.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: "not an http or https address" in sending.log, what="the refusal")
+        wait_for(lambda: "not an HTTP or HTTPS URL" in sending.log, what="the refusal")
         sending.endpoint = other
         sending.configure()
         sending.process.send_signal(signal.SIGHUP)
@@ -383,7 +383,7 @@ def test_only_one_delivers_at_a_time(sending: Sending) -> None:
     assert first is not None
     try:
         sending.start()
-        wait_for(lambda: "another honed-send is at work" in sending.log, what="the second")
+        wait_for(lambda: "another honed-send is running" in sending.log, what="the second")
         keys = sending.put(2)
         sending.wait_arrived(keys)
         wait_for(lambda: outbox.num_waiting_bytes(sending.layout.outbox_dir) == 0, what="the cursor")

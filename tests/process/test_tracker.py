@@ -182,12 +182,12 @@ FIGURES = [record(17, b"run"), record(2, b"x" * 40_000), record(6, record(1, b"r
     [
         (log_of(*FIGURES), None),
         (log_of(*FIGURES)[:-3], None),  # as a killed worker leaves it
-        (b"", "no log of wandb's"),
+        (b"", "not a wandb log"),
         (log_of(*FIGURES, record(8, b"artifact")), "a record of kind 8"),
         (log_of(record(9, b"/srv/tensorboard")), "a record of kind 9"),
         (log_of(record(100, b"request")), "a record of kind 100"),
         (log_of(record(2, b"x") + record(8, b"both at once")), "a record of kind 8"),
-        (log_of(record(2, b"x" * 32_730), record(6, b"../../../../etc/shadow")), "outside of the run"),
+        (log_of(record(2, b"x" * 32_730), record(6, b"../../../../etc/shadow")), "outside the run"),
         (log_of(record(2, b"x")).replace(b"\x01\x12", b"\x03\x12"), "damaged"),
         (log_of(b"\x12\x7f"), "damaged"),
         (log_of(b"\xff" * 20), "damaged"),
@@ -280,7 +280,7 @@ def test_a_key_that_is_refused_marks_nothing_and_a_new_one_sends_it(real: RealIn
     log_path = real.root / "send.log"
     sending = sender(real, log_path)
     try:
-        wait_for(lambda: "not sent to wandb, and tried again" in log_path.read_text(), what="word of it")
+        wait_for(lambda: "not sent to wandb, retrying" in log_path.read_text(), what="word of it")
         [own] = re.findall(r"; see (/\S+)", log_path.read_text())
         assert "no such key" in Path(own).read_text()
         assert KEY not in log_path.read_text()

@@ -47,7 +47,7 @@ def test_a_job_that_waits_says_for_what(instance: Instance) -> None:
     assert instance.client.ask("release", id="4")["waiting_for"]["reason"] == "device"
     instance.client.ask("hold", id="4")
     listed = instance.honectl("list", check=True).stdout
-    assert "waits because" in listed
+    assert "waiting because" in listed
     assert "job 1 (slow-400), which it depends on, is running" in listed
     instance.client.ask("pause")
     assert waits(instance, "succeed.b")["reason"] == "paused"
@@ -58,7 +58,7 @@ def test_a_job_that_waits_says_for_what(instance: Instance) -> None:
     instance.drop("e", name="killer.e", retry={"max_attempts": 9})
     wait_for(lambda: (job := instance.job("killer.e")) and job.num_failures == 2, what="two failures")
     found = wait_for(lambda: waits(instance, "killer.e"), what="a wait")
-    assert (found["reason"], found["detail"][:17]) == ("retry", "it is tried again")
+    assert (found["reason"], found["detail"][:13]) == ("retry", "it is retried")
 
 
 def test_a_job_that_fits_on_no_device_says_so_to_its_owner(instance: Instance) -> None:
@@ -68,7 +68,7 @@ def test_a_job_that_fits_on_no_device_says_so_to_its_owner(instance: Instance) -
     instance.start()
     instance.drop("a", name="succeed.a")
     wait_for(lambda: instance.job("succeed.a"), what="accepted")
-    assert waits(instance, "succeed.a") == {"reason": "device", "detail": "others hold the memory of test GPU"}
+    assert waits(instance, "succeed.a") == {"reason": "device", "detail": "other processes use the memory of test GPU"}
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["up", "killed"])
@@ -83,7 +83,9 @@ def test_a_job_held_for_a_failed_one_goes_on_when_that_is_requeued_and_succeeds(
     held = instance.wait_state("succeed.d", State.HELD)
     assert held.error is not None
     assert held.error["message"] == "it depends on job 3 (die-3), which failed"
-    assert held.error["hint"] == "honectl requeue 3: when that has succeeded, this one goes on; or honectl cancel 4"
+    assert (
+        held.error["hint"] == "honectl requeue 3: this job continues when that job has succeeded; or honectl cancel 4"
+    )
     instance.wait_state("succeed.b", State.HELD)
     if is_killed:
         instance.kill(signal.SIGKILL)
@@ -112,7 +114,7 @@ def test_a_held_job_says_what_holds_it_now(instance: Instance) -> None:
     instance.start()
     instance.wait_state("succeed.d", State.HELD)
     failed = "it depends on job 1 (die-1), which failed, and on job 2 (die-2), which failed"
-    again = "honectl requeue 1 2: when these have succeeded, this one goes on; or honectl cancel 4"
+    again = "honectl requeue 1 2: this job continues when these jobs have succeeded; or honectl cancel 4"
     waits_until(failed, again)
     instance.client.ask("cancel", id="3")
     waits_until(f"{failed}, and on job 3 (slow-60), which was cancelled", again.replace("1 2", "1 2 3"))
@@ -121,12 +123,12 @@ def test_a_held_job_says_what_holds_it_now(instance: Instance) -> None:
     wait_for(lambda: (job := instance.job("succeed.d")) and job.held_for == 3, what="held for the last of them")
     waits_until(
         "it depends on job 3 (slow-60), which was cancelled",
-        "honectl requeue 3: when that has succeeded, this one goes on; or honectl cancel 4",
+        "honectl requeue 3: this job continues when that job has succeeded; or honectl cancel 4",
     )
     instance.client.ask("requeue", id="3")
     waits_until(
         "it depends on job 3 (slow-60), which was requeued and has not succeeded yet",
-        "when that has succeeded, this one goes on; or honectl cancel 4",
+        "it continues when that job has succeeded; or honectl cancel 4",
     )
     instance.wait_state("succeed.d", State.SUCCEEDED)
 
@@ -162,7 +164,7 @@ def test_a_time_limit_that_was_enforced_is_the_outcome_though_honed_was_killed_s
     instance.configure("[jobs]\ntime_limit_grace_sec = 0.2\n")
     instance.drop("a", name="slow-1000-2", time_limit_sec=4)
     instance.start()
-    wait_for(lambda: "its time limit is over" in instance.log, what="the limit")
+    wait_for(lambda: "exceeded its time limit" in instance.log, what="the limit")
     instance.kill(signal.SIGKILL)
     wait_for(instance.layout.job(1).attempt(1).exit_path.exists, what="its end")
     instance.start()

@@ -53,9 +53,7 @@ def test_a_job_that_was_pruned_is_said_to_be_gone(instance: Instance) -> None:
     with serving(instance) as web:
         status, _, body = web.ask("/jobs/1")
     assert status == 404
-    assert (
-        json.loads(body)["error"]["message"] == "job 1 (succeed) succeeded, and was pruned since: what it made is gone"
-    )
+    assert json.loads(body)["error"]["message"] == "job 1 (succeed) succeeded and was pruned: its output is gone"
 
 
 @pytest.mark.parametrize("num_digits", [19, 300, 5000])

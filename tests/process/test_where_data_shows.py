@@ -275,8 +275,8 @@ def test_what_is_in_rows_prompts_templates_and_job_files_is_shown_to_their_owner
     assert "trained between ⟦⟧: " in logs
     [answer] = json.loads(honectl(real, "check", "--json", str(real.layout.spool_dir / "rejected/weight.json")))
     for error in (answer["error"], *answer["faults"]):
-        assert "`weight` is …, and" in error["message"]
-        assert "`weight` is 'zqanswer', and" in error["evidence"]
+        assert "`weight` is …, but" in error["message"]
+        assert "`weight` is 'zqanswer', but" in error["evidence"]
 
 
 def test_what_a_worker_prints_before_it_crashes_and_what_it_dies_of_stay_in_its_own_log(instance: Instance) -> None:

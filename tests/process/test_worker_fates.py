@@ -58,7 +58,7 @@ def test_a_result_that_breaks_every_look_at_it_is_left_unread_and_the_job_ends_b
     job = instance.job("explain")
     assert job is not None
     assert (job.state, job.outcome, len(job.attempts)) == (State.FAILED, "killed", 1)
-    assert instance.log.count("a step failed") == MAX_FAILED_STEPS
+    assert instance.log.count("an error in the daemon's loop") == MAX_FAILED_STEPS
 
 
 def test_one_attempt_is_all_that_a_job_gets_which_asks_for_one(instance: Instance) -> None:
@@ -84,7 +84,7 @@ def test_noise_among_the_events_is_counted_and_harms_nothing(instance: Instance)
     job = instance.job("garbage")
     assert job is not None
     assert job.state is State.SUCCEEDED
-    assert "lines that are no events" in instance.log
+    assert "lines that are not events" in instance.log
     assert "Traceback" not in instance.log
 
 

@@ -120,8 +120,8 @@ def test_what_is_planted_in_a_jobs_directory_while_it_is_checked_is_the_jobs_own
         what="each accepted or refused",
     )
     told = [honed.try_run("cat", f"{REJECTED}/{name}.json.reason").stdout for name in names]
-    assert any("was put there while the job file was checked" in text for text in told), told
-    assert "a step of the loop failed" not in "\n".join(honed.messages("--unit=honed", f"--since=@{since}"))
+    assert any("was created while the job file was checked" in text for text in told), told
+    assert "an error in the loop" not in "\n".join(honed.messages("--unit=honed", f"--since=@{since}"))
     assert "degraded" not in status(honed)
 
 
@@ -173,7 +173,7 @@ def test_files_of_nobody_are_refused_and_take_nobodys_turn(honed: Machine) -> No
     )
     drop(honed, "berta", "in-time")
     accepted(honed, "in-time")
-    assert "uid 100001, is no user of this machine" in refusal(honed, "n100001.json")
+    assert "uid 100001, is not a user of this machine" in refusal(honed, "n100001.json")
 
 
 def test_a_system_accounts_job_is_shown_nothing_that_the_account_cannot_open(honed: Machine) -> None:

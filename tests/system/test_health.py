@@ -86,13 +86,13 @@ def test_a_broken_configuration_is_refused_and_the_old_one_stays(honed: Machine)
     before = identity(honed)
     honed.write("/etc/honed/honed.toml.d/50-test.toml", "[jobs]\nretry_delay = 5\n")
     honed.run("systemctl", "reload", "honed")
-    text = wait_status(honed, "NOT reloaded, the old configuration is in force")
+    text = wait_status(honed, "NOT reloaded, the old configuration stays in force")
     assert "50-test.toml: line 2: jobs.retry_delay" in text
     assert "1 queued" in text
     assert honed.property("honed.service", "ActiveState") == "active"
     (entry,) = honed.journal(f"MESSAGE_ID={message.CONFIG_REFUSED}")
     assert entry["PRIORITY"] == "3"
-    assert "Subject: The new configuration is wrong" in honed.run("journalctl", "-x", "-u", "honed", "--no-pager")
+    assert "Subject: The new configuration is invalid" in honed.run("journalctl", "-x", "-u", "honed", "--no-pager")
     found = {item["check"]: item for item in json.loads(honed.try_run("honectl", "doctor", "--json").stdout)}
     assert found["honed.service"]["status"] == "error"
 

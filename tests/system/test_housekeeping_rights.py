@@ -80,7 +80,7 @@ def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine
     short = machine.try_run("honectl", "prune", "2", user="anna")
     assert short.returncode == 1
     assert "Permission denied" in short.stdout
-    machine.wait_message("root can: rm -r", "--unit=honed")
+    machine.wait_message("as root, rm -r", "--unit=honed")
     assert json.loads(machine.run("honectl", "list", "--json")) == []
     machine.run("rm", "-r", closed)
     machine.run("systemctl", "restart", "honed")
@@ -88,7 +88,7 @@ def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine
 
 
 def test_ends_are_told_from_the_sandbox_of_honed_send_once_somebody_listens(machine: Machine) -> None:
-    machine.wait_message("is not delivered, and tried again", "--unit=honed-send")
+    machine.wait_message("was not delivered; retrying", "--unit=honed-send")
     machine.write("/srv/listener.py", LISTENER)
     machine.run("systemd-run", "--unit=listener", "/usr/bin/python3", "/srv/listener.py")
     wait_for(lambda: machine.try_run("cat", "/srv/told.jsonl").stdout.count("\n") == 2, what="both ends")

@@ -100,10 +100,10 @@ def test_what_workers_print_is_in_their_own_logs_and_not_in_the_journal(honed: M
 
 def test_journalctl_x_explains_what_happened_and_what_to_do(honed: Machine) -> None:
     refused = honed.run("journalctl", "-x", "--no-pager", f"MESSAGE_ID={message.of_error('spec_invalid')}")
-    assert "Subject: The job file is not a job" in refused
+    assert "Subject: The job file is invalid" in refused
     assert "honectl check FILE" in refused
     accepted = honed.run("journalctl", "-x", "--no-pager", "HONED_JOB=1", f"MESSAGE_ID={message.ACCEPTED}")
-    assert "The file capitals.json passed every check" in " ".join(accepted.replace("░░", "").split())
+    assert "The file capitals.json passed all checks" in " ".join(accepted.replace("░░", "").split())
     started = honed.run("journalctl", "-x", "--no-pager", "HONED_JOB=1", f"MESSAGE_ID={message.STARTED}")
     assert "systemctl status honed-job@1\n" in started
     assert "Documentation: man:honectl(1)" in started
@@ -125,7 +125,7 @@ def test_honectl_logs_is_a_call_of_journalctl_for_those_who_may_read_it(honed: M
     head, printed = honed.run("honectl", "logs", "--raw", "1").split("\n", 1)
     assert head.startswith("-- attempt 1, transformers, ")
     assert printed == honed.sh("cat /var/lib/honed/jobs/1/attempts/1/worker.log")
-    assert "Subject: The job's own time limit is over" in honed.run("honectl", "logs", "-x", "2")
+    assert "Subject: The job reached its time limit" in honed.run("honectl", "logs", "-x", "2")
     assert "job 1 (capitals)" in honed.run("honectl", "logs", "--follow", "1")
 
 

@@ -124,11 +124,11 @@ MISUSES = {
     "a symbolic link": ("ln -s /etc/shadow {}/link.json", "link.json", "a symbolic link"),
     "a link to another person's file": ("ln -s /home/berta/x.json {}/theirs.json", "theirs.json", "a symbolic link"),
     "a hard link": ("echo x >{0}/.one && ln {0}/.one {0}/hard.json", "hard.json", "a hard link to another file"),
-    "a pipe, on which reading would wait": ("mkfifo {}/pipe.json", "pipe.json", "not a plain file"),
+    "a pipe, on which reading would wait": ("mkfifo {}/pipe.json", "pipe.json", "not a regular file"),
     "a socket": (
         "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"{}/sock.json\")'",
         "sock.json",
-        "not a plain file",
+        "not a regular file",
     ),
     "a name with a line break": ('echo x >"{}/a\nb.json"', "a\nb.json", "a name with control characters"),
     "a name that is no job file's": ("echo x >{}/job.txt", "job.txt", "not a job file's name"),
@@ -136,7 +136,7 @@ MISUSES = {
     "a file that honed cannot read": (
         "cp /dev/null {0}/.m && chmod 000 {0}/.m && mv {0}/.m {0}/closed.json",
         "closed.json",
-        "honed may not read it",
+        "honed cannot read it",
     ),
     "a path with dots": ('echo \'{{"base_model": "/srv/../../etc", "datasets": []}}\' >{}/dots.json', "dots.json", ""),
 }
@@ -167,7 +167,7 @@ def test_no_device_can_be_dropped_at_all(honed: Machine) -> None:
 def test_a_directory_is_left_where_it_lies_and_holds_nobody_up(honed: Machine) -> None:
     """Only its owner can move a directory: a rename changes its `..`."""
     honed.run("mkdir", "-m", "700", f"{INCOMING}/dir.json", user="anna")
-    honed.wait_message("'dir.json' lies in")
+    honed.wait_message("'dir.json' in")
     job_of(honed, "berta", "after-the-directory")
     honed.run("rmdir", f"{INCOMING}/dir.json", user="anna")
 
@@ -263,9 +263,9 @@ def test_who_asks_is_known_from_the_socket_and_not_from_the_text(honed: Machine,
     number = job_of(honed, "anna", f"not-bertas-to-{verb}")
     answer = ask(honed, "berta", verb, id=str(number), uid=0, user="root", from_start=True)
     assert answer["error"]["code"] == "not_permitted"
-    assert answer["error"]["message"] == f"job {number} is another user's"
+    assert answer["error"]["message"] == f"job {number} belongs to another user"
     assert ask(honed, "root", "show", id=str(number))["result"]["state"] == "queued"
-    entry = honed.wait_message(f"job {number}: {verb} refused to user")
+    entry = honed.wait_message(f"job {number}: {verb} refused for user")
     assert entry["HONED_CODE"] == "not_permitted"
 
 
@@ -275,7 +275,7 @@ def test_the_owner_and_the_administrators_may(honed: Machine) -> None:
     assert honed.try_run("honectl", "release", str(number), user="chief").returncode == 0
     done = honed.try_run("honectl", "cancel", str(number), user="berta")
     assert done.returncode == 77
-    assert "is another user's" in done.stderr
+    assert "belongs to another user" in done.stderr
     assert honed.try_run("honectl", "cancel", str(number)).returncode == 0
 
 
@@ -370,7 +370,7 @@ def test_a_job_cannot_name_what_only_honed_may_read(honed: Machine) -> None:
         drop(honed, "berta", f"{name}.json", spec(datasets=[{"path": path}]))
         if name != "config":
             text = reason(honed, f"{name}.json")
-            assert "is honed's or another user's" in text or "cannot be" in text, text
+            assert "belongs to honed or to another user" in text or "cannot be" in text, text
     drop(honed, "berta", "chain.json", spec(base_model=f"job:{theirs}"))
     assert f"there is no job '{theirs}'" in reason(honed, "chain.json")
     mine = job_of(honed, "anna", "annas-again", datasets=[{"path": cases["results"]}])
@@ -384,7 +384,7 @@ def test_a_link_below_what_a_job_names_is_not_the_way_to_anothers_results(honed:
     honed.sh(f"ln -s {JOBS}/{theirs}/output/rows.jsonl /srv/bertas/train/", user="berta")
     drop(honed, "berta", "split.json", spec(datasets=[{"path": "/srv/bertas", "split": "train"}]))
     told = reason(honed, "split.json")
-    assert "is honed's or another user's" in told or "rows.jsonl: Permission denied" in told
+    assert "belongs to honed or to another user" in told or "rows.jsonl: Permission denied" in told
     honed.sh("rm /srv/bertas/train/rows.jsonl && cp /srv/rows.jsonl /srv/bertas/train/", user="berta")
     number = job_of(honed, "berta", "bertas-split", datasets=[{"path": "/srv/bertas", "split": "train"}])
     may_read = json.loads(honed.read(f"{JOBS}/{number}/plan.json"))["may_read"]  # the worker asks again
@@ -409,7 +409,7 @@ def test_files_in_a_home_are_refused_with_the_way_out_and_staged_by_it(honed: Ma
     )
     done = honed.try_run("honectl", "submit", "/home/anna/job.json", user="anna")
     assert done.returncode == 1
-    assert "lies below /home, which is closed to honed's services" in done.stderr
+    assert "is below /home, which honed's services cannot access" in done.stderr
     assert "honectl submit --stage" in done.stderr
     drop(honed, "anna", "home.json", honed.read("/home/anna/job.json"))
     assert "submit --stage" in reason(honed, "home.json")
@@ -429,7 +429,7 @@ def test_files_that_cannot_be_read_are_named_with_their_mode(honed: Machine) -> 
     number_of(honed, "hers")  # her check and her worker read with her rights: it need not be open to honed
     drop(honed, "berta", "steal.json", spec(datasets=[{"path": "/srv/closed/rows.jsonl"}]))
     text = reason(honed, "steal.json")
-    assert "/srv/closed (mode 0750, root:anna) cannot be entered by the user berta, who submits the job" in text
+    assert "/srv/closed (mode 0750, root:anna) cannot be entered by the user berta, the submitter of the job" in text
     honed.write("/home/berta/steal.json", spec(datasets=[{"path": "/srv/closed/rows.jsonl"}]), user="berta")
     for verb in ("check", "preview"):
         done = honed.try_run("honectl", verb, "/home/berta/steal.json", user="berta")
@@ -450,7 +450,7 @@ def test_a_file_that_others_can_write_is_no_proof_of_who_submits(honed: Machine)
         stdin=spec(name="spoof"),
     )
     text = reason(honed, "spoof.json")
-    assert "the group project can write it, too" in text
+    assert "other users (the group project) can write it" in text
     assert "honectl submit" in text
     # A file of her own, writable for her private group by her umask, is accepted as hers.
     honed.run(
@@ -466,13 +466,13 @@ def test_a_file_that_others_can_write_is_no_proof_of_who_submits(honed: Machine)
 def test_output_elsewhere_is_the_administrators_to_allow(honed: Machine) -> None:
     honed.sh("mkdir -p /srv/out && chmod 777 /srv/out")
     drop(honed, "anna", "out.json", spec(output_dir="/srv/out/a"))
-    assert "outside of what jobs may write here" in reason(honed, "out.json")
+    assert "outside the directories that jobs may write" in reason(honed, "out.json")
     honed.write("/etc/honed/honed.toml.d/60-paths.toml", '[policy]\nallowed_paths = ["/srv"]\n')
     honed.run("systemctl", "reload", "honed")
     honed.wait_message("configuration reloaded")
     job_of(honed, "anna", "out-allowed", output_dir="/srv/out/a")
     drop(honed, "anna", "etc.json", spec(datasets=[{"path": "/etc/passwd"}]))
-    assert "outside of what jobs may read here" in reason(honed, "etc.json")
+    assert "outside the directories that jobs may read" in reason(honed, "etc.json")
     honed.run("rm", "/etc/honed/honed.toml.d/60-paths.toml")
     honed.run("systemctl", "reload", "honed")
 
@@ -517,7 +517,7 @@ def test_a_token_in_a_job_file_is_refused_and_repeated_nowhere(honed: Machine) -
         "url": {"revision": token},
     }.items():
         drop(honed, "anna", f"{name}.json", spec(**keys))
-        assert "secrets never stand in a spec" in reason(honed, f"{name}.json")
+        assert "a job file must not contain secrets" in reason(honed, f"{name}.json")
         honed.run("rm", "-f", f"{REJECTED}/{name}.json")  # the person's own file, as it was dropped
     found = honed.try_run("grep", "-rl", token, "/var/lib/honed", "/var/spool/honed", "/run/honed")
     assert found.stdout == ""

@@ -182,6 +182,31 @@ def test_a_job_that_ends_while_honed_is_stopped_is_settled_when_it_comes_back(ho
     assert honed.steps_counted(job) == list(range(1, 21))
 
 
+@pytest.mark.parametrize("damaged", [[], ["entry.json"], ["entry.json", "start.json", "plan.json"]], ids=len)
+def test_a_unit_whose_entry_is_damaged_is_followed_to_its_end(honed: Honed, damaged: list[str]) -> None:
+    job = honed.drop("until-400")
+    honed.wait_step(job)
+    pid = honed.worker_pid(job)
+    honed.machine.run("systemctl", "stop", "honed")
+    for path in [f"/var/spool/honed/running/{job}.json", *(f"/var/lib/honed/jobs/{job}/{name}" for name in damaged)]:
+        honed.machine.run("truncate", "--size=20", path)
+    honed.machine.run("systemctl", "start", "honed")
+    entry = honed.entries()[job]
+    assert (entry["state"], entry["attempts"][0]["device"]) == (
+        "running",
+        "unknown" if "start.json" in damaged else "cpu",
+    )
+    assert entry["name"] == ("until-400" if len(damaged) < 3 else f"job-{job}")
+    assert honed.worker_pid(job) == pid
+    status = wait_for(lambda: honed.machine.property("honed", "StatusText"), what="a status")
+    assert "degraded: 1 damaged entry in /var/spool/honed/corrupt: honectl doctor" in status
+    honed.machine.run("touch", f"/var/lib/honed/jobs/{job}/go")
+    entry = honed.wait(job, "succeeded", "failed")
+    assert (entry["outcome"], len(entry["attempts"]), honed.starts(job)) == ("succeeded", 1, 1)
+    honed.machine.sh("rm /var/spool/honed/corrupt/*")
+    wait_for(lambda: "degraded" not in honed.machine.property("honed", "StatusText"), what="no word of it")
+
+
 def test_ten_kills_of_honed_cost_a_job_nothing(honed: Honed) -> None:
     job = honed.drop("until-400")
     honed.wait_step(job)
@@ -255,7 +280,7 @@ def test_a_hostile_worker_neither_holds_honed_up_nor_passes_for_ended(honed: Hon
     for name in ("plan.json", "start.json", "spec.json"):
         assert honed.machine.try_run("rm", "-f", f"{job_dir}/{name}", user="honed-job").returncode != 0, name
     honed.machine.wait_message("its events cannot be read", "--unit=honed")
-    honed.machine.wait_message(f"job {job}: its worker says that it has ended", "--unit=honed")
+    honed.machine.wait_message(f"job {job}: its worker reported its end", "--unit=honed")
     assert honed.entries()[job]["state"] == "running"
     honed.machine.run("systemctl", "kill", "--signal=KILL", f"honed-job@{job}")
     entry = honed.wait(job, "succeeded", "failed")
@@ -273,7 +298,7 @@ def test_a_unit_that_systemd_does_not_start_leaves_its_job_where_it_was(honed: H
     unit = f"honed-job@{max(honed.entries()) + 1}"
     honed.machine.run("systemctl", "mask", "--runtime", unit)
     job = honed.drop("succeed")
-    honed.machine.wait_message(f"systemd starts no unit {unit}", "--unit=honed")
+    honed.machine.wait_message(f"systemd did not start {unit}", "--unit=honed")
     entry = honed.wait(job, "queued", "failed")
     assert (entry["state"], entry["attempts"]) == ("queued", [])
     honed.machine.run("systemctl", "unmask", "--runtime", unit)
@@ -384,8 +409,8 @@ def test_without_the_polkit_rule_workers_are_processes_and_units_that_run_are_ta
     honed.wait_step(job)
     honed.machine.run("mv", "/usr/share/polkit-1/rules.d/50-honed.rules", "/root")
     honed.machine.run("systemctl", "restart", "honed")
-    said = honed.machine.wait_message("workers are processes of honed's own", "--unit=honed")
-    assert "polkit does not let this user" in said["MESSAGE"]
+    said = honed.machine.wait_message("workers run as child processes of honed", "--unit=honed")
+    assert "polkit does not allow this user" in said["MESSAGE"]
     assert said["PRIORITY"] == "4"
     entry = honed.wait(job, "succeeded", "failed")
     assert (entry["outcome"], len(entry["attempts"]), honed.starts(job)) == ("succeeded", 1, 1)

@@ -202,8 +202,8 @@ def test_a_directory_that_a_person_can_lead_elsewhere_opens_no_sandbox(machine: 
     for arguments in ((), ("--dry-run",)):
         done = machine.try_run("honectl", "sandbox", *arguments)
         assert done.returncode == 2
-        assert "/srv/of-dora/data: the user dora, who owns /srv/of-dora, can put a link in its place" in done.stderr
-        assert "name a directory in one that only root can write" in done.stderr
+        assert "/srv/of-dora/data: the user dora, the owner of /srv/of-dora, can replace it with a link" in done.stderr
+        assert "use a directory inside one that only root can write" in done.stderr
         assert not machine.exists(dropin)
     machine.write(dropin, '[Service]\nReadWritePaths="-/srv/of-dora/data"\n')  # as honectl made it before
     machine.run("systemctl", "daemon-reload")

@@ -57,7 +57,7 @@ def test_what_a_job_learned_arrives_while_the_job_has_no_network(machine: Machin
     machine.write("/srv/endpoint.py", ENDPOINT)
     machine.run("systemd-run", "--unit=endpoint", "/usr/bin/python3", "/srv/endpoint.py")
     wait_for(lambda: received(machine), what="rows")
-    wait_for(lambda: "0 bytes wait" in machine.property("honed-send", "StatusText"), what="all rows")
+    wait_for(lambda: "0 bytes waiting" in machine.property("honed-send", "StatusText"), what="all rows")
     requests = received(machine)
     assert {request["authorization"] for request in requests} == {f"Bearer {TOKEN}"}
     predicted = json.loads(machine.run("honectl", "predictions", "--json", "facts"))

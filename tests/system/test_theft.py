@@ -118,7 +118,7 @@ def test_a_link_that_is_turned_after_the_check_leads_a_job_to_nothing(honed: Mac
         told = shown["error"]["message"]
         # Reported by the daemon, or before that by mallory's own check, if it runs again.
         assert (
-            "cannot be read by the user mallory, as it could when the job was accepted" in told
+            "cannot be read by the user mallory, although it could when the job was accepted" in told
             or "Permission denied" in told
         ), told
         assert told.removeprefix("line 1: ").startswith(key.partition(":")[0]), shown["error"]

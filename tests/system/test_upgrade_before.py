@@ -163,5 +163,7 @@ def test_what_waited_is_run_by_the_new_version(before: bytes, machine: Machine) 
 
 
 def test_what_the_administrator_wrote_holds(before: bytes, machine: Machine) -> None:
-    machine.wait_message("50-local.toml: line 4: retention.max_events: no longer a key, and ignored", "--unit=honed")
+    machine.wait_message(
+        "50-local.toml: line 4: retention.max_events: is no longer a key; it is ignored", "--unit=honed"
+    )
     assert "HOUSE=ours" in machine.property("honed-job@1", "Environment")

@@ -61,6 +61,6 @@ def test_a_run_is_sent_with_the_key_of_the_credential(machine: Machine) -> None:
         " install -o honed -g honed -m 0640 $run/run-*.wandb /var/lib/honed/outbox/wandb/1.$run/; done"
     )
     machine.run("systemctl", "start", "honed-send")
-    machine.wait_message("wandb has 1.offline-run-", "--unit=honed-send")
+    machine.wait_message("sent to wandb: 1.offline-run-", "--unit=honed-send")
     assert wait_for(lambda: machine.try_run("cat", "/srv/runs").stdout, what="the run at the server")
     assert not any(KEY in message for message in machine.messages())

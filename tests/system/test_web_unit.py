@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from typing import Any
 
 import pytest
@@ -26,6 +27,19 @@ if where.startswith("/"):
 connection.request("GET", path, headers=dict(each.split(": ", 1) for each in headers))
 answer = connection.getresponse()
 print(json.dumps({"status": answer.status, "body": answer.read().decode()}))
+"""
+#: Keeps many connections open that send nothing, and replaces each that is refused, until its input ends.
+FLOOD = """
+import select, socket, sys
+def fresh():
+    return socket.create_connection(("127.0.0.1", 8470))
+held = [fresh() for _ in range(160)]
+print("flooding", flush=True)
+while sys.stdin not in (ready := select.select([sys.stdin, *held], [], [])[0]):
+    for each in ready:
+        each.close()
+        held.remove(each)
+        held.append(fresh())
 """
 SPEC = tinyjob.evaluated("facts", num_steps=4)
 
@@ -99,6 +113,23 @@ def test_over_the_unix_socket_people_read_what_is_theirs(machine: Machine) -> No
     assert ask(machine, SOCKET, "/api/jobs/1", user="berta")[0] == 403
 
 
+def test_a_user_who_floods_it_over_loopback_shuts_out_nobody(machine: Machine) -> None:
+    machine.write("/srv/flood.py", FLOOD)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with machine.popen("/usr/bin/python3", "/srv/flood.py", user="berta", **pipes) as flood:
+        assert flood.stdin is not None
+        assert flood.stdout is not None
+        assert flood.stdout.readline() == b"flooding\n"
+        for _ in range(10):
+            for path in ("/healthz", "/api/jobs/1"):
+                assert ask(machine, SOCKET, path)[0] == 200
+                assert ask(machine, SOCKET, path, user="anna")[0] == 200
+            assert ask(machine, LOOPBACK, "/healthz")[0] in {200, 503}
+        assert flood.poll() is None
+        flood.stdin.close()
+        assert flood.wait(180) == 0
+
+
 def test_a_reload_of_honed_shares_results(machine: Machine) -> None:
     machine.write("/etc/honed/honed.toml.d/50-web.toml", "[policy]\nshare_results = true\n")
     machine.run("systemctl", "reload", "honed")
@@ -150,7 +181,7 @@ def test_where_other_machines_reach_it_it_wants_a_token(machine: Machine) -> Non
     machine.run("systemctl", "stop", "honed-web.service", "honed-web.socket")
     machine.run("systemctl", "start", "honed-web.socket")
     machine.try_run("/usr/bin/python3", "/srv/ask.py", "127.0.0.1:8471", "/healthz", timeout_sec=180)
-    machine.wait_message("other machines reach it, and there is no token", "--unit=honed-web")
+    machine.wait_message("other machines can reach it, but there is no token", "--unit=honed-web")
     machine.try_run("systemctl", "stop", "honed-web.service", "honed-web.socket")
 
     machine.write("/etc/credstore/honed.web-token", f"{TOKEN}\n", mode=0o600)

@@ -157,7 +157,7 @@ def test_a_job_sees_its_own_and_the_outputs_that_it_names_and_nothing_else_of_ho
     assert "honed-view" not in honed.sh("cat /proc/mounts")
 
 
-@pytest.mark.parametrize("swap", ["named in the plan", "directory renamed", "link in its place"])
+@pytest.mark.parametrize("swap", ["named in the plan", "directory renamed", "replace it with a link"])
 def test_nothing_is_shown_that_the_submitter_cannot_open(honed: Machine, swap: str) -> None:
     """The view is opened with the submitter's rights, so deceiving honed itself does not help."""
     theirs = job_of(honed, "berta", f"theirs {swap}")
@@ -176,7 +176,7 @@ def test_nothing_is_shown_that_the_submitter_cannot_open(honed: Machine, swap: s
             honed.sh(f"mv {JOBS}/{own} {JOBS}/{own}.away; ln -s {theirs} {JOBS}/{own}")
     assert probe(honed, thief, f"cat {JOBS}/*/output/rows.jsonl") == ""
     told = honed.run("journalctl", "--no-pager", "-u", f"honed-view@{thief}")
-    assert f"job {thief} gets no view: {JOBS}/" in told
+    assert f"job {thief} could not be set up: {JOBS}/" in told
     assert "for the user anna" in told or "Not a directory" in told
     assert not honed.exists("/run/honed-view")
     honed.sh(

@@ -215,7 +215,7 @@ def test_fp16_that_accelerate_only_names_is_refused(bench: Callable[..., Bench],
     trainer = trainer_of(a, tmp_path, fp16=True, bf16=False)
     planned = replace(a.precision, fp16=True)
     audit.check_arguments(trainer.args, planned)
-    with pytest.raises(PrecisionError, match="accelerate has mixed_precision=fp16 autocast=False scaler=False"):
+    with pytest.raises(PrecisionError, match="accelerate uses mixed_precision=fp16 autocast=False scaler=False"):
         audit.check_accelerator(trainer.accelerator, planned)
 
 
@@ -304,7 +304,7 @@ def test_what_sfttrainer_does_to_a_quantized_models_adapters_is_undone_and_said(
     ended = job.run()
     assert ended.status == 0, ended.result
     assert adapters(ended)[-1] == ("built", {"float32"})
-    assert "SFTTrainer had cast 8 adapter weights to another dtype: put back" in ended.of("audit")[-1]["mended"]
+    assert "SFTTrainer had cast 8 adapter weights to another dtype; restored" in ended.of("audit")[-1]["mended"]
     assert plain.run().status == 0
     drawn = exported(plain)  # for the same seed, and no constructor has rounded these
     assert all(torch.allclose(weight, drawn[name], rtol=0, atol=1e-20) for name, weight in exported(job).items())

@@ -290,7 +290,7 @@ def test_roles_out_of_the_usual_order_are_masked_exactly_or_refused_in_the_templ
     try:
         encoded = chat.encode(example(*messages))
     except DatasetError as error:
-        assert "the chat template refuses the conversation: " in error.message
+        assert "the chat template rejects the conversation: " in error.message
         assert not template.takes_any_order or (template.name, order) == ("mistral", "a system prompt in the middle")
         return
     assert_trained(chat, encoded, template.turns(messages, {}))
@@ -374,7 +374,7 @@ def test_a_row_of_weight_0_alone_is_refused_as_one_row() -> None:
     chat = ChatFormat(tokenizer_of("chatml", "bytelevel"))
     rows = [example(user("a"), assistant("b")), replace(example(user("a"), assistant("b")), untrained=(1,))]
     chat.encode(rows[0])
-    with pytest.raises(DatasetError, match="its weight is 0 in each"):
+    with pytest.raises(DatasetError, match="all of them have weight 0"):
         chat.encode(rows[1])
 
 
@@ -429,6 +429,22 @@ def test_a_template_that_wants_content_in_parts_gets_it() -> None:
     )
     encoded = ChatFormat(tokenizer).encode(example(user("Hi"), assistant("Hello.")))
     assert trained_texts(encoded) == ["Hello.<|im_end|>"]
+
+
+def test_a_turn_that_the_template_changes_and_takes_no_other_words_for_is_an_error_that_names_it() -> None:
+    """Where a turn is not in the rendering as it was written, it is found by other words in its place."""
+    tokenizer = build_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}"
+        "{%- if m.role == 'assistant' and messages[0].role == 'system' and m.content not in messages[0].content -%}"
+        "{{- raise_exception('not one of the classes') -}}{%- endif -%}"
+        "{{- '<|im_start|>' + m.role + '\\n' + (m.content[:1] | upper) + m.content[1:] + '<|im_end|>\\n' -}}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    )
+    chat = ChatFormat(tokenizer)
+    with pytest.raises(DatasetError, match="does not show message 3, which is from the assistant"):
+        chat.encode(example(system("yes or no"), user("2 > 1?"), assistant("yes")))
+    assert trained_texts(chat.encode(example(user("2 > 1?"), assistant("yes")))) == ["Yes<|im_end|>"]
 
 
 # --- tokenizers that cannot say where a token lies -------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_a_run_that_learned_nothing_says_so_in_its_result(make_job: MakeJob) -> 
     training = {"max_steps": 24, "eval_strategy": "steps", "eval_steps": 24}
     still = make_job(**keys, training=training | {"learning_rate": 1e-9}).run()
     assert still.result["outcome"] == "succeeded"
-    assert still.result["remark"].startswith("its loss never left where it began: 6.")
+    assert still.result["remark"].startswith("the loss did not fall: 6.")
     assert any(text.startswith(still.result["remark"]) for text in still.messages("warning"))
     learning = make_job(**keys, training=training | {"learning_rate": 5e-3}).run()
     assert learning.result["remark"] == ""
@@ -138,7 +138,8 @@ def test_a_model_that_gets_better_is_not_warned_of_and_takes_the_place_of_one_of
     ended = job.run()
     assert not [text for text in ended.messages("warning") if "worse" in text]
     assert sorted(path.name for path in job.dir.iterdir() if "output" in path.name) == ["output", "output.2.regressed"]
-    assert [text.split(",")[0] for text in ended.messages("info") if "is removed" in text] == [str(own), str(numbered)]
+    removed = [text.split(",")[0] for text in ended.messages("info") if text.startswith("removed ")]
+    assert removed == [f"removed {own}", f"removed {numbered}"]
 
 
 def test_what_had_regressed_and_does_not_say_whose_it_is_stays(make_job: MakeJob) -> None:
@@ -164,7 +165,7 @@ def test_where_time_is_short_evaluations_go_without_predictions_and_the_log_says
     assert evaluations(ended) == [0, 2, 4, 6]
     assert [item["step"] for item in ended.of("predictions")] == [0, 6]
     assert len({tuple(row["prompt"] for row in item["rows"]) for item in ended.of("predictions")}) == 1
-    said = [text for text in ended.messages("info") if "predictions are left out at this evaluation" in text]
+    said = [text for text in ended.messages("info") if "predictions are skipped at this evaluation" in text]
     assert [text.split(":")[0] for text in said] == ["step 2", "step 4"]
     assert [item["step"] for item in ended.of("guard")] == [0, 2, 4, 6], "the guard has time of its own"
 
@@ -303,10 +304,10 @@ def test_a_guard_none_of_whose_answers_came_ends_the_job_before_its_first_step(
     assert (error["code"], ended.losses) == ("error", {})
     assert error["message"].endswith("the first: RuntimeError: …")
     assert error["evidence"] == (
-        "guard: token_f1 cannot be told before training: 4 of 4 answers failed; the first: RuntimeError: CUDA error: "
-        "no kernel image is available"
+        "guard: token_f1 could not be measured before training: 4 of 4 answers failed; the first: RuntimeError: "
+        "CUDA error: no kernel image is available"
     )
-    assert error["hint"].endswith("or leave the guard out")
+    assert error["hint"].endswith("or remove the guard")
     assert [item["num_failed"] for item in ended.of("guard")] == [4]
 
 
@@ -317,7 +318,7 @@ def test_a_guard_none_of_whose_answers_came_after_training_says_so_and_is_asked_
     job = guarded(make_job, learned)
     ended = job.run()
     assert (ended.result["outcome"], ended.result["error"]["code"]) == ("failed", "error")
-    assert "token_f1 cannot be told after training: 4 of 4 answers failed" in ended.result["error"]["message"]
+    assert "token_f1 could not be measured after training: 4 of 4 answers failed" in ended.result["error"]["message"]
     assert (job.output_dir.with_name("output.regressed") / "model.safetensors").exists()
     assert ended.metrics["guard_before"] > 0
     assert "guard_after" not in ended.metrics
@@ -335,7 +336,9 @@ def test_a_guard_some_of_whose_answers_failed_goes_by_the_others_and_says_so(
     ended = guarded(make_job, learned, guard={"max_drop": 1}).run()
     assert ended.status == 0, ended.result
     assert [item["num_failed"] for item in ended.of("guard")] == [0, 2]
-    assert "step 2: 2 of the guard's 4 answers failed: its token_f1 is that of the other 2" in ended.messages("warning")
+    assert "step 2: 2 of the guard's 4 answers failed: its token_f1 covers only the other 2" in ended.messages(
+        "warning"
+    )
 
 
 def test_an_evaluation_whose_answers_failed_neither_counts_for_the_guards_patience_nor_against_it(
@@ -350,7 +353,7 @@ def test_an_evaluation_whose_answers_failed_neither_counts_for_the_guards_patien
     ).run()
     assert ended.result["error"]["code"] == "regressed", ended.result
     assert ended.result["step"] == 8, "2 and 6 failed; 4 and 8 are below the line"
-    assert [text.split(":")[0] for text in ended.messages("warning") if "cannot tell" in text] == ["step 2", "step 6"]
+    assert [text.split(":")[0] for text in ended.messages("warning") if "has no result" in text] == ["step 2", "step 6"]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "reduce_lr_on_plateau"])

@@ -248,7 +248,7 @@ def test_a_part_that_is_not_there_or_takes_no_adapter_is_refused_by_name(base_of
     with pytest.raises(ModelError, match=r"lora.finetune_projector: .* has no linear layer") as refused:
         loaded(base_of("gemma3"), finetune_projector=True)
     assert "lora.modules_to_save: [multi_modal_projector]" in str(refused.value.hint)
-    with pytest.raises(ModelError, match=r"finetune_vision_layers: target_modules names no layer .*: .*qkv"):
+    with pytest.raises(ModelError, match=r"finetune_vision_layers: target_modules contains no layer .*: .*qkv"):
         loaded(base_of("qwen2_5_vl"), finetune_vision_layers=True, target_modules=["q_proj", "v_proj"])
     with pytest.raises(ModelError, match=r"lora.modules_to_save: .* has no module 'lm_haed'") as refused:
         loaded(base_of("llava"), modules_to_save=["lm_haed"])
@@ -268,7 +268,7 @@ def test_quantization_leaves_eyes_and_ears_alone(base_of: Callable[[str], Path],
 def test_eyes_that_unsloth_would_quantize_are_its_fault(base_of: Callable[[str], Path]) -> None:
     how = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "visual", "vision_tower"])
     model = AutoModelForImageTextToText.from_pretrained(base_of("idefics3"), quantization_config=how)
-    with pytest.raises(BackendError, match=r"Unsloth has quantized eyes or ears, .*vision_model"):
+    with pytest.raises(BackendError, match=r"Unsloth has quantized the vision or audio encoder, .*vision_model"):
         unsloth_backend.check_senses(model)
     unsloth_backend.check_senses(loaded(base_of("idefics3"), "4bit")[0])
 
@@ -349,4 +349,4 @@ def test_a_processor_that_wants_what_is_not_installed_says_so(base_of: Callable[
     )
     command = [sys.executable, "-c", code, str(base_of("qwen2_5_vl"))]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
-    assert "its processor cannot be loaded here: Qwen2VLVideoProcessor requires the Torchvision library" in said
+    assert "its processor cannot be loaded: Qwen2VLVideoProcessor requires the Torchvision library" in said

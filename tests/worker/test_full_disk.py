@@ -52,7 +52,7 @@ def test_older_checkpoints_are_given_up_before_the_run_is(make_job: MakeJob, mou
     kept = names(job)
     assert "checkpoint-6" in kept
     assert len(kept) < 6
-    assert any("checkpoint-1 is removed: the disk is filling up" in text for text in ended.messages("warning"))
+    assert any("removing checkpoint-1: the disk is almost full" in text for text in ended.messages("warning"))
     assert checkpoint.find(job.dir / "checkpoints")[0] is not None
 
 
@@ -74,7 +74,7 @@ def test_the_best_checkpoint_is_never_given_up(make_job: MakeJob, mount: Any) ->
     assert len(names(job)) < 6
 
 
-@pytest.mark.parametrize("is_foreseen", [True, False], ids=["before it is written", "on the way"])
+@pytest.mark.parametrize("is_foreseen", [True, False], ids=["before it is written", "could not be written"])
 def test_without_room_for_one_the_run_stops_and_goes_on_as_the_same_run(
     make_job: MakeJob, mount: Any, monkeypatch: pytest.MonkeyPatch, is_foreseen: bool
 ) -> None:
@@ -163,4 +163,4 @@ def test_events_that_never_find_room_are_counted_on_stderr(
     for step in range(3):
         events.emit("step", step=step, note="x" * 5000)
     events.close()
-    assert "3 events found no room" in capsys.readouterr().err
+    assert "3 events were not written" in capsys.readouterr().err

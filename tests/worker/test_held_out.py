@@ -53,7 +53,7 @@ def test_a_job_none_of_whose_held_out_rows_is_left_is_refused_whatever_it_wants_
     assert (error["code"], ended.losses) == ("dataset_invalid", {})
     assert error["message"].startswith("no row is left to evaluate on, of 2 that eval_split holds out; the first: ")
     assert f"row {min(places) + 1}: nothing to train on in its first 48 tokens" in error["message"]
-    assert "a longer training.max_length" in error["hint"]
+    assert "increase training.max_length" in error["hint"]
     assert "a larger eval_split" in error["hint"]
 
 
@@ -66,8 +66,8 @@ def test_held_out_rows_some_of_which_are_left_out_are_evaluated_on_and_the_loss_
     assert ended.status == 0, ended.result
     assert ended.of("data")[0]["num_eval"] == 1
     [told] = ended.messages("warning")
-    assert told.startswith("1 rows are left out; the first: ")
-    assert told.endswith("; 1 of them for a want of tokens: a longer training.max_length")
+    assert told.startswith("1 rows are skipped; the first: ")
+    assert told.endswith("; 1 of them because they are too long: increase training.max_length")
 
 
 def test_rows_that_are_trained_on_and_held_out_are_counted_and_told_packed_ones_too(
@@ -104,10 +104,10 @@ def test_rows_that_say_the_same_are_on_one_side_unless_the_job_began_before_that
 def test_most_rows_cut_earn_a_warning(make_job: MakeJob, rows: list[dict[str, str]], is_told: bool) -> None:
     ended = make_job(rows=rows, lora=LORA, predictions=OFF, training={"max_steps": 1, "max_length": 48}).run()
     assert ended.status == 0, ended.result
-    told = [text for text in ended.messages("warning") if "cut after" in text]
+    told = [text for text in ended.messages("warning") if "truncated after" in text]
     assert len(told) == is_told
     if is_told:
-        assert told[0].startswith("2 of 3 rows are cut after training.max_length tokens")
+        assert told[0].startswith("2 of 3 rows are truncated after training.max_length tokens")
         assert int(told[0].rsplit(" ", 1)[1]) > 80, "the longest, so that one knows how long is long enough"
 
 

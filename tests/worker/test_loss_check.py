@@ -27,12 +27,12 @@ def test_a_chunked_loss_that_is_not_the_models_gives_way_to_the_plain_one(make_j
     job, plain = make_job(**GRANITE, **LORA, dtype=dtype), make_job(**GRANITE, **LORA, dtype=dtype)
     job.change_plan(loss=CHUNKED)
     assert plain.plan["loss"]["reasons"] == [
-        "TRL's loss in chunks does not go with the model (logits_scaling: 8 of its config.json)"
+        "TRL's chunked loss is not compatible with the model (logits_scaling = 8 in its config.json)"
     ]
     stopped = job.stopped_at(1)
     [told] = [text for text in stopped.messages("warning") if "is not the model's" in text]
-    assert told.startswith("the loss to be trained (chunked_nll) is not the model's: on ")
-    assert told.endswith("the plain loss (nll) is taken instead")
+    assert told.startswith("the training loss (chunked_nll) is not the model's: on ")
+    assert told.endswith("using the plain loss (nll) instead")
     resumed = job.run(2)
     assert resumed.status == 0, resumed.result
     assert [text for text in resumed.messages("warning") if "model's" in text] == [], "it goes on with nll"
@@ -44,7 +44,7 @@ def test_a_chunked_loss_that_the_job_names_is_not_replaced(make_job: MakeJob) ->
     ended = make_job(**GRANITE, **named).run()
     assert ended.status == 89
     assert ended.result["error"]["code"] == "loss_mismatch"
-    assert ended.result["error"]["hint"] == "training.loss_type: nll, or leave it out"
+    assert ended.result["error"]["hint"] == "write training.loss_type: nll, or remove it"
     assert ended.losses == {}
 
 
@@ -81,10 +81,10 @@ def test_a_model_whose_own_loss_is_not_that_of_its_logits_is_not_trained(
     monkeypatch.setattr(LlamaForCausalLM, "loss_function", unshifted)
     ended = make_job("llama", **LORA).run()
     assert ended.result["error"]["code"] == "loss_mismatch"
-    assert "nll says that the model's own way is meant" in ended.result["error"]["hint"]
+    assert "or nll to use the model's own" in ended.result["error"]["hint"]
     named = make_job("llama", **(LORA | {"training": {"max_steps": 1, "loss_type": "nll"}})).run()
     assert named.status == 0
-    assert any("the model's own way to a loss is meant" in text for text in named.messages("warning"))
+    assert any("requests the model's own loss" in text for text in named.messages("warning"))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_chunked_loss_is_left_to_models_that_it_goes_with(
     ended = job.run()
     assert ended.status == 0, ended.result
     assert ended.messages("warning") == []
-    assert any("the loss (chunked_nll) is the model's" in text for text in ended.messages("debug"))
+    assert any("the loss (chunked_nll) matches the model's" in text for text in ended.messages("debug"))
 
 
 def test_a_forward_pass_that_is_never_twice_the_same_is_no_difference(
@@ -131,7 +131,7 @@ def test_rows_with_images_are_compared_whole(make_job: MakeJob, tmp_path: Path, 
     job.change_plan(loss=CHUNKED)
     ended = job.run()
     assert ended.status == 0, ended.result
-    assert any("the loss (chunked_nll) is the model's" in text for text in ended.messages("debug"))
+    assert any("the loss (chunked_nll) matches the model's" in text for text in ended.messages("debug"))
 
 
 def test_the_balance_of_experts_is_no_difference(make_job: MakeJob) -> None:
@@ -141,7 +141,7 @@ def test_the_balance_of_experts_is_no_difference(make_job: MakeJob) -> None:
         job.change_plan(loss={"type": planned, "reasons": []})
         ended = job.run()
         assert ended.status == 0, ended.result
-        assert any(f"the loss ({planned}) is the model's" in text for text in ended.messages("debug"))
+        assert any(f"the loss ({planned}) matches the model's" in text for text in ended.messages("debug"))
 
 
 # --- What is known by config.json alone -------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_weights_that_are_no_numbers_are_never_saved(
         )
         ended = job.run()
         assert ended.status == 84
-        assert "are not numbers" in ended.result["error"]["message"]
+        assert "are not finite" in ended.result["error"]["message"]
         assert not list((job.dir / "checkpoints").iterdir())
         assert not (job.output_dir / "model.safetensors").exists()
 

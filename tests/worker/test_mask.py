@@ -52,9 +52,9 @@ def lose_a_token(batch: Any) -> None:
     [
         (train_everything, "the trained text is not the completion", "honectl preview FILE"),
         (train_padding, "padding is trained on", "training.packing"),
-        (train_one_token_late, "the labels are not the row's own tokens", "honectl preview FILE"),
+        (train_one_token_late, "the labels are not the row's tokens", "honectl preview FILE"),
         (train_nothing, "nothing is trained on", "honectl preview FILE"),
-        (lose_a_token, "a batch holds tokens that are no row's: '", "honectl doctor"),
+        (lose_a_token, "a batch contains tokens that belong to no row: '", "honectl doctor"),
     ],
 )
 def test_a_mask_that_is_spoilt_on_its_way_ends_the_job_before_its_first_step(
@@ -113,7 +113,9 @@ def test_turns_of_weight_0_count_neither_in_training_nor_in_what_is_held_out(mak
     assert told["num_tokens"] > expected["num_tokens"]
     assert told["num_trained_tokens"] == expected["num_trained_tokens"]
     assert (told["num_dropped"], expected["num_dropped"]) == (1, 0)
-    assert any("row 2: no turn of the assistant to train on: its weight is 0" in t for t in weighed.messages("warning"))
+    assert any(
+        "row 2: no assistant turn to train on: all of them have weight 0" in t for t in weighed.messages("warning")
+    )
     assert weighed.losses == pytest.approx(plain.losses, abs=1e-5)
     losses = [[e["metrics"]["eval_loss"] for e in ended.of("evaluation")] for ended in (weighed, plain)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)

@@ -40,8 +40,11 @@ def write_sound(path: Path, num_samples: int) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing.png": (Path, "no such file"),
     "torn.jpg": (write_torn_jpeg, "a broken image: image file is truncated"),
-    "strip.png": (lambda path: Image.new("L", (20000, 20)).save(path), "20000×20, more than 200 times as long as wide"),
-    "text.png": (lambda path: path.write_text("no picture\n"), "not an image that can be read: it is text"),
+    "strip.png": (
+        lambda path: Image.new("L", (20000, 20)).save(path),
+        "20000×20: one side is more than 200 times as long as the other",
+    ),
+    "text.png": (lambda path: path.write_text("no picture\n"), "not a readable image: it is text"),
     "silent.wav": (lambda path: write_sound(path, 0), "sound of zero length"),
 }
 #: Odd rows that are trained on.
@@ -85,8 +88,8 @@ def test_odd_files_are_trained_on_and_broken_ones_left_out_counted_and_named(
     assert ended.status == 0, ended.result
     counts = ended.of("data")[0]
     assert (counts["num_train"], counts["num_broken"], counts["num_dropped"]) == (len(ODD), len(BROKEN), len(BROKEN))
-    (told,) = [text for text in ended.messages("warning") if "cannot be used" in text]
-    assert told.startswith(f"{len(BROKEN)} rows have a file that cannot be used: ")
+    (told,) = [text for text in ended.messages("warning") if "an unusable file" in text]
+    assert told.startswith(f"{len(BROKEN)} rows have an unusable file: ")
     for name, (_, words) in BROKEN.items():
         assert f"/{name}: {words}" in told
 
@@ -107,14 +110,12 @@ def test_a_sound_of_which_the_processor_drops_the_end_is_left_out_and_named(
     assert ended.status == 0, ended.result
     counts = ended.of("data")[0]
     assert (counts["num_train"], counts["num_too_long"], counts["num_dropped"]) == (2, 1, 1)
-    words = (
-        f"data set 1, row 2: {tmp_path}/long.wav: 2.5 seconds of sound, and the processor takes in the first 2 alone"
-    )
-    assert any(text.startswith("1 rows are left out") and words in text for text in ended.messages("warning"))
+    words = f"data set 1, row 2: {tmp_path}/long.wav: 2.5 seconds of sound, but the processor reads only the first 2"
+    assert any(text.startswith("1 rows are skipped") and words in text for text in ended.messages("warning"))
     refused = make_job(model=ears, rows=rows, media={"too_long": "refuse"}, **keys).run()
     assert refused.result["error"]["code"] == "dataset_invalid"
     assert refused.result["error"]["message"] == words
     spec_path = tmp_path / "job.json"
     spec_path.write_text(json.dumps(job.plan["spec"]))
     assert preview.main([str(spec_path)]) == 0
-    assert f"preview: {words}: the row is left out" in capsys.readouterr().err
+    assert f"preview: {words}: the row is skipped" in capsys.readouterr().err

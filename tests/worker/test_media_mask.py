@@ -156,7 +156,7 @@ def test_what_is_trained_decodes_to_what_the_assistant_says(
         encoded = family.chat.encode(example)
     except DatasetError as error:
         assume(
-            "the chat template refuses the conversation" not in error.message
+            "the chat template rejects the conversation" not in error.message
         )  # Gemma's, where turns do not alternate
         raise
     said = [message["content"] for message in example.messages if message["role"] == "assistant"]
@@ -264,15 +264,18 @@ def test_a_message_may_be_cut_off_after_its_images_but_not_within(family_of: Any
     family: Family = family_of("qwen2_5_vl")
     encoded = family.chat.encode(row(("user", [image(pictures[2]), "What?"]), ("assistant", ["A large blue square."])))
     assert encoded.truncate(encoded.media_end).input_ids == encoded.input_ids[: encoded.media_end]
-    with pytest.raises(MediaCutError, match="cut after"):
+    with pytest.raises(MediaCutError, match="truncated after"):
         encoded.truncate(encoded.media_end - 1)
 
 
 @pytest.mark.parametrize(
     ("turns", "told"),
     [
-        ([("user", ["<|image_pad|> is a token", "IMAGE"]), ("assistant", ["Yes."])], "processor does not take"),
-        ([("user", ["<|vision_start|><|image_pad|><|vision_end|>", "IMAGE"]), ("assistant", ["Yes."])], "places for 2"),
+        ([("user", ["<|image_pad|> is a token", "IMAGE"]), ("assistant", ["Yes."])], "processor rejects"),
+        (
+            [("user", ["<|vision_start|><|image_pad|><|vision_end|>", "IMAGE"]), ("assistant", ["Yes."])],
+            "placeholders for 2",
+        ),
     ],
 )
 def test_words_that_read_like_an_image_are_an_error_of_their_row(
@@ -289,7 +292,7 @@ def test_a_template_without_a_place_for_images_refuses_rows_with_them(family_of:
 
     family: Family = family_of("qwen2_5_vl")
     chat = ChatFormat(build_tokenizer("chatml"), expand=family.processor.expand)
-    with pytest.raises(DatasetError, match="no place for an image"):
+    with pytest.raises(DatasetError, match="no placeholder for an image"):
         chat.encode(row(("user", [image(pictures[0]), "What?"]), ("assistant", ["A square."])))
 
 
@@ -300,7 +303,7 @@ def test_a_tokenizer_that_cuts_words_otherwise_than_the_processors_is_an_error_o
     tokenizer = AutoTokenizer.from_pretrained(family.directory)
     tokenizer.add_tokens(["square"])
     chat = ChatFormat(tokenizer, expand=family.processor.expand)
-    with pytest.raises(DatasetError, match="the processor makes other tokens of the row than its tokenizer does") as it:
+    with pytest.raises(DatasetError, match="the processor and the tokenizer produce different tokens") as it:
         chat.encode(row(("user", [image(pictures[0]), "What?"]), ("assistant", ["A square."])))
     assert "honectl preview" in it.value.hint
     chat.encode(row(("user", [image(pictures[0]), "What?"]), ("assistant", ["A circle."])))
@@ -324,18 +327,38 @@ def test_a_processor_that_puts_an_images_tokens_in_after_it_has_tokenized_is_ref
 
     processor.__class__ = Late
     expand = Processor(processor, family.chat.tokenizer, MediaLimits()).expand
-    with pytest.raises(ModelError, match="Late does not write out an image's tokens before it tokenizes a row") as it:
+    with pytest.raises(ModelError, match="Late does not insert an image's tokens before it tokenizes a row") as it:
         ChatFormat(family.chat.tokenizer, expand=expand).encode(
             row(("user", [image(pictures[0]), "What?"]), ("assistant", ["A square."]))
         )
-    assert "train this model on text rows alone" in it.value.hint
+    assert "train this model only on text rows" in it.value.hint
+
+
+def test_a_processor_that_changes_the_words_of_a_row_is_an_error_of_the_row(
+    family_of: Any, pictures: list[Path]
+) -> None:
+    family: Family = family_of("qwen2_5_vl")
+    processor = AutoProcessor.from_pretrained(family.directory)
+
+    class Loud(type(processor)):  # type: ignore[misc]
+        """A processor that writes more than the media's tokens into the text."""
+
+        def __call__(self, text: list[str], **options: Any) -> Any:
+            return super().__call__(text=[each.replace("What", "WHAT") for each in text], **options)
+
+    processor.__class__ = Loud
+    chat = ChatFormat(family.chat.tokenizer, expand=Processor(processor, family.chat.tokenizer, MediaLimits()).expand)
+    with pytest.raises(DatasetError, match="data set 1, row 1: the processor changes") as it:
+        chat.encode(row(("user", [image(pictures[0]), "What?"]), ("assistant", ["A square."])))
+    assert "honectl preview" in it.value.hint
+    chat.encode(row(("user", [image(pictures[0]), "Why?"]), ("assistant", ["A square."])))
 
 
 def test_the_assistant_says_words_alone(family_of: Any, pictures: list[Path]) -> None:
     family: Family = family_of("qwen2_5_vl")
     example = row(("user", [image(pictures[0]), "Draw it."]), ("assistant", ["Here."]))
     example.messages[1]["content"] = [{"type": "image"}, {"type": "text", "text": "Here."}]
-    with pytest.raises(DatasetError, match="message 2, the assistant's, holds more than words"):
+    with pytest.raises(DatasetError, match="message 2, from the assistant, contains more than text"):
         family.chat.encode(Example("messages", messages=example.messages, media=example.media * 2))
 
 

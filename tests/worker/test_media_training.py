@@ -242,7 +242,7 @@ def test_rows_whose_files_are_broken_are_left_out_counted_and_named(
     assert ended.status == 0, ended.result
     counts = ended.of("data")[0]
     assert (counts["num_train"], counts["num_dropped"], counts["num_broken"]) == (9, 3, 3)
-    (told,) = [text for text in ended.messages("warning") if "cannot be used" in text]
+    (told,) = [text for text in ended.messages("warning") if "an unusable file" in text]
     assert all(str(files[n]) in told for n in (1, 4, 7))
     refused = make_job(model=qwen, rows=rows, lora={"r": 4}, media={"broken": "refuse"}, **off).run()
     assert refused.status == 65

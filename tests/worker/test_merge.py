@@ -215,7 +215,7 @@ def test_a_base_that_is_stored_quantized_is_merged_whole(
 def test_what_does_not_belong_together_is_refused_by_name(checkpoint_of: Callable[..., Path], tmp_path: Path) -> None:
     llama, wide = checkpoint_of("llama"), checkpoint_of("llama", hidden_size=96)
     adapter = adapter_for(llama, tmp_path / "adapter")
-    with pytest.raises(ModelError, match=r"does not fit LlamaForCausalLM.*q_proj"):
+    with pytest.raises(ModelError, match=r"does not match LlamaForCausalLM.*q_proj"):
         merge_to(wide, adapter, tmp_path / "wide")
     with pytest.raises(ModelError, match="adapter"):
         merge_to(checkpoint_of("gpt2"), adapter, tmp_path / "other")

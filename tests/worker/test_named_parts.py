@@ -157,7 +157,7 @@ def test_an_expression_that_matches_nothing_is_refused_with_names_near_it(grafte
         check(parts={"vision": "retinna"})
     assert "'retinna'" in raised.value.told
     assert "retina" in raised.value.hint
-    with pytest.raises(SpecError, match="known as its projector part"):
+    with pytest.raises(SpecError, match="known to belong to its projector part"):
         check(train_parts=["projector"])
     check(parts=PARTS, train_parts=["projector", "vision"])
     check(parts={"vision": r"^model\.retina\."}, lora={"r": 4})

@@ -115,7 +115,7 @@ def test_a_text_that_is_cut_is_found_in_rows_that_look_like_whole_ones() -> None
 
 def test_a_row_of_which_only_the_end_would_be_trained_is_no_row() -> None:
     chat = ChatFormat(build_shipped("deepseek_r1_distill"))
-    with pytest.raises(SilencedError, match="leaves out all that message 2, the assistant's, says"):
+    with pytest.raises(SilencedError, match="leaves out all text of message 2, from the assistant"):
         chat.encode(convert({"messages": [user("2+2?"), assistant("<think>\nfour\n</think>")]}, "messages"))
     # An answer that consists of a tag alone counts as an answer.
     row = convert({"messages": [user("2+2?"), assistant("<think>\nfour\n</think>[SEARCH]")]}, "messages")
@@ -133,7 +133,7 @@ def test_a_row_of_which_only_the_end_would_be_trained_is_no_row() -> None:
     [
         ("qwen3_6", QUESTIONS, "`chat_template_kwargs: {preserve_thinking: true}`"),
         ("qwen3", [user("Hi"), assistant("Ho", thinking="hm")], "from `reasoning_content`: rename the messages' key"),
-        ("gemma3", [user("Hi"), assistant("Ho", thinking="hm")], "reasoning: name a template that shows it"),
+        ("gemma3", [user("Hi"), assistant("Ho", thinking="hm")], "reasoning: use a template that shows it"),
         ("qwen3", [{"role": "developer", "content": "Short."}, user("Hi"), assistant("Ho")], "the role `system`"),
     ],
 )
@@ -157,12 +157,12 @@ def test_what_helps_is_tried(name: str, messages: list[dict[str, Any]], helps: s
             "{enable_thinking: false}",
         ),
         ("nemotron_3_nano", QUESTIONS, None, ""),
-        ("deepseek_r1_distill", [user("Hi"), assistant("Ho")], ("<think>\n", "<｜Assistant｜>Ho"), "name a template"),
+        ("deepseek_r1_distill", [user("Hi"), assistant("Ho")], ("<think>\n", "<｜Assistant｜>Ho"), "use a template"),
         (
             "diffusion_gemma",
             [*CALLED[:1], assistant("", tool_calls=[CALL]), *CALLED[2:]],
             ("<tool_response|>", "<tool_response|><|turn>model\nSunny"),
-            "name a template",
+            "use a template",
         ),
     ],
 )
@@ -193,15 +193,12 @@ def test_rows_that_lose_something_are_counted_and_told_before_training(make_job:
     assert data["omitted"] == {"num_rows": 2, "kinds": {"reasoning": 2}}
     assert (data["num_train"], data["num_silenced"], data["num_dropped"]) == (11, 1, 1)
     warned = "\n".join(ended.messages("warning"))
-    assert (
-        "leaves out parts of what 2 of 11 rows say: reasoning in 2 (the first: data set 1, row 1, message 2: 'two"
-        in warned
-    )
+    assert "leaves out parts of 2 of 11 rows: reasoning in 2 (the first: data set 1, row 1, message 2: 'two" in warned
     assert "`chat_template:`" in warned
-    assert "1 rows are left out; the first: data set 1, row 3: the chat template leaves out all" in warned
+    assert "1 rows are skipped; the first: data set 1, row 3: the chat template leaves out all" in warned
     refused = make_job("llama", rows=[silenced, silenced, *[plain] * 9], lora={"r": 4}).run()
     assert refused.result["error"]["code"] == "dataset_invalid"
-    assert "2 of 11 rows would teach an empty answer" in refused.result["error"]["message"]
+    assert "2 of 11 rows would train an empty answer" in refused.result["error"]["message"]
 
 
 def test_one_silenced_row_of_a_few_that_are_held_out_refuses_no_job(make_job: MakeJob, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_one_prompt_that_fails_does_not_cost_the_others(make_job: MakeJob, monke
     assert "autocast off" in told
     assert "torch.bfloat16" in told
     assert "cpu" in told
-    assert told.endswith("`predictions: {autocast: match}` gives predictions the autocast that training has")
+    assert told.endswith("set `predictions: {autocast: match}` to use the autocast of training")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

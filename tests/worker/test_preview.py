@@ -58,7 +58,7 @@ def test_rows_are_shown_as_they_will_be_trained_on(spec_path: Path) -> None:
     assert 0 < rows[0]["num_trained"] < rows[0]["num_tokens"]
     assert not rows[0]["is_truncated"]
     assert rows[0]["dataset"].endswith("rows.jsonl")
-    assert "line 2: no turn of the assistant" in done.stderr
+    assert "line 2: no assistant turn" in done.stderr
 
 
 def test_a_turn_of_weight_0_is_shown_as_context(spec_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_turn_of_weight_0_is_shown_as_context(spec_path: Path) -> None:
     assert done.stdout.count("---") == 1
     assert "It is 1.<|im_end|>\n<|im_start|>user\nWhat is 1+1?" in done.stdout
     assert "assistant\n⟦<think>\n\n</think>\n\nIt is 2.<|im_end|>⟧" in done.stdout
-    assert "row 2: no turn of the assistant to train on: its weight is 0 in each of them" in done.stderr
+    assert "row 2: no assistant turn to train on: all of them have weight 0" in done.stderr
 
 
 def test_what_a_row_says_acts_on_no_terminal_and_forges_no_row(spec_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_rows_are_cut_and_rendered_as_the_spec_says(spec_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("--- row ") == 3
     assert "24 tokens" in done.stdout
-    assert "left out: message 1, names of speakers: 'Ann'" in done.stdout
-    assert "preview: names of speakers: write the name into the content" in done.stderr
-    assert "cut off" in done.stdout
+    assert "left out by the template: message 1, names of speakers: 'Ann'" in done.stdout
+    assert "preview: names of speakers: write the name in the content" in done.stderr
+    assert "truncated" in done.stdout
     change(spec_path, training={"max_length": 200})
     assert "assistant\n<think>\n\n</think>\n\n⟦It is " in run(spec_path).stdout
 

@@ -110,8 +110,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(make_jo
     assert [item["step"] for item in second.of("resumed")] == [4]
     [word] = second.messages("warning")
     assert word == (
-        "checkpoint-6 is damaged (adapter_model.safetensors is not what was written) and is set aside as "
-        "checkpoint-6.damaged"
+        "checkpoint-6 is damaged (adapter_model.safetensors was changed) and was renamed to checkpoint-6.damaged"
     )
     assert {step: loss for step, loss in undisturbed.losses.items() if step > 4} == second.losses
 

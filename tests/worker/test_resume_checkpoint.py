@@ -92,38 +92,39 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a file is cut short": (lambda at: os.truncate(at / "optimizer.pt", 4993), "optimizer.pt has 4993 bytes instead"),
     "a file is longer": (lambda at: os.truncate(at / "optimizer.pt", 5001), "optimizer.pt has 5001 bytes instead"),
     "a file is missing": (lambda at: (at / "optimizer.pt").unlink(), "optimizer.pt is missing"),
-    "a bit is flipped": (lambda at: flip(at / "optimizer.pt", 4999), "optimizer.pt is not what was written"),
-    "the first bit of a large file is flipped": (lambda at: flip(at / "model.safetensors", 0), "model.safetensors is"),
+    "a bit is flipped": (lambda at: flip(at / "optimizer.pt", 4999), "optimizer.pt was changed"),
+    "the first bit of a large file is flipped": (lambda at: flip(at / "model.safetensors", 0), "model.safetensors was"),
     "a bit deep in a large file is flipped": (
-        lambda at: flip(at / "model.safetensors", digest.PIECE_BYTES), "model.safetensors is not"),
+        lambda at: flip(at / "model.safetensors", digest.PIECE_BYTES), "model.safetensors was"),
     "the last bit of a large file is flipped": (
-        lambda at: flip(at / "model.safetensors", LARGE_BYTES - 1), "model.safetensors is not"),
-    "a file is a link": (lambda at: replace_by_link(at / "optimizer.pt"), "optimizer.pt is no plain file"),
+        lambda at: flip(at / "model.safetensors", LARGE_BYTES - 1), "model.safetensors was"),
+    "a file is a link": (lambda at: replace_by_link(at / "optimizer.pt"), "optimizer.pt is not a regular file"),
     "a file is a directory": (
-        lambda at: ((at / "optimizer.pt").unlink(), (at / "optimizer.pt").mkdir()), "optimizer.pt is no plain file"),
-    "it has no manifest": (lambda at: (at / "MANIFEST.json").unlink(), "it was not finished"),
-    "its manifest is empty": (lambda at: (at / "MANIFEST.json").write_text(""), "cannot be understood"),
-    "its manifest is a list": (lambda at: (at / "MANIFEST.json").write_text("[1]"), "cannot be understood"),
-    "its manifest is binary": (lambda at: (at / "MANIFEST.json").write_bytes(b"\xff\0\x80"), "cannot be understood"),
+        lambda at: ((at / "optimizer.pt").unlink(), (at / "optimizer.pt").mkdir()), "is not a regular file"),
+    "it has no manifest": (lambda at: (at / "MANIFEST.json").unlink(), "it is incomplete"),
+    "its manifest is empty": (lambda at: (at / "MANIFEST.json").write_text(""), "is not valid"),
+    "its manifest is a list": (lambda at: (at / "MANIFEST.json").write_text("[1]"), "is not valid"),
+    "its manifest is binary": (lambda at: (at / "MANIFEST.json").write_bytes(b"\xff\0\x80"), "is not valid"),
     "its manifest goes on after its end": (
-        lambda at: (at / "MANIFEST.json").open("a").write("}garbage"), "cannot be understood"),
+        lambda at: (at / "MANIFEST.json").open("a").write("}garbage"), "is not valid"),
     "its manifest is a directory": (
         lambda at: ((at / "MANIFEST.json").unlink(), (at / "MANIFEST.json").mkdir()), "Is a directory"),
     "a figure in its manifest is another": (
         lambda at: (at / "MANIFEST.json").write_text(
             (at / "MANIFEST.json").read_text().replace('"num_trained_tokens": 6', '"num_trained_tokens": 7')),
-        "MANIFEST.json is not what was written"),
-    "its manifest names no file": (lambda at: edit(at, lambda found: found["files"].clear()), "does not name trainer_"),
-    "its manifest has no files": (lambda at: edit(at, lambda found: found.pop("files")), "cannot be understood"),
+        "MANIFEST.json was changed"),
+    "its manifest names no file": (lambda at: edit(at, lambda found: found["files"].clear()), "does not list trainer_"),
+    "its manifest has no files": (lambda at: edit(at, lambda found: found.pop("files")), "is not valid"),
     "its manifest has files without sizes": (
-        lambda at: edit(at, lambda found: found["files"]["optimizer.pt"].clear()), "cannot be understood"),
+        lambda at: edit(at, lambda found: found["files"]["optimizer.pt"].clear()), "is not valid"),
     "its manifest leads elsewhere": (
-        lambda at: edit(at, lambda found: found["files"].update({"../checkpoint-4/optimizer.pt": {}})), "elsewhere"),
+        lambda at: edit(at, lambda found: found["files"].update({"../checkpoint-4/optimizer.pt": {}})),
+        "outside the checkpoint"),
     "it is another step's": (lambda at: edit(at, lambda found: found.update(step=5)), "it is of step 5"),
-    "it is a file": (lambda at: (shutil.rmtree(at), at.write_text("checkpoint")), "no directory of its own"),
-    "it is a link to one that is whole": (replace_by_link, "no directory of its own"),
-    "it is a link to nothing": (lambda at: (shutil.rmtree(at), at.symlink_to("nothing")), "no directory of its own"),
-    "it is empty": (lambda at: (shutil.rmtree(at), at.mkdir()), "it was not finished"),
+    "it is a file": (lambda at: (shutil.rmtree(at), at.write_text("checkpoint")), "not a directory of its own"),
+    "it is a link to one that is whole": (replace_by_link, "not a directory of its own"),
+    "it is a link to nothing": (lambda at: (shutil.rmtree(at), at.symlink_to("nothing")), "not a directory of its own"),
+    "it is empty": (lambda at: (shutil.rmtree(at), at.mkdir()), "it is incomplete"),
 }  # fmt: skip
 
 

@@ -181,7 +181,7 @@ def test_a_damaged_best_checkpoint_is_not_what_is_exported(make_job: MakeJob, le
     flip(job.dir / f"checkpoints/checkpoint-{best}/adapter_model.safetensors", 2000)
     second = resumed(job)
     [word] = second.messages("error")
-    assert f"checkpoint-{best}, the best, is damaged" in word
+    assert f"checkpoint-{best}, the best checkpoint, is damaged" in word
     assert second.metrics["eval_loss"] == losses[11] != first.metrics["eval_loss"] == losses[best]
 
 
@@ -258,7 +258,7 @@ def test_a_job_without_a_whole_checkpoint_says_so_and_starts_over(make_job: Make
     second = job.run(2)
     assert second.status == 0, second.result
     assert len(second.messages("warning")) >= 2
-    assert second.messages("error") == ["no checkpoint of this job is whole: it starts over from the beginning"]
+    assert second.messages("error") == ["all checkpoints of this job are damaged: it starts from the beginning"]
     assert second.of("started_over") == [{"reason": "damaged"}]
     assert list(second.losses) == list(range(1, 12))
     assert_same(course_of(job, first, second), undisturbed)

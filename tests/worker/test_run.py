@@ -95,7 +95,7 @@ def test_rows_that_are_cut_or_dropped_are_counted(make_job: MakeJob) -> None:
     assert ended.status == 0, ended.result
     [data] = ended.of("data")
     assert (data["num_train"], data["num_truncated"], data["num_dropped"]) == (3, 2, 1)
-    assert "1 rows are left out" in " ".join(ended.messages("warning"))
+    assert "1 rows are skipped" in " ".join(ended.messages("warning"))
 
 
 def test_rows_that_cannot_be_used_are_counted_and_named_those_held_out_too(make_job: MakeJob, tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_what_leads_elsewhere_since_it_was_checked_is_not_trained_on(make_job: M
     job.change_plan(may_read={"closed": [str(theirs)], "allowed": None, "inputs": [job.plan["base_model_path"]]})
     ended = job.run()
     assert ended.result["error"]["code"] == "dataset_invalid"
-    assert "is honed's or another user's" in ended.result["error"]["message"]
+    assert "belongs to honed or to another user" in ended.result["error"]["message"]
     assert not [item for item in ended.events if item.kind == "step"]
 
 

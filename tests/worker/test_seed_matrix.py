@@ -36,9 +36,9 @@ from zoo.model import build_checkpoint, write_facts  # noqa: E402
 TIMEOUT_SEC = 600
 #: Backend, model, dtype, quantization and adapter of cells that Unsloth would not run as asked on a CPU.
 REFUSED = {
-    ("unsloth", "Qwen3-1.7B", "bfloat16", "none", "full"): "adapters alone",
-    ("unsloth", "Llama-3.2-1B", "bfloat16", "none", "full"): "adapters alone",
-    ("unsloth", "Mistral-7B", "bfloat16", "none", "full"): "adapters alone",
+    ("unsloth", "Qwen3-1.7B", "bfloat16", "none", "full"): "only adapters",
+    ("unsloth", "Llama-3.2-1B", "bfloat16", "none", "full"): "only adapters",
+    ("unsloth", "Mistral-7B", "bfloat16", "none", "full"): "only adapters",
     ("unsloth", "Llama-3.2-1B", "float16", "4bit", "lora"): "would load in bfloat16",
 }
 
@@ -132,7 +132,7 @@ def test_the_row_that_unsloth_would_change_is_trained_without_it_unless_it_is_na
     model = basemodel.inspect(tmp_path / "llama", model_type=None)
     found = plan.make(spec, model, cpu(), config=Config(), installed=installed.look())
     assert (found.backend.name, found.precision.load_dtype) == ("transformers", "float16")
-    assert any("in bfloat16 what was planned in float16" in reason for reason in found.backend.reasons)
+    assert any("in bfloat16 instead of the planned float16" in reason for reason in found.backend.reasons)
 
 
 def test_where_a_fork_cannot_use_the_gpu_each_cell_has_a_process_of_its_own(tmp_path: Path) -> None:

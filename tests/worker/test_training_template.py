@@ -64,8 +64,8 @@ def test_a_job_with_trls_variant_trains_on_all_reasoning_and_exports_the_bases_t
     assert trained[0].startswith("two and two\n</think>\n\n4<|im_end|>")
     assert ended.of("data")[0]["omitted"]["num_rows"] == 0
     assert ended.of("data")[0]["num_asked_otherwise"] == 2  # this template's prompt contains empty reasoning
-    [told] = [each for each in ended.messages("warning") if "asked otherwise than it is trained in 2 of 2 rows" in each]
-    assert "`chat_template_kwargs: {enable_thinking: true}` has the prompt ask" in told
+    [told] = [each for each in ended.messages("warning") if "differs from the training rows in 2 of 2 rows" in each]
+    assert "`chat_template_kwargs: {enable_thinking: true}` to make prompts match" in told
     assert all("two and two" not in row["prompt"] for each in ended.of("predictions") for row in each["rows"])
     assert AutoTokenizer.from_pretrained(job.output_dir).chat_template == source("qwen3_5_nothink")
 
@@ -84,7 +84,8 @@ def test_a_rows_own_arguments_go_before_the_jobs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [("yes", "is a string, not an object"), ({"tokenize": True}, "has `tokenize`, which is no")]
+    ("value", "said"),
+    [("yes", "must be an object, this is a string"), ({"tokenize": True}, "has `tokenize`, which cannot")],
 )
 def test_a_rows_arguments_that_are_none_leave_it_out(value: Any, said: str) -> None:
     with pytest.raises(DatasetError, match=said):

@@ -45,8 +45,8 @@ def test_a_trial_learns_its_rows_by_heart_and_tells_of_the_whole(make_job: MakeJ
     assert not job.output_dir.exists()
     assert not ended.of("step")
     said = dict(trial.words(found))
-    assert said["Does it learn?"].startswith("It learns them: the loss of 8 rows fell from ")
-    assert "12 rows, 4 held out" in said["What is trained on"]
+    assert said["Does it learn?"].startswith("It learns: the loss of 8 rows fell from ")
+    assert "12 rows, 4 held out" in said["Training data"]
 
 
 def test_a_job_learns_the_same_after_a_trial_that_warns_of_it(make_job: MakeJob) -> None:
@@ -58,8 +58,8 @@ def test_a_job_learns_the_same_after_a_trial_that_warns_of_it(make_job: MakeJob)
     tried, plain = make_job(**keys, trial=True).run(), make_job(**keys).run()
     found = findings(tried)
     assert (found.verdict, found.num_steps) == ("does_not_learn", 40)
-    assert any("It does not learn them" in text for text in tried.messages("warning"))
-    [warning] = [text for title, text in trial.words(found) if title == "Beware"]
+    assert any("It does not learn" in text for text in tried.messages("warning"))
+    [warning] = [text for title, text in trial.words(found) if title == "Warning"]
     assert "will not learn to stop" in warning, "and no word of rows held out, which no trial has"
     assert tried.losses == plain.losses
     assert tried.of("artifact")
@@ -73,7 +73,7 @@ def test_what_ends_the_trial_ends_the_job(make_job: MakeJob) -> None:
 
 
 #: The keys of every job, and of a vision job, one with packing, and one through Unsloth.
-PARTS = ["Does it learn?", "What is trained on", "How long", "How much memory"]
+PARTS = ["Does it learn?", "Training data", "Duration", "Memory"]
 
 
 def test_a_job_with_pictures_is_tried(make_job: MakeJob, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_turn_that_the_next_ones_mark_ends_is_trained_with_it(glm: ChatFormat)
     assert set(names) >= {"<|user|>", "<|observation|>", "<|endoftext|>"}
     [(level, said)] = glm.advice.notes()
     assert level == "info"
-    assert "'<|user|>' or '<|observation|>' is added there and trained" in quote.show(said)
+    assert "honed adds '<|user|>' or '<|observation|>' there and trains it" in quote.show(said)
 
 
 def test_between_two_turns_of_the_assistant_nothing_is_trained(glm: ChatFormat) -> None:
@@ -114,7 +114,7 @@ def test_the_check_sees_an_end_that_is_not_trained(messages: list[dict[str, Any]
 @pytest.mark.parametrize("messages", [TOLD, TOLD[:2], CALLED, CALLED[:2]])
 def test_the_check_sees_a_row_that_lacks_its_last_end(glm: ChatFormat, messages: list[dict[str, Any]]) -> None:
     encoded = glm.encode(row(messages))
-    with pytest.raises(MaskError, match="the row ends without what ends a turn"):
+    with pytest.raises(MaskError, match="the row ends without the end token of a turn"):
         glm.check_trained(encoded.input_ids[:-1], encoded.labels[:-1], row(messages))
 
 
@@ -124,9 +124,7 @@ def test_an_end_that_stands_between_two_calls_is_told_where_rows_have_such() -> 
     assert [said for _, said in chat.advice.notes([one]) if "calls" in said] == []
     [(level, said)] = chat.advice.notes([one, two])
     assert level == "warning"
-    assert "'<｜tool▁call▁end｜>', and puts that between two calls of a turn, too, as 1 rows have them" in quote.show(
-        said
-    )
+    assert "'<｜tool▁call▁end｜>', but also puts it between two calls of a turn, which 1 rows have" in quote.show(said)
     assert masks.chat_of("deepseekv3").advice.notes([two]) == []
 
 
@@ -243,7 +241,7 @@ def test_calls_that_are_shown_before_the_turns_words_are_checked_in_that_order()
         "<|tool_call>call:add{a:2,b:[1]}<tool_call|>I compute it.<|tool_response>"
     ]
     # Where tools answer, their answers stand between the two.
-    with pytest.raises(DatasetError, match="writes message 3, the tool's, into the middle of message 2"):
+    with pytest.raises(DatasetError, match="writes message 3, from the tool, into the middle of message 2"):
         chat.encode(row(SAID_AND_CALLED))
 
 

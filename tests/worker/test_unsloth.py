@@ -132,7 +132,7 @@ def test_weights_that_the_layers_have_no_place_for_are_refused_under_unsloth_too
     job = make_job(model=tmp_path / "base", **KEYS)
     error = job.wait(job.start()).result["error"]
     assert error["code"] == "model_invalid"
-    assert "no place for: model.layers.0.self_attn.q_norm.weight" in error["message"]
+    assert "do not exist in its layers: model.layers.0.self_attn.q_norm.weight" in error["message"]
 
 
 def test_a_checkpoint_stored_in_4_bits_computes_in_the_planned_dtype(make_job: MakeJob, tmp_path: Path) -> None:

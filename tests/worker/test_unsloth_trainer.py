@@ -215,7 +215,7 @@ def test_full_evaluations_in_half_are_turned_off_and_what_is_not_as_the_job_says
     ended = job.run()
     assert ended.status == 0, ended.result
     assert "audit (built): the trainer had set bf16_full_eval to True, now False" in ended.messages("info")
-    assert "training.max_grad_norm: the job says 0.5, but transformers makes it 0.25" in ended.messages("warning")
+    assert "training.max_grad_norm: the job sets 0.5, but transformers changes it to 0.25" in ended.messages("warning")
     weights, wanted = (load_file(each.output_dir / "adapter_model.safetensors") for each in (job, plain))
     assert {str(value.dtype) for value in weights.values()} == {"torch.float32"}
     rounded = [name for name, value in weights.items() if torch.equal(value, value.bfloat16().float())]
@@ -237,7 +237,7 @@ def test_weights_that_were_cast_after_training_are_never_saved(
     ended = job.run()
     assert (ended.status, ended.result["error"]["code"], ended.result["step"]) == (80, "precision_mismatch", 3)
     assert "was float32 and is bfloat16" in ended.result["error"]["message"]
-    assert ended.result["error"]["hint"] == "its last checkpoint is whole"  # no other backend: this is the other
+    assert ended.result["error"]["hint"] == "its last checkpoint is not affected"  # no other backend: this is the other
     assert not job.output_dir.exists()
 
 
@@ -275,7 +275,7 @@ def test_a_prompt_that_is_asked_without_its_beginning_is_told_once(
     )
     ended = job.run()
     assert ended.status == 0, ended.result
-    told = [text for text in ended.messages("warning") if "without its beginning" in text]
+    told = [text for text in ended.messages("warning") if "truncated at its start" in text]
     assert len(told) == 1
-    assert "positions for 120" in told[0]
+    assert "only 120 positions" in told[0]
     assert len(ended.of("predictions")) > 1

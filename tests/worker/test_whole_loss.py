@@ -95,5 +95,5 @@ def test_rows_beyond_the_table_end_the_job_before_the_first_step(make_job: MakeJ
     ]
     ended = make_job("gpt2", rows=rows, lora={"r": 4}).run()
     assert ended.result["error"]["code"] == "dataset_invalid"
-    assert "and the model has 256 positions" in ended.result["error"]["message"]
+    assert "but the model has only 256 positions" in ended.result["error"]["message"]
     assert ended.losses == {}

@@ -19,7 +19,6 @@ from honed.inputs.media import PLURAL
 from honed.inputs.row import told_unread
 from honed.plan import activation
 from honed.plan.activation import Row
-from honed.spec.media import Kind
 from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import quote
 from honed.system.error import DatasetError
@@ -37,8 +36,6 @@ MAX_REMEMBERED = 256
 #: Characters of unread columns' names, in a data set that is remembered.
 MAX_TOLD = 1000
 SETTLED_NS = 2_000_000_000
-#: The lack in a model for each kind of media, in words.
-_SENSES: Mapping[Kind, str] = {"image": "does not see", "video": "does not see", "audio": "does not hear"}
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,9 @@ class Looked:
 
     warnings: list[str]  #: about faults in some of them
     num_row_tokens: int | None  #: estimated tokens of the longest row, without media
-    num_rows: int | None  #: in all data sets; None if not every row was looked at
+    num_rows: int | None  #: in all data sets; None if not every row was read
     attached: list[Row]  #: the rows with images, videos or sounds
-    num_train_rows: int | None = None  #: rows to train on; None if not every row was looked at
+    num_train_rows: int | None = None  #: rows to train on; None if not every row was read
 
 
 @dataclass(frozen=True)
@@ -186,40 +183,39 @@ def _check_names(key: str, each: DatasetSpec) -> list[str]:
     clearly mean more than one split and the job does not name one."""
     path, paths = each.place, files_of(each)
     told = [
-        f"{each.path}: {name}/ in it has data files, too, and is not read: name it as a data set of its own if it "
-        "should be"
+        f"{each.path}: {name}/ also contains data files, which are not read: to read them, add the directory as its "
+        "own data set"
         for name in datadir.unread(path, paths)
         if each.split is None
     ]
     if key == "datasets" and each.split is None and (word := datadir.held_out_word(path, paths)) is not None:
-        told.append(f"{each.path}: is trained on, and its name says `{word}`: is it held-out data?")
+        told.append(f"{each.path}: is used for training, but its name contains `{word}`: is it held-out data?")
     if each.split is not None or (found := datadir.mixed(path, paths)) is None:
         return told
     if not found.is_certain:
         what = "trained on" if key == "datasets" else "evaluated on"
-        told.append(f"{each.path}: {found.example} is {what}, too, and its name may mean held-out data")
+        told.append(f"{each.path}: {found.example} is {what}, too, but its name suggests held-out data")
         return told
     meant, others = (found.train, found.held_out) if key == "datasets" else (found.held_out, found.train)
     lines = " or ".join(f"`split: {split}`" for split in meant)
-    beside = f"; `eval_datasets: [{{path: {each.path}, split: {others[0]}}}]` holds the other out"
+    beside = f"; `eval_datasets: [{{path: {each.path}, split: {others[0]}}}]` evaluates on the other one"
     raise DatasetError(
-        f"{each.path}: some of its files are named as held-out data ({found.example}), and `split` does not say which "
-        "are meant",
-        hint=f"write {lines} below its path{beside if key == 'datasets' else ''}; to read all, name each file as a "
-        "data set of its own",
+        f"{each.path}: some file names suggest held-out data ({found.example}), and `split` is not set",
+        hint=f"write {lines} below its path{beside if key == 'datasets' else ''}; to read all files, add each one as "
+        "its own data set",
         fix={"split": meant[0]} if len(meant) == 1 else None,
     )
 
 
 def _check_dataset(each: DatasetSpec, rights: Policy, cache: Cache, *, has_chat_template: bool) -> _Seen:
     paths = files_of(each)
-    for path in paths:  # a path may be a link to elsewhere
+    for path in paths:  # the path may be a symbolic link
         rights.check_read(Named("path", path, DatasetError))
     seen = cache.look(each, paths, rights)
     if not has_chat_template and seen.has_conversations:
         raise DatasetError(
-            f"{each.path}: rows of {seen.found.format} are rendered by a chat template, and the base model has none",
-            hint="name a file with one as chat_template:, or use rows of prompt and completion, or of text",
+            f"{each.path}: rows of {seen.found.format} need a chat template, but the base model has none",
+            hint="set chat_template: to a template file, or use prompt/completion or text rows",
         )
     return seen
 
@@ -236,7 +232,8 @@ def _overlooked(model: BaseModelInfo | None, found: dataset.Inspection) -> list[
     """Return warnings about media in the rows that are not read (not for a text model), and about absent columns."""
     told = list(found.overlooked) if model is None or model.has_vision or model.has_audio else []
     return told + [
-        f"`columns` names `{quote.name(each)}`, and none of the {found.num_rows} rows has it" for each in found.absent
+        f"`columns` names `{quote.name(each)}`, and none of the {found.num_rows} rows has that column"
+        for each in found.absent
     ]
 
 
@@ -248,10 +245,12 @@ def _untrained(each: DatasetSpec, found: dataset.Inspection) -> list[str]:
     told = [told_unread(found.unread, found.format)] if found.unread else []
     if not found.num_untrained:
         return told
-    said = f"{found.num_untrained} of the first {found.num_rows} rows have weight 0 on each turn of the assistant"
+    said = f"{found.num_untrained} of the first {found.num_rows} rows have weight 0 on every assistant turn"
     if found.num_untrained == found.num_rows and found.is_whole:
-        raise DatasetError(f"{each.path}: {said}: nothing is left to train on", hint="leave `weight` out of some turns")
-    return [*told, f"{said}, and are left out"]
+        raise DatasetError(
+            f"{each.path}: {said}: nothing is left to train on", hint="remove `weight` from the turns to train on"
+        )
+    return [*told, f"{said}, and are skipped"]
 
 
 def _told_together(found: dataset.Inspection) -> list[str]:
@@ -261,8 +260,8 @@ def _told_together(found: dataset.Inspection) -> list[str]:
         told.append(f"{found.census.num_twice} of {seen}{found.num_rows} rows repeat an earlier row")
     if found.num_unpaired:
         told.append(
-            f"{found.num_unpaired} rows have a `label` that is true or false, as preference data (KTO) has, which is "
-            "not supported yet: it is not read, and completions that are labelled false are learned as well"
+            f"{found.num_unpaired} rows have a boolean `label`, as in preference data (KTO), which is not supported "
+            "yet: the label is ignored, so completions labelled false are trained on as well"
         )
     return told
 
@@ -276,22 +275,22 @@ def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec
         num_rows = sum(found.census.num_rows for found in trained.values())
         said = {each for found in trained.values() for each in found.census.digests}
         if len(said) < 2:
-            what = "there is one row" if num_rows == 1 else f"all {num_rows} rows have the same content"
+            what = "there is one row" if num_rows == 1 else f"all {num_rows} rows are identical"
             raise DatasetError(
-                f"eval_split: {what}, of which none can be held out",
-                hint="leave out eval_split, or add rows",
+                f"eval_split: {what}, so none can be held out",
+                hint="remove eval_split, or add rows",
                 fix={"eval_split": None},
             )
     warnings = []
     for name, (each, found) in inspected.items():
         for other, theirs in trained.items() if name.startswith("eval_datasets.") else ():
             if shared := _shared(each, inspected[other][0]):
-                warnings.append(f"{name}: {shared} is also trained on ({other}): it measures memorization")
+                warnings.append(f"{name}: {shared} is also trained on ({other}): the metrics measure memorization")
             elif num_shared := found.census.num_in(theirs.census):
                 seen = "" if found.is_whole and theirs.is_whole else "the first "
                 warnings.append(
-                    f"{name}: {num_shared} of {seen}{found.census.num_rows} rows are also trained on ({other}): "
-                    "they measure memorization"
+                    f"{name}: {num_shared} of {seen}{found.census.num_rows} rows are also trained on ({other}): the "
+                    "metrics measure memorization"
                 )
     return warnings
 
@@ -318,26 +317,26 @@ def _check_attached(
     for kind in sorted(kinds):
         if model is not None and not (model.has_audio if kind == "audio" else model.has_vision):
             raise DatasetError(
-                f"{each.path}: rows with {PLURAL[kind]}, and {model.path} is a model that {_SENSES[kind]}",
-                hint="take a vision or audio model as base_model, or rows of text",
+                f"{each.path}: rows with {PLURAL[kind]}, which {model.path} does not support",
+                hint="use a vision or audio model as base_model, or use text rows",
             )
     if job_spec.training.packing or job_spec.training.padding_free:
         key = "packing" if job_spec.training.packing else "padding_free"
         raise DatasetError(
             f"{each.path}: rows with {' and '.join(PLURAL[kind] for kind in sorted(kinds)) or 'media'} and "
-            f"training.{key}: they are not put into one row with others",
-            hint=f"leave {key} out",
+            f"training.{key}: such rows cannot be packed",
+            hint=f"remove training.{key}",
             fix={f"training.{key}": None},
         )
     warnings = _too_long(job_spec, model, each, found)
     if not found.num_broken:
         return warnings
-    told = f"{found.num_broken} of the first {found.num_attached} rows with media have a file that cannot be used"
+    told = f"{found.num_broken} of the first {found.num_attached} rows with media have an unusable file"
     named = "; ".join(found.broken)
     if job_spec.media.broken == "refuse" or found.num_broken == found.num_attached:
-        hint = "paths start from the data file's directory, or from the data set's `media_dir`"
+        hint = "relative paths are resolved against the data file's directory, or the data set's `media_dir`"
         raise DatasetError(f"{each.path}: {told}: {named}", hint=hint)
-    return [*warnings, f"{each.path}: {told}, and will be left out: {named}"]
+    return [*warnings, f"{each.path}: {told}, and will be skipped: {named}"]
 
 
 def _too_long(
@@ -352,11 +351,11 @@ def _too_long(
     too_long = [number for number in tokens if number > cut_at]
     if not too_long:
         return []
-    what = "will be left out" if job_spec.media.too_long == "drop" else "end the job"
+    what = "will be skipped" if job_spec.media.too_long == "drop" else "end the job"
     return [
-        f"{each.path}: {len(too_long)} of {len(tokens)} rows with media seem to be longer than max_length ({cut_at}) "
-        f"by their media alone (up to {max(too_long)} tokens), and {what}: a longer training.max_length, or fewer "
-        "pixels and frames (`media:`), keeps them"
+        f"{each.path}: {len(too_long)} of {len(tokens)} rows with media are probably longer than max_length "
+        f"({cut_at}) from their media alone (up to {max(too_long)} tokens), and {what}: increase "
+        "training.max_length, or reduce pixels and frames (`media:`)"
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from honed.inputs import basemodel
 from honed.inputs.basemodel import AdapterInfo, BaseModelInfo, UncachedError
@@ -16,7 +15,7 @@ from honed.spec import spec
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec
 from honed.system import installed, quote
-from honed.system.error import ModelError, SpecError
+from honed.system.error import Fix, ModelError, SpecError
 from honed.system.layout import Layout
 
 #: Encoder families, which generate text only if config.json has `is_decoder: true`; transformers maps them to causal
@@ -58,16 +57,16 @@ ENCODER_DECODERS = frozenset(
         "whisper",
     }
 )
-#: Classes with another head than one for text generation, and their purpose.
+#: Classes whose head is not for text generation, and their purpose.
 _OTHER_HEADS = {
-    "fills in masked words": re.compile(r"For(MaskedLM|PreTraining|NextSentencePrediction)$"),
+    "predicts masked words": re.compile(r"For(MaskedLM|PreTraining|NextSentencePrediction)$"),
     "classifies": re.compile(
         r"For\w*(Classification|QuestionAnswering|MultipleChoice|Detection|Segmentation)$|Classifier$"
     ),
-    "scores answers": re.compile(r"(For)?\w*Reward(Model|Modeling)?$|ForScore$"),
-    "makes embeddings": re.compile(r"ForTextEncoding$|EmbeddingModel$|ForEmbedding$|ForRetrieval$"),
-    "writes down speech": re.compile(r"ForCTC$"),
-    "writes by diffusion": re.compile(r"For\w*Diffusion$"),
+    "scores text": re.compile(r"(For)?\w*Reward(Model|Modeling)?$|ForScore$"),
+    "computes embeddings": re.compile(r"ForTextEncoding$|EmbeddingModel$|ForEmbedding$|ForRetrieval$"),
+    "transcribes speech": re.compile(r"ForCTC$"),
+    "generates text by diffusion": re.compile(r"For\w*Diffusion$"),
 }
 
 
@@ -103,8 +102,8 @@ def _check_whole(job_spec: JobSpec, layout: Layout, config: Config, path: Path, 
     if fault is not None and snapshot.is_fetched(layout.cache_dir, job_spec.base_model, path):
         return
     missing = Missing(job_spec.base_model, job_spec.revision or "main")
-    words = fault.said if fault else f"{path}: fetched without the code that comes with it"
-    raise UncachedError(words, missing, hint="honed fetches what is missing")
+    words = fault.said if fault else f"{path}: the cached copy lacks the model's own code"
+    raise UncachedError(words, missing, hint="honed fetches the missing files")
 
 
 def commit(job_spec: JobSpec, model: BaseModelInfo) -> str | None:
@@ -123,8 +122,8 @@ def warnings(model: BaseModelInfo) -> list[str]:
     """Return warnings about a base model that can be trained, but may be a mistake."""
     if (model.path / "config_sentence_transformers.json").exists():
         return [
-            f"base_model: {model.path} is a model for embeddings (config_sentence_transformers.json): sft trains it to "
-            "write text"
+            f"base_model: {model.path} is an embedding model (config_sentence_transformers.json); sft will train it "
+            "to generate text"
         ]
     return []
 
@@ -135,32 +134,33 @@ def check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | 
         return
     if model.is_pickled:
         raise ModelError(
-            f"{model.path}: an adapter is not merged into pickled weights",
-            hint="convert them first, or leave save_merged out",
+            f"{model.path}: merging an adapter into pickled weights is not supported",
+            hint="convert them to safetensors first, or remove save_merged",
             fix=_unmerged(job_spec),
         )
     if model.speaks:
         raise ModelError(
-            f"{model.path}: an adapter is not merged into a model that also speaks ({model.model_type})",
-            hint="load the adapter beside the model's thinker, or leave save_merged out",
+            f"{model.path}: merging an adapter into a model with speech output is not supported ({model.model_type})",
+            hint="use the adapter with the model's thinker, or remove save_merged",
             fix=_unmerged(job_spec),
         )
     if model.is_quantized and model.quantization is None:
         raise ModelError(
-            f"{model.path}: an adapter cannot be merged into weights that are stored in {model.quantization_method}",
-            hint="name the unquantized checkpoint as base_model, or leave save_merged out",
+            f"{model.path}: an adapter cannot be merged into weights stored in {model.quantization_method}",
+            hint="use the unquantized checkpoint as base_model, or remove save_merged",
             fix=_unmerged(job_spec),
         )
     begins = adapter.config.get("init_lora_weights") if adapter else job_spec.lora and job_spec.lora.init_lora_weights
     if isinstance(begins, str) and begins.startswith(("pissa_niter", "corda", "loftq")):
         raise SpecError(
-            f"init_lora_weights: {begins} changes the base model when training begins, which a merge cannot do again",
-            hint="pissa, olora, gaussian or true can be merged; or leave save_merged out",
+            f"init_lora_weights: {begins} changes the base model at the start of training, which a merge cannot "
+            "reproduce",
+            hint="use pissa, olora, gaussian or true, which can be merged; or remove save_merged",
             fix=_unmerged(job_spec),
         )
 
 
-def _unmerged(job_spec: JobSpec) -> dict[str, Any]:
+def _unmerged(job_spec: JobSpec) -> Fix:
     """Return the fix that trains without the merged checkpoint; none for a job of kind merge."""
     return {} if job_spec.kind == "merge" else {"save_merged": None}
 
@@ -174,8 +174,8 @@ def _check_model_type(job_spec: JobSpec, model: BaseModelInfo) -> None:
     if installed.MODEL_TYPE_ALIASES.get(asked, asked) != stored:
         raise SpecError(
             f"model_type: {quote.name(asked)}, but {model.path / 'config.json'} says {stored}, which transformers "
-            "knows",
-            hint="leave model_type out; where it is config.json that is wrong, correct it there",
+            "supports",
+            hint="remove model_type; if config.json is wrong, correct it there",
             fix={"model_type": None},
         )
 
@@ -185,8 +185,8 @@ def _check_trainable(job_spec: JobSpec, model: BaseModelInfo, config: Config) ->
     where = model.path / "config.json"
     if not model.is_quantized and any(dtype.startswith("float8") for dtype in model.stored_dtypes):
         raise ModelError(
-            f"{where}: the weights are stored in float8, and no quantization_config says how they are scaled",
-            hint="take the checkpoint in bfloat16, with quantization: 4bit if memory is short",
+            f"{where}: the weights are stored in float8, but there is no quantization_config with their scales",
+            hint="use the bfloat16 checkpoint, with quantization: 4bit if memory is short",
         )
     _check_writes(model)
     known, writing = installed.known_model_types()
@@ -199,39 +199,38 @@ def _check_trainable(job_spec: JobSpec, model: BaseModelInfo, config: Config) ->
         _check_own_code(job_spec, model, config)
     elif model_type in known:
         raise ModelError(
-            f"{where}: {model_type} is not a model that continues text (a causal language model)",
-            hint="sft trains those: llama, qwen3, mistral, gemma2 and the like",
+            f"{where}: {model_type} is not a causal language model",
+            hint="sft trains causal language models, such as llama, qwen3, mistral or gemma2",
         )
     else:
         raise ModelError(
             f"{where}: transformers {installed.version('transformers')} does not know the model_type "
             f"{quote.name(model_type)}",
-            hint="if it is another name for one that it knows, say so in the job file, as in `model_type: llama`",
+            hint="if it is an alias of a supported type, set that type in the job file, such as `model_type: llama`",
         )
 
 
 def _check_writes(model: BaseModelInfo) -> None:
     """Raise ModelError for a model that does not continue text, though transformers would load it as one that does: a
     bidirectional model learns to copy the next token."""
-    where, hint = model.path / "config.json", "sft trains causal language models: llama, qwen3, mistral and the like"
+    where, hint = model.path / "config.json", "sft trains causal language models, such as llama, qwen3 or mistral"
     if "AutoModelForCausalLM" in (model.config.get("auto_map") or {}):
         return
     for what, classes in _OTHER_HEADS.items():
         if model.architectures and all(map(classes.search, model.architectures)):
             raise ModelError(
-                f"{where}: {quote.name(model.architectures[0])} is a model that {what}, not one that continues text",
+                f"{where}: {quote.name(model.architectures[0])} {what}; it is not a causal language model",
                 hint=hint,
             )
     if model.model_type in ENCODERS and model.config.get("is_decoder") is not True:
         raise ModelError(
-            f"{where}: {model.model_type} is an encoder: it reads in both directions, and does not continue text",
+            f"{where}: {model.model_type} is a bidirectional encoder, not a causal language model",
             hint=hint,
         )
     is_both = model.config.get("is_encoder_decoder", model.model_type in ENCODER_DECODERS)
     if is_both is True and not any(name.endswith("ForCausalLM") for name in model.architectures):
         raise ModelError(
-            f"{where}: {model.model_type} is an encoder with a decoder, from text to text (is_encoder_decoder): "
-            "that is not supported",
+            f"{where}: {model.model_type} is an encoder-decoder model (is_encoder_decoder), which is not supported",
             hint=hint,
         )
 
@@ -240,9 +239,9 @@ def _check_own_code(job_spec: JobSpec, model: BaseModelInfo, config: Config) -> 
     is_allowed = config.policy.trust_remote_code
     if not job_spec.trust_remote_code:
         raise ModelError(
-            f"{model.path / 'config.json'}: {quote.name(model.model_type)} comes with code of its own (auto_map)",
-            hint="trust_remote_code: true runs it"
+            f"{model.path / 'config.json'}: {quote.name(model.model_type)} needs the model's own code (auto_map)",
+            hint="set trust_remote_code: true to run it"
             if is_allowed
-            else "it may not run here unless the administrator sets policy.trust_remote_code in honed.toml",
+            else "running it must be allowed by the administrator: policy.trust_remote_code in honed.toml",
             fix={"trust_remote_code": True} if is_allowed else {},
         )

@@ -44,7 +44,8 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, h
         needed.append("bitsandbytes")
     if missing := [name for name in needed if here.versions[name] is None]:
         raise EnvironmentInvalidError(
-            f"not installed beside honed: {', '.join(missing)}", hint="pip install 'honed[train]'; see honectl doctor"
+            f"not installed in honed's environment: {', '.join(missing)}",
+            hint="pip install 'honed[train]'; see honectl doctor",
         )
     for name, window, why in installed.BROKEN:
         found = here.versions[name]
@@ -58,8 +59,8 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, h
     torch = here.versions["torch"] or ""
     if planned_for.kind == "cuda" and torch.endswith("+cpu"):
         raise EnvironmentInvalidError(
-            f"torch {torch} was built without CUDA, and the job is planned for {planned_for.name}",
-            hint="install torch from the ordinary index, or write resources: {gpus: 0}",
+            f"torch {torch} was built without CUDA, but the job is planned for {planned_for.name}",
+            hint="install torch from PyPI, or set resources: {gpus: 0}",
             fix={"resources.gpus": 0},
         )
     if job_spec.guard is not None:
@@ -72,10 +73,10 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, h
         found, oldest = installed.version(tracker), installed.OLDEST_TRACKERS.get(tracker)
         wanted = f"'{tracker}>={oldest}'" if oldest else tracker  # quoted, since > means a redirection to a shell
         if found is None:
-            raise EnvironmentInvalidError(f"report_to: {tracker} is not installed here", hint=f"pip install {wanted}")
+            raise EnvironmentInvalidError(f"report_to: {tracker} is not installed", hint=f"pip install {wanted}")
         if oldest and not installed.fits(found, f">={oldest}"):
             raise EnvironmentInvalidError(
-                f"report_to: {tracker} {found} is older than transformers needs", hint=f"pip install {wanted}"
+                f"report_to: {tracker} {found} is too old for transformers", hint=f"pip install {wanted}"
             )
 
 
@@ -99,7 +100,7 @@ def _check_kernels(optimizer: str, planned_for: Device) -> None:
         case "mps" if _of_bitsandbytes(optimizer) and (is_paged or "8bit" in optimizer):
             why, instead = "bitsandbytes has neither 8-bit nor paged optimizers for Apple GPUs", "adamw_torch"
         case "cpu" if optimizer.startswith("paged_ademamix"):
-            why = "bitsandbytes pages AdEMAMix on GPUs alone, and the job is planned for a CPU"
+            why = "bitsandbytes supports paged AdEMAMix only on GPUs, but the job is planned for a CPU"
             instead = optimizer.removeprefix("paged_").removesuffix("_32bit")
         case _:
             return
@@ -112,7 +113,7 @@ def unpaged(job_spec: JobSpec, planned_for: Device) -> list[str]:
     optimizer = job_spec.training.optim
     if not optimizer.startswith("paged_") or planned_for.kind == "cuda":
         return []
-    return [f"training.optim: {optimizer} pages its states on NVIDIA GPUs alone: here they stay in memory"]
+    return [f"training.optim: {optimizer} pages its states only on NVIDIA GPUs; on this device they stay in memory"]
 
 
 def _check_liger(job_spec: JobSpec, planned_for: Device) -> None:
@@ -120,8 +121,8 @@ def _check_liger(job_spec: JobSpec, planned_for: Device) -> None:
         return
     if planned_for.kind == "cpu":
         raise SpecError(
-            "training.use_liger_kernel: Liger's kernels run on GPUs alone, and the job is planned for a CPU",
-            hint="leave it out",
+            "training.use_liger_kernel: Liger's kernels run only on GPUs, but the job is planned for a CPU",
+            hint="remove it",
             fix={"training.use_liger_kernel": None},
         )
     _check_there("training.use_liger_kernel", *LIGER)
@@ -132,9 +133,7 @@ def _check_there(key: str, module: str, wanted: str) -> None:
     package, _, oldest = wanted.partition(">=")
     found = installed.version(package)
     if importlib.util.find_spec(module) is None:
-        raise EnvironmentInvalidError(
-            f"{key} needs {package}, which is not installed here", hint=f"pip install '{wanted}'"
-        )
+        raise EnvironmentInvalidError(f"{key} needs {package}, which is not installed", hint=f"pip install '{wanted}'")
     if oldest and found is not None and not installed.fits(found, f">={oldest}"):
         raise EnvironmentInvalidError(f"{key}: {package} {found} is too old", hint=f"pip install '{wanted}'")
 
@@ -143,15 +142,13 @@ def lacking(attached: list[Row], here: Installed) -> list[str]:
     """Return a warning if torchvision is missing, which most models' image and video processors need, though not
     all."""
     if here.versions["torchvision"] is None and any(each.kind != "audio" for row in attached for each in row.media):
-        return [
-            "torchvision is not installed: most vision models' processors need it, and the job may end for want of it"
-        ]
+        return ["torchvision is not installed: most vision models' processors need it, and the job may fail without it"]
     return []
 
 
 def outside_window(here: Installed) -> list[str]:
     return [
-        f"{name} {here.versions[name]} is outside what honed was tried with ({window})"
+        f"{name} {here.versions[name]} is outside the tested versions ({window})"
         for name, window in {**installed.WINDOWS, **installed.OPTIONAL_WINDOWS}.items()
         if (found := here.versions[name]) is not None and not installed.fits(found, window)
     ]

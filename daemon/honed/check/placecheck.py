@@ -28,27 +28,27 @@ MANIFEST_NAME = "honed.json"
 def output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None, rights: Policy) -> Path:
     if job_spec.output_dir is None:
         return layout.jobs_dir / ("<id>" if job_id is None else str(job_id)) / "output"
-    # The real place: a rename onto a symbolic link would fail at the very end.
+    # The resolved path: a rename onto a symbolic link would fail at the very end.
     path = Path(job_spec.output_dir).resolve()
     if path.is_mount():
         inner = _free(path / "output")
         raise SpecError(
             f"output_dir: {path} is a mount point",
-            hint=f"name a directory in it: write output_dir: {inner}",
+            hint=f"use a directory in it: write output_dir: {inner}",
             fix={"output_dir": str(inner)},
         )
     if any(
         path == ours or path in ours.parents or ours in path.parents for ours in (layout.spool_dir, layout.state_dir)
     ):
         raise SpecError(
-            f"output_dir: {path} is honed's own",
-            hint="leave it out: a job has a directory there by itself",
+            f"output_dir: {path} belongs to honed",
+            hint="remove it: each job gets its own directory there by default",
             fix={"output_dir": None},
         )
     try:
         _check_output_dir(path, layout, job_id, rights)
     except OSError as error:
-        raise SpecError(f"output_dir: {path}: {error.strerror}", hint="name a directory that can be made") from error
+        raise SpecError(f"output_dir: {path}: {error.strerror}", hint="use a directory that can be created") from error
     return path
 
 
@@ -64,15 +64,17 @@ def _free(path: Path) -> Path:
 def _check_output_dir(path: Path, layout: Layout, job_id: int | None, rights: Policy) -> None:
     existing = nearest_existing(path)
     if not existing.is_dir():
-        raise SpecError(f"output_dir: {existing} is a file, not a directory", hint="name a directory that can be made")
+        raise SpecError(
+            f"output_dir: {existing} is a file, not a directory", hint="use a directory that can be created"
+        )
     rights.check_write(path)
     if existing != path:
         return
     found = next((entry.name for entry in sorted(path.iterdir())), None)
     if found is not None and not _is_own_output(path, layout, job_id):
         raise SpecError(
-            f"output_dir: {path} is not empty (there is {found}), and nothing is overwritten",
-            hint=f"name a new directory: write output_dir: {_free(path)}; or empty this one",
+            f"output_dir: {path} is not empty (it contains {found}), and honed overwrites nothing",
+            hint=f"use a new directory: write output_dir: {_free(path)}; or empty this one",
             fix={"output_dir": str(_free(path))},
         )
 
@@ -100,19 +102,19 @@ def check_apart(job_spec: JobSpec, output_dir: Path, model: BaseModelInfo | None
             if output_dir == data or (data.is_dir() and data in output_dir.parents):
                 raise SpecError(
                     f"output_dir: {output_dir} is in {data}, which {key}.{number} reads",
-                    hint="name a directory beside the data, or leave output_dir out",
+                    hint="use a directory outside the data, or remove output_dir",
                     fix={"output_dir": None},
                 )
             if output_dir in data.parents:
                 raise SpecError(
-                    f"output_dir: {key}.{number} reads {data}, which is in it",
-                    hint="name a directory of its own, or leave output_dir out",
+                    f"output_dir: it contains {data}, which {key}.{number} reads",
+                    hint="use a separate directory, or remove output_dir",
                     fix={"output_dir": None},
                 )
     named = [("base_model", model.path)] if model is not None else []
     named += [("adapter", Path(job_spec.adapter))] if job_spec.adapter and job_spec.adapter.startswith("/") else []
     return [
-        f"output_dir: {output_dir} lies in {key}, {source}: who copies or removes the one takes the other along"
+        f"output_dir: {output_dir} is inside {key}, {source}: copying or removing one also copies or removes the other"
         for key, path in named
         if (source := path.resolve()) in output_dir.parents
     ]
@@ -141,6 +143,6 @@ def check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
         free = shutil.disk_usage(existing).free
         if num_bytes > free:
             raise DiskShortError(
-                f"{existing}: checkpoints and output take about {gib(num_bytes)}, and {gib(free)} are free",
-                hint="free some, set training.save_total_limit, or write elsewhere with output_dir",
+                f"{existing}: checkpoints and output need about {gib(num_bytes)}, but only {gib(free)} is free",
+                hint="free disk space, set training.save_total_limit, or set output_dir on another file system",
             )

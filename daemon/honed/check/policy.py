@@ -24,7 +24,7 @@ from honed.system.access import READ, WRITE, Person
 from honed.system.error import DatasetError, HonedError, ModelError, SpecError
 from honed.system.layout import Layout
 
-_NOT_THEIRS, _JOB_NAME = "is honed's or another user's", "job:NAME is what a job makes"
+_NOT_THEIRS, _JOB_NAME = "belongs to honed or to another user", "write job:NAME for the output of a job"
 #: Entries of a directory that are checked; symbolic links are checked beyond that, however many.
 MAX_ENTRIES = 2000
 #: The only directory within a model's that is read, too.
@@ -76,8 +76,9 @@ class Policy:
         if self.allowed is None or _is_below(real, *self.allowed, *self._always_allowed()):
             return
         raise named.error(
-            f"{named.key}: {_shown(path, real)} lies outside of what jobs may read here",
-            hint=f"policy.allowed_paths has: {_listed(self.allowed)}; honectl submit --stage copies it in",
+            f"{named.key}: {_shown(path, real)} is outside the directories that jobs may read",
+            hint=f"allowed by policy.allowed_paths: {_listed(self.allowed)}; honectl submit --stage copies it into "
+            "the spool",
         )
 
     def _always_allowed(self) -> tuple[Path, ...]:
@@ -107,9 +108,9 @@ class Policy:
             return
         if (found := access.obstacle(path, self.dropper)) is not None:
             raise named.error(
-                f"{named.key}: {path}: {found}, who submits the job",
-                hint=f"its owner lets you read it: setfacl -m u:{self.dropper.name}:"
-                f"{'rx' if found.path.is_dir() else 'r'} {shlex.quote(str(found.path))}",
+                f"{named.key}: {path}: {found}, the submitter of the job",
+                hint=f"ask its owner to run: setfacl -m u:{self.dropper.name}:{'rx' if found.path.is_dir() else 'r'} "
+                f"{shlex.quote(str(found.path))}",
             )
 
     def _shared(self) -> Path:
@@ -121,8 +122,8 @@ class Policy:
         home = access.home_above(path)
         if home is not None and not (self.allowed and _is_below(_real(path), *self.allowed)):
             raise named.error(
-                f"{named.key}: {path} lies below {home}, which is closed to honed's services",
-                hint="honectl submit --stage copies it in; or put it elsewhere, such as below /srv",
+                f"{named.key}: {path} is below {home}, which honed's services cannot access",
+                hint="honectl submit --stage copies it into the spool; or move it elsewhere, such as below /srv",
             )
 
     def _check_reach(self, named: Named, path: Path, workers: Person) -> None:
@@ -130,7 +131,7 @@ class Policy:
             raise named.error(
                 f"{named.key}: {path}: {found}",
                 hint=f"setfacl -m u:{workers.name}:{'rx' if found.path.is_dir() else 'r'} "
-                f"{shlex.quote(str(found.path))}; or honectl submit --stage, which copies it in",
+                f"{shlex.quote(str(found.path))}; or honectl submit --stage, which copies it into the spool",
             )
 
     def is_reachable(self, named: Named) -> bool:
@@ -168,12 +169,12 @@ class Policy:
             places = ()  # the workers' sandbox is read-only, apart from the places opened to it
         if places is not None and not _is_below(path, *places):
             raise SpecError(
-                f"output_dir: {path} lies outside of what jobs may write here",
-                hint="leave output_dir out: a job has a directory of its own; or the administrator adds it to "
-                f"policy.allowed_paths, which has: {_listed(places)}",
+                f"output_dir: {path} is outside the directories that jobs may write",
+                hint="remove output_dir, since each job has its own directory; or ask the administrator to add it to "
+                f"policy.allowed_paths: {_listed(places)}",
                 fix={"output_dir": None},
             )
-        # The output is made completely beside the directory and then renamed, so its parent has to be writable, too.
+        # The output is written beside the directory and then renamed, so its parent has to be writable, too.
         for place in (nearest_existing(path.parent), nearest_existing(path)):
             self._check_writable(place)
 
@@ -188,7 +189,7 @@ class Policy:
                 return
             why, who = str(found), f"the user {self.workers.name}"
         raise SpecError(
-            f"output_dir: {why}", hint=f"let {who} write it, or leave output_dir out", fix={"output_dir": None}
+            f"output_dir: {why}", hint=f"give {who} write permission, or remove output_dir", fix={"output_dir": None}
         )
 
 
@@ -203,8 +204,8 @@ def check_granted(grant: Grant, named: Named, *own: Path) -> None:
     if os.path.lexists(named.path) and not os.access(named.path, os.R_OK):
         raise named.error(
             f"{named.key}: {_shown(named.path, real)} cannot be read by the user {access.user_name(os.geteuid())}, "
-            "as it could when the job was accepted",
-            hint="open it again, or lead the link back; then honectl requeue",
+            "although it could when the job was accepted",
+            hint="restore the permissions or the symbolic link; then honectl requeue",
         )
     if _is_below(real, *grant.inputs, *own):
         return
@@ -212,8 +213,8 @@ def check_granted(grant: Grant, named: Named, *own: Path) -> None:
         raise named.error(f"{named.key}: {_shown(named.path, real)} {_NOT_THEIRS}", hint=_JOB_NAME)
     if grant.allowed is not None and not _is_below(real, *grant.allowed):
         raise named.error(
-            f"{named.key}: {_shown(named.path, real)} lies outside of what jobs may read here",
-            hint=f"policy.allowed_paths has: {_listed(grant.allowed)}",
+            f"{named.key}: {_shown(named.path, real)} is outside the directories that jobs may read",
+            hint=f"allowed by policy.allowed_paths: {_listed(grant.allowed)}",
         )
 
 

@@ -86,12 +86,12 @@ class Verdict:
     warnings: list[str]  #: with quoted content marked
     adapter_path: Path | None = None
     waits_for: Mapping[str, str] = field(default_factory=dict)  #: key → name of the job that makes its input
-    needs_fetch: Missing | None = None  #: a base model or data set that is not in the cache and may be fetched
-    commit: str | None = None  #: the commit that the base model's hub id means now; a branch may move
+    needs_fetch: Missing | None = None  #: a base model or data set that is not in the cache but may be fetched
+    commit: str | None = None  #: the commit that the base model's hub id points to now; a branch may move
     lines: Mapping[str, int] = field(default_factory=dict)  #: line numbers of the job file's top-level keys
-    hub_datasets: Mapping[str, DatasetPlace] = field(default_factory=dict)  #: local places of hub data sets, by key
+    hub_datasets: Mapping[str, DatasetPlace] = field(default_factory=dict)  #: local paths of hub data sets, by key
 
-    def places(self) -> dict[str, dict[str, Any]]:
+    def places(self) -> dict[str, dict[str, object]]:
         """Return `hub_datasets` in the plan's format."""
         sets = {"datasets": self.spec.datasets, "eval_datasets": self.spec.eval_datasets}
         made = {}
@@ -170,8 +170,8 @@ def check(
         raise
     except MemoryError as error:
         raise DatasetError(
-            "a file that the job names needs more memory to be looked at than the check may have",
-            hint="rows on lines of their own (.jsonl) and .parquet are read piece by piece",
+            "reading a file named in the job needs more memory than the check is allowed to use",
+            hint="use .jsonl or .parquet, which are read piece by piece",
         ) from error
     except OSError as error:
         raise unreadable(EnvironmentInvalidError, error.filename or spec_path, error) from error
@@ -292,15 +292,13 @@ def _check_the_rest(
     output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)
     warnings += placecheck.check_apart(job_spec, output_dir, model)
     warnings += [
-        f"{key}: job:{name}: looked at, and the job planned, when that job has succeeded"
+        f"{key}: job:{name}: checked, and the job planned, once that job has succeeded"
         for key, name in waits_for.items()
     ]
     # Data sets first: they are small, and their faults show early.
     for each in filter(None, (missing_data, missing)):
-        where = f"{each.repo_id} at {each.revision} is not, or not wholly, in the local cache"
-        warnings.append(
-            f"{each.key}: {where}: it is fetched from the hub first, and the job is checked and planned then"
-        )
+        where = f"{each.repo_id} at {each.revision} is not, or only partly, in the local cache"
+        warnings.append(f"{each.key}: {where}: honed first fetches it from the hub, then checks and plans the job")
     commit = modelcheck.commit(job_spec, model) if model is not None else None
     return Verdict(
         job_spec, None, output_dir, warnings, waits_for=waits_for, needs_fetch=missing_data or missing, commit=commit
@@ -335,8 +333,8 @@ def _first_that_fits(candidates: list[Device], fitting: Callable[[Device], Plan]
 def _check_policy(job_spec: JobSpec, config: Config) -> None:
     if job_spec.trust_remote_code and not config.policy.trust_remote_code:
         raise SpecError(
-            "trust_remote_code: code that comes with a model may not run here",
-            hint="leave it out, or the administrator sets policy.trust_remote_code in honed.toml",
+            "trust_remote_code: running code from model repositories is not allowed here",
+            hint="remove it, or ask the administrator to set policy.trust_remote_code in honed.toml",
             fix={"trust_remote_code": None},
         )
     recipient.check(job_spec.notify, config.notify)
@@ -349,8 +347,8 @@ def _of_itself(job_spec: JobSpec) -> list[str]:
     named = [key for key, name in spec.references(job_spec).items() if name == job_spec.name]
     named += ["depends_on"] if job_spec.name in job_spec.depends_on else []
     return [
-        f"{key}: {job_spec.name} is this job's own name: an earlier job of that name is meant, and where there is none "
-        "this one is refused"
+        f"{key}: {job_spec.name} is also this job's name: the latest earlier job of that name is used; without one, "
+        "this job is rejected"
         for key in named
     ]
 
@@ -469,7 +467,7 @@ def _plan_file(verdict: Verdict, rights: Policy) -> PlanFile:
 def unforeseen(error: Exception) -> InternalError:
     """Return an unforeseen exception as an InternalError."""
     return InternalError(
-        f"the check failed in a way that nobody foresaw: {type(error).__name__}: {said(error)}",
+        f"the check failed unexpectedly: {type(error).__name__}: {said(error)}",
         hint="the log has the traceback: journalctl -u honed -u 'honed-check@*'",
     )
 

@@ -45,7 +45,7 @@ class _Looked:
     encoded: list[Encoded] = field(default_factory=list)
     refused: list[DatasetError] = field(default_factory=list)
     lost: Tally = field(default_factory=Tally)  #: content that the template omits
-    mismatches: Mismatches = field(default_factory=Mismatches)  #: turns prompted otherwise than trained
+    mismatches: Mismatches = field(default_factory=Mismatches)  #: turns whose prompt differs from training
 
     @property
     def num_rows(self) -> int:
@@ -70,8 +70,8 @@ def check(
     except (MemoryError, RecursionError) as error:
         short = "memory" if isinstance(error, MemoryError) else "depth"
         raise ModelError(
-            f"{_template(job_spec, model)}: it takes more {short} to render the first rows than a check may have",
-            hint="name another one with chat_template:",
+            f"{_template(job_spec, model)}: rendering the first rows needs more {short} than a check may use",
+            hint="use another template with chat_template:",
         ) from error
 
 
@@ -126,8 +126,8 @@ def _check_places(chat: ChatFormat, each: DatasetSpec, kinds: set[Kind]) -> None
         return
     if lacking := sorted(kinds - chat.renderer.placeholders.keys()):
         raise DatasetError(
-            f"{each.path}: rows with {PLURAL[lacking[0]]}, and the chat template has no place for them",
-            hint="the base model, or its template, does not take them: name another one with chat_template:",
+            f"{each.path}: rows with {PLURAL[lacking[0]]}, but the chat template has no placeholder for them",
+            hint="the base model or its template does not support them: use another template with chat_template:",
         )
 
 
@@ -178,11 +178,11 @@ def _told(job_spec: JobSpec, chat: ChatFormat, each: DatasetSpec, seen: _Looked)
         )
     if seen.refused:
         yield (
-            f"{each.path}: {len(seen.refused)} of {first} cannot be trained on, and such rows are left out; the "
-            f"first: {seen.refused[0].said}"
+            f"{each.path}: {len(seen.refused)} of {first} cannot be trained on and are skipped; the first: "
+            f"{seen.refused[0].said}"
         )
     if sum(isinstance(error, SilencedError) for error in seen.refused) > MAX_SILENCED_SHARE * seen.num_rows:
-        yield f"{each.path}: where that goes for more than a tenth of all rows, the job is refused: {SILENCED_HINT}"
+        yield f"{each.path}: if more than a tenth of all rows are affected, the job is rejected: {SILENCED_HINT}"
     if lost := seen.lost.told(len(seen.encoded)):
         yield f"{each.path}: {lost}; {chat.advice.on_omissions(seen.lost)}"
     if asked := seen.mismatches.told(len(seen.encoded), chat.advice.on_asking(seen.mismatches)):
@@ -195,20 +195,20 @@ def _told(job_spec: JobSpec, chat: ChatFormat, each: DatasetSpec, seen: _Looked)
     longest = max((len(row.input_ids) for row in seen.encoded), default=0)
     if len(cut_off) == len(seen.encoded):
         raise DatasetError(
-            f"{each.path}: nothing of {first} is trained on: what the assistant says begins after token {cut_at}, "
-            "where training.max_length cuts",
-            hint=f"a longer training.max_length: the longest of these rows has {longest} tokens",
+            f"{each.path}: nothing in {first} is trained on: the assistant's text begins after token {cut_at}, where "
+            "training.max_length truncates",
+            hint=f"increase training.max_length: the longest of these rows has {longest} tokens",
             fix={"training.max_length": longest},
         )
     if cut_off:
         yield (
-            f"{each.path}: {len(cut_off)} of {first} are left out: all that would be trained on lies after token "
-            f"{cut_at}, where training.max_length cuts; the longest has {longest}"
+            f"{each.path}: {len(cut_off)} of {first} are skipped: all trained text is after token {cut_at}, where "
+            f"training.max_length truncates; the longest has {longest} tokens"
         )
     elif 2 * len(cut) > len(seen.encoded):
         yield (
-            f"{each.path}: {len(cut)} of {first} are cut after training.max_length tokens ({cut_at}), and what lies "
-            f"behind is not learned; the longest has {longest}"
+            f"{each.path}: {len(cut)} of {first} are truncated to training.max_length ({cut_at} tokens), and the "
+            f"rest is not trained on; the longest has {longest} tokens"
         )
 
 
@@ -222,8 +222,8 @@ def _check_ids(model: BaseModelInfo, chat: ChatFormat, seen: _Looked) -> None:
     if used and max(used) >= limit:
         token = quote.mark(repr(tokenizer.convert_ids_to_tokens(max(used))))
         raise ModelError(
-            f"{model.path}: token {token} has the number {max(used)}, the embeddings only {limit} rows",
-            hint="the tokenizer is another model's, or tokens were added to it without resizing the model",
+            f"{model.path}: token {token} has the id {max(used)}, but the embeddings have only {limit} rows",
+            hint="the tokenizer belongs to another model, or tokens were added to it without resizing the model",
         )
 
 

@@ -24,11 +24,11 @@ from honed.spec.media import Part
 from honed.spec.problem import shown
 from honed.spec.spec import JobSpec, LoraSpec
 from honed.system import installed, quote
-from honed.system.error import ModelError, SpecError
+from honed.system.error import Fix, ModelError, SpecError
 
 #: Names listed in a hint, at most.
 MAX_NAMED = 12
-#: Other tools' words for peft's all-linear.
+#: Other tools' names for peft's all-linear.
 _ALL = frozenset({"all", "all_linear", "all-linear", "all-linear-layers", "linear", "auto"})
 #: Prefixes of a loaded module's name, where the checkpoint's name begins otherwise.
 _PREFIXES = (
@@ -61,7 +61,7 @@ class Modules:
     layers: frozenset[str]  #: modules with a matrix of their own, to which an adapter can be attached
     flat: frozenset[str]  #: modules with vectors only: norms
     packed: frozenset[str]  #: modules that hold several matrices as one parameter: nn.MultiheadAttention, experts
-    source: frozenset[str] | None  #: attributes in the source of the model's class; None where it cannot be read
+    source: frozenset[str] | None  #: attributes in the source of the model's class; None if it cannot be read
     is_plain: bool  #: a text-only model, whose modules keep their names when they are loaded
 
     @cached_property
@@ -171,7 +171,7 @@ def _check_parts(job_spec: JobSpec, modules: Modules, where: str) -> None:
             near = [each for asked in re.findall(r"\w+", text) for each in get_close_matches(asked, sorted(words))]
             named = list(dict.fromkeys(near)) or sorted(name for name in modules.containers if name.count(".") < 2)
             raise SpecError(
-                f"parts.{kind}: no module of {where} has a name in which {shown(text)} is found",
+                f"parts.{kind}: no module of {where} has a name that contains {shown(text)}",
                 hint=f"{'near it' if near else 'there'}: {', '.join(named[:MAX_NAMED])}",
             )
     if not precision.is_full(job_spec) or job_spec.kind != "sft":
@@ -180,8 +180,8 @@ def _check_parts(job_spec: JobSpec, modules: Modules, where: str) -> None:
     for kind in job_spec.train_parts:
         if kind not in there:
             raise SpecError(
-                f"train_parts: {where} has no modules that are known as its {kind} part",
-                hint=f"parts: {{{kind}: …}} names them; without it there are {', '.join(sorted(there))}",
+                f"train_parts: {where} has no modules known to belong to its {kind} part",
+                hint=f"parts: {{{kind}: …}} lists them; known without it: {', '.join(sorted(there))}",
             )
 
 
@@ -193,9 +193,9 @@ def check_adapter(adapter: AdapterInfo, model: BaseModelInfo) -> None:
     if not changed or (modules := look(model)) is None or any(_is_known(name, modules) for name in changed):
         return
     raise ModelError(
-        f"{adapter.path / 'adapter_model.safetensors'}: made for another base model: it changes "
-        f"{', '.join(sorted(changed)[:MAX_NAMED])}, and {model.path} has none of these",
-        hint="name the base_model that the adapter was trained on: see base_model_name_or_path in its "
+        f"{adapter.path / 'adapter_model.safetensors'}: trained on another base model: it changes "
+        f"{', '.join(sorted(changed)[:MAX_NAMED])}, which {model.path} does not have",
+        hint="set base_model to the model that the adapter was trained on: see base_model_name_or_path in its "
         "adapter_config.json",
     )
 
@@ -212,9 +212,9 @@ def _check_targets(lora: LoraSpec, modules: Modules, parts: frozenset[Part], whe
         if name not in unknown:
             _check_kind(lora, wanted, name, modules, parts, where)
     if len(unknown) == len(wanted):
-        what = f"no module of {where} is called {_listed(unknown)}"
+        what = f"no module of {where} is named {_listed(unknown)}"
         near = _near(unknown, modules, parts)
-        fix: dict[str, Any] | None = (
+        fix: Fix | None = (
             {key: list(dict.fromkeys(near))} if all(_near([name], modules, parts) for name in unknown) else None
         )
         if any(name.lower() in _ALL for name in unknown):
@@ -222,7 +222,7 @@ def _check_targets(lora: LoraSpec, modules: Modules, parts: frozenset[Part], whe
         raise SpecError(f"{key}.0: {what}", hint=_meant(unknown, modules, parts), fix=fix)
     for name in unknown:
         yield (
-            f"{key}.{wanted.index(name)}: no module of {where} is called {shown(name)}: it gets no adapter "
+            f"{key}.{wanted.index(name)}: no module of {where} is named {shown(name)}: it gets no adapter "
             f"({_meant([name], modules, parts)})"
         )
 
@@ -233,25 +233,26 @@ def _check_expression(key: str, wanted: str, modules: Modules, parts: frozenset[
     is_name = re.fullmatch(r"[\w.-]+", wanted) is not None
     if wanted.lower() in _ALL:
         raise SpecError(
-            f"{key}: {shown(wanted)} is a regular expression here, and no module of {where} has that name",
-            hint="write all-linear, which takes all linear layers but the head",
+            f"{key}: {shown(wanted)} is read as a regular expression, and no module of {where} has that name",
+            hint="write all-linear for all linear layers except the head",
             fix={key: "all-linear"},
         )
     if is_name and _is_known(wanted, modules):
         raise SpecError(
-            f"{key}: {shown(wanted)} is a regular expression for a module's whole name, and no module has that one",
+            f"{key}: {shown(wanted)} is read as a regular expression for a module's full name, and no module matches "
+            "it",
             hint=f"write a list: [{wanted}]",
             fix={key: [wanted]},
         )
-    what = f"{key}: {shown(wanted)} fits the whole name of no layer of {where}"
+    what = f"{key}: {shown(wanted)} matches the full name of no layer of {where}"
     example = next((name for name in sorted(modules.layers) if _LAYER.match(name)), "")
-    hint = f"their names are like {example}: begin the expression with .*" if example else "take all-linear"
+    hint = f"full names look like {example}: begin the expression with .*" if example else "use all-linear"
     if is_name:
         hint = _meant([wanted], modules, parts)
     if is_name or modules.is_plain:
         near = _near([wanted], modules, parts) if is_name else []
         raise SpecError(what, hint=hint, fix={key: near} if near else {})
-    yield f"{what}, as they are stored ({hint})"
+    yield f"{what}, by the names in the checkpoint ({hint})"
 
 
 def _check_kind(
@@ -267,13 +268,14 @@ def _check_kind(
     held = [leaf for leaf in modules.leaves(parts) if leaf in {other.rpartition(".")[2] for other in below}]
     if held:
         raise SpecError(
-            f"{key}: {shown(name)} is no layer in {where}: it only holds others, and an adapter stands beside a layer",
-            hint=f"name those in it: [{', '.join(held[:MAX_NAMED])}]",
+            f"{key}: {shown(name)} is not a layer in {where} but a container of layers, and only layers can have an "
+            "adapter",
+            hint=f"name the layers in it: [{', '.join(held[:MAX_NAMED])}]",
             fix={"lora.target_modules": [*others, *(each for each in held if each not in others)]},
         )
     raise SpecError(
-        f"{key}: {shown(name)} has no matrix in {where}, which an adapter could stand beside",
-        hint=f"leave it out here, and modules_to_save: [{name}] trains it whole",
+        f"{key}: {shown(name)} has no weight matrix in {where}, so it cannot have an adapter",
+        hint=f"remove it here; modules_to_save: [{name}] trains it in full",
         fix={"lora.target_modules": others, "lora.modules_to_save": [*(lora.modules_to_save or ()), name]}
         if others
         else {},
@@ -284,13 +286,13 @@ def _check_excluded(lora: LoraSpec, modules: Modules, where: str) -> Iterator[st
     key, excluded = "lora.exclude_modules", lora.exclude_modules
     if isinstance(excluded, str):
         if not _fits_any(excluded, modules, modules.all):
-            yield f"{key}: {shown(excluded)} fits the whole name of no module of {where}: nothing is left out"
+            yield f"{key}: {shown(excluded)} matches the full name of no module of {where}: nothing is excluded"
         return
     for number, name in enumerate(excluded or ()):
         if not _is_known(name, modules):
             near = get_close_matches(name, _last_names(modules), n=1)
             meant = f" (did you mean {near[0]}?)" if near else ""
-            yield f"{key}.{number}: no module of {where} is called {shown(name)}: nothing is left out{meant}"
+            yield f"{key}.{number}: no module of {where} is named {shown(name)}: nothing is excluded{meant}"
 
 
 def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where: str) -> Iterator[str]:
@@ -318,10 +320,10 @@ def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where:
             if (part in elsewhere) != (part in parts)
         }
         raise SpecError(
-            f"lora.target_modules: in {where} these are layers of the {' and '.join(elsewhere)} part alone, which gets "
-            "no adapter here",
+            f"lora.target_modules: in {where} only the {' and '.join(elsewhere)} part has these layers, and that "
+            "part gets no adapter",
             hint=f"write {', '.join(f'{key}: {str(value).lower()}' for key, value in switches.items())}; or name "
-            "layers of each part that is trained",
+            "layers of each trained part",
             fix=switches,
         )
     excluded = lora.exclude_modules
@@ -334,8 +336,8 @@ def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where:
     )
     if not left:
         raise SpecError(
-            f"lora.exclude_modules: takes out all that target_modules names in {where}: nothing would be trained",
-            hint="leave exclude_modules out, or name fewer in it",
+            f"lora.exclude_modules: excludes every target module of {where}: nothing would be trained",
+            hint="remove exclude_modules, or list fewer modules in it",
             fix={"lora.exclude_modules": None},
         )
 
@@ -349,13 +351,13 @@ def _check_saved(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:
             continue
         if any(module.endswith(name) for module in modules.all):
             yield (
-                f"lora.modules_to_save.{number}: {shown(name)} is what {where} calls it, and not transformers "
-                f"{installed.version('transformers')} once it is loaded: it may not be trained"
+                f"lora.modules_to_save.{number}: {shown(name)} is its name in {where}, but not in transformers "
+                f"{installed.version('transformers')}, so it may not be trained"
             )
             continue
         near = get_close_matches(leaf, {*_last_names(modules), "lm_head"}, n=1)
         raise SpecError(
-            f"lora.modules_to_save.{number}: no module of {where} is called {shown(name)}: it would not be trained",
+            f"lora.modules_to_save.{number}: no module of {where} is named {shown(name)}: it would not be trained",
             hint=f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(_tops(modules)))}",
             fix={"lora.modules_to_save": [near[0] if each == name else each for each in lora.modules_to_save or ()]}
             if near
@@ -371,15 +373,15 @@ def _check_patterns(lora: LoraSpec, modules: Modules, where: str) -> Iterator[st
                 fits = any(_fits_pattern(pattern, name) for name in modules.all)
             except re.error as error:
                 raise SpecError(
-                    f"{full}: {shown(pattern)} is no regular expression: {quote.mark(str(error))}",
-                    hint="the end of a module's name",
+                    f"{full}: {shown(pattern)} is not a regular expression: {quote.mark(str(error))}",
+                    hint="write the end of a module's name",
                 ) from error
             if fits:
                 continue
             leaf = re.findall(r"\w+", pattern)[-1:] or [pattern]
-            what = f"{full}: {shown(pattern)} fits no module of {where}"
+            what = f"{full}: {shown(pattern)} matches no module of {where}"
             if modules.may_have(leaf[0]) or not modules.is_plain:
-                yield f"{what}, as they are stored"
+                yield f"{what}, by the names in the checkpoint"
             else:
                 near = _near(leaf, modules, frozenset(("language",))) if full != f"lora.{key}" else []
                 value = getattr(lora, key)[pattern]
@@ -402,7 +404,7 @@ def _check_layers(lora: LoraSpec, modules: Modules, model: BaseModelInfo, parts:
         raise SpecError(
             f"lora.layers_to_transform.{wanted.index(beyond[0])}: {model.path} has no layer {beyond[0]}: the last of "
             f"its {max(there) + 1} is {max(there)}",
-            hint=f"layers are counted from 0: name those up to {max(there)}",
+            hint=f"layers are counted from 0: use numbers up to {max(there)}",
             fix={"lora.layers_to_transform": kept} if (kept := [each for each in wanted if each not in beyond]) else {},
         )
 
@@ -443,18 +445,18 @@ def _tops(modules: Modules) -> set[str]:
     """Return the names of the modules outside of the layers: embeddings, head, final norm."""
     return {
         name.rpartition(".")[2] for name in modules.layers | modules.flat if not re.search(r"\.\d+(\.|$)", name)
-    } or {"no module outside of its layers"}
+    } or {"no module outside its layers"}
 
 
 def _meant(names: Sequence[str], modules: Modules, parts: frozenset[Part]) -> str:
     if any(name.lower() in _ALL for name in names):
-        return "write target_modules: all-linear, which takes all linear layers but the head"
+        return "write target_modules: all-linear for all linear layers except the head"
     leaves = modules.leaves(parts)
     near = _near(names, modules, parts)
     meant = f"did you mean {', '.join(dict.fromkeys(near))}? " if near else ""
     if not leaves:
-        return f"{meant}take all-linear"
-    return f"{meant}its linear layers are {', '.join(leaves[:MAX_NAMED])}; all-linear takes all of them"
+        return f"{meant}use all-linear"
+    return f"{meant}its linear layers are {', '.join(leaves[:MAX_NAMED])}; all-linear selects all of them"
 
 
 def _near(names: Sequence[str], modules: Modules, parts: frozenset[Part]) -> list[str]:

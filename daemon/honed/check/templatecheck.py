@@ -28,8 +28,8 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None) -> bool:
     """
     if reserved := sorted(RESERVED_KWARGS & job_spec.chat_template_kwargs.keys()):
         raise SpecError(
-            f"chat_template_kwargs: `{reserved[0]}` is no argument of a chat template",
-            hint="leave it out",
+            f"chat_template_kwargs: `{reserved[0]}` cannot be passed to a chat template",
+            hint="remove it",
             fix={f"chat_template_kwargs.{reserved[0]}": None},
         )
     if (asked := job_spec.training_chat_template) not in (None, variant.ASKED):
@@ -58,8 +58,8 @@ def for_rows(job_spec: JobSpec, model: BaseModelInfo | None) -> Path | None:
         template = model.chat_template if model else None
     if template is None:
         raise SpecError(
-            "training_chat_template: the base model has no chat template, by which predictions would be asked",
-            hint="name the file as chat_template: it serves rows and predictions",
+            "training_chat_template: the base model has no chat template, which predictions need",
+            hint="set chat_template to the file: it is used for rows and predictions",
         )
     return variant.locate(job_spec.training_chat_template, template)
 
@@ -75,7 +75,7 @@ def unused(job_spec: JobSpec, model: BaseModelInfo | None) -> list[str]:
         near = difflib.get_close_matches(name, words, n=1, cutoff=0.8)
         meant = quote.aside(f" (did you mean {near[0]}?)") if near else ""
         warnings.append(
-            f"chat_template_kwargs.{quote.name(name)}: the chat template does not use it: it changes nothing{meant}"
+            f"chat_template_kwargs.{quote.name(name)}: the chat template does not use it, so it has no effect{meant}"
         )
     return warnings
 
@@ -87,20 +87,20 @@ def source(job_spec: JobSpec, model: BaseModelInfo) -> str | None:
 
 def _read(path: Path, key: str = "chat_template") -> str:
     if not path.is_file():  # a pipe is none either: reading it would block for ever
-        raise SpecError(f"{key}: no such file: {path}", hint="name a file with a Jinja chat template")
+        raise SpecError(f"{key}: no such file: {path}", hint="use a file with a Jinja chat template")
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_TEMPLATE_BYTES)
     except (OSError, ValueError) as error:
         raise SpecError(
-            f"{key}: {path}: {said(error)}", hint="it is UTF-8, and the job's submitter can read it"
+            f"{key}: {path}: {said(error)}", hint="it must be UTF-8 and readable by the job's submitter"
         ) from error
     if not text.strip():
-        raise SpecError(f"{key}: {path} is empty", hint="name a file with a Jinja chat template")
+        raise SpecError(f"{key}: {path} is empty", hint="use a file with a Jinja chat template")
     if "{{" not in text and "{%" not in text:
         raise SpecError(
-            f"{key}: {path} is no Jinja template: it has neither {{{{ nor {{%, and renders each row the same",
-            hint="name a file with a Jinja chat template",
+            f"{key}: {path} is not a Jinja template: without {{{{ or {{% it renders every row the same",
+            hint="use a file with a Jinja chat template",
         )
     return text
 
@@ -109,7 +109,7 @@ def _compile(text: str, where: str, kind: type[HonedError]) -> None:
     """Raise `kind` for a template that does not compile."""
     look = _fault if len(text) <= MAX_REMEMBERED else _fault.__wrapped__
     if fault := look(text):
-        raise kind(f"{where}{fault}", hint="correct it, or name another as chat_template:")
+        raise kind(f"{where}{fault}", hint="correct it, or use another template with chat_template:")
 
 
 @functools.lru_cache(maxsize=16)  # compiling takes milliseconds, and many jobs have the same base model

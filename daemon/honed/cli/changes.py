@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.job.job import State
+from honed.job.shape import ChangedRow
 from honed.system.error import HonedError
 
 
 def change(instance: Instance, options: argparse.Namespace) -> int:
     arguments = {"from_start": options.from_start} if options.verb == "requeue" else {}
-    changed: list[dict[str, Any]] = []
+    changed: list[ChangedRow | dict[str, object]] = []
     status = 0
     for reference in options.ids:
         try:
@@ -36,16 +36,14 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
     return status
 
 
-def _became(verb: str, job: dict[str, Any]) -> str:
+def _became(verb: str, job: ChangedRow) -> str:
     if verb in {"pin", "unpin"}:
         return "pinned: neither prune nor retention removes it" if job["is_pinned"] else "not pinned"
     more = f", from {where}" if (where := job.get("goes_on_from")) else ""
-    return "asked to stop" if job["state"] == State.RUNNING else job["state"] + more
+    return "stop requested" if job["state"] == State.RUNNING else job["state"] + more
 
 
 def pause(instance: Instance, options: argparse.Namespace) -> int:
     instance.pause(options.verb == "pause")
-    terminal.say(
-        "no more jobs are started; running ones go on" if options.verb == "pause" else "jobs are started again"
-    )
+    terminal.say("queue paused; running jobs continue" if options.verb == "pause" else "queue resumed")
     return 0

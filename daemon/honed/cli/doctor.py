@@ -25,6 +25,7 @@ from typing import Any, Literal
 from honed.check.policy import nearest_existing
 from honed.cli import sandbox, terminal
 from honed.cli.instance import Instance
+from honed.job.corrupt import Corrupt
 from honed.job.progress import gib
 from honed.send import notification, outbox
 from honed.spec import config as configs
@@ -120,6 +121,7 @@ def _instance(layout: Layout, config: Config) -> list[Finding]:
     return [
         *(_disk(name, path) for name, path in places.items()),
         _permissions(layout),
+        _entries(layout),
         _acls(layout),
         _systemd(),
         *(_machine(config) if layout.root == Path("/") and Path("/run/systemd/system").is_dir() else ()),
@@ -159,12 +161,12 @@ def _package(name: str, window: str, *, is_needed: bool) -> Finding:
     if found is None and is_needed:
         return Finding(name, "error", "not installed: no job can be trained", install)
     if found is None:
-        return Finding(name, "warning", f"not installed; it is needed for {_USES[name]}", install)
+        return Finding(name, "warning", f"not installed; needed for {_USES[name]}", install)
     for broken, versions, why in installed.BROKEN:
         if broken == name and installed.fits(found, versions):
             return Finding(name, "error", f"{found} {why}", install)
     if not installed.fits(found, window):
-        return Finding(name, "warning", f"{found} is outside what honed was tried with ({window})", install)
+        return Finding(name, "warning", f"{found} is outside the tested versions ({window})", install)
     return Finding(name, "ok", found)
 
 
@@ -178,11 +180,11 @@ def _beside_unsloth() -> list[Finding]:
         if (found := installed.version(name)) is not None and installed.fits(found, versions)
     ]
     if zoo != unsloth:
-        trouble.append(f"unsloth_zoo {zoo or 'is missing, and'} should be of the same version, {unsloth}")
+        trouble.append(f"unsloth_zoo {zoo or 'is missing, and'} must have the same version, {unsloth}")
     if trouble:
-        hint = "pip install 'honed[unsloth]' again; until then write backend: transformers"
+        hint = "run pip install 'honed[unsloth]' again; until then write backend: transformers"
         return [Finding("unsloth fits", "error", "; ".join(trouble), hint)]
-    return [Finding("unsloth fits", "ok", f"{unsloth} beside the versions above")]
+    return [Finding("unsloth fits", "ok", f"{unsloth} with the versions above")]
 
 
 # --- What only a process that imports it can tell ---------------------------------------------------------------------
@@ -202,9 +204,11 @@ def ask(code: str, *, timeout_sec: float = CHILD_TIMEOUT_SEC) -> dict[str, Any]:
             errors="replace",
         )
     except subprocess.TimeoutExpired as error:
-        raise EnvironmentInvalidError(f"no answer within {timeout_sec:g} s") from error
+        raise EnvironmentInvalidError(f"no response within {timeout_sec:g} s") from error
     if done.returncode:
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"status {done.returncode}")
+        last = next(
+            (line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit status {done.returncode}"
+        )
         raise EnvironmentInvalidError(last.strip()[:300])
     answer = json.loads(done.stdout.splitlines()[-1])
     assert isinstance(answer, dict)
@@ -223,9 +227,9 @@ def _torch() -> Finding:
     detail = f"{answer['version']}, built for {'CUDA ' + answer['built_for'] if answer['built_for'] else 'the CPU'}"
     if num_gpus > answer["num_gpus"]:
         hint = (
-            "install torch from the ordinary index"
+            "install torch from PyPI"
             if answer["built_for"] is None
-            else "is the driver as new as that CUDA?"
+            else "is the driver recent enough for that CUDA version?"
         )
         return Finding("torch loads", "error", f"{detail}; it sees {answer['num_gpus']} of {num_gpus} GPUs", hint)
     seen = {0: "no GPU", 1: "1 GPU"}.get(answer["num_gpus"], f"{answer['num_gpus']} GPUs")
@@ -235,34 +239,32 @@ def _torch() -> Finding:
 def _torchvision() -> Finding:
     """Check that torchvision loads: one built for another torch breaks imports whose errors do not mention it."""
     if installed.version("torchvision") is None:
-        return Finding("torchvision loads", "ok", "not installed; text models do without")
+        return Finding("torchvision loads", "ok", "not installed; text models do not need it")
     try:
         return Finding("torchvision loads", "ok", ask(_TORCHVISION)["version"])
     except EnvironmentInvalidError as error:
-        hint = "install the torchvision that belongs to this torch, from the same index, or uninstall it"
+        hint = "install the torchvision that matches this torch, from the same index, or uninstall it"
         # torchvision's own message then lists every possible cause.
         detail = f"{installed.version('torchvision')} does not load: {error.message.split('. ')[0]}"
     try:
         ask(_TORCHVISION_MENDED)
     except EnvironmentInvalidError:
         return Finding("torchvision loads", "error", detail, hint)
-    return Finding(
-        "torchvision loads", "warning", f"{detail}; workers go round that, and use what of it they need", hint
-    )
+    return Finding("torchvision loads", "warning", f"{detail}; workers work around this", hint)
 
 
 def _bitsandbytes() -> Finding:
     if installed.version("bitsandbytes") is None:
         return Finding(
-            "bitsandbytes loads", "warning", "not installed; 4bit and 8bit need it", "pip install bitsandbytes"
+            "bitsandbytes loads", "warning", "not installed; needed for 4bit and 8bit", "pip install bitsandbytes"
         )
     try:
         answer = ask(_BITSANDBYTES)
     except EnvironmentInvalidError as error:
-        return Finding("bitsandbytes loads", "error", f"import bitsandbytes: {error.message}", "install it again")
+        return Finding("bitsandbytes loads", "error", f"import bitsandbytes: {error.message}", "reinstall it")
     if "Mock" in answer["library"] and device.cuda_devices():
         detail = f"{answer['version']}: no native library for this GPU"
-        return Finding("bitsandbytes loads", "error", detail, "python -m bitsandbytes says more")
+        return Finding("bitsandbytes loads", "error", detail, "python -m bitsandbytes has details")
     return Finding("bitsandbytes loads", "ok", answer["version"])
 
 
@@ -272,7 +274,7 @@ def _gpu(config: Config) -> Finding:
         return _no_gpu()
     indices = [each.index for each in found]
     if missing := [index for index in config.device.gpus or [] if index not in indices]:
-        detail = f"device.gpus names {missing}, and the machine has {indices}"
+        detail = f"device.gpus lists {missing}, but the machine has {indices}"
         return Finding("gpu", "error", detail, "correct it in honed.toml")
     names = ", ".join(f"{each.index}: {each.name}, {gib(each.total_bytes)}" for each in found)
     return Finding("gpu", "ok", f"{names}; driver {device.driver_version()}")
@@ -287,13 +289,13 @@ def _no_gpu() -> Finding:
         cpu = device.probe([])[0]
         detail = f"no NVIDIA GPU ({error.message}): jobs train on {cpu.name}, {gib(cpu.total_bytes)}"
         return Finding("gpu", status, detail, error.hint if has_hardware else "small models only")
-    return Finding("gpu", "error", "the driver is there, and no GPU answers", "see nvidia-smi and the kernel's log")
+    return Finding("gpu", "error", "the driver is installed, but no GPU responds", "see nvidia-smi and journalctl -k")
 
 
 # --- This instance ----------------------------------------------------------------------------------------------------
 
 
-_FREE_SOME = "free some; du -sh jobs/* in honed's state directory tells which jobs are large"
+_FREE_SOME = "free disk space; du -sh jobs/* in honed's state directory shows the large jobs"
 
 
 def _disk(name: str, path: Path) -> Finding:
@@ -311,41 +313,53 @@ def _permissions(layout: Layout) -> Finding:
     """Check the files that honed writes; before its first start there are none yet."""
     if not layout.spool_dir.is_dir():
         return Finding(
-            "permissions", "warning", f"{layout.spool_dir} is not there yet", "honed makes it at its first start"
+            "permissions", "warning", f"{layout.spool_dir} does not exist yet", "honed creates it at its first start"
         )
     places = (layout.spool_dir, layout.spool_dir / "incoming", layout.state_dir, layout.jobs_dir)
     missing = [str(path) for path in places if not path.is_dir()]
     if missing:
-        return Finding("permissions", "error", f"missing: {', '.join(missing)}", "start honed, which makes them")
+        return Finding("permissions", "error", f"missing: {', '.join(missing)}", "start honed, which creates them")
     if layout.spool_dir.stat().st_mode & 0o002:
-        return Finding(
-            "permissions", "error", f"{layout.spool_dir} can be written by everyone", f"chmod o-w {layout.spool_dir}"
-        )
+        return Finding("permissions", "error", f"{layout.spool_dir} is world-writable", f"chmod o-w {layout.spool_dir}")
     devices = {path.stat().st_dev for path in (layout.spool_dir, layout.spool_dir / "incoming")}
     if len(devices) > 1:
         detail = f"{layout.spool_dir}/incoming is on another file system: arrivals cannot be claimed by a rename"
-        return Finding("permissions", "error", detail, "put both on one")
+        return Finding("permissions", "error", detail, "put both on one file system")
     mode = (layout.spool_dir / "incoming").stat().st_mode
     if mode & 0o002 and not mode & stat.S_ISVTX:
         detail = (
-            f"{layout.spool_dir}/incoming: everyone may remove and replace what others drop (mode {mode & 0o7777:o})"
+            f"{layout.spool_dir}/incoming: everyone may remove and replace other users' files (mode {mode & 0o7777:o})"
         )
         return Finding("permissions", "error", detail, f"chmod 1730 {layout.spool_dir}/incoming")
     if not os.access(layout.spool_dir / "incoming", os.W_OK | os.X_OK):
-        return Finding("permissions", "warning", "you may not drop jobs", "join the group honed-submit")
-    return Finding("permissions", "ok", f"{layout.spool_dir} and {layout.state_dir} are as they should be")
+        return Finding("permissions", "warning", "you may not submit jobs", "join the group honed-submit")
+    return Finding("permissions", "ok", f"{layout.spool_dir} and {layout.state_dir} have the right owners and modes")
 
 
 def _systemd() -> Finding:
     if not Path("/run/systemd/system").is_dir():
-        return Finding("systemd", "ok", "not running here: honed runs in the foreground, workers are its children")
+        return Finding(
+            "systemd", "ok", "systemd is not running here: honed runs in the foreground, with workers as its children"
+        )
     try:
         import sdnotify  # noqa: F401, PLC0415
     except ImportError:
         return Finding(
-            "systemd", "error", "the package sdnotify is missing: honed could not say READY", "pip install sdnotify"
+            "systemd", "error", "the package sdnotify is missing: honed cannot report READY", "pip install sdnotify"
         )
-    return Finding("systemd", "ok", "running; honed reports to it")
+    return Finding("systemd", "ok", "running; honed reports its status to it")
+
+
+def _entries(layout: Layout) -> Finding:
+    corrupt = Corrupt(layout.spool_dir)
+    try:
+        names = corrupt.names()
+    except OSError as error:
+        return Finding("entries", "warning", f"{corrupt.dir}: {error.strerror}", "run honectl doctor as root")
+    if not names:
+        return Finding("entries", "ok", "no damaged job entry")
+    hint = f"read {corrupt.dir}/*.reason, then remove the files there"
+    return Finding("entries", "error", f"damaged job entries in {corrupt.dir}: {', '.join(names)}", hint)
 
 
 def _acls(layout: Layout) -> Finding:
@@ -354,9 +368,9 @@ def _acls(layout: Layout) -> Finding:
         os.getxattr(place, access.ACCESS_XATTR)
     except OSError as error:
         if error.errno == errno.ENOTSUP:
-            hint = "mount it with ACLs, or let people read their results with honectl"
-            return Finding("ACLs", "warning", f"the file system of {place} has none", hint)
-    return Finding("ACLs", "ok", "who dropped a job can read its directory")
+            hint = "mount it with ACLs, or let users read their results with honectl"
+            return Finding("ACLs", "warning", f"the file system of {place} does not support ACLs", hint)
+    return Finding("ACLs", "ok", "submitters can read the directories of their jobs")
 
 
 # --- The system's own instance ----------------------------------------------------------------------------------------
@@ -393,8 +407,8 @@ UNIT_PROPERTIES = (
     "ReadWritePaths",
     "BindPaths",
 )
-INSTALL = "scripts/install, as root"
-OPEN = "honectl sandbox, as root,"
+INSTALL = "run scripts/install as root"
+OPEN = "as root, run honectl sandbox"
 
 
 def _unit(name: str) -> dict[str, str]:
@@ -417,19 +431,19 @@ def _service(unit: dict[str, str]) -> Finding:
     if unit.get("LoadState") != "loaded":
         return Finding(check, "warning", f"{unit.get('LoadState', 'systemd does not answer')}", INSTALL)
     if unit["NeedDaemonReload"] == "yes":
-        return Finding(check, "warning", "its file was changed since systemd read it", "systemctl daemon-reload")
+        return Finding(check, "warning", "its unit file changed after systemd read it", "systemctl daemon-reload")
     if unit["ActiveState"] == "failed":
         detail = f"failed ({unit['Result']}){': ' if unit['StatusText'] else ''}{unit['StatusText']}"
         return Finding(check, "error", detail, "journalctl -xeu honed; then systemctl start honed")
     if any(word in unit["StatusText"] for word in ("degraded:", "NOT reloaded", "not checked:")):
         return Finding(check, "error", unit["StatusText"], "journalctl -xeu honed")
     if int(unit.get("NRestarts") or 0) > 3:
-        return Finding(check, "warning", f"restarted {unit['NRestarts']} times by systemd", "journalctl -xeu honed")
+        return Finding(check, "warning", f"systemd has restarted it {unit['NRestarts']} times", "journalctl -xeu honed")
     if unit["UnitFileState"] == "disabled":
         return Finding(
             check,
             "warning",
-            f"{unit['ActiveState']}; it does not start with the machine",
+            f"{unit['ActiveState']}; it is not enabled at boot",
             "systemctl enable --now honed",
         )
     return Finding(check, "ok", f"{unit['ActiveState']}: {unit['StatusText']}")
@@ -438,9 +452,11 @@ def _service(unit: dict[str, str]) -> Finding:
 def _job_unit(unit: dict[str, str]) -> Finding:
     if unit.get("LoadState") == "loaded":
         if unit["NeedDaemonReload"] == "yes":
-            return Finding("honed-job@.service", "warning", "changed since systemd read it", "systemctl daemon-reload")
-        return Finding("honed-job@.service", "ok", "each job has a unit of its own")
-    return Finding("honed-job@.service", "warning", "not there: jobs run as honed's children, without limits", INSTALL)
+            return Finding("honed-job@.service", "warning", "changed after systemd read it", "systemctl daemon-reload")
+        return Finding("honed-job@.service", "ok", "each job runs in its own unit")
+    return Finding(
+        "honed-job@.service", "warning", "not installed: jobs run as honed's children, without limits", INSTALL
+    )
 
 
 def _check_unit(config: Config, job: dict[str, str], unit: dict[str, str]) -> list[Finding]:
@@ -449,10 +465,10 @@ def _check_unit(config: Config, job: dict[str, str], unit: dict[str, str]) -> li
         return []
     check = "honed-check@.service"
     if unit.get("LoadState") != "loaded":
-        return [Finding(check, "error", f"{unit.get('LoadState') or 'not known'}: people's job files wait", INSTALL)]
+        return [Finding(check, "error", f"{unit.get('LoadState') or 'not known'}: users' job files wait", INSTALL)]
     if unit.get("NeedDaemonReload") == "yes":
-        return [Finding(check, "warning", "changed since systemd read it", "systemctl daemon-reload")]
-    return [Finding(check, "ok", "job files are checked with the rights of those who drop them")]
+        return [Finding(check, "warning", "changed after systemd read it", "systemctl daemon-reload")]
+    return [Finding(check, "ok", "job files are checked with the permissions of their submitters")]
 
 
 def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None = None) -> list[Finding]:
@@ -461,11 +477,11 @@ def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None
         return []
     check, unit = "honed-fetch@.service", unit if unit is not None else _unit("honed-fetch@0.service")
     if unit.get("LoadState") != "loaded":
-        detail = f"policy.hub is on, and the unit is {unit.get('LoadState') or 'not known'}: nothing is fetched"
+        detail = f"policy.hub is on, but the unit is {unit.get('LoadState') or 'not known'}: nothing is fetched"
         return [Finding(check, "error", detail, INSTALL)]
     if unit.get("NeedDaemonReload") == "yes":
-        return [Finding(check, "warning", "changed since systemd read it", "systemctl daemon-reload")]
-    return [Finding(check, "ok", "models and data sets of the hub are fetched")]
+        return [Finding(check, "warning", "changed after systemd read it", "systemctl daemon-reload")]
+    return [Finding(check, "ok", "models and data sets are fetched from the hub")]
 
 
 def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
@@ -477,7 +493,7 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
     added = [path[1:] for path in writable if path.startswith("-")] + re.findall(r"-(/.+?):\1:", binds)
     if dangers := [danger for path in sorted(added) if (danger := sandbox.danger_of(Path(path)))]:
         return Finding(
-            "sandbox", "error", f"jobs' unit is open to {'; '.join(dangers)}", f"{sandbox.MEND}; then {OPEN}"
+            "sandbox", "error", f"the jobs' unit has access to {'; '.join(dangers)}", f"{sandbox.MEND}; then {OPEN}"
         )
     shown = [*writable, *binds.replace(":", " ").split()]
     opened = [Path(each.lstrip("-+")) for each in shown]
@@ -485,9 +501,11 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
     asked = [path for path in named or () if f"{path}:{path}:" not in binds]
     closed = [path for path in asked if not any(Path(path).is_relative_to(place) for place in opened)]
     if closed:
-        detail = f"jobs may write to {', '.join(closed)}, and their unit is closed to it: their output would be lost"
-        return Finding("sandbox", "error", detail, f"{OPEN} opens it")
-    return Finding("sandbox", "ok", "open to what policy.allowed_paths names")
+        detail = (
+            f"jobs may write to {', '.join(closed)}, but their unit has no access to it: their output would be lost"
+        )
+        return Finding("sandbox", "error", detail, f"{OPEN} gives it access")
+    return Finding("sandbox", "ok", "has access to the directories of policy.allowed_paths")
 
 
 def _polkit(*, has_templates: bool) -> Finding:
@@ -500,14 +518,14 @@ def _polkit(*, has_templates: bool) -> Finding:
         return Finding("polkit", "error", detail, f"rm {rules[0]}, or install the units again")
     hidden = [place for place in places if place.is_dir() and not os.access(place, os.R_OK)]
     if not rules and has_templates and hidden:
-        return Finding("polkit", "ok", f"not known: {hidden[0]} is closed to you", "sudo honectl doctor tells")
+        return Finding("polkit", "ok", f"unknown: you cannot read {hidden[0]}", "run sudo honectl doctor")
     if not rules and has_templates:
         return Finding("polkit", "warning", "no rule: honed may not start its job units", INSTALL)
     if rules and not any(Path(place, "polkitd").exists() for place in ("/usr/lib/polkit-1", "/usr/libexec")):
         return Finding(
             "polkit", "warning", "polkitd is not installed: honed may not start its job units", "apt install polkitd"
         )
-    return Finding("polkit", "ok", "honed may start its own job units" if rules else "no rule, and none needed")
+    return Finding("polkit", "ok", "honed may start its own job units" if rules else "no rule is needed")
 
 
 def _users() -> Finding:
@@ -521,7 +539,7 @@ def _users() -> Finding:
         return Finding(
             "users",
             "error",
-            "honed is no member of honed-job: it cannot hand jobs their directories",
+            "honed is not a member of honed-job: it cannot give jobs their directories",
             "usermod -aG honed-job honed; systemctl restart honed",
         )
     return Finding("users", "ok", "honed, honed-job and the group honed-submit")
@@ -540,7 +558,7 @@ def _user_database() -> Finding:
             "user database",
             "error",
             f"no `systemd` in /etc/nsswitch.conf: {', '.join(missing)}; jobs cannot run as their submitters",
-            "apt install libnss-systemd, or add the word to the lines",
+            "apt install libnss-systemd, or add the word to these lines",
         )
     return Finding("user database", "ok", "jobs run as their submitters")
 
@@ -553,8 +571,8 @@ def _catalog() -> Finding:
 
 def _kept_journal() -> Finding:
     if Path("/var/log/journal").is_dir():
-        return Finding("journal", "ok", "kept over a restart of the machine")
-    return Finding("journal", "warning", "forgotten when the machine restarts", "mkdir /var/log/journal")
+        return Finding("journal", "ok", "kept when the machine restarts")
+    return Finding("journal", "warning", "lost when the machine restarts", "mkdir /var/log/journal")
 
 
 def _limits() -> Finding:
@@ -567,7 +585,7 @@ def _limits() -> Finding:
     return Finding(
         "memory limits",
         "warning",
-        "MemoryMax= is not enforced: cgroup2 has no memory controller here",
+        "MemoryMax= is not enforced: cgroup2 has no memory controller",
         "boot with systemd.unified_cgroup_hierarchy=1",
     )
 
@@ -580,17 +598,17 @@ def _reporting(layout: Layout, config: Config) -> list[Finding]:
     path, check = layout.outbox_dir, "metrics API"
     address = config.reporting.metrics_api_url
     if address is None or not path.is_dir():
-        return [] if address is None else [Finding(check, "ok", f"{address}; nothing was sent yet")]
+        return [] if address is None else [Finding(check, "ok", f"{address}; nothing has been sent yet")]
     if not os.access(path, os.R_OK | os.X_OK):
-        return [Finding(check, "ok", f"{address}; what waits is honed's to see")]
-    waiting = f"{outbox.num_waiting_bytes(path)} bytes wait"
+        return [Finding(check, "ok", f"{address}; only honed can see the waiting rows")]
+    waiting = f"{outbox.num_waiting_bytes(path)} bytes waiting"
     if (trouble := outbox.read_trouble(path)) is not None:
-        return [Finding(check, "warning", f"{waiting}: {trouble}", "they are tried again by themselves")]
+        return [Finding(check, "warning", f"{waiting}: {trouble}", "they are retried automatically")]
     if num_refused := len(list(outbox.refused_dir(path).glob("*.json"))):
-        detail = f"{waiting}; {num_refused} rows were refused, and lie in {outbox.refused_dir(path)}"
-        return [Finding(check, "warning", detail, "systemctl reload honed-send sends them again; or remove them")]
+        detail = f"{waiting}; {num_refused} rows were rejected; they are in {outbox.refused_dir(path)}"
+        return [Finding(check, "warning", detail, "systemctl reload honed-send retries them; or remove them")]
     if num_lost := outbox.num_lost(path):
-        detail = f"{waiting}; {num_lost} rows found no room, and were not sent"
+        detail = f"{waiting}; {num_lost} rows were discarded because the outbox was full"
         return [Finding(check, "warning", detail, f"raise reporting.max_outbox_bytes; then rm {path}/lost.json")]
     return [Finding(check, "ok", f"{address}; {waiting}")]
 
@@ -603,10 +621,10 @@ def _notices(layout: Layout) -> list[Finding]:
     waiting, refused = notification.waiting(layout), list(notification.refused_dir(layout).glob("*.json"))
     old = [path for path in waiting if time.time() - _changed_at(path) > NOTICE_PATIENCE_SEC]
     if old:
-        return [Finding(check, "warning", f"{len(old)} are not delivered", "journalctl -u honed-send says why")]
+        return [Finding(check, "warning", f"{len(old)} are not delivered", "see journalctl -u honed-send")]
     if refused:
-        detail = f"{len(refused)} were refused, and lie in {notification.refused_dir(layout)}"
-        return [Finding(check, "warning", detail, "systemctl reload honed-send sends them again; or remove them")]
+        detail = f"{len(refused)} were rejected; they are in {notification.refused_dir(layout)}"
+        return [Finding(check, "warning", detail, "systemctl reload honed-send retries them; or remove them")]
     return [Finding(check, "ok", f"{len(waiting)} wait")] if waiting else []
 
 
@@ -623,6 +641,6 @@ def _daemon(layout: Layout) -> Finding:
         try:
             connection.connect(str(layout.control_path))
         except OSError as error:
-            detail = f"does not answer at {layout.control_path}: {error.strerror or error}"
+            detail = f"does not respond at {layout.control_path}: {error.strerror or error}"
             return Finding("honed", "warning", detail, "systemctl start honed")
     return Finding("honed", "ok", "running")

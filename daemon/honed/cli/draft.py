@@ -12,18 +12,23 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.run.snapshot import Missing
 from honed.spec import config, problem, relative
 from honed.system import quote
-from honed.system.error import DatasetError, HonedError, InternalError, ModelError, UsageError, from_dict
+from honed.system.error import DatasetError, ErrorRecord, HonedError, InternalError, ModelError, UsageError, from_dict
 from honed.text import omission
 
+if TYPE_CHECKING:
+    from honed.check.preflight import Verdict
+    from honed.spec.spec import JobSpec
+    from honed.text.chat import PreviewRow
 
-def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = ()) -> Any:
+
+def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = ()) -> Verdict:
     """Run all checks that honed makes before it accepts a job file. Raises the error with which honed would refuse it.
 
     `beside` are job files that would be dropped together with it.
@@ -45,7 +50,7 @@ def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = ()) ->
     return replace(verdict, warnings=[*told, *warnings, *_not_there(instance, verdict.spec, beside)])
 
 
-def _not_there(instance: Instance, job_spec: Any, beside: Iterable[Path]) -> Iterator[str]:
+def _not_there(instance: Instance, job_spec: JobSpec, beside: Iterable[Path]) -> Iterator[str]:
     """Yield a warning for each job that the file names and that neither honed knows nor another file makes."""
     from honed.spec import spec as specs
 
@@ -59,7 +64,10 @@ def _not_there(instance: Instance, job_spec: Any, beside: Iterable[Path]) -> Ite
     made |= {word for job in there for word in (job["name"], str(job["id"]))}
     for name, key in named.items():
         if name not in made:
-            yield f"{key}: there is no job {name!r} yet: drop it first, or both together, or this one is refused"
+            yield (
+                f"{key}: there is no job {name!r} yet: submit it first, or both together; otherwise this one is "
+                "rejected"
+            )
 
 
 def _made(instance: Instance, path: Path) -> dict[str, Path]:
@@ -73,13 +81,13 @@ def _made(instance: Instance, path: Path) -> dict[str, Path]:
     made = {}
     for name in sorted(names) if instance.layout.spool_dir.is_dir() else ():
         known = instance.jobs(names=[name])
-        newest = max(known, key=lambda job: int(job["id"]), default=None)
+        newest = max(known, key=lambda job: job["id"], default=None)
         if newest is not None and newest["state"] == "succeeded":
-            made[name] = Path(instance.read("show", str(newest["id"]))["artifacts"]["output_dir"])
+            made[name] = Path(instance.show(str(newest["id"]))["artifacts"]["output_dir"])
     return made
 
 
-def checked(instance: Instance, path: Path) -> Any:
+def checked(instance: Instance, path: Path) -> Verdict:
     """Run check_one; an error then names the file."""
     try:
         return check_one(instance, path)
@@ -87,12 +95,6 @@ def checked(instance: Instance, path: Path) -> Any:
         if str(path) not in error.message:
             error.surround(f"{path}: ")
         raise
-
-
-def missing(verdict: Any) -> dict[str, Any]:
-    """Return the model or data set that has to be fetched first."""
-    needed: dict[str, Any] = verdict.needs_fetch.as_dict()
-    return needed
 
 
 def _options(needed: Missing) -> str:
@@ -103,8 +105,17 @@ def _options(needed: Missing) -> str:
     return options if needed.key == "base_model" else f"--dataset {options}"
 
 
+class _Checked(TypedDict):
+    file: str
+    ok: bool
+    error: ErrorRecord | None
+    faults: list[problem.Fault]
+    warnings: list[str]
+    needs_fetch: dict[str, object] | None
+
+
 def check(instance: Instance, options: argparse.Namespace) -> int:
-    answers: list[dict[str, Any]] = []
+    answers: list[_Checked] = []
     for path in options.files:
         try:
             verdict = check_one(instance, path, beside=options.files)
@@ -120,7 +131,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
                 }
             )
         else:
-            needed = missing(verdict) if verdict.needs_fetch else None
+            needed = verdict.needs_fetch.as_dict() if verdict.needs_fetch else None
             answers.append(
                 {
                     "file": str(path),
@@ -135,11 +146,11 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
         terminal.console.print_json(json.dumps(answers))
         return int(not all(answer["ok"] for answer in answers))
     for answer in answers:
-        if answer["ok"]:
+        if (fault := answer["error"]) is None:
             terminal.say(f"{answer['file']}: ok", style="green")
         else:
-            is_named = answer["error"]["message"].startswith(answer["file"])
-            terminal.say_error(answer["error"], prefix="" if is_named else f"{answer['file']}: ")
+            is_named = fault["message"].startswith(answer["file"])
+            terminal.say_error(fault, prefix="" if is_named else f"{answer['file']}: ")
         for warning in answer["warnings"]:
             terminal.say(f"  warning: {warning}", style="yellow")
     return int(not all(answer["ok"] for answer in answers))
@@ -147,68 +158,63 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
 
 def plan(instance: Instance, options: argparse.Namespace) -> int:
     verdict = checked(instance, options.file)
-    if verdict.plan is None:
+    if (made := verdict.plan) is None:
         return _say_deferred(verdict, as_json=options.json)
-    made = verdict.plan.as_dict() | {"warnings": verdict.warnings}
     if options.json:
-        terminal.console.print_json(json.dumps(made))
+        terminal.console.print_json(json.dumps(made.as_dict() | {"warnings": verdict.warnings}))
         return 0
-    terminal.say(f"backend: {made['backend']['name']}", style="bold")
-    for reason in made["backend"]["reasons"]:
+    terminal.say(f"backend: {made.backend.name}", style="bold")
+    for reason in made.backend.reasons:
         terminal.say(f"  {reason}")
-    if made["loss"]["reasons"]:
-        terminal.say(f"loss: {made['loss']['type']}", style="bold")
-        terminal.say(f"  {made['loss']['reasons'][0]}")
-    precision = made["precision"]
+    if made.loss.reasons:
+        terminal.say(f"loss: {made.loss.type}", style="bold")
+        terminal.say(f"  {made.loss.reasons[0]}")
     words = {None: "none", True: "yes", False: "no"}
-    for key, why in precision["reasons"].items():
-        value = precision.get(key)
+    for key, why in made.precision.reasons.items():
+        value = getattr(made.precision, key, None)
         if key == "optim" and value is None:  # the plan keeps the job's own
             value = verdict.spec.training.optim
         terminal.say(f"{key}: {words[value] if value is None or isinstance(value, bool) else value}", style="bold")
         terminal.say(f"  {why}")
-    if made["training_chat_template"]:
-        terminal.say(f"training_chat_template: {made['training_chat_template']}", style="bold")
+    if made.rows_template is not None:
+        terminal.say(f"training_chat_template: {made.rows_template}", style="bold")
         terminal.say("  renders the rows; predictions and the exported model use the base's template")
-    parts = {key.removesuffix("_bytes"): value for key, value in made["memory"].items() if key.endswith("_bytes")}
+    figures = [(key, value) for key, value in made.memory.as_dict().items() if isinstance(value, int)]
+    parts = {key.removesuffix("_bytes"): value for key, value in figures if key.endswith("_bytes")}
     # The sum below its parts, and the available memory last; a part that the job does not have is left out.
     ordered = [*(key for key in parts if key not in {"total", "available"}), "total", "available"]
     memory = [[key, f"{value / 2**20:,.1f} MiB"] for key in ordered if (value := parts.get(key))]
     terminal.table(["memory (estimate)", ""], memory, right=[""])
     rungs = [
         [
-            f"{'→' if each['is_chosen'] else ' '} {each['master_weights']}",
-            each["optim"],
-            f"{each['bytes_per_parameter']:g}",
-            f"{each['total_bytes'] / 2**30:,.1f} GiB",
-            "yes" if each["fits"] else "no",
+            f"{'→' if each.is_chosen else ' '} {each.master_weights}",
+            each.optim,
+            f"{each.bytes_per_parameter:g}",
+            f"{each.total_bytes / 2**30:,.1f} GiB",
+            "yes" if each.fits else "no",
         ]
-        for each in made["rungs"]
+        for each in made.rungs
     ]
     if rungs:
         header = ["master_weights", "optim", "bytes a parameter", "in all", "fits"]
-        terminal.table(header, rungs, right=["bytes a parameter", "in all"])
-    parameters = made["checkpoint"]
-    stored = ", ".join(f"{count:,} {dtype}" for dtype, count in parameters["stored_dtypes"].items())
-    terminal.say(f"checkpoint: {parameters['num_parameters']:,} parameters ({stored})")
-    for warning in made["warnings"]:
+        terminal.table(header, rungs, right=["bytes a parameter", "total"])
+    stored = ", ".join(f"{count:,} {dtype}" for dtype, count in made.model.stored_dtypes.items())
+    terminal.say(f"checkpoint: {made.model.num_parameters:,} parameters ({stored})")
+    for warning in verdict.warnings:
         terminal.say(f"warning: {warning}", style="yellow")
     return 0
 
 
-def _say_deferred(verdict: Any, *, as_json: bool) -> int:
+def _say_deferred(verdict: Verdict, *, as_json: bool) -> int:
     """Print that there is no plan yet for a job that waits for another job's output or for a fetch."""
     if as_json:
-        needed = missing(verdict) if verdict.needs_fetch else None
-        terminal.console.print_json(
-            json.dumps(
-                {"waits_for": dict(verdict.waits_for), "needs_fetch": needed, "warnings": list(verdict.warnings)}
-            )
-        )
+        fetch = verdict.needs_fetch.as_dict() if verdict.needs_fetch else None
+        told = {"waits_for": dict(verdict.waits_for), "needs_fetch": fetch, "warnings": verdict.warnings}
+        terminal.console.print_json(json.dumps(told))
         return 0
     needed = verdict.needs_fetch
     fetched = "the base model" if needed is None or needed.key == "base_model" else f"the data set {needed.repo_id}"
-    why = "the job starts from what another one makes" if verdict.waits_for else f"{fetched} has to be fetched first"
+    why = "the job starts from the output of another job" if verdict.waits_for else f"{fetched} must be fetched first"
     terminal.say(f"no plan yet: {why}", style="bold")
     for warning in verdict.warnings:
         terminal.say(f"  {warning}")
@@ -220,7 +226,7 @@ def _not_previewed(done: subprocess.CompletedProcess[bytes]) -> HonedError:
     try:
         error = from_dict(json.loads(done.stdout)["error"])
     except (ValueError, KeyError, TypeError):
-        return InternalError(f"the preview ended with status {done.returncode}", hint="its own words are above")
+        return InternalError(f"the preview exited with status {done.returncode}", hint="see its messages above")
     error.is_refusal = True
     return error
 
@@ -233,7 +239,7 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
         lacking = "tokenizer to preview with" if is_model else "row to preview"
         raise (ModelError if is_model else DatasetError)(
             f"{needed.key}: {needed.repo_id} at {needed.revision} is not in the local cache, so there is no {lacking}",
-            hint=f"honectl submit has it fetched, or python -m honed.inputs.fetch {_options(needed)}{needed.repo_id}",
+            hint=f"honectl submit fetches it; or run python -m honed.inputs.fetch {_options(needed)}{needed.repo_id}",
         )
     environment = {"HF_HOME": str(instance.layout.cache_dir), **os.environ, "HF_HUB_OFFLINE": "1"}
     with relative.resolved(options.file) as found:
@@ -248,9 +254,10 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.buffer.write(done.stdout)
         return 0
-    for row in json.loads(done.stdout):
+    rows: list[PreviewRow] = json.loads(done.stdout)
+    for row in rows:
         share = row["num_trained"] / row["num_tokens"] if row["num_tokens"] else 0
-        cut = ", cut off" if row["is_truncated"] else ""
+        cut = ", truncated" if row["is_truncated"] else ""
         counts = f"{row['num_tokens']} tokens, {row['num_trained']} trained ({share:.0%}){cut}"
         terminal.say(f"{row['dataset']}: row {row['row']}: {counts}", style="bold")
         for each in row["omitted"]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from honed.cli import terminal
 from honed.cli.instance import Instance
+from honed.job.shape import Shown
 
 FINAL_STATES = {"succeeded", "failed", "cancelled"}
 #: Seconds between looks while following something.
@@ -20,7 +20,7 @@ def watch(instance: Instance, options: argparse.Namespace) -> int:
 
     status = watch(instance.read, options.id, as_json=options.json)
     if options.id and not options.json:
-        say_end(instance.read("show", options.id))
+        say_end(instance.show(options.id))
     return status
 
 
@@ -61,17 +61,17 @@ def _follow_lines(instance: Instance, reference: str, *, quiet: bool) -> int:
     return int(job["state"] != "succeeded")
 
 
-def states(instance: Instance, reference: str) -> Iterator[dict[str, Any]]:
+def states(instance: Instance, reference: str) -> Iterator[Shown]:
     """Yield a job's `show` repeatedly until the job is over or held."""
     while True:
-        job = instance.read("show", reference)
+        job = instance.show(reference)
         yield job
         if job["state"] in FINAL_STATES or job["state"] == "held":
             return
         time.sleep(INTERVAL_SEC)
 
 
-def say_end(job: dict[str, Any]) -> None:
+def say_end(job: Shown) -> None:
     remark = terminal.plain(job.get("remark") or "", limit=400)
     style = "yellow" if remark else terminal.STATE_STYLES.get(job["state"], "")
     words = f"{job['state']}, but {remark}" if remark else job["state"]

@@ -14,6 +14,7 @@ from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
 
 if TYPE_CHECKING:
+    from honed.job.shape import Arrival, ChangedRow, Overview, Refusal, Row, Shown, Submitted
     from honed.job.spool import Spool
 
 
@@ -31,7 +32,7 @@ class Instance:
     def _spool(self, *, lock: bool = False) -> Spool:
         if not self.layout.spool_dir.is_dir():
             raise EnvironmentInvalidError(
-                f"{self.layout.spool_dir}: there is no spool", hint="start honed once, or give its --root DIR"
+                f"{self.layout.spool_dir}: the spool does not exist", hint="start honed once, or give its --root DIR"
             )
         from honed.job.spool import Spool
 
@@ -45,7 +46,12 @@ class Instance:
 
         return query.READING_VERBS[verb](self._spool(), self.layout, reference, query.ANYBODY)
 
-    def jobs(self, **choice: Any) -> list[dict[str, Any]]:
+    def show(self, reference: str) -> Shown:
+        """Return a job's details."""
+        shown: Shown = self.read("show", reference)
+        return shown
+
+    def jobs(self, **choice: Any) -> list[Row]:
         """Return the chosen jobs; see query.Choice."""
         if self.is_up:
             return list(self._client.ask("list", **choice))
@@ -53,10 +59,11 @@ class Instance:
 
         return [*query.rows(self._spool(), self.layout, query.Choice.of(choice))]
 
-    def overview(self, **choice: Any) -> dict[str, Any]:
+    def overview(self, **choice: Any) -> Overview:
         """Return the first jobs of each kind, and their counts."""
         if self.is_up:
-            return dict(self._client.ask("overview", **choice))
+            found: Overview = self._client.ask("overview", **choice)
+            return found
         from honed.job import query
 
         return query.overview(self._spool(), self.layout, query.Choice.of(choice))
@@ -70,43 +77,46 @@ class Instance:
 
         return config.load(self.layout).policy.arrivals == "spool"
 
-    def submit(self, path: Path, *, hold: bool) -> dict[str, Any]:
-        """Send a job file over the socket. Returns the number and the name that it was given."""
+    def submit(self, path: Path, *, hold: bool) -> Submitted:
+        """Send a job file over the socket."""
         data = base64.b64encode(path.read_bytes()).decode()
         try:
-            return dict(self._client.ask("submit", name=path.name, data=data, hold=hold))
+            sent: Submitted = self._client.ask("submit", name=path.name, data=data, hold=hold)
         except EnvironmentInvalidError as error:
-            error.hint += f"; honectl list says whether {path.name} was taken"
+            error.hint += f"; honectl list shows whether {path.name} was accepted"
             raise
+        return sent
 
-    def accepted(self, source: str, *, since: str, number: int | None = None) -> dict[str, Any] | None:
+    def accepted(self, source: str, *, since: str, number: int | None = None) -> Row | None:
         """Return the job made of a file since then, or of the arrival of that number; None if there is none."""
         if self.is_up:
-            found: dict[str, Any] | None = self._client.ask("accepted", id=source, since=since, number=number)
+            found: Row | None = self._client.ask("accepted", id=source, since=since, number=number)
             return found
         from honed.job import query
 
         return query.accepted(self._spool(), self.layout, source, query.ANYBODY, since, number=number)
 
-    def refusal(self, source: str, *, number: int | None = None) -> dict[str, Any] | None:
+    def refusal(self, source: str, *, number: int | None = None) -> Refusal | None:
         """Return the reason why a file was refused; None if it was not."""
         if self.is_up:
-            found: dict[str, Any] | None = self._client.ask("refusal", id=source, number=number)
+            found: Refusal | None = self._client.ask("refusal", id=source, number=number)
             return found
         from honed.job import query
 
         return query.refusal(self._spool(), source, number=number)
 
-    def change(self, verb: str, reference: str, **arguments: Any) -> Any:
+    def change(self, verb: str, reference: str, **arguments: Any) -> ChangedRow:
         """Change a job, through the daemon or, if it is down, in the spool itself."""
         if self.is_up:
-            return self._client.ask(verb, id=reference, **arguments)
+            changed: ChangedRow = self._client.ask(verb, id=reference, **arguments)
+            return changed
         from honed.daemon.changes import change, goes_on_from
         from honed.job import query
+        from honed.job.shape import Begin
 
         spool = self._spool(lock=True)
         try:
-            job, more = query.find(spool, reference), {}
+            job, more = query.find(spool, reference), Begin()
             if verb == "requeue":
                 more = {"goes_on_from": goes_on_from(self.layout, job, from_start=arguments.get("from_start", False))}
             return {**query.summary(change(spool, self.layout, verb, job, **arguments)), **more}
@@ -114,10 +124,10 @@ class Instance:
             spool.close()
 
     @contextlib.contextmanager
-    def pruner(self) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
+    def pruner(self) -> Iterator[Callable[..., Any]]:
         """Yield the function that answers `prune` and `pruned`: the daemon's, or our own if the daemon is down."""
         if self.is_up:
-            yield lambda verb, arguments: self._client.ask(verb, **arguments)
+            yield self._client.ask
             return
         from honed.cli.pruning import Down
 
@@ -127,7 +137,7 @@ class Instance:
         finally:
             spool.close()
 
-    def arrivals(self) -> list[dict[str, Any]]:
+    def arrivals(self) -> list[Arrival]:
         """Return the arrivals that wait for a fetch; only a running daemon fetches."""
         return list(self._client.ask("status")["arrivals"]) if self.is_up else []
 

@@ -24,6 +24,7 @@ from honed.cli.following import FINAL_STATES, INTERVAL_SEC
 from honed.cli.instance import Instance
 from honed.job import event
 from honed.job.narration import example_text
+from honed.job.shape import Shown
 from honed.system import untrusted
 from honed.system.error import EnvironmentInvalidError, UsageError
 
@@ -31,13 +32,13 @@ from honed.system.error import EnvironmentInvalidError, UsageError
 def logs(instance: Instance, options: argparse.Namespace) -> int:
     """Print the journal's entries of a job, if there is a journal that we may read; else the attempts' own events."""
     if options.json and (options.raw or options.explain):
-        raise UsageError("--json prints what the attempts told, and takes neither --raw nor --explain")
-    job = instance.read("show", options.id)
+        raise UsageError("--json prints the events of the attempts, and cannot be combined with --raw or --explain")
+    job = instance.show(options.id)
     if not options.json and not options.raw and _has_journal(instance):
         return _follow_journal(instance, job, options)
     if options.explain:
         raise EnvironmentInvalidError(
-            "there is no journal that you may read", hint="join the group systemd-journal, or leave --explain out"
+            "you may not read any journal", hint="join the group systemd-journal, or omit --explain"
         )
     files = instance.layout.job(job["id"])
     offsets: dict[int, int] = {}
@@ -50,13 +51,13 @@ def logs(instance: Instance, options: argparse.Namespace) -> int:
             offsets[number] = read(files.attempt(number), offsets.get(number, 0))
         sys.stdout.flush()
         if not job["attempts"] and not options.follow:
-            why = (job.get("waiting_for") or {}).get("detail")
-            words = f"job {job['id']} ({job['name']}) has not started yet" + (f": {why}" if why else "")
+            words = f"job {job['id']} ({job['name']}) has not started yet"
+            words += f": {why}" if (why := terminal.why_waiting(job)) else ""
             print(terminal.plain(f"honectl: {words}"), file=sys.stderr)
         if not options.follow or job["state"] in FINAL_STATES:
             return 0
         time.sleep(INTERVAL_SEC)
-        job = instance.read("show", options.id)
+        job = instance.show(options.id)
 
 
 def _has_journal(instance: Instance) -> bool:
@@ -78,7 +79,7 @@ def journal_command(job_id: int, *, explain: bool = False, follow: bool = False)
     return command + (["--follow", "--lines=all"] if follow else [])
 
 
-def _follow_journal(instance: Instance, job: dict[str, Any], options: argparse.Namespace) -> int:
+def _follow_journal(instance: Instance, job: Shown, options: argparse.Namespace) -> int:
     is_over = job["state"] in FINAL_STATES
     command = journal_command(job["id"], explain=options.explain, follow=options.follow and not is_over)
     if "--follow" not in command:
@@ -88,20 +89,20 @@ def _follow_journal(instance: Instance, job: dict[str, Any], options: argparse.N
     with subprocess.Popen(command) as process:
         while not is_over and process.poll() is None:
             time.sleep(INTERVAL_SEC)
-            is_over = instance.read("show", options.id)["state"] in FINAL_STATES
+            is_over = instance.show(options.id)["state"] in FINAL_STATES
         time.sleep(INTERVAL_SEC)  # the last entries may still arrive
         process.terminate()
-    _say_quotes(instance, instance.read("show", options.id))
+    _say_quotes(instance, instance.show(options.id))
     return 0
 
 
-def _say_quotes(instance: Instance, job: dict[str, Any]) -> None:
+def _say_quotes(instance: Instance, job: Shown) -> None:
     """Print in full the messages that quote the job's files: the journal has them without the quotes."""
     files = instance.layout.job(job["id"])
     for attempt in job["attempts"]:
         told = [item for item in _events(files.attempt(attempt["number"])) if item.data.get("evidence")]
         if told:
-            print(f"-- attempt {attempt['number']}: what the journal does not quote")
+            print(f"-- attempt {attempt['number']}: text that the journal does not contain")
         for item in told:
             _say(item)
 

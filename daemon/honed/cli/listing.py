@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.job.job import MAX_PRIORITY
 from honed.system.error import EnvironmentInvalidError, NotPermittedError
+
+if TYPE_CHECKING:
+    from honed.job.shape import Arrival, Row
 
 #: Characters of an outcome and its remark in a line of the list.
 MAX_OUTCOME = 60
@@ -25,7 +29,7 @@ ENDED = ("succeeded", "failed", "cancelled")
 
 def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     """Print the first jobs of each kind for a person, or all jobs for a script, unless the options choose otherwise."""
-    choice: dict[str, Any] = {"states": options.state, "names": options.ids}
+    choice = {"states": options.state, "names": options.ids}
     is_whole = options.all or options.json or options.limit is not None or options.after is not None
     if is_whole:
         jobs = instance.jobs(**choice, limit=options.limit, after=options.after)
@@ -50,9 +54,9 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     ]
     columns = list(COLUMNS)
     if any(job.get("waiting_for") for job in jobs):
-        columns.append("waits because")
+        columns.append("waiting because")
         for row, job in zip(rows, jobs, strict=True):
-            row.append(terminal.plain((job.get("waiting_for") or {}).get("detail", ""), limit=60))
+            row.append(terminal.plain(terminal.why_waiting(job), limit=60))
     if terminal.console.is_terminal:
         _say_narrow(columns, rows)
     else:
@@ -66,10 +70,9 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     return 0
 
 
-def _priority(job: dict[str, Any]) -> int | str:
+def _priority(job: Row) -> int | str:
     """Return a job's priority; "head" for the highest one, which every trial has."""
-    number: int = job["priority"]
-    return "head" if number == MAX_PRIORITY else number
+    return "head" if job["priority"] == MAX_PRIORITY else job["priority"]
 
 
 #: Columns of a terminal from which on priority and the reason of a wait are shown; and those for the submission time.
@@ -90,10 +93,10 @@ def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
     too_much = {"submitted (UTC)"} if terminal.console.width < WIDE else set()
     waits: list[str] = []
     if terminal.console.width < BROAD:
-        too_much |= {"priority", "waits because"}
+        too_much |= {"priority", "waiting because"}
         for row in rows:
             row[columns.index("name")] = terminal.plain(row[columns.index("name")], limit=NARROW_NAME)
-        waits = [f"job {row[0]}: {row[-1]}" for row in rows if columns[-1] == "waits because" and row[-1]]
+        waits = [f"job {row[0]}: {row[-1]}" for row in rows if columns[-1] == "waiting because" and row[-1]]
     # An empty column would take room from the others.
     kept = [
         at
@@ -107,9 +110,9 @@ def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
         terminal.say(line, style="yellow")
 
 
-def _left_out(jobs: list[dict[str, Any]], counts: dict[str, int]) -> str:
+def _left_out(jobs: list[Row], counts: dict[str, int]) -> str:
     """Count, in words, the jobs that the list does not show."""
-    kinds = [("running", ("running",)), ("queued", ("queued",)), ("held", ("held",)), ("that have ended", ENDED)]
+    kinds = [("running", ("running",)), ("queued", ("queued",)), ("held", ("held",)), ("finished", ENDED)]
     parts = []
     for words, states in kinds:
         shown = sum(job["state"] in states for job in jobs)
@@ -118,25 +121,25 @@ def _left_out(jobs: list[dict[str, Any]], counts: dict[str, int]) -> str:
     return ", ".join(parts)
 
 
-def _outcome(job: dict[str, Any]) -> str:
+def _outcome(job: Row) -> str:
     remark = f"but {job['remark']}" if job.get("remark") else ""
     return ", ".join(filter(None, [job["outcome"], remark, "pinned" if job.get("is_pinned") else ""]))
 
 
-def _fetch_line(arrival: dict[str, Any]) -> str:
+def _fetch_line(arrival: Arrival) -> str:
     """Return a line about an arrival that waits for a fetch, with the fetch's progress."""
     done, of = arrival["num_bytes"] / 2**30, arrival["total_bytes"]
     share = f": {done:.1f} of {of / 2**30:.1f} GiB" if of else ""
     problem = f"; {arrival['problem']}" if arrival["problem"] else ""
     if arrival["repo_id"] is None:
         what = "a data set" if arrival.get("repo_type") == "dataset" else "a model"
-        return f"{arrival['id']}: waits for {what} that is fetched{share}"
+        return f"{arrival['id']}: waiting for {what} to be fetched{share}"
     name = terminal.plain(arrival["name"], limit=40)
     return f"{arrival['id']} ({name}): fetching {arrival['repo_id']} at {arrival['revision']}{share}{problem}"
 
 
 def show(instance: Instance, options: argparse.Namespace) -> int:
-    job = instance.read("show", options.id)
+    job = instance.show(options.id)
     if options.json:
         terminal.console.print_json(json.dumps(job))
         return 0
@@ -146,11 +149,11 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         f"job {job['id']} ({job['name']}): {job['state']}{', but ' if remark else ''}{remark}",
         style="yellow" if remark else terminal.STATE_STYLES.get(job["state"], "bold"),
     )
-    facts = [
+    facts: list[Sequence[object]] = [
         ["outcome", job["outcome"]],
         ["submitted", job["submitted_at"]],
         ["from", job["source"]],
-        ["waits", (job.get("waiting_for") or {}).get("detail")],
+        ["waits", terminal.why_waiting(job)],
         ["pinned", "yes" if job.get("is_pinned") else None],
         ["step", step],
         ["loss", loss],
@@ -167,15 +170,14 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     if job["error"]:
         terminal.say()
         terminal.say_error(job["error"])
-    if job["needs_bytes"] and (job.get("waiting_for") or {}).get("reason") != "disk":
-        terminal.say(f"waits for {job['needs_bytes'] / 2**20:,.0f} MiB of free disk space", style="yellow")
-    for item in job["adjustments"]:
-        terminal.say(f"attempt {item['attempt']} ran out of memory: {item['text']}", style="yellow")
+    if job["needs_bytes"] and not ((wait := job.get("waiting_for")) and wait["reason"] == "disk"):
+        terminal.say(f"waiting for {job['needs_bytes'] / 2**20:,.0f} MiB of free disk space", style="yellow")
+    for change in job["adjustments"]:
+        terminal.say(f"attempt {change['attempt']} ran out of memory: {change['text']}", style="yellow")
     if job["attempts"]:
-        keys = ["number", "backend", "device", "started_at", "ended_at", "outcome", "step"]
         terminal.say()
-        attempts = [[_attempt_cell(key, attempt[key]) for key in keys] for attempt in job["attempts"]]
-        terminal.table(["attempt", "backend", "device", "started (UTC)", "ended", *keys[5:]], attempts)
+        columns = ["attempt", "backend", "device", "started (UTC)", "ended", *_ATTEMPT_KEYS[5:]]
+        terminal.table(columns, map(_attempt_cells, job["attempts"]))
     for item in job["events"]:
         if item["event"] == "fallback":
             words = f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}"
@@ -190,25 +192,28 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     return 0
 
 
-def _attempt_cell(key: str, value: Any) -> str:
-    """Return a cell of the attempts' table; times without their year, so that a row fits into a terminal."""
-    text = str(value or "")
-    return text[5:19].replace("T", " ") if key.endswith("_at") else text[:19]
+_ATTEMPT_KEYS = ("number", "backend", "device", "started_at", "ended_at", "outcome", "step")
+
+
+def _attempt_cells(attempt: Mapping[str, object]) -> list[str]:
+    """Return a row of the attempts' table; times without their year, so that it fits into a terminal."""
+    cells = {key: str(attempt[key] or "") for key in _ATTEMPT_KEYS}
+    return [text[5:19].replace("T", " ") if key.endswith("_at") else text[:19] for key, text in cells.items()]
 
 
 #: Rows of the table of memory: label, key of the estimate, key of the measured value.
 _MEMORY_ROWS = (
     *((name, f"{name}_bytes", f"{name}_bytes") for name in ("weights", "adapter", "gradient", "optimizer")),
     ("activations", "activation_bytes", ""),
-    ("all, or peak on the GPU", "total_bytes", "device_peak_bytes"),
+    ("total, or peak on the GPU", "total_bytes", "device_peak_bytes"),
     ("peak of the process (resident)", "", "resident_peak_bytes"),
 )
 
 
-def _memory_rows(estimated: dict[str, Any], used: dict[str, Any]) -> list[list[str]]:
+def _memory_rows(estimated: Mapping[str, object], used: Mapping[str, object]) -> list[list[str]]:
     """Return the table of estimated and used memory."""
 
-    def cell(figures: dict[str, Any], key: str) -> str:
+    def cell(figures: Mapping[str, object], key: str) -> str:
         value = figures.get(key)
         return f"{value / 2**20:,.1f} MiB" if isinstance(value, int) else ""
 
@@ -235,7 +240,7 @@ def _say_audit(audits: list[dict[str, Any]]) -> None:
     )
     for item in audits:
         for text in event.items(item, "mended"):
-            terminal.say(f"mended ({item.get('when')}): {text}", style="yellow")
+            terminal.say(f"fixed ({item.get('when')}): {text}", style="yellow")
 
 
 def report(instance: Instance, options: argparse.Namespace) -> int:
@@ -243,12 +248,14 @@ def report(instance: Instance, options: argparse.Namespace) -> int:
     if options.id is None:
         path, what = instance.layout.index_path, "there is no index yet"
     else:
-        job = instance.read("show", options.id)
+        job = instance.show(options.id)
         path, what = instance.layout.job(job["id"]).report_path, f"job {job['id']} has no report yet"
     if not path.exists():
-        raise EnvironmentInvalidError(f"{path}: {what}", hint="honed makes it a moment after it has taken the job")
+        raise EnvironmentInvalidError(f"{path}: {what}", hint="honed writes it shortly after accepting the job")
     if not os.access(path, os.R_OK):
-        raise NotPermittedError(f"{path}: it is not for you to read", hint="honectl report ID names a job's own")
+        raise NotPermittedError(
+            f"{path}: you may not read it", hint="honectl report ID prints the path of a job's report"
+        )
     if not options.json:
         print(path, flush=True)  # unformatted, for `$(honectl report 7)`; and before a browser draws in the terminal
     if options.open:
@@ -264,5 +271,5 @@ def _open(path: Path) -> None:
     if webbrowser.open(path.as_uri()):
         return
     named = os.environ.get("BROWSER")
-    what = f"what BROWSER names did not open it: {named}" if named else "there is no browser here"
-    raise EnvironmentInvalidError(what, hint=f"copy {path} to where there is a browser: it is one file")
+    what = f"BROWSER could not open it: {named}" if named else "there is no browser on this machine"
+    raise EnvironmentInvalidError(what, hint=f"copy {path} to a machine with a browser: it is a single file")

@@ -99,6 +99,9 @@ is enabled. It listens on 127.0.0.1:8470 and
 Over the unix socket, users can read their own jobs. Over loopback, clients can read everything that
 policy.share_results opens to everybody. With the token, clients can read everything. If other machines can reach it,
 it does not start without a token.
+.PP
+root, administrators, other users of the unix socket, clients with the token and clients without it each have their own
+connections, so that no flood of one takes those of another. A client that gets none is told so with status 503.
 """
 _WEB_FILES = (
     ("/etc/credstore/honed.web-token", "The token, mode 0600. web.token_file can name another file."),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +13,7 @@ from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.job import comparison
 from honed.job.comparison import Kind, Piece, compare
+from honed.job.shape import Prediction
 
 #: Styles of a comparison's pieces, and wdiff's marks for output without colours.
 _MARKS = {Kind.SAME: ("", "", ""), Kind.WRONG: ("{+", "+}", "bold red"), Kind.MISSING: ("[-", "-]", "cyan strike")}
@@ -32,7 +32,7 @@ def compared(pieces: Iterable[Piece], *, of: Sequence[Kind] = tuple(Kind)) -> Te
 
 
 def predictions(instance: Instance, options: argparse.Namespace) -> int:
-    everything = instance.read("predictions", options.id)
+    everything: list[Prediction] = instance.read("predictions", options.id)
     rows = comparison.chosen(everything, sample=options.sample, step=options.step)
     if options.json:
         terminal.console.print_json(json.dumps(rows))
@@ -53,7 +53,7 @@ def predictions(instance: Instance, options: argparse.Namespace) -> int:
 SIDE_BY_SIDE_WIDTH = 100
 
 
-def _say_example(index: int, rows: Sequence[Mapping[str, Any]], *, steps: Sequence[int]) -> None:
+def _say_example(index: int, rows: Sequence[Prediction], *, steps: Sequence[int]) -> None:
     """Print one example's predictions at these `steps`, with differences from the reference marked.
 
     A step without a row is reported as failed.
@@ -71,7 +71,9 @@ def _say_example(index: int, rows: Sequence[Mapping[str, Any]], *, steps: Sequen
     for step in steps:
         pieces = compared_at.get(step)
         if pieces is None:
-            drawn.add_row(str(step), *([""] if is_wide else []), Text("no answer: it failed", style="yellow"))
+            drawn.add_row(
+                str(step), *([""] if is_wide else []), Text("no answer: the prediction failed", style="yellow")
+            )
         elif not truth:
             drawn.add_row(str(step), Text(terminal.plain(written[step])))
         elif is_wide:

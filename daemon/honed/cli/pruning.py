@@ -6,15 +6,18 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.job import query, removal, retention
 from honed.job.retention import Needs, Wish
+from honed.job.shape import PruneAnswer, Removed, RemovedRow
 from honed.system.error import UsageError
 
+#: Answers `prune` and `pruned`: see Instance.pruner.
+Ask = Callable[..., Any]
 #: Seconds between looks at an unfinished removal.
 POLL_SEC = 0.1
 #: Jobs in one request: each takes the loop a millisecond or two.
@@ -27,7 +30,7 @@ def span(text: str) -> float:
     """Return the seconds of `30d`, `12h`, `45m`, `2w`. Raises ArgumentTypeError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number and s, m, h, d or w, such as 30d")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number and s, m, h, d or w, such as 30d")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -35,7 +38,7 @@ def size(text: str) -> int:
     """Return the bytes of `200G`, `500M`. Raises ArgumentTypeError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)(i?b)?", text.strip().lower())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number and K, M, G or T, such as 200G")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number and K, M, G or T, such as 200G")
     return int(float(match[1]) * _BYTES[match[2]])
 
 
@@ -52,7 +55,7 @@ def bytes_in_words(num_bytes: int | None) -> str:
 
 def prune(instance: Instance, options: argparse.Namespace) -> int:
     if options.rejected and (options.ids or options.checkpoints or options.state):
-        raise UsageError("--rejected takes no jobs", hint="prune jobs and refused files one after the other")
+        raise UsageError("--rejected cannot be combined with jobs", hint="prune jobs and rejected files separately")
     arguments = {
         "ids": options.ids,
         "older_than_sec": options.older_than,
@@ -71,31 +74,31 @@ def prune(instance: Instance, options: argparse.Namespace) -> int:
         # Only the printed jobs are removed: jobs that have become old enough since then stay.
         removed = [] if options.rejected else list(_remove(ask, plan, options))
         if options.rejected:
-            ask("prune", {**arguments, "dry_run": False})
+            ask("prune", **arguments, dry_run=False)
     return _end(plan, options, removed)
 
 
-def _planned(ask: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def _planned(ask: Ask, arguments: Mapping[str, object]) -> PruneAnswer:
     """Return the plan of a removal, once all sizes are known."""
     while True:
-        plan: dict[str, Any] = ask("prune", {**arguments, "dry_run": True})
+        plan: PruneAnswer = ask("prune", **arguments, dry_run=True)
         if plan["is_measured"]:
             return plan
         time.sleep(POLL_SEC)
 
 
-def _remove(ask: Any, plan: dict[str, Any], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _remove(ask: Ask, plan: PruneAnswer, options: argparse.Namespace) -> Iterator[RemovedRow]:
     rows = {row["id"]: row for row in plan["jobs"]}
     numbers, waiting = list(rows), list[int]()
     for at in range(0, len(numbers), MAX_NUMBERS):
         some = numbers[at : at + MAX_NUMBERS]
-        words = {"ids": [str(number) for number in some], "checkpoints": options.checkpoints}
-        answer = ask("prune", {**words, "dry_run": False})
+        ids = [str(number) for number in some]
+        answer: PruneAnswer = ask("prune", ids=ids, checkpoints=options.checkpoints, dry_run=False)
         plan["kept"] += answer["kept"]
         waiting += [row["id"] for row in answer["jobs"]]
     while waiting:
-        asked = {"ids": [str(number) for number in waiting[:MAX_NUMBERS]], "checkpoints": options.checkpoints}
-        done = ask("pruned", asked)
+        ids = [str(number) for number in waiting[:MAX_NUMBERS]]
+        done: dict[str, Removed] = ask("pruned", ids=ids, checkpoints=options.checkpoints)
         for number in sorted(int(each) for each in done):
             waiting.remove(number)
             yield {**rows[number], **done[str(number)]}
@@ -103,7 +106,7 @@ def _remove(ask: Any, plan: dict[str, Any], options: argparse.Namespace) -> Iter
             time.sleep(POLL_SEC)
 
 
-def _say_plan(plan: dict[str, Any], options: argparse.Namespace) -> None:
+def _say_plan(plan: PruneAnswer, options: argparse.Namespace) -> None:
     rows = plan["rejected"] if options.rejected else plan["jobs"]
     num_items, total = len(rows), sum(row["num_bytes"] or 0 for row in rows)
     if options.dry_run:
@@ -114,7 +117,7 @@ def _say_plan(plan: dict[str, Any], options: argparse.Namespace) -> None:
         verb = "are being removed"
     else:
         verb = "is being removed" if num_items == 1 else "are being removed"
-    amount = f", {bytes_in_words(total)} in all" if num_items else ""
+    amount = f", {bytes_in_words(total)} in total" if num_items else ""
     terminal.say(f"{_what(num_items, options)} {verb}{amount}")
     if options.rejected:
         return
@@ -128,12 +131,12 @@ def _say_plan(plan: dict[str, Any], options: argparse.Namespace) -> None:
             right=["id", "size"],
         )
     for row in plan["kept"]:
-        terminal.say(f"job {row['id']} ({row['name']}) stays: {row['why']}", style="yellow")
+        terminal.say(f"kept job {row['id']} ({row['name']}): {row['why']}", style="yellow")
 
 
 def _what(number: int, options: argparse.Namespace) -> str:
     """Name the items that go, for the beginning of a sentence."""
-    noun = "refused file" if options.rejected else "job"
+    noun = "rejected file" if options.rejected else "job"
     if number == 0:
         return f"no {noun}'s checkpoint" if options.checkpoints else f"no {noun}"
     return f"the checkpoints of {_count(number, noun)}" if options.checkpoints else _count(number, noun)
@@ -143,7 +146,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _end(plan: dict[str, Any], options: argparse.Namespace, removed: Sequence[dict[str, Any]] = ()) -> int:
+def _end(plan: PruneAnswer, options: argparse.Namespace, removed: Sequence[RemovedRow] = ()) -> int:
     """Print what was removed. Returns 1 if a named job stays, or something could not be removed."""
     if options.json:
         terminal.console.print_json(json.dumps({**plan, "removed": list(removed), "is_dry_run": options.dry_run}))
@@ -154,8 +157,8 @@ def _end(plan: dict[str, Any], options: argparse.Namespace, removed: Sequence[di
         terminal.say(f"{_what(len(removed), options)} {verb}: {_count(num_files, 'file')}, {bytes_in_words(total)}")
         for row in removed:
             if row["problem"]:
-                terminal.say(f"job {row['id']}: not all of it can be removed: {row['problem']}", style="red")
-    is_short = any(row.get("problem") for row in removed) or bool(options.ids and plan.get("kept"))
+                terminal.say(f"job {row['id']}: some of its files could not be removed: {row['problem']}", style="red")
+    is_short = any(row["problem"] for row in removed) or bool(options.ids and plan.get("kept"))
     return int(is_short)
 
 
@@ -167,10 +170,10 @@ class Down:
         self._spool, self._layout = spool, layout
         self._done: dict[int, removal.Count] = {}
 
-    def ask(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, verb: str, **arguments: Any) -> PruneAnswer | dict[str, Removed]:
         spool, layout, asker = self._spool, self._layout, query.ANYBODY
         if verb == "pruned":
-            return {each: self._done.get(int(each), removal.Count()).__dict__ for each in arguments["ids"]}
+            return {each: self._done.get(int(each), removal.Count()).as_dict() for each in arguments["ids"]}
         wish, is_dry = Wish.of(arguments), bool(arguments["dry_run"])
         if wish.rejected:
             return retention.prune_refused(spool, wish, asker, is_dry=is_dry, now=time.time())

@@ -27,10 +27,10 @@ from honed.system.error import EnvironmentInvalidError, UsageError
 
 UNIT_DIR = Path("/etc/systemd/system")
 NAME = "50-allowed-paths.conf"
-_HEAD = """\
-# Made by `honectl sandbox` from policy.allowed_paths in honed.toml; run it again after a change there.
-[Service]
-"""
+_HEAD = (
+    "# Made by `honectl sandbox` from policy.allowed_paths in honed.toml; run it again after changing that.\n"
+    "[Service]\n"
+)
 
 
 def sandbox(instance: Instance, options: argparse.Namespace) -> int:
@@ -41,15 +41,15 @@ def sandbox(instance: Instance, options: argparse.Namespace) -> int:
             print(text, end="")
         return 0
     if instance.layout.root != Path("/"):
-        raise UsageError("only the instance at / runs in a sandbox", hint="leave --root and --user out")
+        raise UsageError("only the instance at / runs in a sandbox", hint="omit --root and --user")
     changed = open_up(config)
     for path in changed:
         terminal.say(str(path))
     if not changed:
-        terminal.say("the sandbox is as policy.allowed_paths says")
+        terminal.say("the sandbox already matches policy.allowed_paths")
     else:
         restart()
-        terminal.say("honed runs in its new sandbox, and so does every job that starts from now on")
+        terminal.say("honed and all jobs started from now on run in the new sandbox")
     return 0
 
 
@@ -59,7 +59,7 @@ def dropins(config: Config) -> dict[str, str]:
     allowed = [Path(path) for path in config.policy.allowed_paths or []]
     for path in allowed:
         if path == Path("/") or any(not char.isprintable() for char in str(path)):
-            raise UsageError(f"policy.allowed_paths: {str(path)!r} cannot be opened", hint="name directories of data")
+            raise UsageError(f"policy.allowed_paths: {str(path)!r} cannot be opened", hint="list directories of data")
         if danger := danger_of(path):
             raise UsageError(f"policy.allowed_paths: {danger}", hint=MEND)
     hidden = [path for path in allowed if access.home_above(path) is not None]
@@ -75,7 +75,7 @@ def dropins(config: Config) -> dict[str, str]:
 
 
 #: The remedy for a path that others can replace.
-MEND = "name a directory in one that only root can write, such as /srv/data, or a whole home, such as /home/anna"
+MEND = "use a directory inside one that only root can write, such as /srv/data, or a complete home, such as /home/anna"
 
 
 def danger_of(path: Path) -> str:
@@ -85,7 +85,9 @@ def danger_of(path: Path) -> str:
     except OSError as error:
         is_ours_to_see = os.geteuid() == 0 or not isinstance(error, PermissionError)
         return f"{path}: {error.strerror}" if is_ours_to_see else ""
-    return f"{path}: {who}, can put a link in its place, which would open any directory to every job" if who else ""
+    return (
+        f"{path}: {who}, can replace it with a link, which would give every job access to any directory" if who else ""
+    )
 
 
 def _lines(setting: str, paths: Sequence[Path]) -> list[str]:
@@ -122,5 +124,5 @@ def restart() -> None:
         done = subprocess.run(["systemctl", *command], capture_output=True, text=True, check=False)
         if done.returncode:
             raise EnvironmentInvalidError(
-                f"systemctl {' '.join(command)}: {done.stderr.strip()}", hint="journalctl -u honed tells more"
+                f"systemctl {' '.join(command)}: {done.stderr.strip()}", hint="see journalctl -u honed"
             )

@@ -84,7 +84,7 @@ def _make_place(layout: Layout) -> Path:
     except OSError as error:
         raise EnvironmentInvalidError(
             f"{layout.staged_dir}: {error.strerror}",
-            hint=f"join the group {access.DROPPERS_GROUP}; where there is no such directory, install honed",
+            hint=f"join the group {access.DROPPERS_GROUP}; if the directory does not exist, install honed",
         ) from error
     daemon = access.person(access.DAEMON_USER)
     worker = access.worker_of(layout.root, os.getuid(), layout.staged_dir)
@@ -132,9 +132,10 @@ def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path
                     replace(named, path=place)
                 ):
                     raise DatasetError(
-                        f"{named.key}: {file.name}, row {number}: {path} is closed to honed, and its copy would not be "
-                        "found under that name",
-                        hint="write it relative to the data file: --stage then copies it, too; or put it below /srv",
+                        f"{named.key}: {file.name}, row {number}: {path} is not accessible to honed, and an absolute "
+                        "path would not find its copy",
+                        hint="use a path relative to the data file, so that --stage copies it, too; or move it below "
+                        "/srv",
                     )
     except OSError as error:
         raise _unread(named, error) from error
@@ -174,7 +175,7 @@ def _copy(named: Named, beside: list[Path], to: Path) -> Path:
 
 def _unread(named: Named, error: OSError) -> HonedError:
     is_closed = error.errno in {errno.EACCES, errno.EPERM}
-    hint = "you may not read it" if is_closed else "nothing was dropped, and the copies are removed"
+    hint = "you may not read it" if is_closed else "nothing was submitted, and the copies were removed"
     return named.error(f"{named.key}: {error.filename or named.path}: {error.strerror}", hint=hint)
 
 

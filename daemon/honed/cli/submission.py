@@ -8,7 +8,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,12 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
         return 1
     if options.wait and not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, so there is nothing to wait for", hint="start it first")
-    status, answers = 0, []
+    status, answers = 0, list[Mapping[str, Any]]()
     since = time.time() - 1.0
     # All are sent before the first verdict: one may name another.
     for path, sent, verdict in zip(options.files, _send(instance, paths, hold=options.hold), checked, strict=True):
         if instance.is_up and verdict.needs_fetch and not options.wait:
-            answers.append({"file": str(path), "id": None, "state": "fetching", **draft.missing(verdict)})
+            answers.append({"file": str(path), "id": None, "state": "fetching", **verdict.needs_fetch.as_dict()})
         elif instance.is_up:
             answers.append(_verdict(instance, sent, since, is_fetched=bool(verdict.needs_fetch)))
         else:
@@ -90,7 +90,8 @@ def _send(instance: Instance, paths: Sequence[Path], *, hold: bool = False) -> l
         return [_Sent(arrival.drop(incoming_dir, path, hold=hold)) for path in paths]
     if not instance.is_up:
         raise EnvironmentInvalidError(
-            "honed is not running, and takes job files over its socket alone (policy.arrivals)", hint="start it first"
+            "honed is not running, and it accepts job files only over its socket (policy.arrivals)",
+            hint="start it first",
         )
     sent: list[_Sent] = []
     for path in paths:
@@ -98,7 +99,7 @@ def _send(instance: Instance, paths: Sequence[Path], *, hold: bool = False) -> l
             taken = instance.submit(path, hold=hold)
         except HonedError as error:
             if sent:
-                error.surround(after=f"; {len(sent)} of {len(paths)} files were submitted before it")
+                error.surround(after=f"; {len(sent)} of {len(paths)} files were submitted before")
             raise
         sent.append(_Sent(taken["name"], taken["id"]))
     return sent
@@ -143,9 +144,9 @@ def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
     for path, error in () if options.json else refused.items():
         terminal.complain(error, prefix=f"{path}: ")
     if len(checked) > len(refused) and not options.json:
-        terminal.say(f"nothing was submitted: {len(refused)} of {len(checked)} files would be refused", style="red")
+        terminal.say(f"nothing was submitted: {len(refused)} of {len(checked)} files would be rejected", style="red")
     if options.json:
-        answers: list[dict[str, Any]] = [
+        answers = [
             {"file": str(path), "id": None, "state": "rejected", "error": refused[path].as_dict()}
             if path in refused
             else {"file": str(path), "id": None, "state": None}
@@ -154,7 +155,7 @@ def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
         terminal.console.print_json(json.dumps(answers))
 
 
-def _verdict(instance: Instance, sent: _Sent, since: float, *, is_fetched: bool) -> dict[str, Any]:
+def _verdict(instance: Instance, sent: _Sent, since: float, *, is_fetched: bool) -> Mapping[str, Any]:
     """Return honed's verdict on a file just sent. If something has to be fetched first (`is_fetched`), it may take
     hours."""
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
@@ -168,18 +169,18 @@ def _verdict(instance: Instance, sent: _Sent, since: float, *, is_fetched: bool)
     return {"id": None, "state": None}
 
 
-def _say_verdict(path: Path, verdict: dict[str, Any], *, as_json: bool) -> None:
+def _say_verdict(path: Path, verdict: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         return
     if verdict["id"] is not None:
         terminal.say(f"{path}: job {verdict['id']} ({verdict['name']}), {verdict['state']}")
     elif verdict.get("state") == "fetching":
         model = f"{verdict['repo_id']} at {verdict['revision']}"
-        terminal.say(f"{path}: dropped; honed takes it when it has fetched {model}; honectl list")
+        terminal.say(f"{path}: submitted; honed accepts it after fetching {model}; see honectl list")
     elif verdict.get("state") == "rejected":
         terminal.say(f"{path}: refused\n{verdict['reason']}", style="red")
     else:
-        terminal.say(f"{path}: dropped; honed takes it when it runs")
+        terminal.say(f"{path}: submitted; honed accepts it when it runs")
 
 
 def try_out(instance: Instance, options: argparse.Namespace) -> int:
@@ -188,7 +189,7 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
 
     draft.checked(instance, options.file)
     if not instance.is_up:
-        raise EnvironmentInvalidError("honed is not running, and a trial is a job", hint="start it first")
+        raise EnvironmentInvalidError("honed is not running, but a trial runs as a job", hint="start it first")
     with relative.resolved(options.file) as found:
         content = document.parse(found.path.read_bytes(), found.path.suffix).data
     since = time.time() - 1.0
@@ -205,7 +206,7 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
     waits = None
     for job in following.states(instance, str(verdict["id"])):
         # The trial is first in the queue, but running jobs come before it: that may take hours.
-        if (why := (job.get("waiting_for") or {}).get("detail")) != waits and why and not options.json:
+        if (why := terminal.why_waiting(job)) != waits and why and not options.json:
             terminal.say(f"  waits: {why}", style="dim")
         waits = why
     told = next((item for item in reversed(job["events"]) if item["event"] == "trial"), None)
@@ -232,5 +233,5 @@ def _say_findings(found: trial.Findings) -> None:
     terminal.console.print(drawn)
     if found.segments:
         terminal.say()
-        terminal.say("The first row, and what of it is trained on:", style="bold")
+        terminal.say("The first row, with trained text marked:", style="bold")
         terminal.say_drawn(terminal.segments(found.segments))

@@ -4,8 +4,8 @@ escape sequences."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -14,13 +14,16 @@ from rich.text import Text
 
 from honed.job.progress import duration
 from honed.system import quote
-from honed.system.error import HonedError, NotPermittedError, UsageError
+from honed.system.error import ErrorRecord, HonedError, NotPermittedError, UsageError
 from honed.system.printable import printable
+
+if TYPE_CHECKING:
+    from honed.job.shape import Progress, Row, Segment
 
 #: Columns for output into a pipe: nothing is cut there.
 PIPE_WIDTH = 400
 #: Columns that wrap where a terminal is narrow: a path or a reason that is cut is useless.
-WRAPPED = {"detail", "hint", "waits because", " "}
+WRAPPED = {"detail", "hint", "waiting because", " "}
 #: Rows from which on a table is printed without colours.
 MAX_DRAWN_ROWS = 500
 
@@ -91,7 +94,7 @@ class _Harmless:
         return sys.stdout.write(plain(text.replace("\r\n", "\n")))
 
 
-def say_error(error: Mapping[str, str], *, prefix: str = "") -> None:
+def say_error(error: ErrorRecord, *, prefix: str = "") -> None:
     """Print an error in the form that --json has."""
     # `usage` is about a command, not a job: its message needs no code.
     code = "" if error["code"] == "usage" else f"{error['code']}: "
@@ -152,7 +155,7 @@ def _flat(cell: Any) -> str:
     return plain(cell).replace("\n", "⏎")
 
 
-def progress_cells(job: Mapping[str, Any]) -> tuple[str, str, str]:
+def progress_cells(job: Row) -> tuple[str, str, str]:
     """Return the cells of a job's step, loss and ETA; only a running job has an ETA."""
     progress = job["progress"]
     step, num_steps = progress.get("step"), progress.get("num_steps")
@@ -164,7 +167,7 @@ def progress_cells(job: Mapping[str, Any]) -> tuple[str, str, str]:
     )
 
 
-def segments(parts: Iterable[dict[str, Any]]) -> Text:
+def segments(parts: Iterable[Segment]) -> Text:
     """Return the text of a row with its trained parts highlighted and its masked parts dim; also marked without
     colours."""
     drawn = Text()
@@ -177,7 +180,7 @@ def segments(parts: Iterable[dict[str, Any]]) -> Text:
     return drawn
 
 
-def bar(progress: dict[str, Any], *, width: int = 20) -> str:
+def bar(progress: Progress, *, width: int = 20) -> str:
     """Return a bar of a job's progress, in characters; empty before its first step."""
     step, num_steps = progress.get("step"), progress.get("num_steps")
     if step is None or not num_steps:
@@ -186,7 +189,12 @@ def bar(progress: dict[str, Any], *, width: int = 20) -> str:
     return f"[{'#' * done}{'.' * (width - done)}]"
 
 
-def job_line(job: Mapping[str, Any]) -> str:
+def why_waiting(job: Row) -> str:
+    """Return the reason why a job waits; empty if it does not wait."""
+    return wait["detail"] if (wait := job.get("waiting_for")) else ""
+
+
+def job_line(job: Row) -> str:
     """Return a job's state and progress in one line."""
     step, loss, eta = progress_cells(job)
     parts = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -16,6 +16,7 @@ from rich.text import Text
 from honed.cli import terminal
 from honed.cli.predictions import compared
 from honed.job.comparison import compare
+from honed.job.shape import Glance, Row
 from honed.system import device
 from honed.system.device import Load
 
@@ -42,20 +43,22 @@ def watch(read: Read, reference: str | None, *, as_json: bool = False) -> int:
     with Live(console=terminal.console, auto_refresh=False) as live:
         while True:
             began = time.monotonic()
-            jobs = _jobs(read, reference)
+            jobs, one = _jobs(read, reference)
             rest_sec = max(INTERVAL_SEC, REST * (time.monotonic() - began))
-            live.update(_screen(read, jobs, meter, is_one=reference is not None), refresh=True)
-            if reference is not None and jobs[0]["state"] in _AT_REST:
-                return _status(jobs)
+            live.update(_screen(read, jobs, one, meter), refresh=True)
+            if one is not None and one["state"] in _AT_REST:
+                return _status(one)
             time.sleep(rest_sec)
 
 
-def _jobs(read: Read, reference: str | None) -> list[dict[str, Any]]:
-    return [read("glance", reference)] if reference is not None else read("list")
+def _jobs(read: Read, reference: str | None) -> tuple[Sequence[Row], Glance | None]:
+    """Return the watched jobs; the second value is set if one job is watched."""
+    one: Glance | None = read("glance", reference) if reference is not None else None
+    return [one] if one is not None else read("list"), one
 
 
-def _status(jobs: list[dict[str, Any]]) -> int:
-    return int(jobs[0]["state"] != "succeeded")
+def _status(job: Row) -> int:
+    return int(job["state"] != "succeeded")
 
 
 class Meter:
@@ -77,21 +80,21 @@ class Meter:
             self._loads, self._asked_at = self._gpu_loads(), now
         return self._loads
 
-    def words(self, glance: dict[str, Any]) -> str:
+    def words(self, glance: Glance) -> str:
         """Return e.g. `memory 1.2 GiB (estimated for model and training: 1.5 GiB), CPU 198 %, GPU 93 % busy, …`."""
-        if not glance.get("resident_bytes"):
+        if not (resident := glance["resident_bytes"]):
             return ""
-        estimated = glance.get("estimated_bytes")
+        estimated = glance["estimated_bytes"]
         of = f" (estimated for model and training: {_gib(estimated)})" if estimated else ""
-        parts = [f"memory {_gib(glance['resident_bytes'])}{of}"]
+        parts = [f"memory {_gib(resident)}{of}"]
         if (percent := self._cpu_percent(glance)) is not None:
             parts.append(f"CPU {percent:.0f} %")
-        parts += [f"GPU {_load_words(load)}" for load in self.loads() if load.uuid == glance.get("device")]
+        parts += [f"GPU {_load_words(load)}" for load in self.loads() if load.uuid == glance["device"]]
         return ", ".join(parts)
 
-    def _cpu_percent(self, glance: dict[str, Any]) -> float | None:
+    def _cpu_percent(self, glance: Glance) -> float | None:
         """Return the CPU use since the last look, 100 for one core; None if it is unknown."""
-        now, cpu_sec = self._clock(), glance.get("cpu_sec")
+        now, cpu_sec = self._clock(), glance["cpu_sec"]
         if cpu_sec is None:
             return None
         when, before = self._before.get(glance["id"], (now, cpu_sec))
@@ -108,24 +111,24 @@ def _load_words(load: Load) -> str:
 # -- a pipe -----------------------------------------------------------------------------------------------------------
 
 
-def _lines(read: Read, reference: str | None, say: Callable[[dict[str, Any], dict[str, Any]], None]) -> int:
+def _lines(read: Read, reference: str | None, say: Callable[[Row, Glance | None], None]) -> int:
     seen: dict[int, tuple[Any, ...]] = {}
     while True:
         began = time.monotonic()
-        jobs = _jobs(read, reference)
+        jobs, one = _jobs(read, reference)
         rest_sec = max(INTERVAL_SEC, REST * (time.monotonic() - began))
         for job in jobs:
             now = (job["state"], job["progress"]["step"])
             if seen.get(job["id"]) == now:
                 continue
             seen[job["id"]] = now
-            say(job, job if reference is not None else _glance(read, job))
+            say(job, one or _glance(read, job))
         if jobs and all(job["state"] in _AT_REST for job in jobs):
-            return _status(jobs) if reference is not None else 0
+            return _status(one) if one is not None else 0
         time.sleep(rest_sec)
 
 
-def _say_json(job: dict[str, Any], glance: dict[str, Any]) -> None:
+def _say_json(job: Row, glance: Glance | None) -> None:
     print(json.dumps(glance or job), flush=True)
 
 
@@ -136,21 +139,23 @@ class _Teller:
         self._meter = Meter()
         self._told: dict[int, int] = {}  # job → the step whose predictions were printed last
 
-    def say(self, job: dict[str, Any], glance: dict[str, Any]) -> None:
-        taken = self._meter.words(glance)
+    def say(self, job: Row, glance: Glance | None) -> None:
+        taken = self._meter.words(glance) if glance else ""
         terminal.say(terminal.job_line(job) + (f"  {taken}" if taken else ""))
-        for line in _told(glance, self._told):
+        for line in _told(glance, self._told) if glance else ():
             terminal.say(line)
 
 
-def _glance(read: Read, job: dict[str, Any]) -> dict[str, Any]:
-    """Return details of a job that has begun; empty for another user's job, which has none for us."""
-    return dict(read("glance", str(job["id"]))) if job["progress"]["step"] is not None and job["source"] else {}
+def _glance(read: Read, job: Row) -> Glance | None:
+    """Return details of a job that has begun; None for another user's job, which has none for us."""
+    has_any = job["progress"]["step"] is not None and job["source"]
+    glance: Glance | None = read("glance", str(job["id"])) if has_any else None
+    return glance
 
 
-def _told(glance: dict[str, Any], told: dict[int, int]) -> Iterator[str]:
+def _told(glance: Glance, told: dict[int, int]) -> Iterator[str]:
     """Yield the latest predictions, a line each, if they are new."""
-    rows = glance.get("predictions") or []
+    rows = glance["predictions"]
     if not rows or told.get(glance["id"]) == rows[0]["step"]:
         return
     told[glance["id"]] = rows[0]["step"]
@@ -162,13 +167,13 @@ def _told(glance: dict[str, Any], told: dict[int, int]) -> Iterator[str]:
 # -- a terminal -------------------------------------------------------------------------------------------------------
 
 
-def _screen(read: Read, jobs: list[dict[str, Any]], meter: Meter, *, is_one: bool) -> RenderableType:
+def _screen(read: Read, jobs: Sequence[Row], one: Glance | None, meter: Meter) -> RenderableType:
     running = [job for job in jobs if job["state"] == "running"][:MAX_DETAILED]
-    glances = jobs if is_one else [glance for job in running if (glance := _glance(read, job))]
+    glances = [one] if one is not None else [glance for job in running if (glance := _glance(read, job))]
     courses = {glance["id"]: glance["course"] for glance in glances}
     lines = [f"{terminal.plain(load.name)}: {_load_words(load)}" for load in meter.loads()] or [_machine_line()]
     parts: list[RenderableType] = [Text(line, style="dim") for line in lines]
-    if not is_one:
+    if one is None:
         parts += [Text(), _table(jobs, courses)]
     return Group(*parts, *(part for glance in glances for part in _details(glance, meter)))
 
@@ -179,9 +184,9 @@ def _machine_line() -> str:
     return f"{terminal.plain(found.name)}: {_gib(held)} of {_gib(found.total_bytes)} in use"
 
 
-def _table(jobs: list[dict[str, Any]], courses: dict[int, list[float]]) -> Table:
+def _table(jobs: Sequence[Row], courses: dict[int, list[float]]) -> Table:
     drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("id", "name", "state", "step", "loss", "ETA", "course of the loss"):
+    for column in ("id", "name", "state", "step", "loss", "ETA", "loss so far"):
         drawn.add_column(column, no_wrap=True)
     for job in jobs[:MAX_JOBS]:
         name, course = terminal.plain(job["name"], limit=32), terminal.sparkline(courses.get(job["id"], []))
@@ -192,7 +197,7 @@ def _table(jobs: list[dict[str, Any]], courses: dict[int, list[float]]) -> Table
     return drawn
 
 
-def _details(glance: dict[str, Any], meter: Meter) -> Iterator[RenderableType]:
+def _details(glance: Glance, meter: Meter) -> Iterator[RenderableType]:
     yield Text()
     yield Text(terminal.plain(terminal.job_line(glance)), style=terminal.STATE_STYLES.get(glance["state"], "bold"))
     if glance["stage"] and glance["state"] == "running" and glance["progress"]["step"] is None:
@@ -203,7 +208,7 @@ def _details(glance: dict[str, Any], meter: Meter) -> Iterator[RenderableType]:
     if taken := meter.words(glance):
         yield Text(f"  {taken}")
     if rows := glance["predictions"]:
-        yield Text(f"  what it writes at step {rows[0]['step']}:", style="dim")
+        yield Text(f"  predictions at step {rows[0]['step']}:", style="dim")
         for row in rows:
             truth, written = (_cut(_flat((row[key] or "").strip())) for key in ("ground_truth", "prediction"))
             yield Text.assemble(f"    #{row['sample_index']} ", compared(compare(truth, written)))

@@ -95,7 +95,7 @@ class Running:
         try:
             self._write_adjustments()
         except OSError as problem:
-            self.not_started = NotNowError(f"what it is to do cannot be written: {problem}")
+            self.not_started = NotNowError(f"its assignment cannot be written: {problem}")
             return
         environment = {
             "CUDA_VISIBLE_DEVICES": gpu_uuid or "",
@@ -132,7 +132,7 @@ class Running:
         if not self._runner.adopt(job.id, job.attempt.number, job.attempt.num_starts):
             # The last daemon ended after it had written the entry and before it started the worker.
             if job.stop is not None:
-                self.not_started = NotNowError("asked to stop before it was started")
+                self.not_started = NotNowError("stopped before it was started")
                 return
             self._launch_again()
             return
@@ -144,7 +144,7 @@ class Running:
         rank = [Stop.SHUTDOWN, Stop.HOLD, Stop.CANCEL]
         if self.job.stop is None or rank.index(why) > rank.index(self.job.stop):
             self.update(stop=why)
-            log.info("job %d (%s): asked to stop (%s)", self.job.id, self.job.name, why)
+            log.info("job %d (%s): stop requested (%s)", self.job.id, self.job.name, why)
             if self.is_alive:
                 self.deadlines.ask(why)
 
@@ -179,7 +179,7 @@ class Running:
         if self.job.stop in {Stop.HOLD, Stop.SHUTDOWN} and ending.may_fall_back(self._layout, self.job, outcome):
             # Unsloth gave up while the job was asked to stop: the job continues without Unsloth when it starts again.
             self.job = self._spool.update(self.job.with_attempt(backend="transformers", num_starts=2))
-            stopped = error.InterruptedRunError("stopped on request, before Unsloth gave way to transformers")
+            stopped = error.InterruptedRunError("stopped on request, before falling back from Unsloth to transformers")
             outcome = replace(outcome, code=stopped.code, error=stopped)
         return outcome
 
@@ -336,7 +336,7 @@ class Attempts:
             if fault := durable.machine_fault(problem):
                 self.fault = fault  # reported by the loop, and tried again until it is fixed
             else:
-                log.exception("job %d (%s): a step failed", running.job.id, running.job.name)
+                log.exception("job %d (%s): an error in the daemon's loop", running.job.id, running.job.name)
                 running.count_failed_step()
 
     # -- end ----------------------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class Attempts:
             self._not_now(running, problem)
             return None
         log.error("job %d (%s): its worker cannot be started: %s", job.id, job.name, problem)
-        failure = error.EnvironmentInvalidError(f"the worker cannot be started: {problem}", hint="honectl doctor")
+        failure = error.EnvironmentInvalidError(f"the worker cannot be started: {problem}", hint="see honectl doctor")
         return self._settle(running, Outcome(failure.code, failure))
 
     def _not_now(self, running: Running, problem: OSError) -> None:
@@ -382,7 +382,7 @@ class Attempts:
         else:
             state = State.HELD if job.stop is Stop.HOLD else State.QUEUED
             job = self._spool.move(job, state, attempts=attempts, stop=None)
-        log.warning("job %d (%s): %s; tried again later", job.id, job.name, problem)
+        log.warning("job %d (%s): %s; retrying later", job.id, job.name, problem)
         del self.running[job.id]
         self._database.put_job(job)
         self._put_back.append(job)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from honed.daemon.arrivals.fetches import Fetches, Waiting
 from honed.daemon.attempts import Attempts
@@ -17,6 +16,7 @@ from honed.job import query, removal
 from honed.job.database import Database
 from honed.job.job import Job, State, Stop
 from honed.job.query import Asker
+from honed.job.shape import Arrival, Begin, ChangedRow, Row
 from honed.job.spool import Spool
 from honed.system import message
 from honed.system.control import Request
@@ -48,14 +48,14 @@ class Changes:
         """Return the job that a request names, or the arrival whose model is being fetched."""
         return self.fetches.arrival(request.reference, asker) or self.job(request, asker)
 
-    def cancel(self, request: Request, asker: Asker, item: Job | Waiting) -> dict[str, Any]:
+    def cancel(self, request: Request, asker: Asker, item: Job | Waiting) -> ChangedRow | Arrival:
         """Cancel a job, or refuse an arrival whose model is being fetched."""
         if isinstance(item, Job):
             return self.change(request, asker, item)
         self.fetches.cancel(item.id)
-        return {**asdict(item), "state": "rejected"}
+        return {**item.as_dict(), "state": "rejected"}
 
-    def pin(self, request: Request, asker: Asker, job: Job) -> dict[str, Any]:
+    def pin(self, request: Request, asker: Asker, job: Job) -> Row:
         """Exempt a job from retention, or end that."""
         is_pinned = request.verb == "pin"
         if (running := self.attempts.running.get(job.id)) is not None:
@@ -64,13 +64,13 @@ class Changes:
             pinned = self.spool.annotate(job, is_pinned=is_pinned)
         return self.reading.row(query.summary(pinned), asker)
 
-    def change(self, request: Request, asker: Asker, job: Job) -> dict[str, Any]:
+    def change(self, request: Request, asker: Asker, job: Job) -> ChangedRow:
         """Cancel, hold, release or requeue a job."""
-        from_start, more = bool(request.arguments.get("from_start")), {}
+        from_start, more = bool(request.arguments.get("from_start")), Begin()
         if request.verb == "requeue":
             more = {"goes_on_from": goes_on_from(self.layout, job, from_start=from_start)}
-        changed = self._change(request.verb, job, from_start=from_start)
-        return self.reading.row({**query.summary(changed), **more}, asker)
+        changed: ChangedRow = {**query.summary(self._change(request.verb, job, from_start=from_start)), **more}
+        return self.reading.row(changed, asker)
 
     def _change(self, verb: str, job: Job, *, from_start: bool) -> Job:
         if job.id in self.attempts.running and verb in {"cancel", "hold"}:
@@ -136,7 +136,7 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
             )
         case _, State.RUNNING if verb in {"cancel", "hold"}:
             raise EnvironmentInvalidError(
-                f"job {job.id} ({job.name}) is running, and honed is not", hint="start honed; it then stops the job"
+                f"job {job.id} ({job.name}) is running, but honed is not", hint="start honed, which then stops the job"
             )
         case _:
             allowed = {
@@ -145,4 +145,4 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
                 "release": "held",
                 "requeue": "succeeded, failed or cancelled",
             }[verb]
-            raise UsageError(f"job {job.id} ({job.name}) is {job.state}; {verb} takes one that is {allowed}")
+            raise UsageError(f"job {job.id} ({job.name}) is {job.state}, but {verb} needs a job that is {allowed}")

@@ -36,8 +36,8 @@ def _blocked(job: Job, blocking: Sequence[_Blocking]) -> EnvironmentInvalidError
     numbers = [str(each.found.id) for each in blocking if each.found is not None]
     again = ""
     if len(numbers) == len(blocking):
-        which = "that has" if len(numbers) == 1 else "these have"
-        again = f"honectl requeue {' '.join(numbers)}: when {which} succeeded, this one goes on; or "
+        which = "that job has" if len(numbers) == 1 else "these jobs have"
+        again = f"honectl requeue {' '.join(numbers)}: this job continues when {which} succeeded; or "
     what = ", and on ".join(each.words for each in blocking)
     return EnvironmentInvalidError(f"it depends on {what}", hint=f"{again}honectl cancel {job.id}")
 
@@ -70,7 +70,7 @@ class Dependencies:
             return
         released = self._spool.move(job, State.QUEUED, error=None, held_for=None)
         log.info(
-            "job %d (%s): goes on: job %d (%s) has succeeded", job.id, job.name, found.id, found.name, extra=about(job)
+            "job %d (%s): released: job %d (%s) succeeded", job.id, job.name, found.id, found.name, extra=about(job)
         )
         self._database.put_job(released)
 
@@ -83,7 +83,7 @@ class Dependencies:
         elif found is not None and is_requeued:
             problem = EnvironmentInvalidError(
                 f"it depends on job {found.id} ({found.name}), which was requeued and has not succeeded yet",
-                hint=f"when that has succeeded, this one goes on; or honectl cancel {job.id}",
+                hint=f"it continues when that job has succeeded; or honectl cancel {job.id}",
             )
         else:
             return  # it depends on a name, which by now means another job
@@ -107,7 +107,9 @@ class Dependencies:
             found = self._find(reference)
             if found is None and not self._had_succeeded(reference, job):
                 pruned = self._spool.pruned(reference)
-                ended = f"({pruned.name}), which {query.words_of_pruned(pruned)}" if pruned else "which is gone"
+                ended = (
+                    f"({pruned.name}), which {query.words_of_pruned(pruned)}" if pruned else "which no longer exists"
+                )
                 blocking.append(_Blocking(None, f"job {reference} {ended}"))
             elif found is not None and found.state in _ENDED:
                 blocking.append(_Blocking(found, f"job {found.id} ({found.name}), which {_ENDED[found.state]}"))

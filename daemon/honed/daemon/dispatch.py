@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable
 from honed.daemon.arrivals.acceptance import Acceptance
 from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
+from honed.daemon.fencing import Fence
 from honed.daemon.placement import DEVICE_PROBE_INTERVAL_SEC, Placement
 from honed.daemon.plans import Plans
 from honed.job import unstage
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.progress import duration, gib
+from honed.job.shape import Wait
 from honed.job.spool import Spool
 from honed.spec.config import Config
 from honed.system import durable
@@ -83,14 +85,14 @@ class Selection:
     def _tell_waits(self, job: Job) -> None:
         if job.id not in self._waiting:
             self._waiting.add(job.id)
-            log.info("job %d (%s): waits for a GPU: others hold their memory", job.id, job.name)
+            log.info("job %d (%s): waiting for a GPU: other processes use their memory", job.id, job.name)
 
     def forget(self, job: Job) -> None:
         """Forget a job that starts now."""
         self._waiting.discard(job.id)
         self._placement.forget(job)
 
-    def waits_for(self, job_id: int) -> dict[str, str] | None:
+    def waits_for(self, job_id: int) -> Wait | None:
         """Return why a queued job does not run: a code for programs, a text for people. None if it is not queued."""
         job = self._backlog.get(job_id)
         if job is None or job.state is not State.QUEUED:
@@ -105,15 +107,18 @@ class Selection:
         if job.is_deferred or job.id in self._plans.numbers:
             return "plan", "it is being planned again"
         if (seconds := self._backlog.delay_sec(job)) > 0:
-            return "retry", f"it is tried again in {duration(seconds)}"
+            return "retry", f"it is retried in {duration(seconds)}"
         if self._backlog.is_short(job):
             return "disk", f"its checkpoints need {gib(job.needs_bytes)} of free disk space"
         if self._spool.is_paused:
-            return "paused", "no jobs are started: honectl resume"
+            return "paused", "the queue is paused: honectl resume"
         if self.is_full:
             limit = self._config().jobs.max_running
-            return "device", f"{limit} jobs run, as many as jobs.max_running allows"
-        return self._placement.obstacles(job) or ("turn", "it is about to start, or more urgent ones come first")
+            return "device", f"{limit} jobs are running, the maximum of jobs.max_running"
+        return self._placement.obstacles(job) or (
+            "turn",
+            "it is about to start, or jobs with higher priority come first",
+        )
 
 
 class Dispatch:
@@ -130,6 +135,7 @@ class Dispatch:
         attempts: Attempts,
         backlog: Backlog,
         placement: Placement,
+        fence: Fence,
         *,
         unfinished: Callable[[], Iterable[Job]],
         is_stopping: Callable[[], bool],
@@ -145,6 +151,7 @@ class Dispatch:
         self._clock = clock
         self._free_since: float | None = None
         self.placement = placement
+        self.fence = fence
         self.plans = Plans(spool, backlog, placement, acceptance)
         self.selection = Selection(spool, config, attempts, backlog, self.plans, placement)
 
@@ -177,7 +184,7 @@ class Dispatch:
         if job.state is not State.QUEUED or job.num_failures <= 1:
             return 0.0
         delay: float = self._config().jobs.retry_delay_sec * 2 ** (job.num_failures - 2)
-        log.info("job %d (%s): tried again in %.0f s", job.id, job.name, delay)
+        log.info("job %d (%s): retrying in %.0f s", job.id, job.name, delay)
         return delay
 
     def plan_deferred(self) -> None:
@@ -187,7 +194,11 @@ class Dispatch:
             self.plans.ask_deferred()
 
     def start_next(self) -> None:
-        """Start what can be started."""
+        """Start what can be started; nothing while it is not known which workers live."""
+        for job in self.fence.look() if self.fence.fault else ():
+            self._attempts.adopt(job)
+        if self.fence.fault:
+            return
         while not self._is_stopping() and not self._spool.is_paused and not self.selection.is_full:
             chosen = self.selection.next_that_fits()
             if chosen is None:
@@ -212,7 +223,9 @@ class Dispatch:
         except (OSError, ValueError, KeyError, TypeError) as error:
             if durable.machine_fault(error):
                 raise
-            self._backlog.fail(job, InternalError(f"its plan cannot be read: {said(error)}", hint="drop the job again"))
+            self._backlog.fail(
+                job, InternalError(f"its plan cannot be read: {said(error)}", hint="submit the job again")
+            )
         else:
             self._attempts.start(job, free, backend)
 

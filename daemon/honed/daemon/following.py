@@ -65,7 +65,7 @@ class Following:
         if reading.offset == self.offset:
             return 0
         if reading.num_bad:
-            log.warning("job %d (%s): %d lines that are no events", job.id, job.name, reading.num_bad)
+            log.warning("job %d (%s): %d lines that are not events", job.id, job.name, reading.num_bad)
         # The outbox first: a crash in between sends a row twice, under one key; the other way round it would be lost.
         num_lost, outbox = 0, self._outbox()
         if outbox is not None and self._put_out is None:
@@ -92,13 +92,13 @@ class Following:
                 left -= num_bytes
             if left <= 0:
                 log.warning(
-                    "job %d (%s): not all of its last events are counted: there are more than %d MiB of them",
+                    "job %d (%s): some of its last events were not counted: there are more than %d MiB of them",
                     job.id,
                     job.name,
                     MAX_REST_BYTES // 2**20,
                 )
         except Exception:
-            log.exception("job %d (%s): its last events are not counted", job.id, job.name)
+            log.exception("job %d (%s): its last events were not counted", job.id, job.name)
             return False
         return not self._fault  # a disk may return them in a moment
 
@@ -109,7 +109,7 @@ class Following:
         except FileNotFoundError:
             pass
         except OSError as problem:
-            log.warning("job %d (%s): its events may not outlast a power cut: %s", job.id, job.name, problem)
+            log.warning("job %d (%s): its events may be lost in a power cut: %s", job.id, job.name, problem)
 
     def tell_fallback(self, job: Job) -> None:
         """Record the fallback of the latest attempt in the database, once."""

@@ -56,7 +56,7 @@ class Health:
             log.error("honed cannot work: %s", fault, extra=about(message=message.DEGRADED))
             tell(fault)
         elif self.fault and not fault:
-            log.info("honed works again", extra=about(message=message.RECOVERED))
+            log.info("honed can work again", extra=about(message=message.RECOVERED))
             tell("")
         self.fault = fault
 
@@ -69,7 +69,7 @@ def _is_done(step: Callable[[], None], faults: list[str]) -> bool:
         if fault := durable.machine_fault(error):
             faults.append(fault)
         else:
-            log.exception("a step of the loop failed")
+            log.exception("an error in the loop")
         return False
     return True
 
@@ -90,7 +90,7 @@ def start_again_later(fault: str) -> NoReturn:
     signal.set_wakeup_fd(-1)
     notifier = Notifier()
     notifier.ready()
-    notifier.status(f"degraded: {fault}; tried again every {START_AGAIN_SEC:.0f} s")
+    notifier.status(f"degraded: {fault}; retried every {START_AGAIN_SEC:.0f} s")
     deadline = time.monotonic() + START_AGAIN_SEC
     while (left := deadline - time.monotonic()) > 0:
         notifier.watchdog()

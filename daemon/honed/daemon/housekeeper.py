@@ -20,13 +20,13 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from honed.job import removal, retention
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.query import Asker
 from honed.job.retention import DAY_SEC, Item, Needs, Wish
+from honed.job.shape import PruneAnswer, Removed
 from honed.job.spool import Spool
 from honed.run.removal_process import RETRY_SEC, RemovalProcess
 from honed.spec.config import Config, RetentionConfig
@@ -86,7 +86,7 @@ class Pruning:
         self._removals.forget(item)
         if removal.set_aside_checkpoints(self._layout, job.id):
             self._removals.want(item)
-        log.info("job %d (%s): its checkpoints are removed: %s", job.id, job.name, why, extra=about(job))
+        log.info("job %d (%s): removing its checkpoints: %s", job.id, job.name, why, extra=about(job))
 
     def has_rows(self, number: int) -> bool:
         """Return True if a pruned job's rows still exist."""
@@ -99,7 +99,7 @@ class Pruning:
         known = {path.name for path in self._layout.jobs_dir.iterdir()}
         self._rows += sorted(number for number in pruned if str(number) in known)
         yield
-        entries = self._spool.entries.ids()
+        entries = self._spool.entries.ids() | self._spool.corrupt.numbers()
         # A power cut may have undone the deletion of a job's rows, or honectl has pruned while honed was down.
         self._rows += sorted(self._database.job_ids() - entries - set(self._rows))
         yield
@@ -126,7 +126,7 @@ class Pruning:
             if not self._database.forget(number, max_rows=BITE_ROWS):
                 return
         except sqlite3.Error as error:
-            log.error("job %d: its rows in %s stay for now: %s", number, self._database.path, error)  # noqa: TRY400
+            log.error("job %d: its rows in %s were not removed: %s", number, self._database.path, error)  # noqa: TRY400
             self._retry[number] = now + RETRY_SEC
         self._rows.pop(0)
         self._database.moved.add(number)  # the index no longer lists it
@@ -197,7 +197,7 @@ class Sweep:
             return
         config = self._config().retention
         if jump := self._calendar.look():
-            log.warning("the clock was set by %.0f s: nothing is removed for its age this time", jump)
+            log.warning("the system clock was set by %.0f s: nothing is removed for its age this time", jump)
             return
         yield from self._refused(config)
         if _wants_jobs(config):
@@ -343,7 +343,7 @@ class Housekeeper:
 
     # -- what a person asks for --------------------------------------------------------------------------------------
 
-    def prune(self, request: Request, asker: Asker) -> dict[str, Any]:
+    def prune(self, request: Request, asker: Asker) -> PruneAnswer:
         """Answer `honectl prune`: list what would be removed, or remove it with `dry_run: false`. `is_measured` in the
         answer tells whether all sizes are known; if not, ask again."""
         wish = Wish.of(request.arguments)
@@ -359,28 +359,28 @@ class Housekeeper:
         chosen = retention.choose(wish, jobs, self._needs, self._spool, asker, sizes)
         are_missing = self._removals.measure(chosen.jobs, known) or are_missing
         if not (is_dry or (is_by_size and are_missing)):
-            why = f"user {asker.uid} asked for it"
+            why = f"requested by user {asker.uid}"
             for job in chosen.jobs if wish.checkpoints else ():
                 self._pruning.drop_checkpoints(job, why)
             if not wish.checkpoints:
                 self._pruning.prune(chosen.jobs, why)
         return retention.report(chosen, sizes, is_measured=not are_missing)
 
-    def pruned(self, request: Request, asker: Asker) -> dict[str, Any]:
-        """Return the finished items of a requested removal: {number: {num_bytes, num_files, problem}}."""
+    def pruned(self, request: Request, asker: Asker) -> dict[str, Removed]:
+        """Return the finished items of a requested removal, by number."""
         kind = "checkpoints" if request.arguments.get("checkpoints") else "job"
         try:
             numbers = [int(each) for each in request.arguments.get("ids") or ()]
         except (TypeError, ValueError) as error:
             raise UsageError(f"pruned: {error}") from error
-        found = {}
+        found: dict[str, Removed] = {}
         for number in numbers:
             item = f"{kind}:{number}"
             job = self._spool.pruned(number) or self._spool.job(number)
             if job is not None and not asker.may_read(job):
                 continue
             if not self._removals.is_pending(item) and not self._pruning.has_rows(number):
-                found[str(number)] = self._removals.done(item).__dict__
+                found[str(number)] = self._removals.done(item).as_dict()
         return found
 
     def free_checkpoints(self, job_id: int) -> None:

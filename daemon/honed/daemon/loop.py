@@ -31,6 +31,7 @@ from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
 from honed.daemon.dispatch import Dispatch
+from honed.daemon.fencing import Fence
 from honed.daemon.health import Health, start_again_later
 from honed.daemon.housekeeper import Housekeeper
 from honed.daemon.placement import Placement
@@ -40,6 +41,7 @@ from honed.daemon.signals import Configuration, Shutdown
 from honed.daemon.status import Status
 from honed.daemon.verbs import Answers
 from honed.daemon.wake import Wake
+from honed.job import recovery
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.spool import Spool
@@ -109,6 +111,7 @@ class Daemon:
             self._attempts,
             self._backlog,
             Placement(layout, in_force, self._attempts, probe=probe, clock=clock),
+            Fence(self._spool, runner, clock=clock),
             unfinished=self._unfinished,
             is_stopping=lambda: self._shutdown.is_asked,
             clock=clock,
@@ -167,7 +170,7 @@ class Daemon:
             self._health.run([self._tend_database])  # writes that the database did not take in the last turn
         finally:
             self._close()
-        log.info("honed ends: %s", self._status.line())
+        log.info("honed is stopping: %s", self._status.line())
         return 0
 
     def _turn(self) -> None:
@@ -189,7 +192,7 @@ class Daemon:
                 self._housekeeper.tend,
             ]
         )
-        self._note_fault(fault or self._attempts.fault or self._intake.acceptance.fault)
+        self._note_fault(fault or self._dispatch.fence.fault or self._attempts.fault or self._intake.acceptance.fault)
         self._status.report()
 
     def _note_fault(self, fault: str) -> None:
@@ -210,7 +213,8 @@ class Daemon:
     # -- start and end ------------------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        self._spool.recover()
+        recovery.recover(self._spool)
+        self._dispatch.fence.look()  # before anything is started; what it finds is adopted below
         self._intake.recover()
         if self._database.is_new:
             alive = functools.partial(self._notifier.extend_timeout, START_EXTENSION_SEC)

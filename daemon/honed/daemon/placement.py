@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from honed.daemon.attempts import Attempts
+from honed.daemon.fencing import UNKNOWN_DEVICE
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile
 from honed.spec.config import Config
@@ -54,10 +55,10 @@ class Placement:
         if any(found.kind == "cuda" for found in self._devices) or self._config().device.gpus == []:
             log.info("jobs train on %s", names)
         elif any(Path("/proc/driver/nvidia/gpus").glob("*")):
-            self.fault = "the machine has a GPU that does not answer: honectl doctor"
+            self.fault = "the machine has a GPU that does not respond: honectl doctor"
             log.error("%s; jobs train on %s", self.fault, names, extra=about(message=message.DEGRADED))
         else:
-            log.info("no NVIDIA GPU here: jobs train on %s", names)
+            log.info("no NVIDIA GPU: jobs train on %s", names)
 
     def is_any_free(self, wants_gpu: bool) -> bool:
         """Return True if any device is free: else a long queue need not be searched."""
@@ -76,6 +77,8 @@ class Placement:
         if self._clock() - self._probed_at >= DEVICE_PROBE_INTERVAL_SEC:
             self._look()
         wants_gpu = wants_gpu and any(found.kind == "cuda" for found in self._devices)
+        if UNKNOWN_DEVICE in taken:
+            return []
         return [
             found
             for found in (self._devices if wants_gpu else [_cpu(self._devices)])
@@ -105,6 +108,8 @@ class Placement:
         with a text for people. None if one is available."""
         wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
         users = {running.job.attempt.device: running.job.id for running in self._attempts.running.values()}
+        if UNKNOWN_DEVICE in users:
+            return "device", f"job {users[UNKNOWN_DEVICE]} runs on a device that honed does not know"
         unfit, taken = [], []
         for found in self._devices if wants_gpu else [_cpu(self._devices)]:
             key = found.uuid or found.kind
@@ -115,7 +120,7 @@ class Placement:
             elif key in users:
                 taken.append(f"job {users[key]} runs on {found.name}")
             elif found.kind == "cuda" and not device.is_free(found, self._config().device.busy_bytes):
-                taken.append(f"others hold the memory of {found.name}")
+                taken.append(f"other processes use the memory of {found.name}")
             else:
                 return None
         return ("device" if taken else "unfit"), "; ".join(dict.fromkeys([*taken, *unfit]))

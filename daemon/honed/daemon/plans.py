@@ -71,12 +71,14 @@ class Plans:
             self._placement.reread_plan(job)
             self._spool.update(job, is_deferred=False)
             log.info(
-                "job %d (%s): planned again, for %s", job.id, job.name, device.name if device else "what is there now"
+                "job %d (%s): planned again, for %s", job.id, job.name, device.name if device else "the current devices"
             )
             for warning in answer.warnings:
                 log.warning("job %d (%s): %s", job.id, job.name, warning)
             return
-        problem = answer.error if isinstance(answer, Refused) else ModelError("what it starts from is not there")
+        problem = (
+            answer.error if isinstance(answer, Refused) else ModelError("its checkpoint or its input no longer exists")
+        )
         if device is not None:  # it was accepted, so another device can run it
             self._placement.rule_out(job, device, problem.message)
             log.warning("job %d (%s): not on %s: %s", job.id, job.name, device.name, problem.message)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from honed.daemon.arrivals.fetches import Fetches
 from honed.job import query
 from honed.job.job import State
 from honed.job.query import Asker
+from honed.job.shape import Glance, Overview, Refusal, Row, Shown, Wait
 from honed.job.spool import Spool
 from honed.system.control import Request, Rows
 from honed.system.error import UsageError
 from honed.system.layout import Layout
+
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Reading:
     layout: Layout
     spool: Spool
     fetches: Fetches
-    waits_for: Callable[[int], dict[str, str] | None]
+    waits_for: Callable[[int], Wait | None]
 
     def list_jobs(self, request: Request, asker: Asker) -> Rows:
         """Answer `list`."""
@@ -34,41 +37,41 @@ class Reading:
         """Answer `numbers`: those of all jobs, for completions."""
         return [job.id for job in self.spool.all().ordered()]
 
-    def overview(self, request: Request, asker: Asker) -> dict[str, Any]:
+    def overview(self, request: Request, asker: Asker) -> Overview:
         """Answer `overview`."""
         found = query.overview(self.spool, self.layout, query.Choice.of(request.arguments), asker)
         return {**found, "jobs": list(self.with_reasons(found["jobs"], asker))}
 
-    def show(self, request: Request, asker: Asker) -> dict[str, Any]:
+    def show(self, request: Request, asker: Asker) -> Shown:
         """Answer `show`. Raises UsageError for an arrival whose model is fetched first."""
         if (found := self.fetches.arrival(request.reference, asker)) is not None:
             fetched = f"{found.repo_id} at {found.revision}"
-            raise UsageError(f"{request.reference!r} is no job yet: {fetched} is fetched first", hint="honectl list")
-        return self.row(self.read(request, asker), asker)
+            raise UsageError(f"{request.reference!r} is not a job yet: {fetched} is fetched first", hint="honectl list")
+        return self.row(query.show(self.spool, self.layout, request.reference, asker), asker)
 
-    def glance(self, request: Request, asker: Asker) -> dict[str, Any]:
+    def glance(self, request: Request, asker: Asker) -> Glance:
         """Answer `glance`."""
-        return self.row(self.read(request, asker), asker)
+        return self.row(query.glance(self.spool, self.layout, request.reference, asker), asker)
 
     def read(self, request: Request, asker: Asker) -> Any:
         """Answer a verb with what the files and the database hold."""
         return query.READING_VERBS[request.verb](self.spool, self.layout, request.reference, asker)
 
-    def accepted(self, request: Request, asker: Asker) -> dict[str, Any] | None:
+    def accepted(self, request: Request, asker: Asker) -> Row | None:
         """Return the job that an arrival became; None if there is none."""
         number, since = _number(request), str(request.arguments.get("since", ""))
         taken = query.accepted(self.spool, self.layout, request.reference, asker, since, number=number)
         return self.row(taken, asker) if taken is not None else None
 
-    def refusal(self, request: Request, asker: Asker) -> dict[str, Any] | None:
+    def refusal(self, request: Request, asker: Asker) -> Refusal | None:
         """Return the reason of an arrival's refusal; None if there is none."""
         return query.refusal(self.spool, request.reference, asker, number=_number(request))
 
-    def row(self, row: dict[str, Any], asker: Asker) -> dict[str, Any]:
+    def row(self, row: AnyRow, asker: Asker) -> AnyRow:
         """Return one row with the reason why its job waits."""
         return next(self.with_reasons([row], asker))
 
-    def with_reasons(self, rows: Iterable[dict[str, Any]], asker: Asker) -> Iterator[dict[str, Any]]:
+    def with_reasons(self, rows: Iterable[AnyRow], asker: Asker) -> Iterator[AnyRow]:
         """Yield the rows, each queued job with the reason why it waits: the files do not have it."""
         for row in rows:
             if (waits_for := self.waits_for(row["id"])) is not None:

@@ -81,7 +81,7 @@ class Reporter:
                 self._process.wait(max(deadline - self._clock(), 0.0))
             self._look(self._clock())
             if self._process is not None:
-                log.warning("the last reports were not made in time")
+                log.warning("the last reports were not finished in time")
                 self._end()
                 return
             if self._has_failed:
@@ -132,7 +132,7 @@ class Reporter:
     def _fail(self, now: float, why: str) -> None:
         """Keep the existing pages, and make these jobs due again later."""
         if not self._has_failed:
-            log.warning("reports were not made: %s; tried again every %.0f s", why, INTERVAL_SEC)
+            log.warning("reports could not be written: %s; retrying every %.0f s", why, INTERVAL_SEC)
         self._has_failed = True
         self._due |= self._at_work
         self._at_work = set()

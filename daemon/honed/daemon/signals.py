@@ -35,7 +35,7 @@ class Configuration:
             self._current = config.load(self._layout)
         except HonedError as error:
             log.error(  # noqa: TRY400
-                "the configuration is wrong and the old one stays: %s",
+                "the new configuration is invalid, so the old one stays in force: %s",
                 error.message,
                 extra=about(message=message.CONFIG_REFUSED, code=error.code, hint=error.hint),
             )
@@ -75,7 +75,7 @@ class Shutdown:
         self._attempts.is_stopping = True
         asked = self._not_left()
         num_left = len(self._attempts.running) - len(asked)
-        log.info("asked to stop; %d running jobs go on, %d are asked for a checkpoint", num_left, len(asked))
+        log.info("asked to stop; %d running jobs continue, %d write a checkpoint", num_left, len(asked))
 
     def stop_jobs(self) -> None:
         """Stop the jobs that do not continue. Call it in each turn: a full disk may prevent it for one of them."""

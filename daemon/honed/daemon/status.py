@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from honed import __version__
 from honed.daemon.arrivals.intake import Intake
@@ -13,7 +13,7 @@ from honed.daemon.backlog import Backlog
 from honed.daemon.health import Health
 from honed.daemon.placement import Placement
 from honed.daemon.signals import Configuration, Shutdown
-from honed.job import query
+from honed.job import query, shape
 from honed.job.spool import Spool
 from honed.system.control import Request
 from honed.system.notify import Notifier
@@ -36,7 +36,7 @@ class Status:
     backlog: Backlog
     placement: Placement
 
-    def answer(self, _request: Request, asker: query.Asker) -> dict[str, Any]:
+    def answer(self, _request: Request, asker: query.Asker) -> shape.Status:
         """Answer `status`."""
         return {
             "status": self.line(asker),
@@ -56,14 +56,20 @@ class Status:
 
     def report(self) -> None:
         """Report to systemd that the loop has made a pass, and in which state honed is."""
-        fault = self.health.fault or self.placement.fault
+        fault = self.health.fault or self.placement.fault or self._damage()
         trouble = f"degraded: {fault}; " if fault else ""
-        trouble += "" if self.health.is_sound else "a step of the loop fails, see the log; "
+        trouble += "" if self.health.is_sound else "errors in the loop, see the journal; "
         self.notifier.status(trouble + self.public_line())
         if self.health.is_sound:
             self.notifier.watchdog()
         if self.shutdown.is_asked and self.attempts.running:
             self.notifier.extend_timeout(STOP_EXTENSION_SEC)
+
+    def _damage(self) -> str:
+        corrupt, num = self.spool.corrupt, 0
+        with contextlib.suppress(OSError):
+            num = len(corrupt.names())
+        return f"{num} damaged {'entry' if num == 1 else 'entries'} in {corrupt.dir}: honectl doctor" if num else ""
 
     def public_line(self) -> str:
         """Return the line for the readers of STATUS=: every user of the machine, in `systemctl status`."""
@@ -84,6 +90,9 @@ class Status:
         parts += self.intake.status(is_named=asker.reads_all)
         parts += ["paused"] if self.spool.is_paused else []
         parts += ["stopping"] if self.shutdown.is_asked else []
+        parts += (
+            [] if self.configuration.get().may_remove else ["retention is off until keys are deleted: honectl doctor"]
+        )
         fault = self.configuration.fault
-        parts += [f"NOT reloaded, the old configuration is in force: {fault}"] if fault else []
+        parts += [f"NOT reloaded, the old configuration stays in force: {fault}"] if fault else []
         return "; ".join(parts)

@@ -21,6 +21,7 @@ from honed.daemon.status import Status
 from honed.daemon.wake import Wake
 from honed.job.database import Database
 from honed.job.query import Asker
+from honed.job.shape import Wait
 from honed.job.spool import Spool
 from honed.spec.config import Config
 from honed.system import access, control
@@ -60,7 +61,7 @@ def table(
     backlog: Backlog,
     housekeeper: Housekeeper,
     status: Status,
-    waits_for: Callable[[int], dict[str, str] | None],
+    waits_for: Callable[[int], Wait | None],
 ) -> dict[str, Verb]:
     """Return the verbs by name. `waits_for` returns why a queued job does not run."""
     fetches, incoming = intake.acceptance.fetches, intake.acceptance.incoming
@@ -117,11 +118,13 @@ class Answers:
     def answer(self, request: Request) -> Any:
         """Answer one verb. Raises HonedError if it cannot be done, or the asker may not do it."""
         if (verb := self.verbs.get(request.verb)) is None:
-            raise UsageError(f"no verb {request.verb!r}")
+            raise UsageError(f"unknown verb {request.verb!r}")
         asker = self._asker(request)
         item: list[Any] = []
         if verb.right is Right.ADMINISTRATOR and not asker.is_administrator:
-            raise NotPermittedError(f"{request.verb} is for everybody's jobs", hint="root and policy.admin_group may")
+            raise NotPermittedError(
+                f"{request.verb} affects everybody's jobs", hint="only root and policy.admin_group may use it"
+            )
         if verb.right is Right.OWNER:
             assert verb.find is not None
             item = [verb.find(request, asker)]
@@ -141,12 +144,13 @@ class Answers:
 def _require_owner(request: Request, asker: Asker, job_id: int, uid: int | None) -> None:
     if request.uid != uid and not asker.is_administrator:
         log.warning(
-            "job %d: %s refused to user %d: it is another user's",
+            "job %d: %s refused for user %d: it belongs to another user",
             job_id,
             request.verb,
             request.uid,
             extra=about(job_id, of_error(NotPermittedError.code), code=NotPermittedError.code),
         )
         raise NotPermittedError(
-            f"job {job_id} is another user's", hint="its owner, root and the administrators' group may change it"
+            f"job {job_id} belongs to another user",
+            hint="only its owner, root and the administrators' group may change it",
         )

@@ -107,17 +107,15 @@ def part(given: Mapping[str, Any], number: int) -> dict[str, Any] | None:
         return None
     if limit := next((key for key in given if key in _LIMITS and given[key] is not None), None):
         instead = f"`media: {{{_LIMITS[limit]}: …}}` in the job file" if _LIMITS[limit] else "cut the file"
-        raise RowError(f"message {number}: `{limit}` of a part is not read here; instead: {instead}")
+        raise RowError(f"message {number}: `{limit}` cannot be set on a part; instead: {instead}")
     keys = (kind, f"{kind}_url", f"input_{kind}", *_SOURCES)
     made: dict[str, Any] = {"type": kind}
     if key := next((key for key in keys if is_given(given.get(key))), None):
         made["source"] = {key: given[key]} if key in ("data", "bytes", "base64") else given[key]
-    for key, form, words in (("index", int, "a whole number"), ("column", str, "a column's name")):
+    for key, form, words in (("index", int, "an integer"), ("column", str, "a column's name")):
         if (value := given.get(key)) is not None:
             if not isinstance(value, form) or isinstance(value, bool):
-                raise RowError(
-                    f"message {number}: `{key}` of a part is {words}, this is {quote.mark(repr(str(value)[:40]))}"
-                )
+                raise RowError(f"message {number}: `{key}` must be {words}, but is {quote.mark(repr(str(value)[:40]))}")
             made[key] = value
     return made
 
@@ -166,12 +164,14 @@ def overlooked(
             kind, found = _kind_by_name(item)
             if kind is not None and found not in names and not (isinstance(item, dict) and item.get("bytes") in data):
                 called = quote.name(key)
-                said = f"the column `{called}` seems to hold {PLURAL[kind]}, and is not read"
+                said = f"the column `{called}` seems to contain {PLURAL[kind]}, but is not read"
                 yield f"{said}: `columns: {{{kind}: {called}}}`"
                 break
     for kind in KINDS:
         if not media and _count(messages, f"<{kind}>"):
-            yield f"`<{kind}>` in texts of rows without a column `{kind}` or `{PLURAL[kind]}` is read as a word"
+            yield (
+                f"`<{kind}>` in the text of rows without a column `{kind}` or `{PLURAL[kind]}` is treated as plain text"
+            )
 
 
 def _kind_by_name(value: Any) -> tuple[Kind | None, str]:
@@ -190,7 +190,7 @@ def _columns(row: Mapping[str, Any], directories: Mapping[Kind, Path] | None) ->
         if not is_given(value):
             continue
         if kind in found:
-            raise RowError(f"`{found[kind][0]}` and `{key}` both hold something; one of them is read")
+            raise RowError(f"`{found[kind][0]}` and `{key}` are both filled in; use only one of them")
         items = value if isinstance(value, list | tuple) and not _is_frames(kind, value) else [value]
         found[kind] = key, [_media(kind, item, directories, f"`{key}`") for item in items]
     return {kind: media for kind, (_, media) in found.items()}
@@ -202,7 +202,7 @@ def _refuse_empty_places(
     """Raise RowError for `<image>` in the text of a row whose column exists and is empty."""
     for key, kind in COLUMNS.items():
         if key in row and not listed and (number := _count(messages, f"<{kind}>")):
-            raise RowError(f"{number} times `<{kind}>` in the text, and `{key}` is empty")
+            raise RowError(f"the text has {number} `<{kind}>` placeholders, but `{key}` is empty")
 
 
 def _mark(kind: Kind, listed: Mapping[Kind, Any], messages: Sequence[Mapping[str, Any]]) -> str:
@@ -263,7 +263,7 @@ def _fronted(messages: list[dict[str, Any]], kinds: Sequence[Kind]) -> list[dict
         return messages
     first = next((n for n, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
-        raise RowError(f"`{kinds[0]}` beside the text, and no turn of the user that it could stand in")
+        raise RowError(f"`{kinds[0]}` next to the text, but no user turn to put it in")
     content = messages[first]["content"]
     rest = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
     fronted = messages[first] | {"content": [*({"type": kind} for kind in kinds), *rest]}
@@ -275,17 +275,17 @@ def _check_numbers(listed: Mapping[Kind, Sequence[Media]], messages: Sequence[Ma
         waiting = [each for each in _parts(messages, kind) if "source" not in each and "column" not in each]
         num_given, has_own = len(listed.get(kind, [])), any("source" in each for each in _parts(messages, kind))
         if num_given and has_own and not waiting:
-            raise RowError(f"a column of {PLURAL[kind]} beside parts that name their own; one of the two is read")
+            raise RowError(f"a column of {PLURAL[kind]} next to parts that have their own path; use only one of them")
         if waiting and not num_given:
-            raise RowError(f"a part of type {kind}, and nothing says which: neither a path in it nor a column `{kind}`")
+            raise RowError(f"a part of type {kind} has no source: neither a path in it nor a column `{kind}`")
         numbers = {each["index"] for each in waiting if "index" in each}
         if numbers and not all("index" in each for each in waiting):
-            raise RowError(f"parts of type {kind} with an `index` beside others without; all have one or none")
+            raise RowError(f"some parts of type {kind} have an `index` and others do not; set it on all or none")
         if numbers:
             if numbers != set(range(num_given)):
-                raise RowError(f"{num_given} {PLURAL[kind]}, and parts with the numbers {sorted(numbers)}")
+                raise RowError(f"{num_given} {PLURAL[kind]}, but parts with the indices {sorted(numbers)}")
         elif len(waiting) != num_given:
-            raise RowError(f"{num_given} {PLURAL[kind]}, and {len(waiting)} places for them in the messages")
+            raise RowError(f"{num_given} {PLURAL[kind]}, but {len(waiting)} placeholders for them in the messages")
 
 
 def _of_part(
@@ -300,7 +300,7 @@ def _of_part(
         return _media(kind, each["source"], directories, f"a part of type {kind}")
     if (column := each.get("column")) is not None:
         if not is_given(row.get(column)):
-            raise RowError(f"a part of type {kind} is in the column `{quote.name(column)}`, which is empty")
+            raise RowError(f"a part of type {kind} refers to the column `{quote.name(column)}`, which is empty")
         return _media(kind, row[column], directories, f"`{column}`")
     return next(supply) if (index := each.get("index")) is None else listed[int(index)]
 
@@ -340,13 +340,13 @@ def _media(kind: Kind, value: Any, directories: Mapping[Kind, Path] | None, what
         case dict():
             return _from_mapping(kind, value, directories, what)
         case _:
-            raise RowError(f"{what}: a path or an embedded file, not a value of type {type(value).__name__}")
+            raise RowError(f"{what}: must be a path or an embedded file, but is of type {type(value).__name__}")
 
 
 def _frame(value: Any, directories: Mapping[Kind, Path] | None, what: str) -> Path:
     found = _media("video", value, directories, what)
     if found.path is None:
-        raise RowError(f"{what}: frames that are embedded in the row; paths of frames, or a video, are read")
+        raise RowError(f"{what}: frames embedded in the row are not supported; use paths of frames, or a video")
     return found.path
 
 
@@ -364,8 +364,8 @@ def _from_mapping(kind: Kind, value: Mapping[str, Any], directories: Mapping[Kin
     if isinstance(name, str):
         return _from_text(kind, name, directories, what)
     if "array" in value:
-        raise RowError(f"{what}: decoded samples; files and embedded files are read")
-    raise RowError(f"{what}: neither `path` nor `bytes` in it (there is: {quote.names(map(str, value)) or 'nothing'})")
+        raise RowError(f"{what}: decoded samples are not supported; use paths or embedded files")
+    raise RowError(f"{what}: it has neither `path` nor `bytes` (it has: {quote.names(map(str, value)) or 'nothing'})")
 
 
 _DATA = re.compile(r"data:(?:[\w.+-]+/([\w.+-]+))?(?:;[\w=.+-]+)*;base64,", re.ASCII)
@@ -375,24 +375,27 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 def _from_text(kind: Kind, text: str, directories: Mapping[Kind, Path] | None, what: str) -> Media:
     if text.startswith("data:"):
         if (match := _DATA.match(text)) is None:
-            raise RowError(f"{what}: a data: address that is not base64")
+            raise RowError(f"{what}: a data: URL that is not base64")
         form = re.sub(r"^x-|\W.*", "", match[1] or "")
         return Media(kind, data=_decoded(text[match.end() :], what), name=f"{kind}.{form}" if form else "")
     if text.startswith("file://"):
         text = unquote(urlsplit(text).path)
     elif _SCHEME.match(text):
         shown = text if len(text) < 100 else f"{text[:99]}…"
-        raise RowError(f"{what}: {quote.mark(shown)} is not fetched: rows name files of this machine")
+        raise RowError(f"{what}: {quote.mark(shown)} is not fetched: rows must refer to local files")
     if len(text) > MAX_PATH:
         raise RowError(
-            f"{what}: {len(text)} characters are no path; an embedded file is {{base64: …}}, or begins with data:"
+            f"{what}: {len(text)} characters are too long for a path; an embedded file is {{base64: …}}, or begins "
+            "with data:"
         )
     if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise RowError(f"{what}: a path with a character that none has: {quote.mark(ascii(text)[:100])}")
+        raise RowError(f"{what}: a path with an invalid character: {quote.mark(ascii(text)[:100])}")
     path = Path(text)
     if not path.is_absolute():
         if directories is None:
-            raise RowError(f"{what}: {quote.place(text)}: a relative path, and nothing that it starts from")
+            raise RowError(
+                f"{what}: {quote.place(text)}: a relative path, but there is no directory to resolve it against"
+            )
         path = directories[kind] / path
     return Media(kind, path)
 

@@ -197,8 +197,8 @@ def inspect(path: Path, *, model_type: str | None = None, allow_pickle: bool = F
     model_type = model_type or config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ModelError(
-            f"{path / 'config.json'}: no model_type, so nothing says which architecture this is",
-            hint="name it in the job file, as in `model_type: qwen3`, or add it to config.json",
+            f"{path / 'config.json'}: no model_type, so the architecture is unknown",
+            hint="set it in the job file, as in `model_type: qwen3`, or add it to config.json",
         )
     _check_dtype(path, config)
     tensors, num_weight_bytes, is_pickled = _weights(path, allow_pickle=allow_pickle)
@@ -208,7 +208,7 @@ def inspect(path: Path, *, model_type: str | None = None, allow_pickle: bool = F
     if (has_vision or has_audio) and not has_processor(path):
         raise ModelError(
             f"{path}: a vision or audio model without preprocessor_config.json or processor_config.json",
-            hint="copy the processor's files from where the model came from",
+            hint="copy the processor's files from the model's source",
         )
     stored_dtypes = _count(tensors)
     if is_pickled:
@@ -237,17 +237,18 @@ def inspect_adapter(path: Path) -> AdapterInfo:
     _check_dir(path, "adapter")
     if not (path / "adapter_config.json").exists() and (other := lookalike.refuse(path, "adapter")) is not None:
         raise other
-    config = _json(path / "adapter_config.json", hint="an adapter is a directory that peft's save_pretrained wrote")
+    config = _json(path / "adapter_config.json", hint="an adapter is a directory written by peft's save_pretrained")
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         raise ModelError(
-            f"{path / 'adapter_config.json'}: peft_type {shown(kind)}: LoRA adapters (DoRA, rsLoRA) are trained "
-            "and merged, other kinds are not supported yet",
-            hint="name a LoRA adapter; a job with a lora: section and no adapter makes one",
+            f"{path / 'adapter_config.json'}: peft_type {shown(kind)} is not supported: only LoRA adapters "
+            "(including DoRA and rsLoRA) can be trained and merged",
+            hint="use a LoRA adapter; a job with a lora: section and no adapter creates one",
         )
     weights = path / "adapter_model.safetensors"
     if not weights.exists() and (path / "adapter_model.bin").exists():
         raise ModelError(
-            f"{path / 'adapter_model.bin'}: pickled weights are not loaded, since loading them runs what is in them",
+            f"{path / 'adapter_model.bin'}: pickled weights are not loaded, because loading them can run arbitrary "
+            "code",
             hint="load the adapter with peft and save it again: save_pretrained writes adapter_model.safetensors",
         )
     tensors, num_bytes = read_header(weights, hint="the adapter is incomplete: copy it again")
@@ -272,10 +273,10 @@ def check_fits(adapter: AdapterInfo, model: BaseModelInfo) -> None:
         number, at = (tensor.shape[-1], 1) if found["matrix"] == "A" else (tensor.shape[0], 0)
         if len(base) == len(tensor.shape) == 2 and number not in base:
             raise ModelError(
-                f"{adapter.path / 'adapter_model.safetensors'}: made for another base model: {tensor.name} "
-                f"{'takes' if at else 'gives'} {number} {'inputs' if at else 'outputs'}, and {found['module']} of "
+                f"{adapter.path / 'adapter_model.safetensors'}: trained on another base model: {tensor.name} "
+                f"{'takes' if at else 'gives'} {number} {'inputs' if at else 'outputs'}, but {found['module']} of "
                 f"{model.path} has {base[at]}",
-                hint="name the base_model that the adapter was trained on",
+                hint="set base_model to the model that the adapter was trained on",
             )
 
 
@@ -285,9 +286,9 @@ def check_whole(adapter: AdapterInfo) -> None:
     config, where = adapter.config, adapter.path / "adapter_model.safetensors"
     if config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "SEQ_2_SEQ_LM"):
         raise ModelError(
-            f"{adapter.path / 'adapter_config.json'}: task_type {config['task_type']}: not an adapter of a model that "
-            "continues text",
-            hint="name one that was trained as CAUSAL_LM",
+            f"{adapter.path / 'adapter_config.json'}: task_type {config['task_type']}: not an adapter of a causal "
+            "language model",
+            hint="use one that was trained as CAUSAL_LM",
         )
     if not isinstance(config.get("r"), int):
         return
@@ -300,7 +301,7 @@ def check_whole(adapter: AdapterInfo) -> None:
         other = "B" if found["matrix"] == "A" else "A"
         if f"base_model.model.{found['module']}.lora_{other}.weight" not in names:
             raise ModelError(
-                f"{where}: {found['module']} has lora_{found['matrix']} and no lora_{other}",
+                f"{where}: {found['module']} has lora_{found['matrix']} but no lora_{other}",
                 hint="the adapter is incomplete: copy it again",
             )
         expected = next(
@@ -309,8 +310,8 @@ def check_whole(adapter: AdapterInfo) -> None:
         rank = tensor.shape[0 if found["matrix"] == "A" else 1]
         if rank != expected:
             raise ModelError(
-                f"{where}: {found['module']} has rank {rank}, and adapter_config.json beside it says {expected}",
-                hint="the two are of different adapters: copy the adapter's directory again, whole",
+                f"{where}: {found['module']} has rank {rank}, but adapter_config.json says {expected}",
+                hint="the two belong to different adapters: copy the adapter's complete directory again",
             )
 
 
@@ -341,9 +342,9 @@ def _check_depth(adapter: AdapterInfo, model: BaseModelInfo) -> None:
     }
     if num_layers is not None and layers and max(layers) >= num_layers:
         raise ModelError(
-            f"{adapter.path / 'adapter_model.safetensors'}: made for another base model: it changes layer "
-            f"{max(layers)}, and {model.path} has {num_layers} layers, counted from 0",
-            hint="name the base_model that the adapter was trained on",
+            f"{adapter.path / 'adapter_model.safetensors'}: trained on another base model: it changes layer "
+            f"{max(layers)}, but {model.path} has only {num_layers} layers, counted from 0",
+            hint="set base_model to the model that the adapter was trained on",
         )
 
 
@@ -375,7 +376,7 @@ def resolve(
     if is_hub_id(base_model):
         return _resolve_hub_id(base_model, revision or "main", cache_dir, allow_hub=allow_hub)
     raise ModelError(
-        f"base_model: {shown(base_model)} is neither a path, nor a hub id, nor job:NAME",
+        f"base_model: {shown(base_model)} is not a path, a hub id or job:NAME",
         hint="a path begins with /; a hub id looks like Qwen/Qwen3-1.7B",
     )
 
@@ -391,14 +392,14 @@ def _resolve_job(name: str, jobs: Mapping[str, Path]) -> Path:
         merged = jobs[name] / "merged"
         return merged if not (jobs[name] / "config.json").exists() and merged.is_dir() else jobs[name]
     raise ModelError(
-        f"base_model: what job {name!r} makes is not there yet",
-        hint="drop this job again once that one has succeeded, or give the path of its output",
+        f"base_model: the output of job {name!r} does not exist yet",
+        hint="submit this job again once that one has succeeded, or use the path of its output",
     )
 
 
 def _resolve_hub_id(hub_id: str, revision: str, cache_dir: Path, *, allow_hub: bool) -> Path:
     if ".." in revision or revision.startswith("/"):
-        raise ModelError(f"revision: {shown(revision)} is not a revision", hint="a branch, a tag or a commit")
+        raise ModelError(f"revision: {shown(revision)} is not a revision", hint="use a branch, a tag or a commit")
     found = snapshot.find(cache_dir, hub_id, revision)
     if found is not None:
         return found
@@ -411,7 +412,7 @@ def _resolve_hub_id(hub_id: str, revision: str, cache_dir: Path, *, allow_hub: b
         raise UncachedError(where, missing, hint="honed fetches it before it accepts the job")
     raise ModelError(
         f"{where}; jobs may not fetch from the hub here (policy.hub)",
-        hint=f"fetch it first, `{fetch}`, or name a directory",
+        hint=f"fetch it first, `{fetch}`, or use the path of a directory",
     )
 
 
@@ -425,15 +426,17 @@ def read_header(path: Path, *, hint: str) -> tuple[tuple[Tensor, ...], int]:
         if size == 0:
             raise ModelError(f"{path}: the file is empty", hint=hint)
         if size < 8:
-            raise ModelError(f"{path}: {size} bytes are no safetensors file; it was cut short", hint=hint)
+            raise ModelError(
+                f"{path}: {size} bytes are too few for a safetensors file; the file was truncated", hint=hint
+            )
         begins = file.read(len(lookalike.LFS_POINTER))
         _check_fetched(path, begins)
         length = int.from_bytes(begins[:8], "little")
         if length > MAX_HEADER_BYTES:
-            raise ModelError(f"{path}: not a safetensors file: it gives its header {length} bytes", hint=hint)
+            raise ModelError(f"{path}: not a safetensors file: it claims a header of {length} bytes", hint=hint)
         if 8 + length > size:
             raise ModelError(
-                f"{path}: cut short: its header should have {length} bytes, and the file has {size}", hint=hint
+                f"{path}: truncated: its header should have {length} bytes, but the file has {size}", hint=hint
             )
         file.seek(8)
         header = file.read(length)
@@ -444,7 +447,7 @@ def _check_fetched(path: Path, data: bytes) -> None:
     if data.startswith(lookalike.LFS_POINTER):
         raise ModelError(
             f"{path}: a Git LFS pointer (a few lines of text), not the file itself",
-            hint=f"fetch the files that it stands for: git -C {shlex.quote(str(path.parent))} lfs pull",
+            hint=f"fetch the files that it points to: git -C {shlex.quote(str(path.parent))} lfs pull",
         )
 
 
@@ -460,15 +463,17 @@ def _parse_header(path: Path, header: bytes, num_data_bytes: int, hint: str) -> 
     for (begin, stop), name in places:
         if begin != end or stop - begin != tensors[name].num_bytes:
             raise ModelError(
-                f"{path}: the header's place for {shown(name)} does not fit its shape and neighbours", hint=hint
+                f"{path}: the offsets of {shown(name)} in the header do not match its shape or the other tensors",
+                hint=hint,
             )
         end = stop
     if end > num_data_bytes:
         raise ModelError(
-            f"{path}: cut short: its header names {end} bytes of weights, and the file has {num_data_bytes}", hint=hint
+            f"{path}: truncated: its header describes {end} bytes of weights, but the file has {num_data_bytes}",
+            hint=hint,
         )
     if end < num_data_bytes:
-        raise ModelError(f"{path}: {num_data_bytes - end} bytes more than its header names", hint=hint)
+        raise ModelError(f"{path}: {num_data_bytes - end} bytes more than its header describes", hint=hint)
     return tuple(tensors.values())
 
 
@@ -493,16 +498,18 @@ def _config(path: Path) -> dict[str, Any]:
     _check_dir(path, "base_model")
     if not (path / "config.json").exists() and (other := lookalike.refuse(path)) is not None:
         raise other
-    return _json(path / "config.json", hint="a base model is a directory that save_pretrained wrote; copy it again")
+    return _json(path / "config.json", hint="a base model is a directory written by save_pretrained; copy it again")
 
 
 def _check_dir(path: Path, key: str) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise ModelError(f"{key}: no such directory: {path}", hint="the path is the machine's that trains") from None
+        raise ModelError(
+            f"{key}: no such directory: {path}", hint="the path must exist on the machine that trains"
+        ) from None
     except OSError as error:
-        raise ModelError(f"{key}: {path}: {error.strerror}", hint="let the job's submitter read it") from error
+        raise ModelError(f"{key}: {path}: {error.strerror}", hint="make it readable for the job's submitter") from error
     if not stat.S_ISDIR(mode):
         raise lookalike.refuse_file(path, key)
 
@@ -514,7 +521,7 @@ def _open_regular(path: Path, hint: str) -> BinaryIO:
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file", hint=hint) from None
     except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}", hint="let the job's submitter read it") from error
+        raise ModelError(f"{path}: {error.strerror}", hint="make it readable for the job's submitter") from error
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
@@ -534,7 +541,7 @@ def _json(path: Path, *, hint: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[s
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON: {_brief(error)}", hint=hint) from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path}: a JSON object was expected, and this is a {type(value).__name__}", hint=hint)
+        raise ModelError(f"{path}: expected a JSON object, got {type(value).__name__}", hint=hint)
     return value
 
 
@@ -548,7 +555,7 @@ def _check_dtype(path: Path, config: dict[str, Any]) -> None:
         if value is not None and not (isinstance(value, str) and value in BITS):
             raise ModelError(
                 f"{path / 'config.json'}: {key}: {shown(value)} is not a dtype",
-                hint="correct it there; most models have bfloat16, float16 or float32",
+                hint="correct it there; most models use bfloat16, float16 or float32",
             )
 
 
@@ -568,7 +575,7 @@ def _config_dtype(config: dict[str, Any]) -> str | None:
 def _weights(path: Path, *, allow_pickle: bool) -> tuple[tuple[Tensor, ...], int, bool]:
     """Return the tensors, their bytes, and True if they are pickled; searched in transformers' own order."""
     index_path = path / "model.safetensors.index.json"
-    again = "the download or the copy is incomplete: fetch this file again"
+    again = "the download or copy is incomplete: fetch this file again"
     if _is_there(path / "model.safetensors"):
         tensors, num_bytes = read_header(path / "model.safetensors", hint=again)
         return _checked(path / "model.safetensors", tensors), num_bytes, False
@@ -580,9 +587,9 @@ def _weights(path: Path, *, allow_pickle: bool) -> tuple[tuple[Tensor, ...], int
         return (), sum(file.stat().st_size for file in pickles), True
     if pickles:
         raise ModelError(
-            f"{pickles[0]}: pickled weights are not loaded, since loading them runs what is in them",
-            hint="convert them: load the model where you trust it, and save_pretrained it as safetensors; "
-            "or the administrator sets policy.pickle",
+            f"{pickles[0]}: pickled weights are not loaded, because loading them can run arbitrary code",
+            hint="convert them to safetensors: load the model on a machine where you trust it, and save it with "
+            "save_pretrained; or ask the administrator to set policy.pickle",
         )
     raise ModelError(f"{path}: no weights: neither model.safetensors nor {index_path.name}", hint=_other_weights(path))
 
@@ -594,34 +601,37 @@ def _is_there(path: Path) -> bool:
 
 def _other_weights(path: Path) -> str:
     if any(path.glob("*.gguf")):
-        return "GGUF is for inference; take the checkpoint it was made from"
+        return "GGUF is for inference; use the checkpoint it was converted from"
     found = next(iter(sorted(path.glob("*.safetensors"))), None)
     if found is not None:
-        return f"there is {found.name}, but not the index that says what is in it: copy {path.name} again, whole"
-    return "the download or the copy is incomplete: fetch the model again"
+        return (
+            f"{found.name} exists, but the index that lists its contents does not: copy the complete directory "
+            f"{path.name} again"
+        )
+    return "the download or copy is incomplete: fetch the model again"
 
 
 def _checked(path: Path, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if not any(tensor.num_elements for tensor in tensors):
-        raise ModelError(f"{path}: names no weights at all", hint="fetch the model again")
+        raise ModelError(f"{path}: lists no weights", hint="fetch the model again")
     return tensors
 
 
 def _shards(index_path: Path, hint: str) -> tuple[tuple[Tensor, ...], int]:
     weight_map = _json(index_path, hint=hint).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelError(f"{index_path}: no weight_map that names a shard for each tensor", hint=hint)
+        raise ModelError(f"{index_path}: no weight_map that gives a shard for each tensor", hint=hint)
     tensors: dict[str, Tensor] = {}
     num_bytes = 0
     for shard in sorted(set(weight_map.values())):
         if "/" in shard or shard in (".", ".."):
             raise ModelError(
-                f"{index_path}: shard {shown(shard)} lies outside the directory", hint="shards are plain names"
+                f"{index_path}: shard {shown(shard)} is outside the directory", hint="shards must be plain file names"
             )
         if not (index_path.parent / shard).exists():
             shards = set(weight_map.values())
             gone = sum(not (index_path.parent / each).exists() for each in shards if "/" not in each)
-            more = f" ({gone} of {len(shards)} are)" if gone > 1 else ""
+            more = f" ({gone} of {len(shards)} are missing)" if gone > 1 else ""
             raise ModelError(f"{index_path.parent / shard}: this shard of the weights is missing{more}", hint=hint)
         found, size = read_header(index_path.parent / shard, hint=hint)
         tensors |= {tensor.name: tensor for tensor in found}
@@ -629,7 +639,9 @@ def _shards(index_path: Path, hint: str) -> tuple[tuple[Tensor, ...], int]:
     missing = sorted(set(weight_map) - set(tensors))
     if missing:
         shard = weight_map[missing[0]]
-        raise ModelError(f"{index_path.parent / shard}: {shown(missing[0])} is not in it, as the index says", hint=hint)
+        raise ModelError(
+            f"{index_path.parent / shard}: {shown(missing[0])} is not in it, although the index lists it", hint=hint
+        )
     return tuple(tensors.values()), num_bytes
 
 
@@ -659,8 +671,8 @@ def _quantization_method(path: Path, config: dict[str, Any]) -> str | None:
     if isinstance(entry, dict) and (entry.get("load_in_4bit") or entry.get("load_in_8bit")):
         return "bitsandbytes"
     raise ModelError(
-        f"{path / 'config.json'}: quantization_config names no quant_method",
-        hint="add it (bitsandbytes, gptq, awq, …), or take the unquantized checkpoint",
+        f"{path / 'config.json'}: quantization_config has no quant_method",
+        hint="add it (bitsandbytes, gptq, awq, …), or use the unquantized checkpoint",
     )
 
 
@@ -684,8 +696,8 @@ def _check_tokenizer(path: Path) -> None:
         return
     if files is None:
         raise ModelError(
-            f"{path}: no tokenizer: neither tokenizer.json, nor tokenizer.model, nor vocab.json with merges.txt",
-            hint="copy the tokenizer's files from where the model came from",
+            f"{path}: no tokenizer: no tokenizer.json, tokenizer.model, or vocab.json with merges.txt",
+            hint="copy the tokenizer's files from the model's source",
         )
     for name in files:
         with _open_regular(path / name, "copy the tokenizer again") as file:
@@ -700,7 +712,7 @@ def _check_tail(path: Path, file: BinaryIO) -> None:
     _check_fetched(path, file.read(len(lookalike.LFS_POINTER)))
     file.seek(max(0, size - 64))
     if path.suffix == ".json" and not file.read().rstrip().endswith(b"}"):
-        raise ModelError(f"{path}: cut short: it does not end as JSON does", hint="copy the tokenizer again")
+        raise ModelError(f"{path}: truncated: the JSON does not end", hint="copy the tokenizer again")
 
 
 def chat_template(path: Path, *, has_processor: bool) -> str | None:

@@ -25,11 +25,11 @@ MIN_ROWS = 10
 Order = Literal["swapped", "opens", "unanswered", "twice"]
 #: Descriptions of an odd order of roles. The chat template decides whether it can be trained on.
 ORDERS: dict[Order, str] = {
-    "swapped": "begin with a turn of the assistant and end with one of the user, as if the two roles were swapped: "
-    "what the assistant says is learned",
-    "opens": "begin with a turn of the assistant, which answers nothing and is learned as well",
-    "unanswered": "end with a turn that nobody answers, from which nothing is learned",
-    "twice": "have two turns of the user in a row",
+    "swapped": "begin with an assistant turn and end with a user turn, as if the two roles were swapped: the assistant "
+    "turns are trained on",
+    "opens": "begin with an assistant turn, which answers nothing but is trained on",
+    "unanswered": "end with an unanswered turn, which is not trained on",
+    "twice": "have two user turns in a row",
 }
 
 

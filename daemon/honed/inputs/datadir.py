@@ -60,16 +60,18 @@ def files(path: Path, *, split: str | None = None) -> list[Path]:
     """
     if path.is_file():
         if form_of(path) is None:
-            raise DatasetError(f"{path}: not a kind of data file that is read here", hint=SUFFIXES_HINT)
+            raise DatasetError(f"{path}: not a supported kind of data file", hint=SUFFIXES_HINT)
         if split is not None:
             raise DatasetError(
-                f"{path}: `split` is for a directory with several, and this is a file",
-                hint="leave `split` out, or name the directory",
+                f"{path}: `split` is for a directory with several splits, but this is a file",
+                hint="remove `split`, or use the path of the directory",
                 fix={"split": None},
             )
         return [path]
     if not path.is_dir():
-        raise DatasetError(f"{path}: no such file or directory", hint="paths are absolute, on the machine that trains")
+        raise DatasetError(
+            f"{path}: no such file or directory", hint="paths must be absolute and exist on the machine that trains"
+        )
     if split is not None and "/" not in split and (path / split).is_dir():
         return files(path / split)
     found = _listed(path)
@@ -167,8 +169,8 @@ def _listed(path: Path) -> list[Path]:
     subjects = [top for top in tops if top != "data" and _word(top) is None and not _is_split_of_saved(path, top)]
     if len(subjects) > 1 or (subjects and len(tops) > len(subjects)):
         raise DatasetError(
-            f"{path}: no data file directly in this directory, but in several below it: {', '.join(tops[:8])}",
-            hint=f"name the intended one, or each as a data set of its own: `- path: {path / subjects[0]}`",
+            f"{path}: data files are in several subdirectories, not in the directory itself: {', '.join(tops[:8])}",
+            hint=f"use the path of one of them, or add each as its own data set: `- path: {path / subjects[0]}`",
         )
     return below
 
@@ -193,7 +195,9 @@ def _below(path: Path, depth: int) -> list[Path]:
         if entry.is_dir() and not entry.is_symlink():
             found += list(_direct(entry)) or (_below(entry, depth - 1) if depth > 1 else [])
         if len(found) > MAX_FILES:
-            raise DatasetError(f"{path}: more than {MAX_FILES} data files", hint="write them as fewer, larger ones")
+            raise DatasetError(
+                f"{path}: more than {MAX_FILES} data files", hint="combine them into fewer, larger files"
+            )
     return found
 
 
@@ -208,8 +212,8 @@ def _saved(path: Path) -> list[Path] | None:
     missing = next((file for file in found if not file.is_file()), None)
     if missing is not None:
         raise DatasetError(
-            f"{missing}: no such file, and state.json beside it names it",
-            hint="copy the directory again, whole, or save the data set anew (save_to_disk)",
+            f"{missing}: no such file, although state.json lists it",
+            hint="copy the complete directory again, or save the data set again (save_to_disk)",
         )
     return found
 

@@ -62,8 +62,8 @@ def read(path: Path, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
             raise DatasetError(f"{path}: {place}: {row.reason}")
         if not isinstance(row, dict):
             raise DatasetError(
-                f"{path}: {place}: a row is an object with columns, this is {kind_of(row)}",
-                hint='as in {"prompt": "…", "completion": "…"}',
+                f"{path}: {place}: a row must be an object with columns, this is {kind_of(row)}",
+                hint='for example {"prompt": "…", "completion": "…"}',
             )
         yield row
 
@@ -72,7 +72,9 @@ def read_any(path: Path) -> Iterator[tuple[Any, str]]:
     """Yield each row, or its placeholder, with its place in the file."""
     form = form_of(path)
     if form is None:
-        raise DatasetError(f"{path}: cannot read {path.suffix or 'a file without suffix'}", hint=SUFFIXES_HINT)
+        raise DatasetError(
+            f"{path}: files of type {path.suffix or 'a file without suffix'} are not supported", hint=SUFFIXES_HINT
+        )
     try:
         head = _beginning(path)
         if head.startswith(b"PAR1") or (form == ".parquet" and not _is_foreign(head)):
@@ -87,8 +89,8 @@ def read_any(path: Path) -> Iterator[tuple[Any, str]]:
         ) from error
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise DatasetError(
-            f"{path}: cannot be unpacked: {quote.mark(' '.join(str(error).split()))}",
-            hint="was it written to its end? Copy it again from where it came from",
+            f"{path}: cannot be decompressed: {quote.mark(' '.join(str(error).split()))}",
+            hint="it may be incomplete: copy it again from its source",
         ) from error
     except OSError as error:
         raise unreadable(DatasetError, path, error) from error
@@ -178,16 +180,16 @@ def _refuse_foreign(path: Path, head: bytes) -> None:
     if begins.startswith(b"version https://git-lfs"):
         raise DatasetError(
             f"{path}: a Git LFS pointer, not the data file itself",
-            hint="git lfs pull in its repository fetches it",
+            hint="run git lfs pull in its repository to fetch it",
         )
     if begins.lower().startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<!--")):
         raise DatasetError(
-            f"{path}: a web page (HTML), saved under a data file's name",
-            hint="download the file itself: on the hub its address has /resolve/ where the page's has /blob/",
+            f"{path}: a web page (HTML) saved with a data file's name",
+            hint="download the file itself: on the hub, replace /blob/ in the page's address with /resolve/",
         )
     if begins.startswith(b"PK\x03\x04"):
         raise DatasetError(
-            f"{path}: a zip archive, as spreadsheets (.xlsx) are, too", hint="unpack it, or save the sheet as .csv"
+            f"{path}: a zip archive (spreadsheets in .xlsx are one)", hint="unpack it, or save the sheet as .csv"
         )
 
 
@@ -236,9 +238,9 @@ def _read_jsonl(path: Path, file: io.BufferedReader) -> Iterator[tuple[Any, str]
                 hint="convert the file, for example with iconv",
             ) from error
         except (ValueError, RecursionError) as error:
-            hint = "a .jsonl file has one JSON object on each line"
+            hint = "a .jsonl file has one JSON object per line"
             if line.strip() in (b"{", b"["):
-                hint += "; `jq -c .` writes those that stand on several lines so"
+                hint += "; `jq -c .` converts objects that span several lines"
             raise DatasetError(
                 f"{path}: line {number}{_column(error)}: not JSON: {_json_words(error)}", hint=hint
             ) from error
@@ -252,7 +254,7 @@ def _lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
         if len(line) > MAX_LINE_BYTES:
             raise DatasetError(
                 f"{path}: line {number}: longer than {MAX_LINE_BYTES} bytes",
-                hint="each row stands on a line of its own; large images are named by path",
+                hint="each row must be on its own line; refer to large images by path",
             )
         yield line
 
@@ -264,7 +266,7 @@ def _read_json(path: Path, file: io.BufferedReader) -> Iterator[tuple[Any, str]]
         if len(raw) > MAX_JSON_BYTES:
             raise DatasetError(
                 f"{path}: longer than {MAX_JSON_BYTES} bytes{' when unpacked' if path.suffix in PACKED else ''}",
-                hint="rows on lines of their own (.jsonl) and .parquet are read piece by piece",
+                hint="rows on separate lines (.jsonl) and .parquet are read piece by piece",
             )
     decode = _Decoder()
     try:
@@ -274,16 +276,16 @@ def _read_json(path: Path, file: io.BufferedReader) -> Iterator[tuple[Any, str]]
     except (ValueError, RecursionError) as error:
         where = f"line {error.lineno}, column {error.colno}: " if isinstance(error, json.JSONDecodeError) else ""
         raise DatasetError(
-            f"{path}: {where}not JSON: {_json_words(error)}", hint="one object on each line is a .jsonl file"
+            f"{path}: {where}not JSON: {_json_words(error)}", hint="for one object per line, use a .jsonl file"
         ) from error
     del raw
     rows = data.get("data") if isinstance(data, dict) else data
     if not isinstance(rows, list):
         keys = quote.names(list(data)[:8]) if isinstance(data, dict) else ""
         raise DatasetError(
-            f"{path}: a .json file holds a list of rows, or an object with such a list as `data`"
-            f"{f', this an object with {keys}' if keys else ''}",
-            hint="rows on lines of their own are a .jsonl file",
+            f"{path}: a .json file must contain a list of rows, or an object with such a list as "
+            f"`data`{f', this an object with {keys}' if keys else ''}",
+            hint="for rows on separate lines, use a .jsonl file",
         )
     yield from ((decode.judged(row), f"row {number}") for number, row in enumerate(rows, start=1))
 
@@ -337,19 +339,20 @@ def _read_csv(path: Path, binary: io.BufferedReader) -> Iterator[tuple[Any, str]
     reader = csv.DictReader(_lines(file, path), strict=True)
     try:
         if not reader.fieldnames:
-            raise DatasetError(f"{path}: empty", hint="the first line of a .csv file names its columns")
+            raise DatasetError(f"{path}: empty", hint="the first line of a .csv file must contain the column names")
         _check_columns(path, reader.fieldnames)
         for row in reader:
             if None in row or None in row.values():
                 raise DatasetError(
-                    f"{path}: line {reader.line_num}: not the header's number of fields ({len(reader.fieldnames)})",
-                    hint="text with commas, quotes or line breaks stands in double quotes",
+                    f"{path}: line {reader.line_num}: the number of fields differs from the header "
+                    f"({len(reader.fieldnames)})",
+                    hint="put text with commas, quotes or line breaks in double quotes",
                 )
             yield row, f"line {reader.line_num}"
     except csv.Error as error:
         raise DatasetError(
             f"{path}: line {reader.line_num}: not CSV: {error}",
-            hint="text with commas, quotes or line breaks stands in double quotes",
+            hint="put text with commas, quotes or line breaks in double quotes",
         ) from error
 
 
@@ -363,8 +366,8 @@ def _check_columns(path: Path, names: Iterable[str]) -> None:
     if len(listed) == 1 and (mark := next((mark for mark in ";\t|" if mark in listed[0]), None)):
         named = {"\t": "tabs", ";": "semicolons", "|": "bars"}[mark]
         raise DatasetError(
-            f"{path}: the header is one column, {shown(listed[0])}: its fields are separated by {named}, it seems",
-            hint="a .csv file separates its fields by commas: save it so",
+            f"{path}: the header is a single column, {shown(listed[0])}: the fields seem to be separated by {named}",
+            hint="a .csv file must use commas as separators: save it that way",
         )
 
 
@@ -433,14 +436,14 @@ def _read_table(path: Path, pyarrow: Any, form: str, batches: Callable[[], Itera
                     yield row, f"row {number}"
     except UnicodeDecodeError as error:
         raise DatasetError(
-            f"{path}: row {number + 1} or one after it has text that is not UTF-8",
-            hint="write the file again with its text in UTF-8",
+            f"{path}: row {number + 1} or a later one has text that is not UTF-8",
+            hint="rewrite the file with its text in UTF-8",
         ) from error
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, NotImplementedError) as error:
         # The last exceptions come from values that Python cannot represent, such as a date before the year 1.
         raise DatasetError(
             f"{path}: not a readable {form} file: {quote.mark(' '.join(str(error).split()))}",
-            hint="copy it again from where it came from, or write it anew",
+            hint="copy it again from its source, or create it again",
         ) from error
 
 

@@ -277,14 +277,19 @@ def split(
     Rows of the same content stay on one side, except without `together`, as in jobs that began before that rule.
     """
     if len(examples) < 2:
-        raise DatasetError("one example cannot be split in two", hint="leave out eval_split, or add rows")
+        raise DatasetError(
+            "one example cannot be split into training and evaluation",
+            hint="remove eval_split, or add rows",
+            fix={"eval_split": None},
+        )
     num_held = min(max(round(len(examples) * eval_split), 1), len(examples) - 1)
     held = set(random.Random(seed).sample(range(len(examples)), num_held))
     held = census.together(examples, held) if together else held
     if not held or len(held) == len(examples):
         raise DatasetError(
-            f"all {len(examples)} examples say the same and cannot be split in two",
-            hint="leave out eval_split, or add other rows",
+            f"all {len(examples)} examples are identical and cannot be split",
+            hint="remove eval_split, or add other rows",
+            fix={"eval_split": None},
         )
     train = [example for n, example in enumerate(examples) if n not in held]
     return train, [example for n, example in enumerate(examples) if n in held]
@@ -356,7 +361,7 @@ class _Collector:
         """Raise DatasetError if no row is good, or more than half are bad."""
         if not self.num_rows:
             raise DatasetError(
-                f"{self._dataset.path}: there is no row in it", hint="was it written to its end? Or name another file"
+                f"{self._dataset.path}: it contains no rows", hint="check that it is complete, or use another file"
             )
         if self.num_bad * 2 > self.num_rows or not self.examples:
             if self._misfit is not None and not self.examples:
@@ -366,14 +371,15 @@ class _Collector:
                 raise DatasetError(f"{self._dataset.path}: {self._misfit.message}", hint=self._misfit.hint, fix=fix)
             if self._num_unanswered * 2 > self.num_bad:
                 raise DatasetError(
-                    f"{self._dataset.path}: rows without answers: {self.num_bad} of {self.num_rows} rows cannot be used"
-                    f"{f' as {self.format}' if self.format else ''}: {self.bad[0]}, from which alone is learned",
-                    hint="add the answers; or name the role that answers `assistant` (`gpt` in rows of from and value)",
+                    f"{self._dataset.path}: rows without answers: {self.num_bad} of {self.num_rows} rows cannot be "
+                    f"used{f' as {self.format}' if self.format else ''}: {self.bad[0]}; only answers are trained on",
+                    hint="add the answers; or rename the role that answers to `assistant` (`gpt` in rows of from and "
+                    "value)",
                 )
             raise DatasetError(
                 f"{self._dataset.path}: {self.num_bad} of {self.num_rows} rows cannot be used"
                 f"{f' as {self.format}' if self.format else ''}: {'; '.join(self.bad)}",
-                hint=f"`format` and `columns` of a data set say how its rows are read. {FORMATS_HINT}",
+                hint=f"`format` and `columns` of a data set specify how its rows are read. {FORMATS_HINT}",
             )
 
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -383,7 +389,7 @@ class _Collector:
         if isinstance(row, Broken):
             raise RowError(row.reason)
         if not isinstance(row, dict):
-            raise RowError(f"a row is an object with columns, this is {kind_of(row)}")
+            raise RowError(f"a row must be an object with columns, this is {kind_of(row)}")
         columns = self._dataset.columns
         if not self.format:
             try:

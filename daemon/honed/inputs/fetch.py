@@ -36,14 +36,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from honed.inputs import hubdata
 from honed.inputs.basemodel import is_hub_id
 from honed.job.progress import gib
 from honed.run import snapshot
 from honed.run.hub import File, Hub, Listing, TransientError
-from honed.run.snapshot import Missing
+from honed.run.snapshot import FetchProgress, Missing
 from honed.spec import config
 from honed.system import durable, quote
 from honed.system import layout as layouts
@@ -58,7 +58,6 @@ from honed.system.error import (
     InterruptedRunError,
     ModelError,
     UsageError,
-    from_dict,
     said,
 )
 from honed.system.layout import Layout
@@ -116,21 +115,20 @@ class Request:
         try:
             request = cls(**json.loads(path.read_bytes()))
         except (OSError, ValueError, TypeError) as error:
-            raise UsageError(f"{path}: not a request: {error}") from error
+            raise UsageError(f"{path}: not a valid request: {error}") from error
         return request.checked()
 
     def checked(self) -> Request:
         if not (isinstance(self.repo_id, str) and is_hub_id(self.repo_id)):
             raise UsageError(f"{self.repo_id!r} is not a hub id", hint="a hub id looks like Qwen/Qwen3-1.7B")
         if not re.fullmatch(r"\w[\w./-]*", self.revision) or ".." in self.revision:
-            raise UsageError(f"{self.revision!r} is not a revision", hint="a branch, a tag or a commit")
+            raise UsageError(f"{self.revision!r} is not a revision", hint="use a branch, a tag or a commit")
         if self.repo_type not in {snapshot.MODEL, snapshot.DATASET}:
             raise UsageError(f"{self.repo_type!r} is neither {snapshot.MODEL} nor {snapshot.DATASET}")
         return self
 
 
-#: Receives the progress: bytes, of how many; files, of how many; the current file; the problem that delays it.
-Tell = Callable[[dict[str, Any]], None]
+Tell = Callable[[FetchProgress], None]
 
 
 class Download:
@@ -141,7 +139,7 @@ class Download:
         self._hub = hub
         self._blobs_dir = blobs_dir
         self._tell = tell
-        self.progress: dict[str, Any] = {"bytes": 0, "of": 0, "files": 0, "of_files": 0, "file": None, "problem": None}
+        self.progress: FetchProgress = {"bytes": 0, "of": 0, "files": 0, "of_files": 0, "file": None, "problem": None}
         self._told_at = 0.0
         self._backoff = Backoff(FIRST_DELAY_SEC, MAX_DELAY_SEC)
 
@@ -180,12 +178,12 @@ class Download:
                 part.rename(blob)
                 durable.sync_dir(blob.parent)
                 return
-            log.warning("%s: %s is not what its hash says, and is fetched again", self._hub.where, file.name)
+            log.warning("%s: %s does not match its hash and is fetched again", self._hub.where, file.name)
             part.unlink()
             self.progress["bytes"] -= file.num_bytes
         raise EnvironmentInvalidError(
-            f"{self._hub.where}: {file.name} is not what its hash says, {MAX_DAMAGED} times over",
-            hint="something between here and the hub changes it: a proxy, a mirror, the disk",
+            f"{self._hub.where}: {file.name} did not match its hash in {MAX_DAMAGED} attempts",
+            hint="check the network path to the hub (a proxy or mirror) and the disk",
         )
 
     def _download(self, commit: str, file: File) -> None:
@@ -198,7 +196,7 @@ class Download:
             with self._hub.open(commit, file.name, done) as response:
                 if response.status_code == 416:
                     self._keep(out, 0)
-                    raise TransientError(f"{file.name}: the hub has nothing from byte {done} on")
+                    raise TransientError(f"{file.name}: the hub has no data from byte {done} on")
                 if done and response.status_code != 206:
                     self._keep(out, 0)  # the hub sends the file from its beginning
                 for chunk in response.iter_bytes():
@@ -213,7 +211,7 @@ class Download:
             if got > file.num_bytes:  # the hash check will fail; a retry here could repeat for ever
                 self.progress["bytes"] -= got - file.num_bytes
             elif got < file.num_bytes:
-                raise TransientError(f"{file.name}: {got} bytes came, of {file.num_bytes}")
+                raise TransientError(f"{file.name}: received {got} of {file.num_bytes} bytes")
 
     def _keep(self, out: Any, num_bytes: int) -> None:
         """Truncate a part to its first bytes."""
@@ -229,7 +227,7 @@ class Download:
                 done = step()
             except TransientError as error:
                 if str(error) != self.progress["problem"]:
-                    log.warning("%s: %s; tried again until the fetch's time is over", self._hub.where, error)
+                    log.warning("%s: %s; retrying until hub.fetch_timeout_sec", self._hub.where, error)
                 self.say(problem=str(error), at_once=True)
                 time.sleep(max(0.0, min(self._backoff.next_sec(), self._request.deadline - boot_time())))
             else:
@@ -241,17 +239,16 @@ class Download:
             return
         problem = f": {self.progress['problem']}" if self.progress["problem"] else ""
         raise EnvironmentInvalidError(
-            f"{self._request.wanted.key}: {self._hub.where} could not be fetched in the time that there was "
-            f"(hub.fetch_timeout_sec){problem}",
-            hint="can this machine reach the hub? drop the job again: what was fetched is kept",
+            f"{self._request.wanted.key}: {self._hub.where} could not be fetched within hub.fetch_timeout_sec{problem}",
+            hint="check that this machine can reach the hub, then submit the job again: files fetched so far are kept",
         )
 
-    def say(self, *, at_once: bool = False, **changes: Any) -> None:
+    def say(self, *, at_once: bool = False, **changes: Unpack[FetchProgress]) -> None:
         self.progress |= changes
         now = time.monotonic()
         if at_once or now - self._told_at >= PROGRESS_INTERVAL_SEC:
             self._told_at = now
-            self._tell(dict(self.progress))
+            self._tell({**self.progress})
 
 
 class Fetch:
@@ -302,10 +299,10 @@ class Fetch:
         if "adapter_config.json" in listing.files:
             raise ModelError(
                 f"base_model: {self._hub.where} is an adapter (adapter_config.json, no config.json), not a base model",
-                hint="name the model it was trained on as base_model:",
+                hint="set base_model to the model it was trained on",
             )
         raise ModelError(
-            f"base_model: {self._hub.where} has no config.json", hint="take a checkpoint in transformers' own form"
+            f"base_model: {self._hub.where} has no config.json", hint="use a checkpoint in transformers format"
         )
 
     def _choose(self, listing: Listing) -> list[File]:
@@ -340,16 +337,16 @@ class Fetch:
                 continue
             if is_pickled and not self._request.pickle:
                 raise ModelError(
-                    f"base_model: {self._hub.where} has pickled weights only ({name}), which are not loaded, since "
-                    "loading them runs what is in them",
-                    hint="take a repository with safetensors; or the administrator sets policy.pickle",
+                    f"base_model: {self._hub.where} has only pickled weights ({name}), which are not loaded, because "
+                    "loading them can run arbitrary code",
+                    hint="use a repository with safetensors; or ask the administrator to set policy.pickle",
                 )
             return [name] if name in listing.files else [index, *self._shards(listing, index)]
         others = [name for name in listing.files if name.endswith((".gguf", ".h5", ".msgpack", ".onnx"))]
         raise ModelError(
-            f"base_model: {self._hub.where} has no weights that can be trained on"
-            + (f", only such as {others[0]}" if others else ""),
-            hint="take the checkpoint that it was made from, with a model.safetensors or its index",
+            f"base_model: {self._hub.where} has no weights that can be trained"
+            + (f", only files such as {others[0]}" if others else ""),
+            hint="use the checkpoint it was converted from, with a model.safetensors or its index",
         )
 
     def _shards(self, listing: Listing, index: str) -> list[str]:
@@ -360,13 +357,13 @@ class Fetch:
             shards = sorted(set(weight_map.values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(
-                f"base_model: {self._hub.where}: {index} names no shards ({type(error).__name__})"
+                f"base_model: {self._hub.where}: {index} lists no shards ({type(error).__name__})"
             ) from error
         for shard in shards:
             if not isinstance(shard, str) or "/" in shard or shard not in listing.files:
                 raise ModelError(
-                    f"base_model: {self._hub.where} lacks {quote.name(str(shard))}, which {index} names",
-                    hint="the repository is incomplete: take another revision",
+                    f"base_model: {self._hub.where} lacks {quote.name(str(shard))}, which {index} lists",
+                    hint="the repository is incomplete: use another revision",
                 )
         return shards
 
@@ -376,7 +373,7 @@ class Fetch:
         if not file.blob or file.num_bytes < 0:
             file = self._download.patiently(lambda: self._hub.ask(listing.commit, name))
         if not re.fullmatch(r"\w[\w-]{5,127}", file.blob):
-            raise EnvironmentInvalidError(f"{self._hub.where}: the hub gives {file.blob!r} as the ETag of {name}")
+            raise EnvironmentInvalidError(f"{self._hub.where}: the hub returned {file.blob!r} as the ETag of {name}")
         return file
 
     def _check_disk(self, files: list[File]) -> None:
@@ -385,8 +382,8 @@ class Fetch:
         free = shutil.disk_usage(self._cache_dir).free
         if num_bytes and num_bytes + MIN_FREE_BYTES > free:
             raise DiskShortError(
-                f"{self._cache_dir}: {self._hub.where} takes {gib(num_bytes)} more, and {gib(free)} are free",
-                hint="free some, or put the cache on a larger disk",
+                f"{self._cache_dir}: {self._hub.where} needs {gib(num_bytes)} more, but only {gib(free)} is free",
+                hint="free disk space, or move the cache to a larger disk",
             )
 
     @contextlib.contextmanager
@@ -401,11 +398,13 @@ class Fetch:
     def from_os(self, error: OSError) -> HonedError:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             return DiskShortError(
-                f"{self._cache_dir}: the disk is full, {gib(self._download.progress['bytes'])} into {self._hub.where}",
-                hint="free some, and drop the job again: what was fetched is kept",
+                f"{self._cache_dir}: the disk became full after {gib(self._download.progress['bytes'])} of "
+                f"{self._hub.where}",
+                hint="free disk space, and submit the job again: files fetched so far are kept",
             )
         return EnvironmentInvalidError(
-            f"{error.filename or self._cache_dir}: {error.strerror or error}", hint="can honed write its cache?"
+            f"{error.filename or self._cache_dir}: {error.strerror or error}",
+            hint="check that honed can write its cache",
         )
 
 
@@ -413,7 +412,7 @@ def _lock(fd: int, what: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise TransientError(f"another fetch of this {what} runs") from None
+        raise TransientError(f"another fetch of this {what} is running") from None
 
 
 def _write(fd: int, data: bytes) -> None:
@@ -469,11 +468,13 @@ def read_token(layout: Layout, environment: Mapping[str, str]) -> str | None:
             continue
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a token"
-            raise EnvironmentInvalidError(f"{place}: {reason}", hint="chmod it so that honed can read it") from error
+            raise EnvironmentInvalidError(f"{place}: {reason}", hint="make it readable for honed with chmod") from error
         if not token.isprintable() or " " in token:
-            raise EnvironmentInvalidError(f"{place}: not a token", hint="one line, the token alone")
+            raise EnvironmentInvalidError(
+                f"{place}: not a token", hint="the file must contain only the token, on one line"
+            )
         if place.stat().st_mode & 0o004:
-            log.warning("%s: everybody can read the token; chmod 0640, with honed's group", place)
+            log.warning("%s: every user can read the token; use chmod 0640, with honed's group", place)
         if token:
             return token
     return None
@@ -485,7 +486,7 @@ def fetch(request: Request, layout: Layout, tell: Tell) -> Path:
         import huggingface_hub  # noqa: F401, PLC0415
     except ImportError as error:
         raise EnvironmentInvalidError(
-            f"nothing can be fetched from the hub: {error}",
+            f"fetching from the hub is not possible: {error}",
             hint="pip install 'honed[train]', or set policy.hub = false",
         ) from error
     made = Fetch(request, layout.cache_dir, read_token(layout, os.environ), tell)
@@ -496,10 +497,8 @@ def fetch(request: Request, layout: Layout, tell: Tell) -> Path:
     except OSError as error:
         raise made.from_os(error) from error
     except Exception as error:
-        log.exception("the fetch failed in a way that nobody foresaw")
-        raise InternalError(
-            f"the fetch failed in a way that nobody foresaw: {type(error).__name__}: {said(error)}"
-        ) from error
+        log.exception("the fetch failed unexpectedly")
+        raise InternalError(f"the fetch failed unexpectedly: {type(error).__name__}: {said(error)}") from error
 
 
 def main() -> int:
@@ -514,10 +513,10 @@ def main() -> int:
     parser.add_argument("--name", help="configuration of the data set")
     parser.add_argument("--split", help="fetch only this split of the data set")
     parser.add_argument("--allow-pickle", action="store_true", help="fetch pickled weights if there are no others")
-    parser.add_argument("--allow-code", action="store_true", help="fetch code that comes with the model")
+    parser.add_argument("--allow-code", action="store_true", help="fetch the model's own code")
     options = parser.parse_args()
     if (options.request is None) == (options.repo_id is None):
-        parser.error("either REPO_ID or --request N")
+        parser.error("give either REPO_ID or --request N")
     logs.set_up(verbose=False)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
     os.environ |= ENVIRONMENT
@@ -543,11 +542,13 @@ def main() -> int:
     except HonedError as error:
         return _end(error)
     except KeyboardInterrupt:
-        return _end(InterruptedRunError("interrupted", hint="what was fetched is kept, and the next fetch goes on"))
+        return _end(
+            InterruptedRunError("interrupted", hint="files fetched so far are kept, and the next fetch continues")
+        )
     return 0
 
 
-def _print(progress: dict[str, Any]) -> None:
+def _print(progress: FetchProgress) -> None:
     print(json.dumps(progress), flush=True)
 
 
@@ -562,20 +563,20 @@ def _for_the_daemon(layout: Layout, number: int) -> int:
     try:
         with _alone(files.lock_path):
             request = Request.read(files.request_path)
-            result: dict[str, Any] = {}
             try:
                 log.debug("fetches %s at %s", request.repo_id, request.revision)
                 path = fetch(request, layout, lambda progress: _write_progress(files.progress_path, progress))
-                result = {"ok": True, "path": str(path)}
+                result: dict[str, object] = {"ok": True, "path": str(path)}
+                status = 0
             except HonedError as error:
-                result = {"ok": False, "error": error.as_dict()}
+                result, status = {"ok": False, "error": error.as_dict()}, error.exit_status
             durable.write_json(files.result_path, result)
-            return 0 if result["ok"] else from_dict(result["error"]).exit_status
+            return status
     except HonedError as error:
         log.error("fetch %d: %s", number, error.message)  # noqa: TRY400 - the sentence is the fact
         return error.exit_status
     except KeyboardInterrupt:
-        log.info("fetch %d: interrupted; what was fetched is kept", number)
+        log.info("fetch %d: interrupted; files fetched so far are kept", number)
         return InterruptedRunError.exit_status
 
 
@@ -591,13 +592,13 @@ def _alone(lock_path: Path) -> Iterator[None]:
                 break
             time.sleep(0.1)
         else:
-            raise InterruptedRunError("it runs already")
+            raise InterruptedRunError("it is already running")
         lock.truncate(0)
         _write(lock.fileno(), str(os.getpid()).encode())
         yield
 
 
-def _write_progress(path: Path, progress: dict[str, Any]) -> None:
+def _write_progress(path: Path, progress: FetchProgress) -> None:
     """Write the progress atomically, but do not sync it: it is useless after a crash."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(progress))

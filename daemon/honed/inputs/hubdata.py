@@ -67,17 +67,15 @@ def _base(name: str) -> str:
 
 def _unreadable(where: str, listed: Sequence[str]) -> DatasetError:
     scripts = [name for name in listed if "/" not in name and name.endswith(".py")]
-    converted = f"the hub's own conversion may be there: `revision: {_CONVERTED}`"
+    converted = f"the hub's automatic conversion may exist: `revision: {_CONVERTED}`"
     if scripts:
         return DatasetError(
-            f"{where} has only a loading script ({scripts[0]}) and no data files that are read here; scripts of data "
-            "sets are never run",
-            hint=f"{converted}; else run it elsewhere, and name the files that it makes",
+            f"{where} has only a loading script ({scripts[0]}) and no supported data files; honed never runs scripts "
+            "of data sets",
+            hint=f"{converted}; otherwise run it elsewhere, and use the files that it creates",
         )
     there = ", ".join([name for name in listed if not name.startswith(".")][:8]) or "nothing"
-    return DatasetError(
-        f"{where} has no data files that are read here (there is: {there})", hint=f"{SUFFIXES_HINT}; {converted}"
-    )
+    return DatasetError(f"{where} has no supported data files (it has: {there})", hint=f"{SUFFIXES_HINT}; {converted}")
 
 
 def _of_names(where: str, readable: Sequence[str], place: str, split: str | None) -> list[str]:
@@ -93,7 +91,7 @@ def _of_names(where: str, readable: Sequence[str], place: str, split: str | None
         except DatasetError as error:
             hint = error.hint
             if f"path: {top}/" in hint:
-                hint = "write `name:` with one of these below its path, to take it as the configuration"
+                hint = "write `name:` with one of these below its path to select that configuration"
             raise DatasetError(error.said.replace(str(top), where), hint=hint.replace(str(root), where)) from None
         mixed = datadir.mixed(top, found) if split is None else None
         if mixed is not None and mixed.is_certain:
@@ -104,7 +102,7 @@ def _of_names(where: str, readable: Sequence[str], place: str, split: str | None
 def _several_splits(where: str, splits: Sequence[str]) -> DatasetError:
     lines = " or ".join(f"`split: {split}`" for split in splits[:8])
     return DatasetError(
-        f"{where} has held-out data beside others, and `split` does not say which is meant",
+        f"{where} contains held-out data, and `split` is not set",
         hint=f"write {lines} below its path",
     )
 
@@ -187,7 +185,7 @@ def _of_patterns(where: str, readable: Sequence[str], config: _Config, split: st
             raise _several_splits(where, splits)
     elif split not in config.patterns:
         lines = " or ".join(f"`split: {each}`" for each in splits[:8])
-        raise DatasetError(f"{where}: no split {split!r} in its configuration {config.name}", hint=f"write {lines}")
+        raise DatasetError(f"{where}: no split {split!r} in configuration {config.name}", hint=f"write {lines}")
     chosen: dict[str, None] = {}
     for each in splits if split is None else [split]:
         for pattern in config.patterns[each]:
@@ -195,8 +193,8 @@ def _of_patterns(where: str, readable: Sequence[str], config: _Config, split: st
             found = [name for name in readable if _matches(name, meant)]
             if not found:
                 raise DatasetError(
-                    f"{where}: its card names {pattern} as {each} of {config.name}, and there is no such data file",
-                    hint="write a `revision` that has it, or download the files and name them",
+                    f"{where}: its card lists {pattern} as {each} of {config.name}, but there is no such data file",
+                    hint="set a `revision` that has it, or download the files and use their paths",
                 )
             chosen |= dict.fromkeys(found)
     return list(chosen)
@@ -223,8 +221,8 @@ def _directory(where: str, readable: Sequence[str], name: str | None) -> str:
             return place
     tops = sorted({file.split("/")[0] for file in readable if "/" in file})
     raise DatasetError(
-        f"{where} has no configuration {name!r}: neither its card nor a directory is called so",
-        hint=f"its directories are: {', '.join(tops[:8])}" if tops else "leave `name` out",
+        f"{where} has no configuration {name!r}: neither its card lists one nor is there such a directory",
+        hint=f"its directories are: {', '.join(tops[:8])}" if tops else "remove `name`",
     )
 
 
@@ -306,7 +304,7 @@ def _refused(key: str, asked: Missing, cache_dir: Path) -> DatasetError:
     revision = f" --revision {asked.revision}" if asked.revision != "main" else ""
     fetch = f"hf download --repo-type dataset {asked.repo_id}{revision}"
     return DatasetError(
-        f"{key}.path: {asked.repo_id} at {asked.revision} is {how} in the local cache {cache_dir}; jobs may not fetch "
-        "from the hub here (policy.hub)",
-        hint=f"download it first, `{fetch} --local-dir DIR`, and name DIR; or `HF_HOME={cache_dir} {fetch}`",
+        f"{key}.path: {asked.repo_id} at {asked.revision} is {how} in the local cache {cache_dir}, and jobs may not "
+        "fetch from the hub (policy.hub)",
+        hint=f"download it first with `{fetch} --local-dir DIR`, and use DIR as path; or `HF_HOME={cache_dir} {fetch}`",
     )

@@ -18,21 +18,20 @@ MAX_NAMED = 3
 #: Directories below it that are searched for a model's file.
 MAX_BELOW = 50
 
-_GGUF = ("GGUF, which is for inference", "name the directory of the checkpoint that it was made from")
+_GGUF = ("GGUF, which is for inference", "use the directory of the checkpoint that it was converted from")
 _TORCH = (
-    "torch's own format, which runs code when it is read",
-    "name a directory with config.json and safetensors: load it where you trust it, and save_pretrained it",
+    "torch's own format, which can run code when it is loaded",
+    "use a directory with config.json and safetensors: load the model on a machine where you trust it, and save it "
+    "with save_pretrained",
 )
 #: File suffix → the file's kind, and the remedy.
 _FILES = {
     ".gguf": _GGUF,
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin", ".pkl"), _TORCH),
-    ".onnx": ("ONNX, which is for inference", "name the directory of the checkpoint that it was made from"),
-    ".npz": ("MLX's format", "name the checkpoint that it was converted from"),
-    ".nemo": ("NeMo's format", "convert it to the Hugging Face form first"),
-    **dict.fromkeys(
-        (".zip", ".gz", ".tgz", ".tar", ".zst", ".7z"), ("an archive", "unpack it, and name the directory")
-    ),
+    ".onnx": ("ONNX, which is for inference", "use the directory of the checkpoint that it was converted from"),
+    ".npz": ("MLX's format", "use the checkpoint that it was converted from"),
+    ".nemo": ("NeMo's format", "convert it to the Hugging Face format first"),
+    **dict.fromkeys((".zip", ".gz", ".tgz", ".tar", ".zst", ".7z"), ("an archive", "unpack it, and use the directory")),
 }
 
 
@@ -42,11 +41,11 @@ def refuse_file(path: Path, key: str) -> ModelError:
     marker = "adapter_config.json" if key == "adapter" else "config.json"
     if path.suffix in (".safetensors", ".json", ".bin") and (parent / marker).is_file():
         return ModelError(
-            f"{key}: {path} is a file of a model",
-            hint=f"name its directory: write {key}: {parent}",
+            f"{key}: {path} is a file of a model, not its directory",
+            hint=f"use its directory: write {key}: {parent}",
             fix={key: str(parent)},
         )
-    what, hint = _FILES.get(path.suffix.lower(), ("a file", f"name the directory with {marker} in it"))
+    what, hint = _FILES.get(path.suffix.lower(), ("a file", f"use the directory that contains {marker}"))
     return ModelError(f"{key}: {path} is {'' if what.startswith('a ') else 'a file in '}{what}", hint=hint)
 
 
@@ -58,13 +57,13 @@ def refuse(path: Path, key: str = "base_model") -> ModelError | None:
         return _adapter(path, path, "an adapter (adapter_config.json, no config.json), not a base model")
     if is_adapter and (path / "config.json").is_file():
         return ModelError(
-            f"{path}: a whole model (config.json, no adapter_config.json), not an adapter",
-            hint=f"to train it, name it as base_model in place of an adapter: {path}",
+            f"{path}: a full model (config.json, no adapter_config.json), not an adapter",
+            hint=f"to train it, set it as base_model and remove adapter: {path}",
         )
     if (path / "model_index.json").is_file():
         return ModelError(
-            f"{path}: a model of images (diffusers: model_index.json)",
-            hint="training such models is not supported yet: honed trains those that write text",
+            f"{path}: an image generation model (diffusers: model_index.json)",
+            hint="training such models is not supported: honed trains language models",
         )
     if found := _below(path, key):
         return found
@@ -75,18 +74,18 @@ def refuse(path: Path, key: str = "base_model") -> ModelError | None:
         return None
     if (path / "params.json").is_file() and any(name.startswith("consolidated") for name in names):
         return ModelError(
-            f"{path}: weights in their maker's own format (params.json, consolidated.*)",
-            hint="name the same model in the Hugging Face form, with config.json and safetensors",
+            f"{path}: weights in the vendor's own format (params.json, consolidated.*)",
+            hint="use the same model in the Hugging Face format, with config.json",
         )
     below = (f"{name}/{each}" for name in names[:MAX_BELOW] for each in sorted(_names(path / name)))
     files = [*names, *(file for file in below if file.lower().endswith(".gguf"))]
     for suffix, (what, hint) in _FILES.items():
         if file := next((name for name in files if name.lower().endswith(suffix)), None):
-            return ModelError(f"{path}: holds {file}, {what}, and no config.json", hint=hint)
+            return ModelError(f"{path}: contains {file}, {what}, and no config.json", hint=hint)
     if any(name.endswith(".safetensors") for name in names):
         return ModelError(
-            f"{path}: weights without a config.json, which says what they are of",
-            hint="copy config.json and the tokenizer's files from where the model came from",
+            f"{path}: weights without a config.json, so the architecture is unknown",
+            hint="copy config.json and the tokenizer's files from the model's source",
         )
     return None
 
@@ -98,22 +97,22 @@ def _below(path: Path, key: str) -> ModelError | None:
     if found := _checkpoints(path, [each for each in children if re.fullmatch(r"checkpoint-\d+", each.name)], key):
         return found
     if snapshot := _snapshot(path):
-        return _elsewhere(path, snapshot, key, "the cache of a model from the hub, not the model")
+        return _elsewhere(path, snapshot, key, "the hub cache of a model, not the model itself")
     cached = [each for each in children if each.name.startswith("models--") and each.is_dir()]
     if cached:
         snapshots = [each for each in map(_snapshot, cached) if each is not None]
         if len(snapshots) == 1:
-            return _elsewhere(path, snapshots[0], key, "a cache of models from the hub")
+            return _elsewhere(path, snapshots[0], key, "a hub cache of models")
         ids = [each.name.removeprefix("models--").replace("--", "/") for each in cached]
-        return ModelError(f"{path}: a cache of models from the hub", hint=f"name one of them by its id: {_listed(ids)}")
+        return ModelError(f"{path}: a hub cache of models", hint=f"use one of their ids: {_listed(ids)}")
     marker = "adapter_config.json" if key == "adapter" else "config.json"
     models = [each for each in children if (each / marker).is_file()]
     if len(models) == 1:
-        return _elsewhere(path, models[0], key, "a directory with a model in it, not the model")
+        return _elsewhere(path, models[0], key, "a directory that contains a model, not the model itself")
     if models:
         return ModelError(
             f"{path}: a directory with {len(models)} models in it",
-            hint=f"name one: {_listed([str(each) for each in models])}",
+            hint=f"use one of them: {_listed([str(each) for each in models])}",
         )
     return None
 
@@ -123,13 +122,13 @@ def _checkpoints(path: Path, found: list[Path], key: str) -> ModelError | None:
     newest_first = sorted(found, key=lambda each: -int(each.name.rpartition("-")[2]))
     for each in newest_first:
         names = _listed([each.name for each in newest_first])
-        what = f"a Trainer's output, and the model lies in its checkpoints ({names})"
+        what = f"a Trainer's output, with the model in its checkpoints ({names})"
         if key == "adapter" and (each / "adapter_config.json").is_file():
             return _elsewhere(path, each, key, what)
         if (each / "config.json").is_file():
             return _elsewhere(path, each, key, what)
         if (each / "adapter_config.json").is_file():
-            return _adapter(path, each, what.replace("the model lies", "an adapter lies"))
+            return _adapter(path, each, what.replace("the model", "an adapter"))
     return None
 
 
@@ -142,10 +141,10 @@ def _adapter(path: Path, adapter: Path, what: str) -> ModelError:
     base = _json(adapter / "adapter_config.json").get("base_model_name_or_path")
     is_known = isinstance(base, str) and base and (base.startswith("/") or re.fullmatch(r"[\w.-]+/[\w.-]+", base))
     if is_known and base != str(path):
-        hint = f"write adapter: {adapter} and base_model: {base}, which it was trained on, without lora:"
+        hint = f"write adapter: {adapter} and base_model: {base} (the model it was trained on), and remove lora:"
         return ModelError(f"{path}: {what}", hint=hint, fix={"base_model": base, "adapter": str(adapter), "lora": None})
     return ModelError(
-        f"{path}: {what}", hint=f"name it as `adapter:` ({adapter}), and the model it was trained on as `base_model:`"
+        f"{path}: {what}", hint=f"set `adapter:` to it ({adapter}), and `base_model:` to the model it was trained on"
     )
 
 

@@ -229,10 +229,10 @@ def _absence(path: Path) -> str:
         if path.is_dir():
             return "a directory, not a file"
         if path.is_symlink() and not path.exists():
-            return f"a link to {quote.place(str(path.readlink()))}, which is not there"
+            return f"a link to {quote.place(str(path.readlink()))}, which does not exist"
         if not path.exists():
             missing = next((each for each in reversed(path.parents) if not each.exists()), None)
-            return "no such file" + (f": there is no directory {quote.place(str(missing))}" if missing else "")
+            return "no such file" + (f": the directory {quote.place(str(missing))} does not exist" if missing else "")
     except OSError as error:
         return error.strerror or str(error)
     return "not a regular file"
@@ -247,18 +247,18 @@ def _check_file(media: Media) -> Path | None:
         return None
     try:
         if not path.is_file():  # a pipe is none either: reading it would block for ever
-            hint = "relative paths start from the data file, or `media_dir`"
+            hint = "relative paths are resolved against the data file's directory, or `media_dir`"
             raise MediaError(f"{media.named}: {_absence(path)}", hint=hint)
         with path.open("rb") as file:
             head = file.read(64)
     except OSError as error:
         raise MediaError(
-            f"{media.named}: {error.strerror or error}", hint="can the job's submitter read it?"
+            f"{media.named}: {error.strerror or error}", hint="check that the job's submitter can read it"
         ) from error
     if not head:
         raise MediaError(f"{media.named}: an empty file")
     if head.startswith(b"version https://git-lfs"):
-        raise MediaError(f"{media.named}: a Git LFS pointer, not the file itself", hint="git lfs pull fetches it")
+        raise MediaError(f"{media.named}: a Git LFS pointer, not the file itself", hint="run git lfs pull to fetch it")
     return path
 
 
@@ -273,7 +273,7 @@ def _looks(media: Media) -> str:
     except OSError:
         return ""
     if head.lstrip()[:1] == b"<":
-        return "it is text, such as a page that was downloaded in its place"
+        return "it is text, such as a web page downloaded instead of the file"
     try:
         head[:500].decode()
     except UnicodeDecodeError as error:
@@ -284,7 +284,7 @@ def _looks(media: Media) -> str:
 
 def _unreadable(media: Media, reader: str) -> str:
     seems = _looks(media)
-    return f"{media.named}: not {reader} that can be read{f': {seems}' if seems else ''}"
+    return f"{media.named}: not a readable {reader}{f': {seems}' if seems else ''}"
 
 
 def _source(media: Media) -> Any:
@@ -310,8 +310,8 @@ def _opened_image(media: Media) -> Iterator[Image.Image]:
     except pillow.DecompressionBombError as error:
         raise MediaError(f"{media.named}: more than {MAX_PIXELS:,} pixels", hint="make it smaller") from error
     except pillow.UnidentifiedImageError as error:
-        hint = f"images are read as {', '.join(formats)}: convert it to one of them"
-        raise MediaError(_unreadable(media, "an image"), hint=hint) from error
+        hint = f"supported image formats are {', '.join(formats)}: convert it to one of them"
+        raise MediaError(_unreadable(media, "image"), hint=hint) from error
     except _TORN as error:
         raise MediaError(f"{media.named}: a broken image: {_said(error)}") from error
 
@@ -338,12 +338,12 @@ def _check_size(media: Media, width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         raise MediaError(f"{media.named}: {width}×{height} is more than {MAX_PIXELS:,} pixels", hint="make it smaller")
     if not width or not height:
-        raise MediaError(f"{media.named}: {width}×{height}, there is nothing in it")
+        raise MediaError(f"{media.named}: {width}×{height}: the image is empty")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise MediaError(
-            f"{media.named}: {width}×{height}, more than {MAX_ASPECT_RATIO} times as long as wide: "
-            "models see nothing of such a strip",
-            hint="cut it into pieces",
+            f"{media.named}: {width}×{height}: one side is more than {MAX_ASPECT_RATIO} times as long as the other, "
+            "too narrow for models to recognize anything",
+            hint="cut it into several images",
         )
 
 
@@ -431,11 +431,13 @@ def _frame_files(media: Media) -> list[Path]:
         found = [each for each in media.path.iterdir() if not each.name.startswith(".")]
     except OSError as error:
         raise MediaError(
-            f"{media.named}: {error.strerror or error}", hint="can the job's submitter read it?"
+            f"{media.named}: {error.strerror or error}", hint="check that the job's submitter can read it"
         ) from error
     images = sorted((each for each in found if each.suffix.lower() in IMAGE_SUFFIXES), key=_natural)
     if not images:
-        raise MediaError(f"{media.named}: no frame in this directory", hint=f"frames end in {' '.join(IMAGE_SUFFIXES)}")
+        raise MediaError(
+            f"{media.named}: no frames in this directory", hint=f"frames must end in {' '.join(IMAGE_SUFFIXES)}"
+        )
     return images
 
 
@@ -472,7 +474,7 @@ def _video(media: Media, limits: MediaLimits) -> tuple[list[Image.Image], float 
         if not times:
             raise MediaError(f"{media.named}: a video without a frame")
         if len(times) < stream.frames * 0.9:  # containers count a few more than they show
-            raise MediaError(f"{media.named}: a torn video: {len(times)} of its {stream.frames} frames are there")
+            raise MediaError(f"{media.named}: a truncated video: it has {len(times)} of its {stream.frames} frames")
         wanted = [times[n] for n in _spread(len(times), num_taken(len(times), limits))]
         taken = [_upright(media, frame, limits) for frame in _decoded(container, stream, wanted, keys)]
         if not taken:
@@ -541,7 +543,7 @@ def audio(media: Media, sampling_rate: int) -> numpy.typing.NDArray[numpy.float3
             chunks.append(frame.to_ndarray().mean(axis=0))
             number += len(chunks[-1])
             if number > MAX_AUDIO_SEC * sampling_rate:
-                raise MediaError(f"{media.named}: more than {MAX_AUDIO_SEC / 60:g} minutes of sound", hint="cut it")
+                raise MediaError(f"{media.named}: more than {MAX_AUDIO_SEC / 60:g} minutes of sound", hint="shorten it")
         if not number:
             raise MediaError(f"{media.named}: sound of zero length")
         samples: numpy.typing.NDArray[numpy.float32] = np.concatenate(chunks).astype(np.float32, copy=False)
@@ -562,7 +564,7 @@ def _and_the_rest(decoded: Iterable[Any], resampler: Any) -> Iterator[Any]:
 def _container(media: Media) -> Iterator[av.container.InputContainer]:
     """Open a video or sound file. Errors in the block become a MediaError of the file."""
     av_module = _av()
-    what = "sound" if media.kind == "audio" else "a video"
+    what = "sound file" if media.kind == "audio" else "video"
     source = _source(media)
     try:
         with av_module.open(source, mode="r", options=dict(_SELF_CONTAINED), metadata_errors="replace") as container:
@@ -578,9 +580,9 @@ def _container(media: Media) -> Iterator[av.container.InputContainer]:
 def _stream(media: Media, container: Any, kind: Literal["video", "audio"]) -> Any:
     streams = container.streams.video if kind == "video" else container.streams.audio
     if not streams:
-        raise MediaError(f"{media.named}: there is no {'picture' if kind == 'video' else 'sound'} in it")
+        raise MediaError(f"{media.named}: it has no {'picture' if kind == 'video' else 'sound'}")
     if streams[0].codec_context is None:
-        raise MediaError(f"{media.named}: a codec that is not known here")
+        raise MediaError(f"{media.named}: an unsupported codec")
     return streams[0]
 
 

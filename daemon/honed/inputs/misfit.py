@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from honed.system import quote
+from honed.system.error import Fix
 
 #: Names of columns with questions, and with answers; the first that exists counts.
 ASKS = (
@@ -51,7 +52,7 @@ class Misfit:
     columns: dict[str, str] = field(default_factory=dict)  #: a value of the data set's `columns:` that would work
 
     @property
-    def fix(self) -> dict[str, Any]:
+    def fix(self) -> Fix:
         return {"columns": self.columns} if self.columns else {}
 
 
@@ -63,7 +64,7 @@ def of(row: Mapping[str, Any]) -> Misfit | None:
     if "preferred_output" in names or "non_preferred_output" in names:  # OpenAI's form
         return Misfit(
             "preference data (DPO) is not supported yet: rows have `preferred_output` and `non_preferred_output`",
-            "rows of messages can be trained: the input's, with the preferred output's behind them",
+            "messages can be trained on: append the preferred output's messages to the input's",
         )
     if _is_table(names) or not (asks := _first(ASKS, names)):
         return None
@@ -75,9 +76,9 @@ def of(row: Mapping[str, Any]) -> Misfit | None:
             else ("prompt_completion", "prompt", "completion")
         )
         return Misfit(
-            f"rows that ask and do not answer: they have `{names[asks]}` and no answer, and there is nothing to learn",
-            f"a row of {ours} has `{first}` and `{wants}`; where the answers "
-            f"have another name, `columns: {{{wants}: …}}` says it",
+            f"rows have questions but no answers: they have `{names[asks]}`, but nothing to train on",
+            f"a row of {ours} needs `{first}` and `{wants}`; if the answers have another column name, set `columns: "
+            f"{{{wants}: …}}`",
         )
     columns = {"prompt": names[asks], "completion": names[answers]}
     columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
@@ -85,7 +86,8 @@ def of(row: Mapping[str, Any]) -> Misfit | None:
         return None
     return Misfit(
         f"no format has the columns {quote.names(map(str, list(row)[:20]), '`{}`')}",
-        f"if `{names[asks]}` asks and `{names[answers]}` answers, write {_written(columns)} below the data set's path",
+        f"if `{names[asks]}` is the question and `{names[answers]}` the answer, write {_written(columns)} below the "
+        "data set's path",
         columns,
     )
 
@@ -105,10 +107,10 @@ def _preference(row: Mapping[str, Any], names: Mapping[str, str]) -> Misfit:
     elif isinstance(row[chosen], str) and (asks := _first(ASKS, names)) and isinstance(row[names[asks]], str):
         columns = {"prompt": names[asks], "completion": chosen}
         columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-    alone = f"{_written(columns)} below the data set's path trains on the chosen answers alone, " if columns else ""
+    alone = f"{_written(columns)} below the data set's path trains only on the chosen answers, " if columns else ""
     return Misfit(
         f"preference data (DPO) is not supported yet: rows have `{chosen}` and `{names['rejected']}`",
-        alone + ("without what the rejected ones teach" if columns else "rows of prompt and completion can be trained"),
+        alone + ("and ignores the rejected ones" if columns else "prompt/completion rows can be trained on"),
         columns,
     )
 

@@ -33,7 +33,7 @@ _WANTED = {
     "sharegpt": "`conversations` of from/value",
     "text": "`text`",
 }
-FORMATS_HINT = "formats: " + "; ".join(f"{name} has {wanted}" for name, wanted in _WANTED.items())
+FORMATS_HINT = "formats: " + "; ".join(f"{name} needs {wanted}" for name, wanted in _WANTED.items())
 
 #: Columns of a row that a message names, at most.
 MAX_COLUMNS = 20
@@ -174,7 +174,7 @@ def recognise(row: Mapping[str, Any], columns: Mapping[str, str] | None = None) 
     found = quote.names(map(str, list(row)[:MAX_COLUMNS])) or "none"
     found += f", and {len(row) - MAX_COLUMNS} more" if len(row) > MAX_COLUMNS else ""
     raise DatasetError(
-        f"the format cannot be told from the columns ({found})",
+        f"the format cannot be determined from the columns ({found})",
         hint=f"{FORMATS_HINT}; `columns` maps these names to yours, as in {{prompt: question}}",
     )
 
@@ -196,7 +196,9 @@ def convert(
     try:
         made = fields(row, format, columns, has_chat_template=has_chat_template, directories=directories)
     except RowError as error:
-        raise DatasetError(f"row {row_index + 1}: {error}", hint=f"{format} has {_WANTED.get(format, '?')}") from error
+        raise DatasetError(
+            f"row {row_index + 1}: {error}", hint=f"{format} needs {_WANTED.get(format, '?')}"
+        ) from error
     return Example(**made, dataset_index=dataset_index, row_index=row_index)
 
 
@@ -226,7 +228,7 @@ def _check_text(made: dict[str, Any]) -> None:
     try:
         json.dumps(made, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
-        raise RowError("a half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+        raise RowError("an unpaired surrogate (\\ud800 to \\udfff), which is not valid text") from None
     except RecursionError:
         raise RowError("nested too deeply") from None
 
@@ -234,7 +236,7 @@ def _check_text(made: dict[str, Any]) -> None:
 def _of_format(row: Mapping[str, Any], format: str, *, has_chat_template: bool) -> dict[str, Any]:  # noqa: A002
     attached = next((key for key in attachment.COLUMNS if attachment.is_given(row.get(key))), None)
     if attached and format in ("alpaca", "prompt_completion") and not has_chat_template:
-        raise RowError(f"`{attached}` beside the text needs a chat template; name one with `chat_template:`")
+        raise RowError(f"`{attached}` next to the text needs a chat template; set one with `chat_template:`")
     match format:
         case "messages":
             return _from_messages(row)
@@ -245,9 +247,7 @@ def _of_format(row: Mapping[str, Any], format: str, *, has_chat_template: bool) 
         case "sharegpt":
             return _from_sharegpt(row)
         case "text" if attached:
-            raise RowError(
-                f"`{attached}` beside `text`, and no turn that it could stand in; such rows are conversations"
-            )
+            raise RowError(f"`{attached}` next to `text`, but no turn to put it in; such rows must be conversations")
         case "text":
             return {"kind": "text", "text": _string(row, "text")}
         case _:
@@ -267,14 +267,14 @@ def _from_prompt_completion(row: Mapping[str, Any], *, is_conversation: bool) ->
         before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
         if named := [n for n, message in enumerate(before, start=1) if message.get("weight")]:
             raise RefusedRowError(
-                f"message {named[0]} of the `prompt` is to be trained on, and a prompt never is",
-                hint="write the row as `messages`: each turn of the assistant is trained on, but those of weight 0",
+                f"message {named[0]} of the `prompt` is set to be trained on, but a prompt never is",
+                hint="write the row as `messages`: every assistant turn is trained on, except those with weight 0",
             )
         _require_answer(after)
         fields = {"kind": "messages", "messages": [*before, *after], "tools": _tools(row)}
         return fields | {"num_prompt_messages": len(before)}
     if isinstance(prompt, list) != isinstance(completion, list):
-        raise RowError("`prompt` and `completion` are two strings or two lists of messages, not one of each")
+        raise RowError("`prompt` and `completion` must both be strings or both be lists of messages")
     completion, asked = _string(row, "completion"), _string(row, "prompt", may_be_empty=True)
     if is_conversation:
         messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": completion}]
@@ -288,7 +288,7 @@ def _from_alpaca(row: Mapping[str, Any], *, has_chat_template: bool) -> dict[str
     system, history = _string(row, "system", may_be_empty=True), _unpacked(row.get("history")) or []
     if not has_chat_template:
         if history:
-            raise RowError("`history` needs a chat template; name one with `chat_template:`")
+            raise RowError("`history` needs a chat template; set one with `chat_template:`")
         template = _ALPACA_WITH_INPUT if given.strip() else _ALPACA
         lead = f"{system}\n\n" if system else ""
         return {
@@ -298,10 +298,10 @@ def _from_alpaca(row: Mapping[str, Any], *, has_chat_template: bool) -> dict[str
         }
     messages = [{"role": "system", "content": system}] if system else []
     if not isinstance(history, list):
-        raise RowError("`history` is a list of pairs of instruction and answer")
+        raise RowError("`history` must be a list of instruction/answer pairs")
     for pair in history:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise RowError("`history` is a list of pairs of instruction and answer")
+            raise RowError("`history` must be a list of instruction/answer pairs")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     asked = f"{instruction}\n\n{given}" if given.strip() else instruction
     messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
@@ -311,7 +311,7 @@ def _from_alpaca(row: Mapping[str, Any], *, has_chat_template: bool) -> dict[str
 def _from_sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
     turns = _unpacked(next((row[key] for key in ("conversations", "conversation", "messages") if key in row), None))
     if not isinstance(turns, list):
-        raise RowError(f"`conversations` is a list of turns, this is {kind_of(turns)}")
+        raise RowError(f"`conversations` must be a list of turns, this is {kind_of(turns)}")
     system = row.get("system")
     messages = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
     messages += [_sharegpt_turn(turn, n) for n, turn in enumerate(turns, start=1)]
@@ -339,7 +339,7 @@ def _sharegpt_turn(turn: Any, number: int) -> dict[str, Any]:
 def _messages(value: Any, name: str) -> list[dict[str, Any]]:
     turns = _unpacked(value)
     if not isinstance(turns, list) or not turns:
-        raise RowError(f"`{name}` is a list of messages, this is {'empty' if turns == [] else kind_of(turns)}")
+        raise RowError(f"`{name}` must be a list of messages, this is {'empty' if turns == [] else kind_of(turns)}")
     return [_message(turn, number) for number, turn in enumerate(turns, start=1)]
 
 
@@ -354,7 +354,7 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
     message = {key: value for key, value in turn.items() if value is not None and key not in _WEIGHTS} | weight
     calls = _unpacked(message.pop("tool_calls", None)) or []
     if not isinstance(calls, list):
-        raise RowError(f"message {number}: `tool_calls` is a list, this is {kind_of(calls)}")
+        raise RowError(f"message {number}: `tool_calls` must be a list, this is {kind_of(calls)}")
     if calls:
         message["tool_calls"] = [_tool_call(call, number) for call in calls]
     message["content"] = _content(turn.get("content"), number, is_optional=bool(calls) or role == "assistant")
@@ -365,26 +365,27 @@ def _weight(turn: Mapping[str, Any], role: str, number: int) -> dict[str, bool]:
     """Return `{"weight": bool}` if a message says whether it is trained on; else an empty dict."""
     if detail := next((key for key in _DETAILS if attachment.is_given(turn.get(key))), None):
         raise RefusedRowError(
-            f"message {number}: `{detail}` is about parts of a turn, and a turn is trained on whole or not at all",
-            hint="leave it out, and write `weight: 0` where a whole turn is not to be trained on",
+            f"message {number}: `{detail}` applies to parts of a turn, but a turn is trained on either completely or "
+            "not at all",
+            hint="remove it, and set `weight: 0` on turns that are not to be trained on",
         )
     said = {key: turn[key] for key in _WEIGHTS if turn.get(key) is not None}
     for key, value in said.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise RefusedRowError(
-                f"message {number}: `{key}` is {shown(value)}, and a turn is trained on or not",
-                hint="write 1 or 0 (true or false), or leave it out: each turn of the assistant is trained on",
+                f"message {number}: `{key}` is {shown(value)}, but must be 1 or 0",
+                hint="write 1 or 0 (true or false), or remove it: every assistant turn is trained on by default",
             )
     trained = {key: bool(value) != _WEIGHTS[key] for key, value in said.items()}
     if len(set(trained.values())) > 1:
         told = " and ".join(f"`{key}: {shown(said[key])}`" for key in trained)
-        raise RefusedRowError(f"message {number}: {told} contradict each other", hint="leave all but one of them out")
+        raise RefusedRowError(f"message {number}: {told} contradict each other", hint="keep only one of them")
     if any(trained.values()) and role != "assistant":
         key = next(iter(trained))
         raise RefusedRowError(
-            f"message {number}: `{key}: {shown(said[key])}` on a turn that is the {role}'s: only the assistant's turns "
-            "are trained on",
-            hint="leave it out there; text that is to be trained on whole is a row of `text`",
+            f"message {number}: `{key}: {shown(said[key])}` on a turn of the {role}: only assistant turns are "
+            "trained on",
+            hint="remove it there; to train on the full text, use `text` rows",
         )
     return dict.fromkeys(["weight"] if trained else [], any(trained.values()))
 
@@ -396,7 +397,7 @@ def _content(content: Any, number: int, *, is_optional: bool) -> str | list[dict
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RowError(f"message {number}: the content is {kind_of(content)}, not a string")
+        raise RowError(f"message {number}: the content must be a string, this is {kind_of(content)}")
     parts = [_part(part, number) for part in content]
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
@@ -411,14 +412,14 @@ def _part(part: Any, number: int) -> dict[str, Any]:
     if isinstance(part, dict) and (attached := attachment.part(part, number)):
         return attached
     kind = f"of type {shown(part.get('type'))}" if isinstance(part, dict) else f"that is {kind_of(part)}"
-    raise RowError(f"message {number} has a part {kind}: parts are text, image, video or audio")
+    raise RowError(f"message {number} has a part {kind}: parts must be text, image, video or audio")
 
 
 def _tool_call(call: Any, number: int) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, as templates expect it."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowError(f"message {number}: a tool call has a function with a name")
+        raise RowError(f"message {number}: a tool call must have a function with a name")
     arguments = function.get("arguments", {})
     if isinstance(written := arguments, str):
         try:
@@ -437,9 +438,9 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
     if kwargs is None or kwargs == "":
         return {}
     if not isinstance(kwargs, dict):
-        raise RowError(f"`chat_template_kwargs` is {kind_of(kwargs)}, not an object")
+        raise RowError(f"`chat_template_kwargs` must be an object, this is {kind_of(kwargs)}")
     if reserved := sorted(RESERVED_KWARGS & kwargs.keys()):
-        raise RowError(f"`chat_template_kwargs` has `{reserved[0]}`, which is no argument of a chat template")
+        raise RowError(f"`chat_template_kwargs` has `{reserved[0]}`, which cannot be passed to a chat template")
     return {str(key): item for key, item in kwargs.items() if item is not None}
 
 
@@ -448,18 +449,18 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     if tools is None or tools in ("", []):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError("`tools` is a list of objects, or a JSON string of one")
+        raise RowError("`tools` must be a list of objects, or a JSON string of one")
     return tools
 
 
 def _require_answer(messages: Sequence[Mapping[str, Any]]) -> None:
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
-        raise NoAnswerError("no turn of the assistant")
+        raise NoAnswerError("no assistant turn")
     # If none of them is trained on, the row is left out and counted when it is encoded.
     answers = [message for message in answers if message.get("weight") is not False] or answers
     if not any(words(message).strip() or message.get("tool_calls") for message in answers):
-        raise RowError("the assistant's turns are empty")
+        raise RowError("the assistant turns are empty")
 
 
 def unread(row: Mapping[str, Any], format: str, columns: Mapping[str, str]) -> list[str]:  # noqa: A002
@@ -476,13 +477,13 @@ def told_unread(names: Sequence[str], format: str) -> str:  # noqa: A002
     named = quote.names(names[:MAX_COLUMNS], "`{}`")
     named += f", and {len(names) - MAX_COLUMNS} more" if len(names) > MAX_COLUMNS else ""
     if not (weights := [name for name in names if name in (*_WEIGHTS, "weights", "mask")]):
-        return f"columns that are not read: {named}"
+        return f"unused columns: {named}"
     instead = (
-        "a turn of the assistant that is not to be trained on has `weight: 0` in its message"
+        "to exclude an assistant turn from training, set `weight: 0` in its message"
         if format in ("messages", "sharegpt")
-        else "a row that is not to be trained on is left out of the file"
+        else "to exclude a row from training, remove it from the file"
     )
-    return f"columns that are not read: {named}. `{weights[0]}` of a row changes nothing: {instead}"
+    return f"unused columns: {named}. `{weights[0]}` of a row has no effect: {instead}"
 
 
 def _string(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> str:
@@ -490,7 +491,7 @@ def _string(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> 
     if value is None and may_be_empty:
         return ""
     if not isinstance(value, str):
-        raise RowError(f"`{key}` is {kind_of(value) if key in row else 'missing'}, not a string")
+        raise RowError(f"`{key}` must be a string, but is {kind_of(value) if key in row else 'missing'}")
     if not may_be_empty and not value.strip():
         raise RowError(f"`{key}` is empty")
     return value

@@ -83,11 +83,11 @@ def _guarded(metric: Metric, text: str, truth: str, faults: list[str]) -> float 
     try:
         result = metric.score(text, truth)
         if result is not None and not 0 <= float(result) <= 1:
-            raise ValueError(f"it returned {result}, which is not from 0 to 1")
+            raise ValueError(f"it returned {result}, which is not between 0 and 1")
     except Exception as error:  # noqa: BLE001 - the administrator's code must not cost the run
         if not any(fault.startswith(f"metric {metric.name}:") for fault in faults):
             faults.append(
-                f"metric {metric.name}: {type(error).__name__}: {said(error)}; such answers count 0, as unparsable"
+                f"metric {metric.name}: {type(error).__name__}: {said(error)}; such answers are scored 0, as unparsable"
             )
         return None
     return None if result is None else float(result)
@@ -106,9 +106,9 @@ def find(name: str) -> Metric:
         except Exception as error:
             raise EnvironmentInvalidError(
                 f"metric {name} ({point.value}) cannot be loaded: {type(error).__name__}: {said(error)}",
-                hint=f"mend or remove the package that has it under {GROUP}",
+                hint=f"fix or remove the package that provides it under {GROUP}",
             ) from error
-    raise EnvironmentInvalidError(f"no metric {name!r}", hint=f"known here: {', '.join(known())}")
+    raise EnvironmentInvalidError(f"no metric {name!r}", hint=f"known metrics: {', '.join(known())}")
 
 
 def recognise(truths: Sequence[str]) -> list[str]:

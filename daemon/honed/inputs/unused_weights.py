@@ -33,12 +33,12 @@ def check(path: Path, unplaced: Iterable[str], wanted: Iterable[str]) -> str:
     foreign = [name for name in names if _is_of_another_architecture(name, layers)]
     if foreign:
         raise ModelError(
-            f"{path}: stored weights that its layers have no place for: {_some(foreign)}",
-            hint="model_type, in config.json or the job file, is that of another architecture, or a key of config.json "
-            "that gives the layer these weights is wrong or missing",
+            f"{path}: stored weights that do not exist in its layers: {_some(foreign)}",
+            hint="model_type, in config.json or the job file, may belong to another architecture; or the key of "
+            "config.json that creates these weights is wrong or missing",
         )
     return (
-        f"{path}: {len(names)} stored weights have no place in the model and are left out: {_some(names)}"
+        f"{path}: {len(names)} stored weights do not exist in the model and are ignored: {_some(names)}"
         if names
         else ""
     )

@@ -117,7 +117,7 @@ class Numbers:
     def _damage(self) -> EnvironmentInvalidError:
         return EnvironmentInvalidError(
             f"{self._path}: not a number",
-            hint=f"write the highest job number ever used into it: at least {self._max_id()}",
+            hint=f"write the highest job number that was ever used into it: at least {self._max_id()}",
         )
 
     def _max_id(self) -> int:
@@ -153,7 +153,7 @@ class Arrivals:
         self._numbers = Numbers(spool)
         self._leftovers = _Leftovers(spool.claimed_dir)
         #: True if workers run as another user; files must then be shared with that user explicitly.
-        self._has_workers_user = access.has_workers_user(spool.root)
+        self._has_workers_user = access.has_workers_user(spool.layout.root)
 
     def close(self) -> None:
         """Try once more to remove the directories of rejected arrivals. Call it before the spool is closed."""
@@ -206,7 +206,7 @@ class Arrivals:
         """
         _check_name(name)
         if "/" in name or name.startswith(".") or len(os.fsencode(name)) > MAX_NAME_BYTES - len("..tmp"):
-            raise SpecError(f"{name!r}: not a file's name, too long, or hidden", hint="rename the file")
+            raise SpecError(f"{name!r}: not a valid file name, too long, or hidden", hint="rename the file")
         job_id = self._numbers.reserve()
         place = self._spool.claimed_dir / f"{job_id}.{uid}"
         place.mkdir(mode=0o700)
@@ -253,8 +253,8 @@ class Arrivals:
     def _copying(self, claim: Claim, *, max_bytes: int, is_shared: bool, admin_group: str, drops: bool) -> Steps[Copy]:
         if claim.submitter is None and not drops:
             raise SpecError(
-                f"{shown(claim.name)}: this honed takes no files from incoming/ (policy.arrivals), since where one lay "
-                "before, and so who submits it, cannot be known",
+                f"{shown(claim.name)}: files in incoming/ are not accepted (policy.arrivals), because honed cannot "
+                "know where a file came from, and so who submitted it",
                 hint="honectl submit FILE",
             )
         data, uid = _read_claimed(claim, max_bytes, has_workers_user=self._has_workers_user)
@@ -352,7 +352,7 @@ class Arrivals:
             path.unlink(missing_ok=True)
         for name in names_in(self._spool.claimed_dir):
             if not PLACE.fullmatch(name) or not (self._spool.claimed_dir / name).is_dir():
-                log.warning("%s: not honed's; left alone", self._spool.claimed_dir / name)
+                log.warning("%s: not created by honed; left alone", self._spool.claimed_dir / name)
         for number, submitter, place in self._places():
             if not place.is_dir():
                 continue
@@ -398,7 +398,9 @@ def _check_name(name: str) -> None:
 
 
 def too_large(name: str, max_bytes: int) -> SpecError:
-    return SpecError(f"{shown(name)}: larger than {max_bytes} bytes", hint="a job file names data; it does not hold it")
+    return SpecError(
+        f"{shown(name)}: larger than {max_bytes} bytes", hint="a job file refers to data; it does not contain data"
+    )
 
 
 def shown(name: str) -> str:
@@ -417,7 +419,7 @@ def refusal(claim: Claim, error: HonedError, *, when: str) -> str:
         first, *rest = error.hint.split("\n")
         lines += ["", f"What to do: {first}", *(f"  {line}" for line in rest)]
     if error.fix:
-        lines += ["", "To be changed in the file:", *(f"  {each}" for each in problem.told_fix(error.fix))]
+        lines += ["", "Change in the file:", *(f"  {each}" for each in problem.told_fix(error.fix))]
     again = "drop the job file into incoming/ again" if is_dropped else "submit it again: honectl submit FILE"
     return "\n".join([*lines, "", f"Then {again}.", ""])
 
@@ -456,14 +458,14 @@ def _read_claimed(claim: Claim, max_bytes: int, *, has_workers_user: bool) -> tu
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise SpecError(f"{claim.name}: not a plain file", hint="drop the file itself, not a pipe or a directory")
+            raise SpecError(f"{claim.name}: not a regular file", hint="drop a regular file, not a pipe or a directory")
         if info.st_nlink != 1:
-            raise SpecError(f"{claim.name}: a hard link to another file", hint="drop a copy: cp, not ln")
+            raise SpecError(f"{claim.name}: a hard link to another file", hint="drop a copy (cp, not ln)")
         if has_workers_user and (others := access.other_writers(fd)):
             # Anyone who can write a file can put a job into it and move it here, so its owner proves nothing.
             raise SpecError(
-                f"{claim.name}: {others} can write it, too, so its owner need not be who submits it",
-                hint="honectl submit FILE; or drop a copy that only you can write: chmod go-w, setfacl -b",
+                f"{claim.name}: other users ({others}) can write it, so its owner may not be the submitter",
+                hint="use honectl submit FILE; or drop a copy that only you can write: chmod go-w, setfacl -b",
             )
         data = _read_at_most(fd, max_bytes + 1)
     finally:
@@ -473,8 +475,8 @@ def _read_claimed(claim: Claim, max_bytes: int, *, has_workers_user: bool) -> tu
         raise too_large(claim.name, max_bytes)
     if has_workers_user and access.is_person(uid) and not access.is_known(uid):
         raise NotPermittedError(
-            f"{claim.name}: its owner, uid {uid}, is no user of this machine",
-            hint="submit it as a user whom `getent passwd` has; where a directory service was down, drop it again",
+            f"{claim.name}: its owner, uid {uid}, is not a user of this machine",
+            hint="submit it as a user that `getent passwd` lists; if a directory service was down, drop it again",
         )
     return data, uid
 
@@ -485,9 +487,9 @@ def _dropper_fault(claim: Claim, error: OSError) -> SpecError | None:
         case errno.ELOOP:
             return SpecError(f"{claim.name}: a symbolic link", hint="drop the file itself")
         case errno.EACCES | errno.EPERM:
-            return SpecError(f"{claim.name}: honed may not read it", hint="chmod it so that honed can: g+r or o+r")
+            return SpecError(f"{claim.name}: honed cannot read it", hint="make it readable: chmod g+r or o+r")
         case errno.ENXIO:
-            return SpecError(f"{claim.name}: not a plain file", hint="drop the file itself, not a socket")
+            return SpecError(f"{claim.name}: not a regular file", hint="drop a regular file, not a socket")
         case _:
             return None
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TextIO
 
+from honed.job.shape import Prediction
+
 #: The columns of `--jsonl` and `--csv`, in this order.
 COLUMNS = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction")
 #: Words, spaces between them, and each other character by itself: a bracket too many is one difference.
@@ -53,11 +55,9 @@ def compare(truth: str, written: str) -> list[Piece]:
     return found
 
 
-def chosen(
-    rows: Iterable[Mapping[str, Any]], *, sample: int | None = None, step: int | None = None
-) -> list[dict[str, Any]]:
+def chosen(rows: Iterable[Prediction], *, sample: int | None = None, step: int | None = None) -> list[Prediction]:
     """Return the rows of one example, of one step, or both. Step -1 is the last step."""
-    found = [dict(row) for row in rows if sample is None or row["sample_index"] == sample]
+    found = [row for row in rows if sample is None or row["sample_index"] == sample]
     if step is not None:
         at = max((row["step"] for row in found), default=0) if step == -1 else step
         found = [row for row in found if row["step"] == at]
@@ -82,12 +82,12 @@ def answer(written: str, truth: str) -> str:
     return written
 
 
-def write_jsonl(rows: Iterable[Mapping[str, Any]], file: TextIO) -> None:
+def write_jsonl(rows: Iterable[Mapping[str, object]], file: TextIO) -> None:
     for row in rows:
         file.write(json.dumps({name: row[name] for name in COLUMNS}, ensure_ascii=False) + "\n")
 
 
-def write_csv(rows: Iterable[Mapping[str, Any]], file: TextIO) -> None:
+def write_csv(rows: Iterable[Mapping[str, object]], file: TextIO) -> None:
     """Write RFC 4180 CSV with a header line. A text that a spreadsheet would run as a formula is prefixed with a quote
     ('); numbers are not. Every text is quoted: a spreadsheet that also splits cells at ; and tab would otherwise find
     formulas there.
@@ -103,7 +103,7 @@ def _cell(value: Any) -> Any:
     return f"'{value}" if is_formula else value
 
 
-def by_sample(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
+def by_sample(rows: Iterable[Prediction]) -> Iterator[tuple[int, list[Prediction]]]:
     """Yield the rows of each example, ordered by step."""
     ranked = sorted(rows, key=lambda row: (row["sample_index"], row["step"]))
     for index in sorted({row["sample_index"] for row in ranked}):

@@ -19,14 +19,14 @@ import logging
 import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 from honed.job import views
 from honed.job.event import Event, Reading
 from honed.job.job import Job
+from honed.job.shape import Answer, LastPrediction, Prediction, Progress
 from honed.system.error import EnvironmentInvalidError
 from honed.system.log import about
 from honed.system.message import DATABASE_DAMAGED
@@ -69,20 +69,15 @@ PUT_JOB = (
 STEP_METRICS = ("loss", "learning_rate", "grad_norm")
 
 
-@dataclass(frozen=True)
-class Progress:
-    """A job's progress as last reported; None where it is not known."""
-
-    step: float | None = None
-    num_steps: float | None = None
-    epoch: float | None = None
-    loss: float | None = None
-    eta_sec: float | None = None
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Progress:
-        """Return the progress in a `step` event, or in a job's row."""
-        return cls(*(_number(data.get(name)) for name in cls.__dataclass_fields__))
+def progress_of(data: Mapping[str, Any]) -> Progress:
+    """Return the progress in a `step` event, or in a job's row."""
+    return {
+        "step": _number(data.get("step")),
+        "num_steps": _number(data.get("num_steps")),
+        "epoch": _number(data.get("epoch")),
+        "loss": _number(data.get("loss")),
+        "eta_sec": _number(data.get("eta_sec")),
+    }
 
 
 def timestamp(seconds: float) -> str:
@@ -106,9 +101,7 @@ class _Files:
 
     def set_aside(self, why: str) -> None:
         aside = self._path.with_name(self._path.name + ".damaged")
-        log.error(
-            "%s: %s; set aside as %s and made again", self._path, why, aside.name, extra=about(message=DATABASE_DAMAGED)
-        )
+        log.error("%s: %s; moved to %s and rebuilt", self._path, why, aside.name, extra=about(message=DATABASE_DAMAGED))
         self.remove_journal()
         self._path.rename(aside)
 
@@ -181,7 +174,7 @@ class Database:
         if self._is_damaged:
             self._files.set_aside("damaged while honed was running")
         else:
-            log.warning("%s was removed or replaced; it is made again", self.path)
+            log.warning("%s was removed or replaced; rebuilding it", self.path)
             self.path.unlink(missing_ok=True)  # somebody else's file, perhaps without its journal
             self._files.remove_journal()
         self._db = self._open_or_begin()
@@ -286,7 +279,7 @@ class Database:
         self._db.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
         match event.kind:
             case "step":
-                progress = json.dumps(vars(Progress.of(data)))
+                progress = json.dumps(progress_of(data))
                 self._db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (progress, job.id))
             case "evaluation":
                 pass
@@ -377,7 +370,7 @@ def _migrate(db: sqlite3.Connection, path: Path) -> int:
     while 0 < version < SCHEMA_VERSION:
         # One transaction per step: after a crash the migration continues from there.
         db.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[version]}; PRAGMA user_version = {version + 1}; COMMIT;")
-        log.info("%s: brought from version %d to %d", path, version, version + 1)
+        log.info("%s: migrated from version %d to %d", path, version, version + 1)
         version += 1
     return version
 
@@ -395,8 +388,9 @@ def _version(db: sqlite3.Connection, path: Path) -> int:
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
     if version > SCHEMA_VERSION:
         raise EnvironmentInvalidError(
-            f"{path} is of a later honed: its version is {version}, and this one knows {SCHEMA_VERSION}",
-            hint="install that honed again; or move it away, and its rows are made again from the jobs' own files",
+            f"{path} was written by a later honed: it has version {version}, and this honed supports version "
+            f"{SCHEMA_VERSION}",
+            hint="install the later honed again; or move the file away, and honed rebuilds it from the jobs' files",
         )
     return version
 
@@ -418,7 +412,7 @@ class Reader:
         """Return the progress of those of these jobs that have any. Pass at most a few hundred jobs."""
         some = ", ".join("?" * len(job_ids))
         sql = f"SELECT id, progress FROM jobs WHERE id IN ({some}) AND progress <> '{{}}'"
-        return {number: Progress.of(json.loads(text)) for number, text in self._rows(sql, *job_ids)}
+        return {number: progress_of(json.loads(text)) for number, text in self._rows(sql, *job_ids)}
 
     def overview(self, num_jobs: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """Return the first `num_jobs` jobs of each group in list order, and the number of jobs in each state."""
@@ -459,7 +453,7 @@ class Reader:
         sql = "SELECT data FROM events WHERE job_id = ? AND kind = 'stage' ORDER BY rowid DESC LIMIT 1"
         return next((str(json.loads(data).get("stage")) for (data,) in self._rows(sql, job_id)), None)
 
-    def last_predictions(self, job_id: int, *, count: int = 3, max_chars: int = 2000) -> list[dict[str, Any]]:
+    def last_predictions(self, job_id: int, *, count: int = 3, max_chars: int = 2000) -> list[LastPrediction]:
         """Return the first few rows of the last step that has predictions, with each text truncated."""
         keys = ("step", "sample_index", "ground_truth", "prediction")
         sql = (
@@ -467,7 +461,8 @@ class Reader:
             " FROM training_predictions WHERE job_id = ?1 AND step = (SELECT max(step) FROM training_predictions"
             " WHERE job_id = ?1) ORDER BY sample_index LIMIT ?3"
         )
-        return [dict(zip(keys, row, strict=True)) for row in self._rows(sql, job_id, max_chars, count)]
+        rows = self._rows(sql, job_id, max_chars, count)
+        return cast("list[LastPrediction]", [dict(zip(keys, row, strict=True)) for row in rows])
 
     def figures(self, job_id: int) -> list[tuple[str, int, float, str]]:
         """Return (name, step, value, created_at) of every metric, by step; of a repeated step, the last."""
@@ -475,10 +470,10 @@ class Reader:
         last = {(name, step): (name, step, value, when) for name, step, value, when in self._rows(sql, job_id)}
         return sorted((row for row in last.values() if row[2] is not None), key=lambda row: row[1])
 
-    def predictions(self, job_id: int) -> list[dict[str, Any]]:
+    def predictions(self, job_id: int) -> list[Prediction]:
         keys = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction")
         sql = f"SELECT {', '.join(keys)} FROM training_predictions WHERE job_id = ? ORDER BY step, sample_index"
-        return [dict(zip(keys, row, strict=True)) for row in self._rows(sql, job_id)]
+        return cast("list[Prediction]", [dict(zip(keys, row, strict=True)) for row in self._rows(sql, job_id)])
 
     def events(self, job_id: int) -> list[dict[str, Any]]:
         sql = "SELECT attempt, kind, data, created_at FROM events WHERE job_id = ? ORDER BY rowid"
@@ -517,13 +512,15 @@ def figures(event: Event) -> dict[str, float]:
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def answers(event: Event) -> list[dict[str, Any]]:
-    """Return the predictions in an event: sample_index, prompt, ground_truth, prediction, in this order."""
+def answers(event: Event) -> list[Answer]:
+    """Return the predictions in an event, with their keys in the order of `Answer`."""
     rows = event.data.get("rows") if event.kind == "predictions" else None
     return [
         {
             "sample_index": _integer(row.get("sample_index")),
-            **{key: _text(row.get(key)) for key in ("prompt", "ground_truth", "prediction")},
+            "prompt": _text(row.get("prompt")),
+            "ground_truth": _text(row.get("ground_truth")),
+            "prediction": _text(row.get("prediction")),
         }
         for row in (rows if isinstance(rows, list) else [])
         if isinstance(row, dict)

@@ -86,7 +86,7 @@ class EventWriter:
         path: Path,
         *,
         clock: Callable[[], float] = time.time,
-        tell: Callable[[str, dict[str, Any]], None] = lambda _kind, _data: None,
+        tell: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
     ) -> None:
         """Open the file; each event is also passed to `tell` once it is written."""
         self._tell = tell
@@ -113,7 +113,11 @@ class EventWriter:
         self._flush()
         with contextlib.suppress(OSError):  # the log may be on the same disk
             if self._waiting:
-                print(f"honed: {len(self._waiting) + self._num_lost} events found no room", file=sys.stderr, flush=True)
+                print(
+                    f"honed: {len(self._waiting) + self._num_lost} events were not written: the disk is full",
+                    file=sys.stderr,
+                    flush=True,
+                )
         with contextlib.suppress(OSError):
             os.fsync(self._fd)
         os.close(self._fd)
@@ -139,7 +143,7 @@ class EventWriter:
                 self._waiting.popleft()
             if self._num_lost:
                 num_lost, self._num_lost = self._num_lost, 0
-                text = f"{num_lost} events are lost: the disk was full"
+                text = f"{num_lost} events were lost: the disk was full"
                 self.log("warning", text)
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT}:

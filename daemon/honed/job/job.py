@@ -11,9 +11,10 @@ import functools
 import json
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
 from honed.system.clock import Moment
+from honed.system.error import ErrorRecord
 
 
 class State(StrEnum):
@@ -91,6 +92,14 @@ class Attempt:
         return max(0.0, (self.ended_at or self.started_at) - self.started_at)
 
 
+class Notify(TypedDict, total=False):
+    """The recipients of a job's end notification, and the final states that are reported."""
+
+    webhook: str | None
+    mail: str | None
+    states: list[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Adjustment:
     """One out-of-memory adjustment of a job: a step down the ladder; see out_of_memory.py."""
@@ -121,7 +130,7 @@ class Job:
     num_failures: int = 0  #: attempts that count against max_attempts; a clean stop does not
     stop: Stop | None = None
     outcome: str | None = None
-    error: dict[str, str] | None = None  #: code, message, hint
+    error: ErrorRecord | None = None
     remark: str = ""  #: a caveat about a success: the model learned nothing, or the wrong thing
     adjustments: tuple[Adjustment, ...] = ()  #: out-of-memory adjustments, applied to the next attempt
     needs_bytes: int = 0  #: free space that its checkpoints need; below it the job is not started again
@@ -129,7 +138,7 @@ class Job:
     are_checkpoints_pruned: bool = False  #: it cannot resume from a checkpoint
     time_limit_sec: float | None = None  #: limit in seconds for all attempts together, from its spec
     held_for: int | None = None  #: the failed dependency it is held for: it is released when that job succeeds
-    notify: dict[str, Any] | None = None  #: recipients of its end notification, from its spec
+    notify: Notify | None = None  #: from its spec
     state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: the state in which the entry was found
 
     @property
@@ -151,18 +160,24 @@ class Job:
     @classmethod
     def from_json(cls, data: bytes, state: State) -> Job:
         """Parse an entry; unknown keys of a later honed are ignored. Raises ValueError if it is not an entry."""
-        raw = json.loads(data)
+        try:
+            raw = json.loads(data)
+        except RecursionError as error:
+            raise ValueError("not a job entry: nested too deeply") from error
         if not isinstance(raw, dict) or not isinstance(raw.get("id"), int):
             raise ValueError("not a job entry")
         try:
             known = _known(cls, raw)
-            known["attempts"] = tuple(_attempt(item) for item in raw.get("attempts", ()))
+            known["attempts"] = tuple(_attempt(item) for item in raw["attempts"])
             known["adjustments"] = tuple(Adjustment(**_known(Adjustment, item)) for item in raw.get("adjustments", ()))
             known["depends_on"] = tuple(raw.get("depends_on", ()))
             known["stop"] = Stop(raw["stop"]) if raw.get("stop") else None
-            return cls(**{**known, "state": state})
-        except (TypeError, AttributeError) as error:
+            job = cls(**{**known, "state": state})
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a job entry: {error}") from error
+        if state is State.RUNNING and not job.attempts:
+            raise ValueError("not the entry of a running job: it has no attempts")
+        return job
 
 
 def _attempt(raw: dict[str, Any]) -> Attempt:

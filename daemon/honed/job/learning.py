@@ -63,9 +63,9 @@ def remark(
         return ""  # it learned everything at the beginning
     figures = f"{before:.4g} in the first {words}, {after:.4g} in the last"
     if after > max(before, KNOWN) * (1 + HIGHER) + noise:
-        return f"its loss ended higher than it began: {figures}"
+        return f"the loss ended higher than it began: {figures}"
     if before >= KNOWN and after + noise > before * (1 - LEFT) and noise < before * LEFT:
-        return f"its loss never left where it began: {figures}"
+        return f"the loss did not fall: {figures}"
     return ""
 
 

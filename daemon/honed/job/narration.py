@@ -24,16 +24,16 @@ _ROW_WORDS = {
     "num_eval": "held out",
     "num_tokens": "tokens",
     "num_trained_tokens": "trained tokens",
-    "num_truncated": "cut at training.max_length",
-    "num_dropped": "left out",
-    "num_silenced": "left out since the template removes an answer",
-    "num_unusable": "that cannot be read as rows",
-    "num_twice": "that repeat an earlier row",
-    "num_in_both": "held out and trained on, too",
-    "num_asked_otherwise": "that predictions ask in another form",
+    "num_truncated": "truncated to training.max_length",
+    "num_dropped": "skipped",
+    "num_silenced": "skipped because the template removes an answer",
+    "num_unusable": "unreadable",
+    "num_twice": "repeat an earlier row",
+    "num_in_both": "both held out and trained on",
+    "num_asked_otherwise": "with a different prompt in predictions",
     "num_media": "images, videos and sounds",
     "num_broken": "with a broken image, video or sound",
-    "num_too_long": "too long for their images, videos or sounds",
+    "num_too_long": "too long because of their images, videos or sounds",
 }
 
 
@@ -79,7 +79,7 @@ class Narrator:
                 metrics = data.get("metrics")
                 figures = metrics.items() if isinstance(metrics, dict) else ()
                 shown = ", ".join(f"{name} {figure(value)}" for name, value in figures if name.startswith("eval_loss"))
-                words = f"step {data.get('step')} evaluated: {shown or 'no loss'}"
+                words = f"evaluated at step {data.get('step')}: {shown or 'no loss'}"
                 self._say(job, logging.INFO, words, stage="evaluate", step=data.get("step"))
             case "log":
                 # The journal catalog has no explanation for codes that are not ours.
@@ -92,11 +92,11 @@ class Narrator:
                 words = f"checkpoint at step {data.get('step')}"
                 self._say(job, logging.INFO, words, message.CHECKPOINT, step=data.get("step"))
             case "resumed":
-                self._say(job, logging.INFO, f"goes on from step {data.get('step')}", step=data.get("step"))
+                self._say(job, logging.INFO, f"resumes from step {data.get('step')}", step=data.get("step"))
             case "data":
                 self._say(job, logging.INFO, f"rows: {row_counts(data)}", stage="data")
             case "example":  # its text is private: shown in the report and `honectl preview`, not in the journal
-                self._say(job, logging.DEBUG, "the first example is rendered", stage="data")
+                self._say(job, logging.DEBUG, "first example rendered", stage="data")
             case "predictions":
                 num_rows = len(rows) if isinstance(rows := data.get("rows"), list) else 0
                 num_failed = data.get("num_failed", 0)

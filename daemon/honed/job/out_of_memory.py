@@ -163,7 +163,7 @@ def leave(spec: Mapping[str, Any], media: Media) -> str | None:
     """Return a setting that the owner could allow once no step is left; None if it would not help."""
     if (spec.get("retry") or {}).get("may_shrink_media") or not any(_shrunk(spec.get("media") or {}, media)):
         return None
-    return "retry.may_shrink_media: true, which lets honed go on with fewer frames and pixels"
+    return "retry.may_shrink_media: true, which lets honed retry with fewer frames and pixels"
 
 
 def _halved(section: str, name: str, value: int) -> Rung:
@@ -173,6 +173,6 @@ def _halved(section: str, name: str, value: int) -> Rung:
 def end_words(adjustments: Sequence[Adjustment]) -> str:
     """Return the tried steps as text, to follow "memory ran out"."""
     if not adjustments:
-        return "no step down the ladder helps here"
+        return "no step of the ladder helps here"
     tried = "; ".join(adjustment.text for adjustment in adjustments)
-    return f"no step down the ladder is left, after {tried}"
+    return f"no step of the ladder is left, after {tried}"

@@ -31,7 +31,7 @@ class Backend:
     name: str
     reasons: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return {"name": self.name, "reasons": list(self.reasons)}
 
 
@@ -53,7 +53,7 @@ class Precision:
     optim: str | None = None  #: the optimizer that the plan chose; None: the job's
     save_dtype: str | None = None  #: of a full fine-tuning's output; None: as trained
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         choices = asdict(self)
         del choices["warnings"]  # they are listed with the plan's other warnings
         return choices
@@ -102,7 +102,7 @@ class Memory:
         lasting = self.weights_bytes + self.adapter_bytes + self.optimizer_bytes - self.paged_bytes
         return lasting + max(self.gradient_bytes, self.activation_bytes) <= self.available_bytes
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return {**asdict(self), "media": list(self.media), "total_bytes": self.total_bytes, "fits": self.fits}
 
     @classmethod
@@ -119,7 +119,7 @@ class Loss:
     type: str | None  #: SFTConfig's `loss_type`; None leaves it to the backend
     reasons: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return {"type": self.type, "reasons": list(self.reasons)}
 
 
@@ -138,7 +138,7 @@ class Checkpoint:
     has_vision: bool = False  #: True for any encoder beside the language model: images, videos or sounds
     is_pickled: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         facts = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**facts, "stored_dtypes": dict(self.stored_dtypes), "architectures": list(self.architectures)}
 
@@ -159,7 +159,7 @@ class DatasetPlace:
     path: Path  #: the snapshot
     files: tuple[str, ...]  #: within the snapshot, in their order
 
-    def as_dict(self, repo_id: str) -> dict[str, Any]:
+    def as_dict(self, repo_id: str) -> dict[str, object]:
         return {"repo_id": repo_id, "commit": self.commit, "path": str(self.path), "files": list(self.files)}
 
     @classmethod
@@ -175,7 +175,7 @@ class Grant:
     allowed: tuple[Path, ...] | None  #: None: everything else
     inputs: tuple[Path, ...]  #: the real places of the paths that the job names
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         allowed = None if self.allowed is None else list(map(str, self.allowed))
         return {"closed": list(map(str, self.closed)), "allowed": allowed, "inputs": list(map(str, self.inputs))}
 

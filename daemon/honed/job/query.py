@@ -8,17 +8,18 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from honed.job import arrival
 from honed.job.catalog import Catalog
-from honed.job.database import Progress, Reader, figures, timestamp
+from honed.job.database import Reader, figures, progress_of, timestamp
 from honed.job.event import Event
 from honed.job.job import Attempt, Job, State
 from honed.job.plan_file import PlanFile
+from honed.job.shape import AttemptRow, Glance, Overview, Prediction, Progress, Refusal, Row, Shown, Wait
 from honed.job.spool import Spool
 from honed.system import untrusted
 from honed.system.error import NotPermittedError, UsageError, plain
@@ -43,7 +44,7 @@ SHOWN_EVENTS = {
     "worse",
 }
 #: The progress of a job that has reported none.
-NO_PROGRESS = Progress()
+NO_PROGRESS = progress_of({})
 #: A uid that no user has.
 NOBODY_UID = -1
 
@@ -73,22 +74,22 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
         return job
     named = [job for job in spool.named(reference) if asker.may_read(job)]
     if not named and (pruned := spool.pruned(reference)) is not None and asker.may_read(pruned):
-        raise UsageError(f"job {pruned.id} ({pruned.name}) {words_of_pruned(pruned)}", hint="drop its job file again")
+        raise UsageError(f"job {pruned.id} ({pruned.name}) {words_of_pruned(pruned)}", hint="submit its job file again")
     if not named:
-        raise UsageError(f"no job {reference!r}", hint="honectl list shows them all")
+        raise UsageError(f"no job {reference!r}", hint="honectl list shows all jobs")
     active = [job for job in named if not job.state.is_final]
     match active or named:
         case [job]:
             return job
         case several:
             numbers = ", ".join(str(job.id) for job in several)
-            raise UsageError(f"{len(several)} jobs are named {reference!r}", hint=f"say which by its number: {numbers}")
+            raise UsageError(f"{len(several)} jobs are named {reference!r}", hint=f"use its number: {numbers}")
 
 
 def words_of_pruned(pruned: Job) -> str:
     """Describe how a pruned job ended."""
     ended = {State.SUCCEEDED: "succeeded", State.FAILED: "failed"}.get(pruned.state, "was cancelled")
-    return f"{ended}, and was pruned since: what it made is gone"
+    return f"{ended} and was pruned: its output is gone"
 
 
 def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
@@ -96,7 +97,8 @@ def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
     job = find(spool, reference, asker)
     if not asker.may_read(job):
         raise NotPermittedError(
-            f"job {job.id} is another user's", hint="its owner and the administrators may read it; policy.share_results"
+            f"job {job.id} belongs to another user",
+            hint="its owner and the administrators can read it; see policy.share_results",
         )
     return job
 
@@ -115,7 +117,7 @@ class Choice:
         """Parse a request. Raises UsageError if its arguments are invalid."""
         limit, after = arguments.get("limit"), arguments.get("after")
         if any(value is not None and (not isinstance(value, int) or value < 0) for value in (limit, after)):
-            raise UsageError("limit and after are numbers", hint="honectl list --limit 50 --after 7")
+            raise UsageError("limit and after must be numbers", hint="honectl list --limit 50 --after 7")
         return cls(
             tuple(map(str, arguments.get("states") or ())), tuple(map(str, arguments.get("names") or ())), limit, after
         )
@@ -126,19 +128,19 @@ class Choice:
         return not self.names or str(job.id) in self.names or (job.name in self.names and asker.may_read(job))
 
 
-def list_jobs(spool: Spool, layout: Layout, _reference: str = "", asker: Asker = ANYBODY) -> list[dict[str, Any]]:
+def list_jobs(spool: Spool, layout: Layout, _reference: str = "", asker: Asker = ANYBODY) -> list[Row]:
     """Return all jobs: running first, then the queue in order, then held jobs, then finished jobs, newest first."""
     return list(rows(spool, layout, Choice(), asker))
 
 
-def rows(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> Iterator[dict[str, Any]]:
+def rows(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> Iterator[Row]:
     """Iterate over the chosen jobs' rows; the jobs are fixed now, each row is built when it is requested."""
     chosen = (job for job in spool.all().ordered(choice.after) if choice.has(job, asker))
     jobs = list(islice(chosen, choice.limit))
     return _rows(layout, jobs, asker)
 
 
-def _rows(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[dict[str, Any]]:
+def _rows(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[Row]:
     for first in range(0, len(jobs), ROWS_AT_ONCE):
         some = jobs[first : first + ROWS_AT_ONCE]
         with contextlib.closing(Reader(layout.database_path)) as reader:
@@ -146,7 +148,7 @@ def _rows(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[dict[st
         yield from (_row(job, progress.get(job.id, NO_PROGRESS), asker) for job in some)
 
 
-def overview(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> dict[str, Any]:
+def overview(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> Overview:
     """Return the first jobs of each group and the number of jobs in each state."""
     jobs = spool.all()
     num = choice.limit if choice.limit is not None else OVERVIEW_JOBS
@@ -169,7 +171,7 @@ def _heads(jobs: Catalog, choice: Choice, num: int) -> Iterator[Job]:
 
 def accepted(
     spool: Spool, layout: Layout, source: str, asker: Asker, since: str, *, number: int | None = None
-) -> dict[str, Any] | None:
+) -> Row | None:
     """Return the newest job made since then from a file with this name, or the job with this number; None if none."""
     if number is not None:
         job = spool.job(number)
@@ -182,16 +184,16 @@ def accepted(
     return None
 
 
-def _row(job: Job, progress: Progress, asker: Asker) -> dict[str, Any]:
+def _row(job: Job, progress: Progress, asker: Asker) -> Row:
     """Return a job's row; for another user's job only the facts that people behind it in the queue need."""
     if asker.may_read(job):
         return summary(job, progress)
-    row = summary(job, replace(progress, epoch=None, loss=None))
+    row = summary(job, {**progress, "epoch": None, "loss": None})
     row |= {"name": "", "outcome": None, "remark": "", "source": None}
     return row if row["waiting_for"] is None else {**row, "waiting_for": {**row["waiting_for"], "detail": ""}}
 
 
-def summary(job: Job, progress: Progress = NO_PROGRESS) -> dict[str, Any]:
+def summary(job: Job, progress: Progress = NO_PROGRESS) -> Row:
     """Return one row of `list --json`."""
     return {
         "id": job.id,
@@ -205,15 +207,15 @@ def summary(job: Job, progress: Progress = NO_PROGRESS) -> dict[str, Any]:
         "source": job.source,
         "is_pinned": job.is_pinned,
         "waiting_for": _waiting_for(job),
-        "progress": dict(vars(progress)),
+        "progress": progress,
         "needs_bytes": job.needs_bytes or None,
     }
 
 
-def _waiting_for(job: Job) -> dict[str, str] | None:
+def _waiting_for(job: Job) -> Wait | None:
     """Return the reason why a job waits according to its entry; the daemon adds the reasons of queued jobs."""
     match job.state, job.error:
-        case State.HELD, {"message": message}:
+        case State.HELD, {"message": str(message)}:
             return {"reason": "person" if job.held_for is None else "dependency", "detail": message}
         case State.HELD, _:
             return {"reason": "person", "detail": f"it is held: honectl release {job.id}"}
@@ -223,7 +225,7 @@ def _waiting_for(job: Job) -> dict[str, str] | None:
             return None
 
 
-def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> dict[str, Any]:
+def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> Shown:
     """Return a job's details."""
     job = _readable(spool, reference, asker)
     files = layout.job(job.id)
@@ -242,7 +244,9 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         "plan": plan,
         "attempts": [_attempt(attempt) for attempt in job.attempts],
         "error": job.error,
-        "adjustments": [asdict(each) for each in job.adjustments],
+        "adjustments": [
+            {"attempt": each.attempt, "text": each.text, "changes": each.changes} for each in job.adjustments
+        ],
         "artifacts": {
             "output_dir": _text(artifacts.get("output_dir")) or job.output_dir,
             "report": report,
@@ -272,7 +276,7 @@ def _memory_used(events: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-def _attempt(attempt: Attempt) -> dict[str, Any]:
+def _attempt(attempt: Attempt) -> AttemptRow:
     return {
         "number": attempt.number,
         "backend": attempt.backend,
@@ -285,7 +289,7 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def predictions(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[dict[str, Any]]:
+def predictions(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[Prediction]:
     """Return the predictions for each held-out example, by step."""
     job = _readable(spool, reference, asker)
     with contextlib.closing(Reader(layout.database_path)) as reader:
@@ -299,20 +303,19 @@ def losses(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
         return reader.metrics(job.id, "loss")
 
 
-def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> dict[str, Any]:
+def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> Glance:
     """Return a short summary for watching a job: its loss curve, its memory, its last predictions."""
     job = _readable(spool, reference, asker)
     with contextlib.closing(Reader(layout.database_path)) as reader:
         progress, metrics = reader.progress([job.id]).get(job.id, NO_PROGRESS), reader.latest_metrics(job.id)
-        seen = {
-            "stage": reader.stage(job.id),
-            "course": reader.course(job.id, "loss"),
-            "predictions": reader.last_predictions(job.id),
-        }
+        stage, course = reader.stage(job.id), reader.course(job.id, "loss")
+        last_predictions = reader.last_predictions(job.id)
     resident_bytes, cpu_sec = _worker(layout, job) if job.state is State.RUNNING and job.attempts else (None, None)
     return {
         **summary(job, progress),
-        **seen,
+        "stage": stage,
+        "course": course,
+        "predictions": last_predictions,
         "eval_loss": metrics.get("eval_loss"),
         "resident_bytes": resident_bytes,
         "cpu_sec": cpu_sec,
@@ -344,9 +347,7 @@ def _worker(layout: Layout, job: Job) -> tuple[int | None, float | None]:
     return pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK")
 
 
-def refusal(
-    spool: Spool, file_name: str, asker: Asker = ANYBODY, *, number: int | None = None
-) -> dict[str, Any] | None:
+def refusal(spool: Spool, file_name: str, asker: Asker = ANYBODY, *, number: int | None = None) -> Refusal | None:
     """Return the newest rejection of a file with this name that the asker may see, or of the submission with this
     number; None if there is none.
     """
@@ -356,7 +357,7 @@ def refusal(
         for name in os.listdir(spool.rejected_dir)  # noqa: PTH208 - there may be thousands
         if name == file_name or (name.startswith(f"{stem}.") and Path(name).suffix == suffix)
     ]
-    answers: list[dict[str, Any]] = []
+    answers: list[Refusal] = []
     for path in found:
         try:
             if not asker.reads_all and arrival.refused_uid(path) != asker.uid:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from honed.job import unstage
 from honed.job.job import State
+from honed.job.shape import Removed
 from honed.job.spool import Spool
 from honed.system import durable
 from honed.system import layout as layouts
@@ -46,6 +47,9 @@ class Count:
         self.num_files += 1
         # A file with another hard link frees no space.
         self.num_bytes += info.st_size if info.st_nlink == 1 else 0
+
+    def as_dict(self) -> Removed:
+        return {"num_bytes": self.num_bytes, "num_files": self.num_files, "problem": self.problem}
 
     def complain(self, path: Path, error: OSError | RecursionError | str) -> None:
         said = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
@@ -97,7 +101,7 @@ def _visit(parent_fd: int, path: Path, info: os.stat_result, device: int, count:
             count.add(info)
             return
         if info.st_dev != device:
-            count.complain(path, "another file system lies there")
+            count.complain(path, "another file system is mounted there")
             return
         fd = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
         try:
@@ -136,7 +140,7 @@ def remove_job(spool: Spool, layout: Layout, job_id: int) -> Count:
     for place in unstage.copies_of_its_own(layout, pruned, unfinished):
         removed = remove(place)
         if removed.problem:
-            print(f"job {job_id}: its staged copies stay: {removed.problem}", file=sys.stderr)
+            print(f"job {job_id}: its staged copies were not removed: {removed.problem}", file=sys.stderr)
     return remove(layout.job(job_id).dir)
 
 
@@ -195,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     spool = Spool(layout, lock=False)
     for item in options.items:
         count = settle(spool, layout, item)
-        print(json.dumps({"item": item, **count.__dict__}), flush=True)
+        print(json.dumps({"item": item, **count.as_dict()}), flush=True)
     return 0
 
 

@@ -20,6 +20,7 @@ from honed.job.arrival import refused_uid
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.query import Asker, find
+from honed.job.shape import PruneAnswer, PrunedRow
 from honed.job.spool import Spool
 from honed.spec.config import RetentionConfig
 from honed.system.error import NotPermittedError, UsageError
@@ -97,7 +98,7 @@ class Needs:
         found: dict[int, str] = {}
         for job in jobs:
             for number in self.of(job):
-                found.setdefault(number, f"job {job.id} ({job.name}) needs it, which is {_why(job)}")
+                found.setdefault(number, f"job {job.id} ({job.name}), which is {_why(job)}, needs it")
         return found
 
     def _in_plan(self, job: Job) -> Iterator[int]:
@@ -134,7 +135,7 @@ def output_hosts(layout: Layout, jobs: Iterable[Job]) -> dict[int, str]:
         path = Path(job.output_dir)
         names = path.relative_to(layout.jobs_dir).parts if path.is_relative_to(layout.jobs_dir) else ()
         if names and names[0].isdecimal() and int(names[0]) != job.id:
-            found[int(names[0])] = f"the output of job {job.id} ({job.name}) lies in its directory"
+            found[int(names[0])] = f"the output of job {job.id} ({job.name}) is in its directory"
     return found
 
 
@@ -196,13 +197,15 @@ def choose(wish: Wish, jobs: Sequence[Job], needs: Needs, spool: Spool, asker: A
     Raises UsageError if the request has neither jobs nor limits, and NotPermittedError for another user's job.
     """
     if not wish.references and not wish.limits:
-        raise UsageError("prune what?", hint="name jobs, or say --older-than, --keep or --max-size")
+        raise UsageError("nothing is selected", hint="name jobs, or add --older-than, --keep or --max-size")
     needed = needed_of(needs, spool, jobs)
     if wish.references:
         asked = [find(spool, reference, asker) for reference in wish.references]
         for job in asked:
             if not (asker.is_administrator or job.uid == asker.uid):
-                raise NotPermittedError(f"job {job.id} is another user's", hint="its owner and administrators may")
+                raise NotPermittedError(
+                    f"job {job.id} belongs to another user", hint="only its owner and the administrators may prune it"
+                )
         if wish.limits or wish.states:
             asked = _beyond(asked, wish, spool, sizes)
         wanted = list({job.id: job for job in asked}.values())
@@ -239,10 +242,10 @@ def _beyond(jobs: Iterable[Job], wish: Wish, spool: Spool, sizes: dict[int, int]
     return [by_id[int(item.key)] for item in excess(items, wish.limits, now=time.time())]
 
 
-def report(chosen: Choice, sizes: dict[int, int], *, is_measured: bool) -> dict[str, Any]:
+def report(chosen: Choice, sizes: dict[int, int], *, is_measured: bool) -> PruneAnswer:
     """Return the jobs that go and the jobs that stay, in the format of `prune --json`."""
 
-    def row(job: Job) -> dict[str, Any]:
+    def row(job: Job) -> PrunedRow:
         return {"id": job.id, "name": job.name, "state": job.state.value, "num_bytes": sizes.get(job.id)}
 
     return {
@@ -282,25 +285,31 @@ def remove_refused(spool: Spool, name: str) -> bool:
         try:
             shutil.rmtree(path)
         except OSError as error:
-            log.warning("%s: not removed: %s; root can: rm -r", path, error)
+            log.warning("%s: not removed: %s; as root, rm -r it", path, error)
             return False
     if not name.endswith(".reason"):
         path.with_name(f"{path.name}.reason").unlink(missing_ok=True)
     return True
 
 
-def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: float) -> dict[str, Any]:
+def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: float) -> PruneAnswer:
     """Remove refused files beyond the limits, or list them if `is_dry`: the asker's, or all for an administrator."""
     if not wish.limits:
-        raise UsageError("prune what?", hint="--rejected takes --older-than, --keep or --max-size; --keep 0 is all")
+        raise UsageError(
+            "nothing is selected", hint="--rejected needs --older-than, --keep or --max-size; --keep 0 removes all"
+        )
     mine = refused_files(spool, uid=None if asker.is_administrator else asker.uid)
     beyond = excess(mine, wish.limits, now=now)
     if not is_dry:
         beyond = [item for item in beyond if remove_refused(spool, str(item.key))]
         if beyond:
-            log.info("%s: removed %d refused files: user %d asked for it", spool.rejected_dir, len(beyond), asker.uid)
-    files = [{"file": item.key, "num_bytes": item.num_bytes} for item in beyond]
-    return {"rejected": files, "is_measured": True}
+            log.info(
+                "%s: removed %d refused files, as requested by user %d", spool.rejected_dir, len(beyond), asker.uid
+            )
+    return {
+        "rejected": [{"file": str(item.key), "num_bytes": item.num_bytes} for item in beyond],
+        "is_measured": True,
+    }
 
 
 # -- what the configuration says --------------------------------------------------------------------------------------

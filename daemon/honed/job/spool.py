@@ -3,6 +3,7 @@
     incoming/ claimed/ rejected/ seq                          files that are not jobs (yet): see arrival.py
     queued/ held/ running/ succeeded/ failed/ cancelled/      one entry <id>.json per job
     pruned/         <id>.<state>.json: the last entry of a job whose directory is being removed, or is gone
+    corrupt/        <id>.<state>.json: a damaged entry, see corrupt.py
     ended/          <id>: the notification of this job's end is pending, see notification.py
     paused          exists while no jobs are started
     lock            locked by the daemon that owns this spool
@@ -21,11 +22,12 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from honed.job.catalog import Catalog
+from honed.job.corrupt import Corrupt, keep_copy
 from honed.job.job import MOVES, Job, State
 from honed.system import durable
 from honed.system.durable import Steps
@@ -35,6 +37,9 @@ from honed.system.log import about
 from honed.system.message import ENTRY_DAMAGED
 
 log = logging.getLogger(__name__)
+
+#: Is called with an entry that cannot be read, and why.
+Damaged = Callable[[Path, ValueError | OSError], None]
 
 
 class Entries:
@@ -83,27 +88,28 @@ class Entries:
         numbered = [path for path in self.directory(state).glob("*.json") if path.stem.isdecimal()]
         return sorted(numbered, key=lambda path: int(path.stem))
 
-    def recovered(self) -> Iterable[Job]:
-        """Return each job once; if an interrupted move left two copies, the older one is removed."""
+    def recovered(self, damaged: Damaged) -> Iterable[Job]:
+        """Return each job once; if an interrupted move left two copies, the older one is removed. `damaged` is called
+        for each entry that is none."""
         newest: dict[int, Job] = {}
         for state in State:
-            for job in self._recovered(state):
+            for job in self._recovered(state, damaged):
                 other = newest.get(job.id)
                 newest[job.id] = job if other is None or job.revision > other.revision else other
                 if other is not None:
                     older = other if newest[job.id] is job else job
-                    log.warning("job %d: dropped its older copy in %s", older.id, older.state)
+                    log.warning("job %d: removed its older copy in %s", older.id, older.state)
                     self.path(older.id, older.state).unlink()
                     durable.sync_dir(self.directory(older.state))
         return newest.values()
 
-    def _recovered(self, state: State) -> Iterator[Job]:
+    def _recovered(self, state: State, damaged: Damaged) -> Iterator[Job]:
         """Yield the jobs in a state's directory, removing temporary files of crashed writers."""
         for name in names_in(self.directory(state)):
             if name.startswith(".") and name.endswith(".tmp"):
                 (self.directory(state) / name).unlink(missing_ok=True)
             elif name.endswith(".json") and name[:-5].isdecimal():
-                job = read_entry(self.directory(state) / name, state)
+                job = read_entry(self.directory(state) / name, state, damaged)
                 if job is not None:
                     yield job
 
@@ -119,6 +125,7 @@ class Spool:
         self.rejected_dir = self.dir / "rejected"
         self.pruned_dir = self.dir / "pruned"
         self.ended_dir = self.dir / "ended"
+        self.corrupt = Corrupt(self.dir)
         self.entries = Entries(self.dir)
         #: True if every job's end is reported, whatever its spec says.
         self.tells_every_end = False
@@ -141,7 +148,8 @@ class Spool:
         except BlockingIOError:
             os.close(fd)
             raise EnvironmentInvalidError(
-                f"{self.dir}: another honed owns this spool", hint="stop it, or give this one its own --root"
+                f"{self.dir}: another honed instance uses this spool",
+                hint="stop it, or run this one with a different --root",
             ) from None
         return fd
 
@@ -160,11 +168,6 @@ class Spool:
     def all(self) -> Catalog:
         """Return all jobs; a reader other than the daemon gets the entries as they are at this moment."""
         return self._catalog if self._catalog is not None else Catalog(self.all_jobs().values())
-
-    @property
-    def root(self) -> Path:
-        """The root directory of the instance that owns this spool."""
-        return self._layout.root
 
     @property
     def layout(self) -> Layout:
@@ -232,7 +235,7 @@ class Spool:
 
     def move(self, job: Job, to: State, **changes: Any) -> Job:
         """Move an entry to another state and change it; asserts that the move is allowed."""
-        assert to in MOVES[job.state], f"no move from {job.state} to {to}"
+        assert to in MOVES[job.state], f"a job cannot move from {job.state} to {to}"
         with self._changed(job, to, changes) as moved:
             if to.is_final and (self.tells_every_end or job.notify):
                 durable.write(self.ended_dir / str(job.id), f"{moved.revision}\n".encode())
@@ -250,6 +253,9 @@ class Spool:
         revision = max(job.revision, failed or 0) + 1
         self._begun[job.id] = revision
         changed = dataclasses.replace(job, state=to, revision=revision, **changes)
+        old = self._catalog.get(job.id) if self._catalog is not None else None
+        if to is State.RUNNING and old is not None and old.attempts != changed.attempts:
+            keep_copy(self.job_layout(job.id), changed)
         yield changed
         if failed is not None:  # the failed change may have left a copy in a third directory
             for path in [self.entries.path(job.id, state) for state in State if state is not to]:
@@ -335,13 +341,16 @@ class Spool:
 
     # -- recovery -----------------------------------------------------------------------------------------------------
 
-    def recover(self) -> None:
-        """Finish what a crash interrupted: unfinished moves and temporary files. Call it before `Arrivals.recover`."""
+    def recover(self) -> list[tuple[Path, ValueError | OSError]]:
+        """Finish what a crash interrupted: unfinished moves and temporary files. Returns the entries that cannot be
+        read, and why; recovery.py deals with them."""
         for path in self.dir.glob(".*.tmp"):
             path.unlink(missing_ok=True)
         self._catalog = None
         self._drop_pruned_copies()
-        self._catalog = Catalog(self.entries.recovered())
+        damaged: list[tuple[Path, ValueError | OSError]] = []
+        self._catalog = Catalog(self.entries.recovered(lambda path, problem: damaged.append((path, problem))))
+        return damaged
 
     def _drop_pruned_copies(self) -> None:
         """Remove entries of pruned jobs from the state directories: a power cut can leave both names of a rename."""
@@ -360,17 +369,32 @@ def names_in(directory: Path) -> list[str]:
     return os.listdir(directory)  # noqa: PTH208
 
 
-def read_entry(path: Path, state: State) -> Job | None:
-    """Read an entry; None if it is gone, or damaged, which is logged."""
+#: Errors that say of a file that it will not be read the next time either.
+_UNREADABLE = {errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.EUCLEAN, errno.EBADMSG}
+
+
+def _log_damaged(path: Path, problem: ValueError | OSError) -> None:
+    log.error("%s: damaged entry: %s", path, problem, extra=about(message=ENTRY_DAMAGED))
+
+
+def read_entry(path: Path, state: State, damaged: Damaged = _log_damaged) -> Job | None:
+    """Read an entry; None if it is gone, or damaged, of which `damaged` is told."""
     try:
-        return Job.from_json(path.read_bytes(), state)
+        job = Job.from_json(path.read_bytes(), state)
+        if not path.name.startswith(f"{job.id}."):
+            raise ValueError(f"it has the number of job {job.id}")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # a user made up the name
-            return None
-        log.error("%s: damaged entry: %s", path, error, extra=about(message=ENTRY_DAMAGED))  # noqa: TRY400
-        return None
+    except ValueError as error:
+        damaged(path, error)
+    except OSError as error:
+        if error.errno in _UNREADABLE:
+            damaged(path, error)
+        elif error.errno != errno.ENAMETOOLONG:  # a user made up the name
+            _log_damaged(path, error)
+    else:
+        return job
+    return None
 
 
 def _read_pruned(path: Path) -> Job | None:

@@ -23,6 +23,7 @@ from honed.job.event import Event
 from honed.job.job import MAX_PRIORITY
 from honed.job.plan_file import PlanFile
 from honed.job.progress import duration, figure
+from honed.job.shape import Segment
 
 #: Rows that a trial must memorize.
 NUM_ROWS = 8
@@ -51,7 +52,7 @@ class Findings:
     num_right_before: int
     num_right: int
     data: dict[str, Any]  #: counts of the full data set, as in the event
-    segments: list[dict[str, Any]]  #: the first row, masked
+    segments: list[Segment]  #: the first row, masked
     whole_steps: int | None
     step_sec: float | None  #: one step of the full run
     whole_sec: float | None  #: evaluations and predictions included
@@ -61,7 +62,7 @@ class Findings:
     device: str  #: cuda, cpu or mps
     warnings: list[str]  #: warnings that the worker logged
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
@@ -260,9 +261,9 @@ def _moment(events: Sequence[Event], stage: str) -> float | None:
 # -- in words ---------------------------------------------------------------------------------------------------------
 
 _VERDICTS = {
-    "learns": "It learns them",
-    "learns_slowly": "It learns them, but slowly",
-    "does_not_learn": "It does not learn them",
+    "learns": "It learns",
+    "learns_slowly": "It learns, but slowly",
+    "does_not_learn": "It does not learn",
 }
 
 
@@ -281,22 +282,22 @@ def headline(found: Findings) -> str:
 
 def words(found: Findings) -> Iterator[tuple[str, str]]:
     """Yield (question, answer) pairs, except the first row's text."""
-    asked = f"; {found.num_right} of {found.num_asked} are answered as in the truth, {found.num_right_before} before"
+    asked = f"; {found.num_right} of {found.num_asked} answers match the reference, {found.num_right_before} before"
     yield ASKED, f"{headline(found)}{asked if found.num_asked else ''}."
     if found.verdict != "learns":
         yield "What to do", _ADVICE[found.verdict]
-    yield "What is trained on", f"{_trained(found.data)}."
+    yield "Training data", f"{_trained(found.data)}."
     for warning in found.warnings or ():
-        yield "Beware", f"{warning}."
-    yield "How long", _how_long(found)
-    yield "How much memory", _how_much(found)
+        yield "Warning", f"{warning}."
+    yield "Duration", _how_long(found)
+    yield "Memory", _how_much(found)
 
 
 _ADVICE = {
-    "learns_slowly": "A higher learning_rate or more of the model in the adapter (lora.r, target_modules) may be "
-    "wanted; a long run may do without.",
-    "does_not_learn": "Eight rows can be learned by heart by any model that trains: look at what is trained on "
-    "(honectl preview FILE), and try another learning_rate.",
+    "learns_slowly": "Try a higher learning_rate, or train more of the model with the adapter (lora.r, "
+    "target_modules); a long run may not need either.",
+    "does_not_learn": "A working setup can memorize eight rows: check what is trained on (honectl preview FILE), "
+    "and try another learning_rate.",
 }
 
 
@@ -305,7 +306,7 @@ def _trained(data: Mapping[str, Any]) -> str:
     share = f" ({trained / tokens:.0%})" if tokens else ""
     lost = [
         f"{data.get(key, 0)} {word}"
-        for key, word in (("num_truncated", "cut to max_length"), ("num_dropped", "left out"))
+        for key, word in (("num_truncated", "truncated to max_length"), ("num_dropped", "skipped"))
     ]
     return (
         f"{data.get('num_train', 0)} rows, {data.get('num_eval', 0)} held out, {', '.join(lost)}; "
@@ -315,26 +316,26 @@ def _trained(data: Mapping[str, Any]) -> str:
 
 def _how_long(found: Findings) -> str:
     if found.whole_sec is None or found.step_sec is None:
-        return "Not known: there were too few steps."
+        return "Unknown: there were too few steps."
     return (
-        f"About {duration(found.whole_sec)} for the whole: {found.whole_steps} steps of {found.step_sec:.2g} s, with "
-        "its start, evaluations and predictions; checkpoints and the export come on top."
+        f"About {duration(found.whole_sec)} for the full job: {found.whole_steps} steps of {found.step_sec:.2g} s, "
+        "including startup, evaluations and predictions; without checkpoints and the export."
     )
 
 
 def _how_much(found: Findings) -> str:
     if not found.peak_bytes:
-        return "Not known: the system does not say."
-    there = f", of {_gib(found.available_bytes)} there" if found.available_bytes else ""
-    batch = "with a batch that has the longest row in it"
+        return "Unknown: the system does not report it."
+    there = f", {_gib(found.available_bytes)} available" if found.available_bytes else ""
+    batch = "with the longest row in a batch"
     if found.device == "cuda":
         estimated = f" (estimated: {_gib(found.estimated_bytes)})" if found.estimated_bytes else ""
-        return f"{_gib(found.peak_bytes)} at the peak on the GPU{there}{estimated}, {batch}."
+        return f"{_gib(found.peak_bytes)} GPU memory at peak{there}{estimated}, {batch}."
     # The measured memory is a whole process: for a small model mostly libraries, which no estimate includes.
-    alone = f" For the model and its training alone {_gib(found.estimated_bytes)} were estimated."
+    alone = f" The estimate for the model and its training alone is {_gib(found.estimated_bytes)}."
     return (
-        f"{_gib(found.peak_bytes)} at the peak of the whole process, Python and its libraries included{there}, {batch}."
-        f"{alone if found.estimated_bytes else ''}"
+        f"{_gib(found.peak_bytes)} peak memory of the process, including Python and its libraries{there}, "
+        f"{batch}.{alone if found.estimated_bytes else ''}"
     )
 
 

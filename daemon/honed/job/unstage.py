@@ -44,6 +44,6 @@ def _remove(job: Job, place: Path) -> None:
     try:
         shutil.rmtree(place)
     except OSError as error:
-        log.warning("job %d (%s): its staged copies stay: %s", job.id, job.name, error, extra=about(job))
+        log.warning("job %d (%s): its staged copies were not removed: %s", job.id, job.name, error, extra=about(job))
     else:
         log.info("job %d (%s): removed its staged copies, %s", job.id, job.name, place, extra=about(job))

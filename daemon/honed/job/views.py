@@ -24,24 +24,24 @@ class View:
 
 
 _JOB = "the job's number"
-_WHEN = "when the worker told it, ISO 8601 in UTC"
+_WHEN = "when the worker reported it, ISO 8601 in UTC"
 
 VIEWS = (
     View(
         "jobs_v1",
-        "One row a job.",
+        "One row per job.",
         {
             "id": _JOB,
             "name": "the job's name",
             "state": "queued, held, running, succeeded, failed or cancelled",
-            "outcome": "how it ended: succeeded, or the code of what ended it; NULL before",
-            "priority": "higher runs first",
+            "outcome": "how it ended: succeeded, or the code of the error; NULL until then",
+            "priority": "jobs with higher priority run first",
             "submitted_at": "when it was accepted, ISO 8601 in UTC",
-            "step": "the last step that was told of; NULL before the first",
-            "num_steps": "steps in all",
+            "step": "the last reported step; NULL before the first",
+            "num_steps": "total steps",
             "epoch": "passes over the training data so far",
-            "loss": "loss of that step",
-            "eta_sec": "seconds that are left",
+            "loss": "loss at that step",
+            "eta_sec": "estimated seconds left",
         },
         """SELECT id, name, state, outcome, priority, submitted_at, json_extract(progress, '$.step'),
                   json_extract(progress, '$.num_steps'), json_extract(progress, '$.epoch'),
@@ -49,15 +49,15 @@ VIEWS = (
     ),
     View(
         "metrics_v1",
-        "One row a figure of a step. A step that was taken again, after a resume, stands once, as it was told last.",
+        "One row per metric and step. A step that was repeated after a resume appears once, with its last value.",
         {
             "job_id": _JOB,
             "job_name": "the job's name",
-            "attempt": "the attempt that told it",
-            "step": "optimizer step; 0 is before the first",
+            "attempt": "the attempt that reported it",
+            "step": "optimizer step; 0 is before the first step",
             "epoch": "passes over the training data",
             "name": "loss, learning_rate, grad_norm, eval_loss, …",
-            "value": "the figure",
+            "value": "the value",
             "created_at": _WHEN,
         },
         """SELECT metrics.job_id, jobs.name, metrics.attempt, metrics.step, metrics.epoch, metrics.name, metrics.value,
@@ -70,18 +70,18 @@ VIEWS = (
     ),
     View(
         "predictions_v1",
-        "One row an example and step: what the model wrote, beside the truth.",
+        "One row per example and step: the model's output and the reference.",
         {
             "job_id": _JOB,
             "job_name": "the job's name",
-            "user_id": "the numeric user who dropped the job",
-            "step": "optimizer step; 0 is before the first",
+            "user_id": "the numeric user who submitted the job",
+            "step": "optimizer step; 0 is before the first step",
             "epoch": "passes over the training data",
-            "sample_index": "the example: the same number is the same example, through all of a job",
-            "prompt": "what was asked",
-            "ground_truth": "what should be said",
-            "prediction": "what the model wrote",
-            "is_exact": "1 where that is the truth, but for space around it and a `<think>` before it; else 0",
+            "sample_index": "the number of the example; it stays the same throughout a job",
+            "prompt": "the prompt",
+            "ground_truth": "the reference answer",
+            "prediction": "the model's output",
+            "is_exact": "1 if it equals the reference, ignoring space around it and a `<think>` before it; else 0",
             "created_at": _WHEN,
         },
         """SELECT job_id, jobs.name, user_id, step, epoch, sample_index, prompt, ground_truth, prediction,
@@ -102,23 +102,23 @@ _INTRODUCTION = """\
 
 <!-- Made by `python -m honed.cli.reference --write docs/`; change daemon/honed/job/views.py instead. -->
 
-`/var/lib/honed/honed.db` is SQLite, in WAL mode: open it read-only, as often as you like, while honed writes.
+`/var/lib/honed/honed.db` is SQLite, in WAL mode: it can be opened read-only while honed writes.
 
 ```sh
 sqlite3 -readonly /var/lib/honed/honed.db \\
     "SELECT step, value FROM metrics_v1 WHERE job_name = 'capitals' AND name = 'eval_loss' ORDER BY step"
 ```
 
-The views below are for other tools: their names and columns stay. A later version may add views, and columns at the
-end. The database is derived from the spool and the jobs' directories: delete it, and honed makes it again, within
-seconds where it runs. So nothing of one's own belongs into it.
+The views below are for other tools: their names and columns are stable. A later version may add views, and columns at
+the end. The database is derived from the spool and the jobs' directories: if it is deleted, honed rebuilds it, within
+seconds while it runs. So do not store your own data in it.
 """
 _TABLES = """\
 ## Tables
 
-The tables below the views may grow columns. Of two of them the names and columns stay as well:
+The tables below the views may gain columns. The names and columns of two of them are stable as well:
 
-- `metrics (job_id, attempt, step, epoch, name, value, created_at)`: all figures as told, repeated steps included
+- `metrics (job_id, attempt, step, epoch, name, value, created_at)`: all metrics as reported, including repeated steps
 - `training_predictions (job_id, user_id, epoch, step, sample_index, prompt, ground_truth, prediction, created_at)`
 """
 

@@ -82,7 +82,7 @@ class WaitingFor(_Answer):
     reason: str
     """Reason for programs: person, dependency, plan, retry, disk, paused, device, turn, honed, …"""
     detail: str
-    """Reason for people; empty for another user's job, and where it changes every second."""
+    "Reason as text; empty for another user's job, and if it changes every second."
 
 
 class JobRow(_Answer):
@@ -96,7 +96,7 @@ class JobRow(_Answer):
     outcome: str | None
     """Outcome: succeeded, or the code of the cause."""
     remark: str = ""
-    """Remark on a success: its loss never left its initial value, or the model ended worse."""
+    "Remark on a success: its loss did not fall, or the model ended worse."
     priority: int
     submitted_at: str
     """ISO 8601, UTC."""
@@ -272,8 +272,8 @@ _OTHERS = (
     ("/api/events", "`changed` whenever a job changes state or reports a step", "text/event-stream"),
     (
         "/api/jobs/{job_id}/events",
-        "`progress` (with a row as of /api/jobs, stage, eval_loss, predicted_step and line) "
-        "when the job reports something, `ended` when it is over",
+        "`progress` (a row as in /api/jobs, with stage, eval_loss, predicted_step and line) when the job reports "
+        "something, `ended` at its end",
         "text/event-stream",
     ),
     ("/metrics", "Metrics for Prometheus", "text/plain"),

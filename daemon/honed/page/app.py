@@ -1,6 +1,6 @@
 """The pages and the API of honed-web, and the rights to read them.
 
-    a request ── GET or HEAD? ── a Host of ours? ── who asks? ──► an endpoint of api, a page, a stream of events
+    a request ── a place for it? ── GET or HEAD? ── a Host of ours? ── who asks? ──► an endpoint, a page, a stream
 
 A client with the token reads every job. Over a unix socket the client is a user of this machine, who reads what the
 control socket would let them read. Over loopback without a token it may be any user of this machine: they read what
@@ -21,9 +21,9 @@ import re
 import secrets
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -44,7 +44,8 @@ from honed.page import api, metrics, report
 from honed.page.api import ENDPOINTS, Endpoint
 from honed.page.job_page import Pages
 from honed.page.page import NONCE, STYLE_SOURCE, source
-from honed.page.source import NoSuchJobError, Page, Source
+from honed.page.place import Holder, Kind, Places, no_place, turns
+from honed.page.source import NoSuchJobError, Page, Source, StateRow
 from honed.spec.config import PolicyConfig
 from honed.system import access
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
@@ -52,12 +53,13 @@ from honed.system.error import EnvironmentInvalidError, HonedError, NotPermitted
 log = logging.getLogger("honed.page.server")
 T = TypeVar("T")
 
-#: Event streams at a time; they are long-lived, so they get only a part of the connections.
-MAX_STREAMS = 32
 #: Seconds of one stream, after which a browser reconnects by itself; between looks at a job; between heartbeats.
 STREAM_SEC, POLL_SEC, HEARTBEAT_SEC = 900.0, 1.0, 15.0
-#: Threads that read the spool and the database.
-MAX_READERS = 4
+#: Threads that read the spool and the database, for each kind of client: five kinds have at most 15 requests at the
+#: control socket, which takes 16 of one user.
+MAX_READERS = 3
+#: Seconds after which a refused client should ask again.
+RETRY_SEC = 5
 #: Finished jobs on the page of all jobs; and unfinished ones, at most.
 INDEX_ROWS, MAX_INDEX_ROWS = 200, 2000
 #: Bytes of one piece of a page that is being sent.
@@ -66,6 +68,7 @@ PIECE_BYTES = 64 * 1024
 _ENDLESS = re.compile(r"[0-9]{19}")
 #: The uid of a client over loopback without a token: no user of this machine has it.
 NOBODY = -1
+_RETRY = {"Retry-After": str(RETRY_SEC)}
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -105,11 +108,12 @@ class Web:
     rules: Rules
     is_ending: Callable[[], bool] = lambda: False
     pages: Pages = field(init=False)
-    num_streams: int = 0
+    places: Places = field(default_factory=Places)
 
     def __post_init__(self) -> None:
         self.pages = Pages(self.source.layout)
-        self._readers = anyio.CapacityLimiter(MAX_READERS)
+        self._turns = turns(MAX_READERS)
+        self._readers = anyio.CapacityLimiter(MAX_READERS * len(Kind))
         self._script = source("live.js")
 
     @cached_property
@@ -121,31 +125,36 @@ class Web:
         routes = [
             Route("/", self._index),
             Route("/index.html", self._index),
-            Route("/login", _log_in),
+            Route("/login", _at_once(_log_in)),
             Route("/jobs/{job_id:int}", self._job_page),
             # The address of a page in the index that honed writes.
             Route(
-                "/jobs/{job_id:int}/report.html", lambda request: RedirectResponse(request.url.path.rpartition("/")[0])
+                "/jobs/{job_id:int}/report.html",
+                _at_once(lambda request: RedirectResponse(request.url.path.rpartition("/")[0])),
             ),
-            Route("/live.js", lambda _: Response(self._script, media_type="text/javascript")),
+            Route("/live.js", _at_once(lambda _: Response(self._script, media_type="text/javascript"))),
             Route("/api/events", self._all_events),
             Route("/api/jobs/{job_id:int}/events", self._job_events),
-            Route("/openapi.json", lambda _: Response(self._openapi, media_type="application/json")),
+            Route("/openapi.json", _at_once(lambda _: Response(self._openapi, media_type="application/json"))),
             Route("/metrics", self._metrics),
             *(Route(each.path.replace("{job_id}", "{job_id:int}"), partial(self._answer, each)) for each in ENDPOINTS),
         ]
         handlers = {HonedError: _refusal, OSError: _unreadable, sqlite3.Error: _unreadable, HTTPException: _no_route}
         return Guard(Starlette(routes=routes, exception_handlers=handlers), self)  # type: ignore[arg-type]
 
-    async def read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function that reads files in a thread."""
-        return await anyio.to_thread.run_sync(partial(function, *arguments), limiter=self._readers)
+    async def read(self, kind: Kind, function: Callable[..., T], *arguments: Any, is_patient: bool = False) -> T:
+        """Run a function that reads files in a thread, once it is the turn of a client of this kind."""
+        async with self._turns[kind].one(is_patient=is_patient):
+            return await anyio.to_thread.run_sync(partial(function, *arguments), limiter=self._readers)
 
     # -- the API ------------------------------------------------------------------------------------------------------
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
+        return await self.read(_kind(request), self._made, endpoint, request)
+
+    def _made(self, endpoint: Endpoint, request: Request) -> Response:
         jobs, asked = request.path_params.values(), _parameters(endpoint, request)
-        found = await self.read(partial(endpoint.read, self.source, *jobs, _asker(request), **asked))
+        found = endpoint.read(self.source, *jobs, _asker(request), **asked)
         headers = {}
         if isinstance(found, Page):
             assert endpoint.rows is not None
@@ -154,11 +163,10 @@ class Web:
             headers = {"Link": f'<{after}>; rel="next"'} if after else {}
             found = {endpoint.rows: found.rows, "next": after}
         status = 503 if endpoint.path == "/healthz" and found["status"] != "ok" else 200
-        body = await self.read(_encode, found)
-        return Response(body, status, headers, media_type="application/json")
+        return Response(_encode(found), status, headers, media_type="application/json")
 
     async def _metrics(self, request: Request) -> Response:
-        body = await self.read(metrics.scrape, self.source, _asker(request))
+        body = await self.read(_kind(request), metrics.scrape, self.source, _asker(request))
         return Response(body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
 
     # -- pages --------------------------------------------------------------------------------------------------------
@@ -166,8 +174,11 @@ class Web:
     async def _index(self, request: Request) -> Response:
         before = request.query_params.get("before", "")
         if before and not re.fullmatch(r"[0-9]{1,18}", before):
-            raise UsageError(f"before: not a job's number: {before[:40]!r}", hint="follow the link to older jobs")
-        return _html(await self.read(self._index_page, request.state.asker, int(before or 0), request.state.may_log_in))
+            raise UsageError(f"before: not a job number: {before[:40]!r}", hint="follow the link to older jobs")
+        page = await self.read(
+            _kind(request), self._index_page, _asker(request), int(before or 0), request.state.may_log_in
+        )
+        return _html(page)
 
     def _index_page(self, asker: Asker, before: int, may_log_in: bool) -> bytes:
         rows = self.source.rows(asker)
@@ -184,30 +195,33 @@ class Web:
         )
 
     async def _job_page(self, request: Request) -> Response:
-        job = await self.read(self.source.job, request.path_params["job_id"], _asker(request))
-        return _html((await self.pages.page(job)).page)
+        kind = _kind(request)
+        job = await self.read(kind, self.source.job, request.path_params["job_id"], _asker(request))
+        return _html((await self.pages.page(job, kind)).page)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
     async def _job_events(self, request: Request) -> Response:
         asker, job_id = _asker(request), request.path_params["job_id"]
-        await self.read(self.source.job, job_id, asker)  # a refusal comes now, not within the stream
-        return self._stream(self._tell_job(job_id, asker))
+        await self.read(_kind(request), self.source.job, job_id, asker)  # a refusal comes now, not within the stream
+        return self._stream(request, self._tell_job(job_id, asker, _kind(request)))
 
     async def _all_events(self, request: Request) -> Response:
-        return self._stream(self._tell_all(_asker(request)))
+        return self._stream(request, self._tell_all(_asker(request), _kind(request)))
 
-    def _stream(self, events: AsyncIterator[bytes]) -> Response:
-        if self.num_streams >= MAX_STREAMS:
+    def _stream(self, request: Request, events: AsyncIterator[bytes]) -> Response:
+        holder: Holder = request.state.holder
+        if (others := self.places.streams(holder)) is not None:
             raise EnvironmentInvalidError(
-                f"{MAX_STREAMS} pages are live at the moment", hint="close one, or reload this one now and then"
+                f"{others} pages are already receiving live updates",
+                hint="close one, or reload this one from time to time",
             )
-        return _Stream(self, events)
+        return _Stream(holder, events)
 
-    async def _tell_job(self, job_id: int, asker: Asker) -> AsyncIterator[bytes]:
-        last: dict[str, Any] = {}
+    async def _tell_job(self, job_id: int, asker: Asker, kind: Kind) -> AsyncIterator[bytes]:
+        last: StateRow | None = None
         async for _ in self._ticks():
-            found = await self.read(self.source.state, job_id, asker)
+            found = await self.read(kind, self.source.state, job_id, asker, is_patient=True)
             if found != last:
                 last = found
                 yield _event("progress", {**found, "line": _line(found)})
@@ -217,10 +231,10 @@ class Web:
             else:
                 yield b""
 
-    async def _tell_all(self, asker: Asker) -> AsyncIterator[bytes]:
+    async def _tell_all(self, asker: Asker, kind: Kind) -> AsyncIterator[bytes]:
         last: list[Any] | None = None
         async for _ in self._ticks():
-            rows = await self.read(self.source.rows, asker)
+            rows = await self.read(kind, self.source.rows, asker, is_patient=True)
             if rows is not last and rows != last:
                 if last is not None:
                     yield _event("changed", {"num_jobs": len(rows)})
@@ -237,9 +251,9 @@ class Web:
 class _Stream(StreamingResponse):
     """Server-sent events, counted while somebody listens."""
 
-    def __init__(self, web: Web, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, holder: Holder, events: AsyncIterator[bytes]) -> None:
         super().__init__(self._framed(events), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
-        self._web = web
+        self._holder = holder
 
     @staticmethod
     async def _framed(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -251,17 +265,17 @@ class _Stream(StreamingResponse):
                     told_at = time.monotonic()
                     yield event or b": still here\n\n"
         except (HonedError, OSError, sqlite3.Error) as error:  # a browser reconnects, and gets the error then
-            log.info("a stream of events ends: %s", error)
+            log.info("a stream of events ended: %s", error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._web.num_streams += 1
+        self._holder.is_streaming = True
         try:
             if scope["method"] == "HEAD":
                 await Response(media_type=self.media_type)(scope, receive, send)
             else:
                 await super().__call__(scope, receive, send)
         finally:
-            self._web.num_streams -= 1
+            self._holder.is_streaming = False
 
 
 def _event(kind: str, data: Mapping[str, Any]) -> bytes:
@@ -269,7 +283,7 @@ def _event(kind: str, data: Mapping[str, Any]) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + _encode(data) + b"\n\n"
 
 
-def _line(found: Mapping[str, Any]) -> str:
+def _line(found: StateRow) -> str:
     """Return the top line of an unfinished job's page; empty unless the job runs."""
     if found["state"] != "running":
         return ""
@@ -281,7 +295,8 @@ def _line(found: Mapping[str, Any]) -> str:
 
 
 class Guard:
-    """Checks every request before the application sees it, and adds the security headers to every answer."""
+    """Checks every request before the application sees it, and adds the security headers to every answer. It also finds
+    a place for a request over TCP: until its head has been read, it is not known whether the client has the token."""
 
     def __init__(self, app: ASGIApp, web: Web) -> None:
         self._app = app
@@ -304,29 +319,36 @@ class Guard:
         await (refused or self._app)(scope, receive, send_guarded)
 
     def _refused(self, scope: Scope) -> Response | None:
-        rules, peer = self._web.rules, scope.get("state", {}).get("peer")
+        rules, peer = self._web.rules, scope["state"]["peer"]
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        shown = shown_token(headers.get(b"authorization"))
+        has_token = shown is not None and rules.token is not None and _equal(shown, rules.token)
+        holder: Holder = scope["state"]["holder"]
+        kind = kind_of(rules.policy, peer) if peer is not None else Kind.TOKEN if has_token else Kind.UNKNOWN
+        # Without a place of its own by now, the connection has been lost, and would keep another for ever.
+        if holder.kind is not None and not self._web.places.enter(kind, holder):
+            self._web.places.num_refused += 1
+            return _said(503, no_place(kind), {**_RETRY, "Connection": "close"})
         if scope["method"] not in {"GET", "HEAD"}:
             return _said(
                 405,
-                UsageError("honed-web is for reading: GET and HEAD", hint="honectl changes things"),
+                UsageError("honed-web is read-only: use GET or HEAD", hint="use honectl for changes"),
                 {"Allow": "GET, HEAD"},
             )
         if peer is None and not rules.needs_token and not _is_ours(headers.get(b"host", ""), rules.hosts):
             error = NotPermittedError(
-                "the Host of this request is no name of this machine", hint="web.hosts in honed.toml"
+                "the Host of this request is not a name of this machine", hint="see web.hosts in honed.toml"
             )
             return _said(421, error)
-        shown = shown_token(headers.get(b"authorization"))
-        has_token = shown is not None and rules.token is not None and _equal(shown, rules.token)
         if (shown is not None and rules.token is not None and not has_token) or (
             peer is None and rules.needs_token and not has_token
         ):
             return _token_wanted()
         if _ENDLESS.search(scope["path"]):
-            return _said(404, NoSuchJobError("no job has such a number", hint="GET /api/jobs lists them all"))
+            return _said(404, NoSuchJobError("no job has this number", hint="GET /api/jobs lists all jobs"))
         scope["state"] = {
-            **scope.get("state", {}),
+            **scope["state"],
+            "kind": kind,
             "asker": asker_of(rules.policy, peer, has_token=has_token),
             "may_log_in": peer is None and rules.token is not None and not has_token,
         }
@@ -337,8 +359,15 @@ def asker_of(policy: PolicyConfig, peer: Peer | None, *, has_token: bool) -> Ask
     """Return the asker, as the daemon does for its control socket; over TCP the token alone identifies a client."""
     if peer is None or has_token:
         return Asker(NOBODY, is_administrator=False, reads_all=has_token or policy.share_results)
-    is_administrator = peer.uid in {0, os.getuid()} or access.group_id(policy.admin_group) in peer.gids
+    is_administrator = kind_of(policy, peer) is not Kind.USER
     return Asker(peer.uid, is_administrator, is_administrator or policy.share_results)
+
+
+def kind_of(policy: PolicyConfig, peer: Peer) -> Kind:
+    """Return the kind of a client of the unix socket."""
+    if peer.uid in {0, os.getuid()}:
+        return Kind.ROOT
+    return Kind.ADMINISTRATOR if access.group_id(policy.admin_group) in peer.gids else Kind.USER
 
 
 def shown_token(header: str | None) -> str | None:
@@ -375,13 +404,20 @@ def _asker(request: Request) -> Asker:
     return asker
 
 
+def _kind(request: Request) -> Kind:
+    kind: Kind = request.state.kind
+    return kind
+
+
 def _log_in(request: Request) -> Response:
     """Ask a browser for the token: at the root, so that it sends the token everywhere from then on."""
     return _token_wanted() if request.state.may_log_in else RedirectResponse("/")
 
 
 def _token_wanted() -> Response:
-    error = NotPermittedError("honed-web wants its token", hint="Authorization: Bearer TOKEN, or TOKEN as the password")
+    error = NotPermittedError(
+        "honed-web needs its token", hint="send Authorization: Bearer TOKEN, or TOKEN as the password"
+    )
     return _said(401, error, {"WWW-Authenticate": 'Basic realm="honed", charset="UTF-8"'})
 
 
@@ -396,6 +432,23 @@ def _parameters(endpoint: Endpoint, request: Request) -> dict[str, Any]:
         name = ".".join(map(str, first["loc"]))
         known = ", ".join(endpoint.parameters.model_fields) or "there are none"
         raise UsageError(f"{name[:80]}: {first['msg']}", hint=f"parameters: {known}; see /openapi.json") from None
+
+
+def _at_once(answer: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """Make an endpoint of an answer that needs no thread."""
+
+    async def endpoint(request: Request) -> Response:
+        return answer(request)
+
+    return endpoint
+
+
+@cache
+def refusal(kind: Kind) -> bytes:
+    """Return the whole response to a connection without a place, of which no request has been read."""
+    told = _said(503, no_place(kind), {**_RETRY, "Connection": "close"})
+    head = "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in told.raw_headers)
+    return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n".encode() + bytes(told.body)
 
 
 def _html(page: bytes) -> Response:
@@ -441,7 +494,7 @@ async def _refusal(request: Request, error: HonedError) -> Response:
         case UsageError():
             return _said(400, error)
         case _:
-            return _said(503, error, {"Retry-After": "5"})
+            return _said(503, error, _RETRY)
 
 
 async def _unreadable(request: Request, error: OSError | sqlite3.Error) -> Response:
@@ -453,10 +506,12 @@ async def _unreadable(request: Request, error: OSError | sqlite3.Error) -> Respo
             words = str(error)
         case _:
             words = f"honed.db: {error}"
-    return await _refusal(request, EnvironmentInvalidError(words, hint="see honed's log; honectl doctor"))
+    return await _refusal(request, EnvironmentInvalidError(words, hint="see honed's journal and honectl doctor"))
 
 
 async def _no_route(_request: Request, error: HTTPException) -> Response:
     return _said(
-        error.status_code, UsageError("there is nothing at this address", hint="/openapi.json lists all"), error.headers
+        error.status_code,
+        UsageError("there is no page at this address", hint="/openapi.json lists all addresses"),
+        error.headers,
     )

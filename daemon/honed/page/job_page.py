@@ -15,6 +15,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from honed.job.job import Job
+from honed.page.place import Kind, turns
 from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
 
@@ -24,8 +25,7 @@ log = logging.getLogger("honed.page.server")
 RUNNING_SEC, FINAL_SEC = 3.0, 300.0
 #: Seconds that making one page may take.
 TIMEOUT_SEC = 60.0
-#: Pages that wait to be made; bytes of all kept pages.
-MAX_WAITING = 16
+#: Bytes of all kept pages.
 MAX_KEPT_BYTES = 8 * 1024 * 1024
 #: Variables of our environment that the process does not need.
 _SECRETS = ("CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
@@ -46,21 +46,17 @@ class Pages:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._kept: OrderedDict[int, Made] = OrderedDict()
+        # First a turn among clients of one kind, then among the kinds: however many pages one kind waits for, another
+        # waits for one of them.
+        self._turns = turns(1)
         self._turn = asyncio.Lock()
-        self._num_waiting = 0
 
-    async def page(self, job: Job) -> Made:
+    async def page(self, job: Job, kind: Kind) -> Made:
         """Return a job's page, kept or new. Raises EnvironmentInvalidError if it cannot be made, or too many wait."""
         if (made := self._fresh(job)) is not None:
             return made
-        if self._num_waiting >= MAX_WAITING:
-            raise EnvironmentInvalidError("too many pages are being made", hint="ask again in a moment")
-        self._num_waiting += 1
-        try:
-            async with self._turn:
-                return self._fresh(job) or self._keep(job, await self._make(job))
-        finally:
-            self._num_waiting -= 1
+        async with self._turns[kind].one(), self._turn:
+            return self._fresh(job) or self._keep(job, await self._make(job))
 
     def _fresh(self, job: Job) -> Made | None:
         made = self._kept.get(job.id)
@@ -85,7 +81,7 @@ class Pages:
             async with asyncio.timeout(TIMEOUT_SEC):
                 page, _ = await process.communicate()
         except TimeoutError:
-            log.error("the page of job %d was not made within %.0f s", job.id, TIMEOUT_SEC)  # noqa: TRY400
+            log.error("the page of job %d was not generated within %.0f s", job.id, TIMEOUT_SEC)  # noqa: TRY400
         finally:
             if process.returncode is None:
                 process.kill()
@@ -93,8 +89,8 @@ class Pages:
         if process.returncode == 0:
             return page
         raise EnvironmentInvalidError(
-            f"the page of job {job.id} could not be made",
-            hint="the log of honed-web says why; the API has what is on it",
+            f"the page of job {job.id} could not be generated",
+            hint="see the journal of honed-web; the API has the same data",
         )
 
     def _keep(self, job: Job, page: bytes) -> Made:

@@ -20,11 +20,11 @@ from honed.system.error import HonedError
 
 #: The progress of a running job: key in `progress`, metric name, help text.
 _PROGRESS = (
-    ("step", "honed_job_step", "Optimizer steps that a running job has taken"),
-    ("num_steps", "honed_job_steps", "Optimizer steps of a running job in all"),
+    ("step", "honed_job_step", "Optimizer steps completed by a running job"),
+    ("num_steps", "honed_job_steps", "Total optimizer steps of a running job"),
     ("epoch", "honed_job_epoch", "Passes over the training data of a running job"),
     ("loss", "honed_job_loss", "Training loss of a running job at its last step"),
-    ("eta_sec", "honed_job_eta_seconds", "Seconds until a running job is through, by its own estimate"),
+    ("eta_sec", "honed_job_eta_seconds", "Seconds until a running job ends, by its own estimate"),
     ("num_trained", "honed_job_tokens", "Tokens that a running job had trained on at its last evaluation"),
     ("num_tokens", "honed_job_data_tokens", "Tokens of a running job's training data"),
 )
@@ -40,7 +40,7 @@ class Figures(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         health = self._source.health()
-        yield GaugeMetricFamily("honed_up", "Whether honed answers", value=health["honed"]["is_up"])
+        yield GaugeMetricFamily("honed_up", "Whether honed responds", value=health["honed"]["is_up"])
         yield GaugeMetricFamily(
             "honed_database_up", "Whether honed.db can be read", value=health["database"]["is_open"]
         )
@@ -59,16 +59,14 @@ class Figures(Collector):
         for state in State:
             by_state.add_metric((state,), states[state])
         yield by_state
-        outcomes = GaugeMetricFamily("honed_outcomes", "Jobs that are over and kept, by outcome", labels=("outcome",))
+        outcomes = GaugeMetricFamily("honed_outcomes", "Finished jobs that are kept, by outcome", labels=("outcome",))
         for outcome, count in sorted(Counter(job.outcome for job in jobs if job.state.is_final).items(), key=str):
             outcomes.add_metric((outcome or "none",), count)
         yield outcomes
         waiting = [job.submitted_at for job in jobs if job.state is State.QUEUED]
         age = max(0.0, time.time() - min(waiting)) if waiting else 0.0
-        yield GaugeMetricFamily("honed_queue_age_seconds", "Age of the job that has been queued for longest", value=age)
-        yield GaugeMetricFamily(
-            "honed_paused", "Whether starting of jobs is paused", value=self._source.entries.is_paused
-        )
+        yield GaugeMetricFamily("honed_queue_age_seconds", "Age of the job that has been queued the longest", value=age)
+        yield GaugeMetricFamily("honed_paused", "Whether the queue is paused", value=self._source.entries.is_paused)
 
     def _running(self) -> Iterator[GaugeMetricFamily]:
         running = {job.id: job for job in self._source.entries.all_jobs().values() if job.state is State.RUNNING}
@@ -81,7 +79,7 @@ class Figures(Collector):
                     family.add_metric((str(job_id),), value)
             yield family
         started = GaugeMetricFamily(
-            "honed_job_started_timestamp_seconds", "When a running job's attempt began", labels=("job",)
+            "honed_job_started_timestamp_seconds", "Start time of a running job's attempt", labels=("job",)
         )
         for job_id, job in running.items():
             if job.attempts:
@@ -95,12 +93,16 @@ class Figures(Collector):
         for name, words, value in (
             (
                 "waiting_bytes",
-                "Bytes of metrics and predictions that wait for honed-send",
+                "Bytes of metrics and predictions waiting for honed-send",
                 outbox.num_waiting_bytes(path),
             ),
-            ("refused_rows", "Rows that the metrics API would not take, kept beside", num_refused),
-            ("lost_rows", "Rows for which there was no room in the outbox", outbox.num_lost(path)),
-            ("failing", "Whether honed-send could not deliver at its last try", outbox.read_trouble(path) is not None),
+            ("refused_rows", "Rows that the metrics API rejected", num_refused),
+            ("lost_rows", "Rows discarded because the outbox was full", outbox.num_lost(path)),
+            (
+                "failing",
+                "Whether honed-send failed to deliver at its last attempt",
+                outbox.read_trouble(path) is not None,
+            ),
         ):
             yield GaugeMetricFamily(f"honed_outbox_{name}", words, value=value)
 

@@ -30,6 +30,7 @@ from honed.job import query
 from honed.job.database import Reader
 from honed.job.job import Job
 from honed.job.progress import duration, figure, progress_text
+from honed.job.shape import Prediction, Shown
 from honed.job.spool import Spool
 from honed.page import plot
 from honed.page.page import document, text
@@ -62,10 +63,10 @@ _PARTS = (
     ("optimizer", "optimizer_bytes"),
     ("activations", "activation_bytes"),
     ("media", "media_bytes"),
-    ("in all", "total_bytes"),
-    ("most on the GPU at a time", "device_peak_bytes"),
-    ("most of main memory at a time", "resident_peak_bytes"),
-    ("there is", "available_bytes"),
+    ("total", "total_bytes"),
+    ("peak GPU memory", "device_peak_bytes"),
+    ("peak RAM", "resident_peak_bytes"),
+    ("available", "available_bytes"),
 )
 
 #: Jobs of each kind (running, queued, held, over) on the index: nobody reads a page of ten thousand.
@@ -77,9 +78,9 @@ class Story:
     """The data of one job's report."""
 
     job: Job
-    shown: dict[str, Any]  #: as in `honectl show --json`
+    shown: Shown
     figures: list[tuple[str, int, float, str]]  #: (name, step, value, created_at) in order; the last value of each step
-    predictions: list[dict[str, Any]]
+    predictions: list[Prediction]
     events: list[dict[str, Any]]
     spec_text: str
 
@@ -157,8 +158,8 @@ def render(story: Story, *, now: float, is_served: bool = False) -> bytes:
 
 def outcome(story: Story) -> tuple[str, str]:
     """Return a job's outcome: its kind (good, bad, warn or empty), and one line of text."""
-    job, error = story.job, story.shown["error"] or {}
-    why = f": {error.get('evidence') or error['message']}" if error.get("message") else ""
+    job, error = story.job, story.shown["error"]
+    why = f": {error.get('evidence') or error['message']}" if error and error.get("message") else ""
     match job.state:
         case "succeeded" if job.remark:
             return "warn", f"succeeded, but {job.remark}"
@@ -213,7 +214,7 @@ def _overview(story: Story, *, now: float) -> Iterable[tuple[str, Any]]:
 
 
 def _warnings(story: Story) -> list[str]:
-    hint = (story.shown["error"] or {}).get("hint")
+    hint = error.get("hint") if (error := story.shown["error"]) else None
     logged = [
         str(each.get("evidence") or each.get("message"))
         for each in story.events
@@ -271,7 +272,7 @@ def _speed(story: Story) -> list[tuple[float, float]]:
 
 def _samples(story: Story) -> tuple[list[dict[str, Any]], int]:
     """Return the first held-out examples, each with its predictions, and the number of all."""
-    by_sample: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    by_sample: dict[int, list[Prediction]] = defaultdict(list)
     for row in story.predictions:
         by_sample[row["sample_index"]].append(row)
     thumbnails = {
@@ -294,7 +295,7 @@ def _samples(story: Story) -> tuple[list[dict[str, Any]], int]:
     return samples, len(by_sample)
 
 
-def _some(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _some(rows: list[Prediction]) -> list[Prediction]:
     """Return the first row, the last, and evenly spaced ones between them, MAX_ROUNDS at most."""
     if len(rows) <= MAX_ROUNDS:
         return rows
@@ -356,7 +357,7 @@ def _count(row: Mapping[str, Any]) -> str:
 
 
 def _memory(story: Story) -> list[tuple[str, str, str]]:
-    estimated, used = (story.shown["memory"].get(key) or {} for key in ("estimated", "used"))
+    estimated, used = story.shown["memory"]["estimated"], story.shown["memory"]["used"]
     return [
         (words, _size(estimated.get(key)), _size(used.get(key)))
         for words, key in _PARTS
@@ -505,7 +506,7 @@ def write(layout: Layout, job_ids: Sequence[int], *, is_shared: bool, admin_grou
             print(f"job {job_id}: its report: {error}", file=sys.stderr)
             num_failed += 1
         except Exception as error:  # noqa: BLE001 - a worker that tells nonsense costs its own page, and no other's
-            print(f"job {job_id}: its report cannot be made:\n{trace(error)}", file=sys.stderr)
+            print(f"job {job_id}: its report could not be generated:\n{trace(error)}", file=sys.stderr)
     reader = Reader(layout.database_path)
     try:
         rows, counts = reader.overview(MAX_INDEX_JOBS)
@@ -528,7 +529,7 @@ def print_page(layout: Layout, job_id: int) -> int:
         return 1
     page = render(gather(spool, layout, job), now=time.time(), is_served=True)
     if len(page) > MAX_PRINTED_BYTES:
-        print(f"job {job_id}: its page has {len(page):,} bytes, too many for honed-web", file=sys.stderr)
+        print(f"job {job_id}: its page has {len(page):,} bytes, more than honed-web serves", file=sys.stderr)
         return 1
     sys.stdout.buffer.write(page)
     return 0

@@ -4,7 +4,7 @@
     honed-web        ── by hand: web.listen
 
 It listens on loopback addresses and unix sockets, and on others only with a token. Clients that connect and send
-nothing, or do not read their answer, are disconnected; the number of connections is limited.
+nothing, or do not read their answer, are disconnected; the number of connections is limited, see honed.page.place.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from honed import __version__
-from honed.page.app import Peer, Rules, Web
+from honed.page.app import Peer, Rules, Web, kind_of, refusal
+from honed.page.place import Kind, Places
 from honed.page.source import Source
 from honed.spec import config
 from honed.spec.config import Config
@@ -40,11 +43,15 @@ from honed.system.notify import Notifier
 
 log = logging.getLogger("honed.page.server")
 
-#: Connections at a time, in all and of one user over a unix socket.
-MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER = 128, 48
-#: Seconds for the head of a request, from the start of the connection; a reader has twice as many to take something.
-#: Seconds that an idle connection is kept.
+#: Seconds for the head of a request, from the start of the connection; over TCP, where everybody can connect, half as
+#: many; a reader has twice as many to take something. Seconds that an idle connection is kept.
 PATIENCE_SEC, KEEP_ALIVE_SEC = 10.0, 15
+#: Seconds that a refused client has to read so: if its connection were closed at once, it might be told of a reset.
+LEAVING_SEC = 1.0
+#: Connections that the kernel keeps for us; and that we take of a socket at a time, at most. asyncio reads from one in
+#: the second round after its own, so that when fewer than half of the places of new connections come in a round, one
+#: whose request came with it is read before it can be the oldest that waits.
+BACKLOG, MAX_ACCEPTED = 1024, 16
 #: Bytes of the head of a request.
 MAX_HEAD_BYTES = 16 * 1024
 #: Seconds without a connection after which a server that systemd started ends: the next request starts it again.
@@ -57,52 +64,84 @@ MIN_TOKEN = 16
 CREDENTIAL = "honed.web-token"
 #: The first descriptor that systemd hands over, sd_listen_fds(3).
 FIRST_FD = 3
-_FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain; charset=utf-8\r\nRetry-After: 5\r\n"
-    b"Connection: close\r\nContent-Length: 54\r\n\r\ntoo many connections to honed-web; ask again in a bit.\n"[:-1]
-)
 
 
 class Connection(H11Protocol):
-    """One connection: uvicorn's, with limits on number and time, and with the peer's user."""
+    """One connection: uvicorn's, with a place, limits on time, and the peer's user."""
 
-    patience_sec = PATIENCE_SEC
-    _uid: int | None = None
-    #: Timers that end the connection of a client that does not complete a request (head), and of one that does not
-    #: read its answer (reader): two, since answers may wait while the next request is already there.
-    _timers: dict[str, asyncio.TimerHandle]
+    uid: int | None = None
+    kind: Kind | None = None
+    is_streaming = False
+    _awaits_head = True
+    _is_refused = False
+
+    def __init__(self, web: Web, patience_sec: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._web = web
+        self._patience_sec = patience_sec
+        #: Timers that end the connection of a client that does not complete a request (head), and of one that does not
+        #: read its answer (reader): two, since answers may wait while the next request is already there.
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._awaits_head and not self.transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._timers = {}
-        peer = transport.get_extra_info("socket")
-        if peer.family == socket.AF_UNIX:
-            uid, gids = credentials(peer)
-            self._uid = uid
-            self.app_state = {**self.app_state, "peer": Peer(uid, gids)}
-        theirs = sum(getattr(each, "_uid", None) == self._uid for each in self.connections) if self._uid else 0
         super().connection_made(transport)
-        self._await("head", self.patience_sec)
-        if len(self.connections) > MAX_CONNECTIONS or theirs >= MAX_CONNECTIONS_PER_USER:
-            transport.write(_FULL)
-            transport.close()
+        kind, peer, head_sec = Kind.ARRIVING, None, self._patience_sec / 2
+        if (theirs := transport.get_extra_info("socket")).family == socket.AF_UNIX:
+            peer = Peer(*credentials(theirs))
+            kind, self.uid, head_sec = kind_of(self._web.rules.policy, peer), peer.uid, self._patience_sec
+        self.app_state = {**self.app_state, "peer": peer, "holder": self}
+        self._await("head", head_sec)
+        if not self._web.places.enter(kind, self):
+            self._refuse(kind)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
-            self._await("head", None)  # the head is complete: from now on the server is the one to act
+            self._begin()
 
     def on_response_complete(self) -> None:
-        self._await("head", self.patience_sec + KEEP_ALIVE_SEC)
+        self._await("head", self._patience_sec + KEEP_ALIVE_SEC)
+        self._awaits_head = True
+        self._web.places.rest(self)
         before = self.cycle
         super().on_response_complete()
         if self.cycle is not before:  # the next request was already there
-            self._await("head", None)
+            self._begin()
+
+    def _begin(self) -> None:
+        self._await("head", None)  # the head is complete: from now on the server is the one to act
+        self._awaits_head = False
+
+    def give_way(self, kind: Kind) -> None:
+        if self._is_refused:
+            self.transport.abort()
+        elif self.cycle is None:
+            self._refuse(kind)
+        else:
+            self.timeout_keep_alive_handler()
+
+    def _refuse(self, kind: Kind) -> None:
+        """Answer 503, and leave the client a moment to read it."""
+        if self.transport.is_closing():
+            return
+        self._is_refused = True
+        self._web.places.num_refused += 1
+        self._await("head", LEAVING_SEC)
+        self.transport.write(refusal(kind))
+        with contextlib.suppress(OSError):  # it has gone already
+            self.transport.write_eof()
+        if not self._web.places.enter(Kind.LEAVING, self):
+            self.transport.abort()
 
     def pause_writing(self) -> None:
-        self._await("reader", 2 * self.patience_sec)
+        self._await("reader", 2 * self._patience_sec)
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -110,6 +149,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._web.places.leave(self)
         self._await("head", None)
         self._await("reader", None)
         super().connection_lost(exc)
@@ -125,14 +165,17 @@ class Server(uvicorn.Server):
     """uvicorn's server, which also reports to systemd, and ends after a time without connections if `idle_sec` is
     set."""
 
-    def __init__(self, settings: uvicorn.Config, *, idle_sec: float | None) -> None:
+    def __init__(self, settings: uvicorn.Config, places: Places, *, idle_sec: float | None) -> None:
         super().__init__(settings)
+        self._places = places
         self._notifier = Notifier()
         self._idle_sec = idle_sec
         self._busy_at = time.monotonic()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)  # asyncio has set it to the number that it takes at a time
         self._notifier.ready()
 
     async def on_tick(self, counter: int) -> bool:
@@ -141,7 +184,8 @@ class Server(uvicorn.Server):
             self._busy_at = time.monotonic()
         if counter % 50 == 0:
             self._notifier.status(
-                f"{len(self.server_state.connections)} connections, {self.server_state.total_requests} answers"
+                f"{len(self.server_state.connections)} connections, {self.server_state.total_requests} responses, "
+                f"{self._places.num_refused} refused"
             )
         is_idle = self._idle_sec is not None and time.monotonic() - self._busy_at >= self._idle_sec
         return await super().on_tick(counter) or is_idle
@@ -180,7 +224,7 @@ def listen(address: str) -> socket.socket:
             kind = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
             where = (host, int(port))  # type: ignore[assignment]
             if not 0 <= int(port) < 65536:
-                raise ValueError("no such port")
+                raise ValueError("not a valid port")
         except ValueError as error:
             raise SpecError(
                 f"web.listen: {address!r}: {error}", hint='"127.0.0.1:8470", "[::1]:8470" or the path of a socket'
@@ -192,12 +236,10 @@ def listen(address: str) -> socket.socket:
         made.bind(where)
         if kind == socket.AF_UNIX:
             Path(address).chmod(0o666)  # open to all: the peer's user is read from the socket
-        made.listen(MAX_CONNECTIONS)
+        made.listen(BACKLOG)
     except OSError as error:
         made.close()
-        raise EnvironmentInvalidError(
-            f"{address}: {error.strerror}", hint="web.listen says where it listens"
-        ) from error
+        raise EnvironmentInvalidError(f"{address}: {error.strerror}", hint="set it in web.listen") from error
     return made
 
 
@@ -247,8 +289,8 @@ def rules(loaded: Config, sockets: Sequence[socket.socket]) -> Rules:
     open_ones = [shown_address(each) for each in sockets if not is_local(each)]
     if open_ones and token is None:
         raise EnvironmentInvalidError(
-            f"{', '.join(open_ones)}: other machines reach it, and there is no token",
-            hint=f"listen on 127.0.0.1, or put a token into web.token_file or /etc/credstore/{CREDENTIAL}",
+            f"{', '.join(open_ones)}: other machines can reach it, but there is no token",
+            hint=f"listen on 127.0.0.1, or put a token in web.token_file or /etc/credstore/{CREDENTIAL}",
         )
     own = {each.getsockname()[0] for each in sockets if each.family != socket.AF_UNIX}
     addresses = {f"[{each}]" if ":" in each else each for each in own}
@@ -262,7 +304,6 @@ def rules(loaded: Config, sockets: Sequence[socket.socket]) -> Rules:
 def serve(layout: Layout, *, address: str | None, patience_sec: float, idle_sec: float) -> int:
     """Serve until told to stop. Returns the exit status."""
     loaded = config.load(layout)
-    Connection.patience_sec = patience_sec
     sockets = passed_sockets()
     is_activated = bool(sockets)
     sockets = sockets or [listen(address or loaded.web.listen)]
@@ -270,7 +311,8 @@ def serve(layout: Layout, *, address: str | None, patience_sec: float, idle_sec:
     settings = uvicorn.Config(
         web.app,
         loop="asyncio",
-        http=Connection,
+        http=partial(Connection, web, patience_sec),  # type: ignore[arg-type]  # called as a class
+        backlog=MAX_ACCEPTED,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -281,17 +323,17 @@ def serve(layout: Layout, *, address: str | None, patience_sec: float, idle_sec:
         timeout_graceful_shutdown=GRACE_SEC,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
-    server = Server(settings, idle_sec=idle_sec if is_activated else None)
+    server = Server(settings, web.places, idle_sec=idle_sec if is_activated else None)
     web.is_ending = lambda: server.should_exit
     for each in sockets:
-        log.info("honed-web %s listens on %s", __version__, shown_address(each))
+        log.info("honed-web %s is listening on %s", __version__, shown_address(each))
     _warn(web.rules)
 
     def reload() -> None:
         try:
             web.rules = rules(config.load(layout), sockets)
         except HonedError as error:
-            log.error("the configuration is wrong and the old one stays: %s", error.message)  # noqa: TRY400
+            log.error("the new configuration is invalid, so the old one stays in force: %s", error.message)  # noqa: TRY400
         else:
             log.info("configuration reloaded")
 
@@ -311,10 +353,11 @@ def serve(layout: Layout, *, address: str | None, patience_sec: float, idle_sec:
 
 def _warn(found: Rules) -> None:
     if found.needs_token:
-        log.warning("the token and all that is read go over the network in the clear: let a proxy with TLS ask for it")
+        log.warning("the token and all responses are sent unencrypted: use a proxy with TLS")
     elif found.token is None and not found.policy.share_results:
         log.info(
-            "without a token, and with policy.share_results off: over TCP jobs show their number, state and progress"
+            "without a token, and with policy.share_results off: over TCP only the number, state and progress of "
+            "jobs are shown"
         )
 
 
@@ -354,7 +397,8 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=PATIENCE_SEC,
         metavar="SEC",
-        help="timeout in seconds for a request's head; twice that for reading an answer (default: %(default)s)",
+        help="timeout in seconds for a request's head, half of it over TCP; twice that for reading an answer "
+        "(default: %(default)s)",
     )
     made.add_argument(
         "--idle-sec",

@@ -16,16 +16,17 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 from honed.job import query
-from honed.job.database import Progress, connect_read_only
+from honed.job.database import connect_read_only, progress_of
 from honed.job.job import Job, State
 from honed.job.query import Asker
+from honed.job.shape import Progress, Row, Shown, Status, Wait
 from honed.job.spool import Spool, read_entry
 from honed.system.client import Client
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
@@ -55,7 +56,8 @@ class Entries(Spool):
         expected = [layout.jobs_dir, *(layout.spool_dir / name for name in ("incoming", "claimed", "rejected", *State))]
         if missing := [path for path in expected if not path.is_dir()]:
             raise EnvironmentInvalidError(
-                f"{missing[0]}: no such directory, or not ours to enter", hint="has honed ever run here?"
+                f"{missing[0]}: no such directory, or no permission to open it",
+                hint="has honed ever run on this machine?",
             )
         super().__init__(layout, lock=False)
         self._known: dict[Path, tuple[tuple[int, int, int], Job | None]] = {}
@@ -117,8 +119,43 @@ class NoSuchJobError(UsageError):
 class Page:
     """A page of rows, and the cursor of the next page; None on the last."""
 
-    rows: list[dict[str, Any]]
+    rows: Sequence[Mapping[str, object]]
     next: str | None
+
+
+class StateRow(Row):
+    """The changing data of a job."""
+
+    attempt: int | None
+    stage: str | None
+    eval_loss: float | None
+    predicted_step: int | None
+
+
+class RunningRow(Progress):
+    """The progress of a running job, with its training tokens."""
+
+    num_tokens: int | None
+    num_trained: float | None
+
+
+class DaemonHealth(TypedDict):
+    is_up: bool
+    version: str | None
+    is_paused: bool | None
+    detail: str | None
+
+
+class DatabaseHealth(TypedDict):
+    is_open: bool
+    num_jobs: int | None
+    detail: str | None
+
+
+class Health(TypedDict):
+    status: str
+    honed: DaemonHealth
+    database: DatabaseHealth
 
 
 class Source:
@@ -128,7 +165,7 @@ class Source:
         self.layout = layout
         self._entries: Entries | None = None
         self._opening = threading.Lock()
-        self._lists: dict[Asker, _Kept[list[dict[str, Any]]]] = {}
+        self._lists: dict[Asker, _Kept[list[Row]]] = {}
         self._listing = threading.Lock()
         self._reasons = _Kept(self._ask)
 
@@ -142,7 +179,7 @@ class Source:
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def rows(self, asker: Asker) -> list[dict[str, Any]]:
+    def rows(self, asker: Asker) -> list[Row]:
         """Return the rows of `honectl list --json`, in its order; others' jobs with the few columns that everybody may
         see.
 
@@ -153,7 +190,7 @@ class Source:
                 del self._lists[next(iter(self._lists))]
             return self._lists.setdefault(asker, _Kept(partial(self._list, asker))).get()
 
-    def _list(self, asker: Asker) -> list[dict[str, Any]]:
+    def _list(self, asker: Asker) -> list[Row]:
         rows = query.list_jobs(self.entries, self.layout, "", asker)
         for row in rows:
             self._explain(row, asker)
@@ -168,12 +205,12 @@ class Source:
                 for row in self.rows(asker)
                 if (state is None or row["state"] == state) and (before is None or row["id"] < before)
             ),
-            key=lambda row: -int(row["id"]),
+            key=lambda row: -row["id"],
         )
         has_more = len(found) > limit
         return Page(found[:limit], _cursor(found[limit - 1]["id"]) if has_more else None)
 
-    def _explain(self, row: dict[str, Any], asker: Asker) -> None:
+    def _explain(self, row: Row, asker: Asker) -> None:
         """Add to a row why its job waits: while honed is up, the files do not have that for queued jobs."""
         if row["state"] != State.QUEUED or (reasons := self._reasons.get()) is None:
             return
@@ -181,10 +218,10 @@ class Source:
         is_theirs = asker.reads_all or row["uid"] == asker.uid
         row["waiting_for"] = why if why is None or is_theirs else {**why, "detail": ""}
 
-    def _ask(self) -> dict[int, dict[str, str]] | None:
+    def _ask(self) -> dict[int, Wait] | None:
         """Return the reasons of the queue's first jobs; None if honed does not answer."""
         try:
-            rows = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask(
+            rows: list[Row] = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask(
                 "list", states=[State.QUEUED.value], limit=MAX_REASONS
             )
             # The detail of a retry counts seconds: each change would be an event for all watchers.
@@ -202,17 +239,18 @@ class Source:
         if job is None and (pruned := self.entries.pruned(job_id)) is not None and asker.may_read(pruned):
             raise NoSuchJobError(
                 f"job {job_id} ({pruned.name}) {query.words_of_pruned(pruned)}",
-                hint="GET /api/jobs lists those that are there",
+                hint="GET /api/jobs lists the existing jobs",
             )
         if job is None:
-            raise NoSuchJobError(f"no job {job_id}", hint="GET /api/jobs lists them all")
+            raise NoSuchJobError(f"no job {job_id}", hint="GET /api/jobs lists all jobs")
         if not asker.may_read(job):
             raise NotPermittedError(
-                f"job {job_id} is not for everybody to read", hint="policy.share_results, or the token of honed-web"
+                f"job {job_id} is not readable for everybody",
+                hint="see policy.share_results, or use the token of honed-web",
             )
         return job
 
-    def show(self, job_id: int, asker: Asker) -> dict[str, Any]:
+    def show(self, job_id: int, asker: Asker) -> Shown:
         """Return a job's details in the format of `honectl show --json`."""
         shown = query.show(self.entries, self.layout, str(self.job(job_id, asker).id), asker)
         self._explain(shown, asker)
@@ -273,7 +311,7 @@ class Source:
                 found.append(dict(zip(keys, row, strict=True)))
         return Page(found, None)
 
-    def state(self, job_id: int, asker: Asker) -> dict[str, Any]:
+    def state(self, job_id: int, asker: Asker) -> StateRow:
         """Return the changing data of a job: its row, its stage, its last eval_loss, and the last step with
         predictions."""
         job = self.job(job_id, asker)
@@ -307,36 +345,36 @@ class Source:
             with contextlib.closing(connect_read_only(path)) as db:
                 yield db
         except sqlite3.Error as error:
-            raise EnvironmentInvalidError(f"{path}: {error}", hint="see honed's log; honectl doctor") from error
+            raise EnvironmentInvalidError(f"{path}: {error}", hint="see honed's journal and honectl doctor") from error
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> Health:
         """Return whether honed answers on its socket, and whether its database can be read."""
         try:
-            told = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("status")
-            daemon = {"is_up": True, "version": told.get("version"), "is_paused": told.get("is_paused"), "detail": None}
+            told: Status = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("status")
+            daemon = DaemonHealth(is_up=True, version=told.get("version"), is_paused=told.get("is_paused"), detail=None)
         except (HonedError, ValueError) as error:
-            daemon = {"is_up": False, "version": None, "is_paused": None, "detail": str(error)}
+            daemon = DaemonHealth(is_up=False, version=None, is_paused=None, detail=str(error))
         try:
             with self.database() as db:
                 num_jobs = _one(db, "SELECT count(*) FROM jobs")
-            found = {
+            found: DatabaseHealth = {
                 "is_open": db is not None,
                 "num_jobs": num_jobs,
-                "detail": None if db is not None else "there is none yet",
+                "detail": None if db is not None else "it does not exist yet",
             }
         except HonedError as error:
             found = {"is_open": False, "num_jobs": None, "detail": error.message}
         is_well = daemon["is_up"] and found["is_open"]
         return {"status": "ok" if is_well else "failing", "honed": daemon, "database": found}
 
-    def running(self, job_ids: list[int]) -> dict[int, dict[str, Any]]:
+    def running(self, job_ids: list[int]) -> dict[int, RunningRow]:
         """Return the progress of each of these jobs, with its number of training tokens, and the number trained on at
         its last evaluation; None where the job has not reported them."""
-        found: dict[int, dict[str, Any]] = {}
+        found: dict[int, RunningRow] = {}
         with self.database() as db:
             for job_id in job_ids if db else ():
                 found[job_id] = {
-                    **vars(_progress(db, job_id)),
+                    **_progress(db, job_id),
                     "num_tokens": _last_event(db, job_id, "data").get("num_tokens"),
                     "num_trained": _last_metric(db, job_id, "eval_num_tokens"),
                 }
@@ -349,7 +387,7 @@ def _one(db: sqlite3.Connection | None, sql: str, *arguments: Any) -> Any:
 
 
 def _progress(db: sqlite3.Connection | None, job_id: int) -> Progress:
-    return Progress.of(json.loads(_one(db, "SELECT progress FROM jobs WHERE id = ?", job_id) or "{}"))
+    return progress_of(json.loads(_one(db, "SELECT progress FROM jobs WHERE id = ?", job_id) or "{}"))
 
 
 def _last_event(db: sqlite3.Connection | None, job_id: int, kind: str) -> dict[str, Any]:
@@ -378,5 +416,5 @@ def _place(cursor: str, *kinds: type) -> list[Any]:
     except (ValueError, RecursionError):
         is_ours = False
     if not is_ours:
-        raise UsageError("cursor: not one of ours", hint="follow the address in `next`")
+        raise UsageError("cursor: not a valid value", hint="follow the URL in `next`")
     return list(place)

@@ -51,7 +51,7 @@ def own_head(config: Mapping[str, Any]) -> str | None:
             continue
         for key, nothing in _SCALES.items():
             if isinstance(value := found.get(key), int | float) and value != nothing:
-                return f"{key}: {value:g} of its config.json"
+                return f"{key} = {value:g} in its config.json"
         if (name := found.get("model_type")) in _OWN_HEADS:
             return f"the head of {name}"
     return None
@@ -68,7 +68,7 @@ def why_whole(
         return "label_smoothing_factor"
     lora = spec.lora.target_modules if spec.lora is not None else None
     if any(_is_head(each) for each in _targets(lora)):
-        return "lora.target_modules with the head"
+        return "the head in lora.target_modules"
     if adapter_config is not None and any(_is_head(each) for each in _targets(adapter_config.get("target_modules"))):
         return "an adapter on the head"
     return f"the model ({why})" if config is not None and (why := own_head(config)) else None
@@ -92,17 +92,17 @@ def check(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> N
     why = why_whole(spec, adapter.config if adapter else None, model.config)
     if spec.training.loss_type == "chunked_nll" and why:
         raise SpecError(
-            f"training.loss_type: chunked_nll does not go with {why}: it never has the model's logits",
-            hint="write nll, or leave loss_type out",
+            f"training.loss_type: chunked_nll is not compatible with {why}: it never computes the model's logits",
+            hint="write nll, or remove loss_type",
             fix={"training.loss_type": "nll"},
         )
     known, _ = installed.known_model_types()
     is_own = "auto_map" in model.config and model.model_type not in known
     if spec.training.label_smoothing_factor and (is_own or model.model_type in installed.unshifted_model_types()):
         raise SpecError(
-            f"training.label_smoothing_factor: transformers would smooth the labels of {model.model_type} without "
-            "moving them to the token before, which trains it to repeat each token",
-            hint="leave it out",
+            f"training.label_smoothing_factor: for {model.model_type}, transformers would smooth the labels without "
+            "shifting them, which trains the model to repeat each token",
+            hint="remove it",
             fix={"training.label_smoothing_factor": None},
         )
 

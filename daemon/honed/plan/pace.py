@@ -40,25 +40,28 @@ def unfit(spec: JobSpec, steps: int, *, is_most: bool = False) -> Iterator[str]:
     length = f"{'at most ' if is_most else ''}{steps:,} step{'s' if steps != 1 else ''}"
     if (warmup := training.warmup_steps) >= 1 and warmup > steps:
         yield (
-            f"training.warmup_steps: {warmup:g} of {length}: the learning rate gets to "
-            f"{steps / warmup:.0%} of {training.learning_rate:g} at most; write fewer, or a share such as 0.03"
+            f"training.warmup_steps: {warmup:g} of {length}: the learning rate will reach at most "
+            f"{steps / warmup:.0%} of {training.learning_rate:g}; use fewer steps, or a share such as 0.03"
         )
     elif (share := warmup if warmup < 1 else warmup / steps) > MAX_WARMUP:
         yield (
-            f"training.warmup_steps: {warmup:g} of {length}: more than half of the run, {share:.0%}, is warm-up; write "
-            "fewer, or a share such as 0.03"
+            f"training.warmup_steps: {warmup:g} of {length}: {share:.0%} of the run is warm-up; use fewer steps, or "
+            "a share such as 0.03"
         )
     if spec.eval_strategy == "steps" and (every := training.eval_steps or 0) > steps:
-        yield f"training.eval_steps: {every:g} of {length}: there is no evaluation between the first and the last step"
+        yield (
+            f"training.eval_steps: {every:g} of {length}: there will be no evaluation between the first and the last "
+            "step"
+        )
     if "save_steps" in given and training.save_strategy == "steps" and training.save_steps > steps:
         yield (
-            f"training.save_steps: {training.save_steps:g} of {length}: there is no checkpoint before the last step, "
-            "and a run that is cut short starts over"
+            f"training.save_steps: {training.save_steps:g} of {length}: there will be no checkpoint before the last "
+            "step, so an interrupted run starts over"
         )
     if "logging_steps" in given and training.logging_strategy == "steps" and training.logging_steps > steps:
-        yield f"training.logging_steps: {training.logging_steps:g} of {length}: no loss is told"
+        yield f"training.logging_steps: {training.logging_steps:g} of {length}: no loss will be reported"
     if isinstance(frequency := spec.predictions.sample_frequency, int) and frequency > steps:
-        yield f"predictions.sample_frequency: {frequency} of {length}: there are no predictions on the way"
+        yield f"predictions.sample_frequency: {frequency} of {length}: there will be no predictions during training"
 
 
 def rate(spec: JobSpec) -> Iterator[str]:
@@ -67,14 +70,14 @@ def rate(spec: JobSpec) -> Iterator[str]:
         return
     is_full, found = precision.is_full(spec), spec.training.learning_rate
     low, high = FULL_RATES if is_full else ADAPTER_RATES
-    what, usual = ("whole weights", "1e-6 to 1e-4") if is_full else ("an adapter", "1e-5 to 1e-3")
+    what, usual = ("full fine-tuning", "1e-6 to 1e-4") if is_full else ("an adapter", "1e-5 to 1e-3")
     if found > high:
         yield (
-            f"training.learning_rate: {found:g} is very high for {what}: it is likely to destroy what the model "
-            f"knows; {usual} is usual"
+            f"training.learning_rate: {found:g} is very high for {what} and likely to destroy what the model has "
+            f"learned; {usual} is usual"
         )
     elif found < low:
-        yield f"training.learning_rate: {found:g} is very low for {what}: hardly anything is learned; {usual} is usual"
+        yield f"training.learning_rate: {found:g} is very low for {what}: the model will hardly learn; {usual} is usual"
 
 
 def warnings(spec: JobSpec, num_rows: int | None) -> list[str]:

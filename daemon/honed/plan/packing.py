@@ -121,8 +121,8 @@ def check(job_spec: JobSpec, model: BaseModelInfo) -> None:
     if key is None or (why := leak(model.model_type, model.config)) is None:
         return
     raise SpecError(
-        f"training.{key}: {model.path}: {why}: each row would be trained as if those before it were a part of it",
-        hint=f"leave {key} out; train_sampling_strategy: group_by_length saves most of the padding, too",
+        f"training.{key}: {model.path}: {why}: each row would be trained as if the rows before it were part of it",
+        hint=f"remove {key}; train_sampling_strategy: group_by_length also saves most of the padding",
         fix={f"training.{key}": None},
     )
 
@@ -131,11 +131,11 @@ def leak(model_type: str, config: Mapping[str, Any]) -> str | None:
     """Return how packed rows reach each other in such a model; None where they do not, or the config does not tell."""
     types = [installed.MODEL_TYPE_ALIASES.get(each, each) for each in (model_type, *_nested_types(config))]
     if found := next((each for each in types if each in RECURRENT), None):
-        return f"{found} has layers that hand a state on from token to token"
+        return f"{found} has layers that carry state from token to token"
     if found := next((each for each in types if each in UNMASKED), None):
-        return f"{found}'s attention goes by no positions to keep packed rows apart"
+        return f"{found}'s attention does not use positions to separate packed rows"
     if found := next((each for each in _layer_kinds(config) if _STATE.search(each)), None):
-        return f"config.json names layers that hand a state on from token to token ({found})"
+        return f"config.json lists layers that carry state from token to token ({found})"
     return None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from honed.inputs.basemodel import AdapterInfo, BaseModelInfo
 from honed.job.plan_file import Backend, Checkpoint, Loss, Memory, Precision
@@ -37,7 +36,7 @@ class Step:
     fits: bool
     is_chosen: bool
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
@@ -61,7 +60,7 @@ class Plan:
         """Number of better rungs that did not fit."""
         return next((place for place, each in enumerate(self.rungs) if each.is_chosen), 0)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         model = self.model
         checkpoint = Checkpoint(
             num_parameters=model.num_parameters,
@@ -163,8 +162,8 @@ def _descend(looked: Sequence[tuple[Precision, Memory]], spec: JobSpec) -> tuple
     if chosen:
         best = steps[0]
         why = (
-            f"{best.master_weights} with {best.optim} would need {gib(best.total_bytes)}, and there are "
-            f"{gib(needed.available_bytes)}"
+            f"{best.master_weights} with {best.optim} needs {gib(best.total_bytes)}, but only "
+            f"{gib(needed.available_bytes)} is available"
         )
         reasons = choices.reasons | {name: f"{choices.reasons[name]}: {why}" for name in ("master_weights", "optim")}
         choices = replace(choices, reasons=reasons)
@@ -177,9 +176,9 @@ def _merge(
     """Plan a merge, with one precision for every parameter. Only sums are computed: in float32, on the CPU."""
     stored = model.stored_dtype if model.stored_dtype in MERGED_DTYPES else "float32"
     reasons = {
-        "load_dtype": "what the base model stores" if spec.dtype == "auto" else "as the job asks",
+        "load_dtype": "the dtype of the stored base model" if spec.dtype == "auto" else "as the job asks",
         "compute_dtype": "a sum in half precision would be rounded twice",
-        "quantization": "the merged checkpoint is whole, whatever the adapter was trained on",
+        "quantization": "the merged checkpoint is a full model, however the adapter was trained",
     }
     choices = Precision(
         load_dtype=stored if spec.dtype == "auto" else spec.dtype,
@@ -192,7 +191,7 @@ def _merge(
         reasons=reasons,
     )
     needed = memory.estimate(spec, model, device, choices, adapter=adapter, reserve_bytes=reserve_bytes)
-    backend = Backend("transformers", ("a merge goes through transformers and peft",))
+    backend = Backend("transformers", ("a merge uses transformers and peft",))
     return Plan(backend, choices, needed, model, device, 0, Loss(None), tuple(_warnings(model, choices, needed)))
 
 
@@ -216,7 +215,8 @@ def choose_backend(
             return Backend("transformers", ("Unsloth is no faster without an NVIDIA GPU",))
         case _:
             return Backend(
-                "unsloth", (f"Unsloth {installed.versions['unsloth']} is installed, and trains this on {device.name}",)
+                "unsloth",
+                (f"Unsloth {installed.versions['unsloth']} is installed and can train this on {device.name}",),
             )
 
 
@@ -225,26 +225,26 @@ def _unsloth_obstacle(
 ) -> str:
     """Return the reason why Unsloth cannot do what is planned, or would silently deviate; empty where it can."""
     if not (installed.has("unsloth") and installed.has("unsloth_zoo")):
-        return "Unsloth is not installed here"
+        return "Unsloth is not installed"
     if device.kind == "mps":
         return "Unsloth does not run on Apple GPUs"
     if device.kind == "cuda" and (device.compute_capability or (0, 0)) < (7, 0):
-        return f"Unsloth needs compute capability 7.0, and {device.name} has less"
+        return f"Unsloth needs compute capability 7.0, which {device.name} does not have"
     named, (known, _) = model.config.get("model_type"), known_model_types()
     if named not in known and "auto_map" not in model.config and known:
-        return f"Unsloth reads config.json for itself, whose model_type ({named}) is none that transformers knows"
+        return f"Unsloth reads config.json itself, and transformers does not support its model_type ({named})"
     if spec.parts.patterns:
-        return "Unsloth knows the parts of a model by names of its own, and this job names them"
+        return "Unsloth uses its own names for the parts of a model, and this job sets them"
     if device.kind != "cuda" and (model.has_vision or model.has_audio):
-        return "Unsloth trains no vision or audio models without an NVIDIA GPU"
+        return "without an NVIDIA GPU, Unsloth does not train vision or audio models"
     if device.kind != "cuda" and precision.is_full(spec):
-        return "Unsloth trains adapters alone without an NVIDIA GPU"
+        return "without an NVIDIA GPU, Unsloth trains only adapters"
     if choices.master_weights in ("compensated", "none"):
-        return f"Unsloth's full fine-tuning is not used with master_weights: {choices.master_weights}"
+        return f"full fine-tuning by Unsloth does not support master_weights: {choices.master_weights}"
     if device.kind != "cuda" and choices.quantization == "8bit":
-        return "Unsloth would load in 16 bits what was asked in 8 bits, on a CPU"
+        return "on a CPU, Unsloth would load in 16 bits instead of the requested 8 bits"
     if device.kind != "cuda" and choices.load_dtype == "float16":
-        return "Unsloth would load in bfloat16 what was planned in float16, on a CPU"
+        return "on a CPU, Unsloth would load in bfloat16 instead of the planned float16"
     return _unsloth_changes(spec, model, choices) if device.kind == "cuda" else ""
 
 
@@ -260,19 +260,19 @@ def _unsloth_changes(spec: JobSpec, model: BaseModelInfo, choices: Precision) ->
     if is_float32 and not (choices.bf16 or choices.fp16):
         return "Unsloth computes float32 models in half precision, under autocast"
     if precision.is_full(spec) and not is_float32:
-        return "Unsloth turns autocast off where it trains half-precision weights whole"
+        return "Unsloth disables autocast in full fine-tuning of half-precision weights"
     if choices.load_dtype == "float16" and precision.overflows_float16(model):
-        return f"Unsloth takes another dtype than float16 for {model.model_type}, which is known to overflow in it"
+        return f"Unsloth uses a dtype other than float16 for {model.model_type}, which is known to overflow in it"
     lora = spec.lora
     if lora is None:
         return ""
     targets = lora.target_modules if isinstance(lora.target_modules, list) else []
     if found := [name for name in targets if name.rpartition(".")[2] in UNSLOTH_SAVED]:
-        return f"Unsloth trains {found[0]} whole where it is among the target_modules"
+        return f"Unsloth trains {found[0]} in full if it is among the target_modules"
     is_own = model.model_type in UNSLOTH_FAMILIES and choices.quantization != "8bit"
     for name in lora.modules_to_save or ():
         if is_own and name.rpartition(".")[2] not in UNSLOTH_SAVED and "norm" not in name:
-            return f"Unsloth trains no module whole but head, embeddings and norms, and modules_to_save names {name}"
+            return f"Unsloth trains only head, embeddings and norms in full, but modules_to_save has {name}"
     return ""
 
 
@@ -281,8 +281,8 @@ def choose_loss(spec: JobSpec, model: BaseModelInfo, device: Device, adapter: Ad
     if spec.training.loss_type is not None:
         return Loss(spec.training.loss_type, ("as the job asks",))
     if why := loss.why_whole(spec, adapter.config if adapter else None, model.config):
-        return Loss("nll", (f"TRL's loss in chunks does not go with {why}",))
-    return Loss("nll", ("chunks save nothing on a CPU",)) if device.kind != "cuda" else Loss(None)
+        return Loss("nll", (f"TRL's chunked loss is not compatible with {why}",))
+    return Loss("nll", ("a chunked loss saves no memory on a CPU",)) if device.kind != "cuda" else Loss(None)
 
 
 # --- Warnings ---------------------------------------------------------------------------------------------------------
@@ -292,16 +292,15 @@ def _warnings(model: BaseModelInfo, choices: Precision, needed: Memory) -> list[
     found = list(choices.warnings)
     if not needed.fits:
         found.append(
-            f"memory: {gib(needed.total_bytes)} are estimated, and there are "
-            f"{gib(needed.available_bytes)}: it may run out; "
-            f"a smaller per_device_train_batch_size or {'media.max_image_size' if needed.media else 'max_length'} "
-            "takes less"
+            f"memory: the estimate is {gib(needed.total_bytes)}, but only {gib(needed.available_bytes)} is "
+            "available: memory may run out; reduce per_device_train_batch_size or "
+            f"{'media.max_image_size' if needed.media else 'max_length'}"
         )
     if model.is_pickled:
-        found.append(f"{model.path}: the weights are pickled; their number and dtype are estimated from their size")
+        found.append(f"{model.path}: the weights are pickled; their number and dtype are estimated from the file size")
     claimed, stored = model.config.get("dtype") or model.config.get("torch_dtype"), model.stored_dtype
     if isinstance(claimed, str) and claimed != stored and not model.is_quantized:
         found.append(
-            f"{model.path / 'config.json'}: says {claimed}, but the weights are stored in {stored}; those count"
+            f"{model.path / 'config.json'}: says {claimed}, but the weights are stored in {stored}, which is used"
         )
     return found

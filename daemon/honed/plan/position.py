@@ -37,15 +37,15 @@ def check(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None) -> li
     is_tabled = model.model_type in TABLED
     if fills and is_tabled:
         raise SpecError(
-            f"{asked}: {model.path} has {limit} positions, and packing_strategy: wrapped fills all of {longest}",
+            f"{asked}: {model.path} has {limit} positions, but packing_strategy: wrapped fills all {longest}",
             hint=f"write training.max_length: {limit}",
             fix={"training.max_length": limit},
         )
     longest = longest if cut_at is None else min(longest, cut_at)
-    end = f"; a row that has more ends the job: max_length: {limit} cuts it" if is_tabled else ""
+    end = f"; a longer row ends the job: max_length: {limit} truncates it" if is_tabled else ""
     return [
-        f"{asked}: rows have up to about {longest} tokens, and config.json says that the model has {limit} positions"
-        + end
+        f"{asked}: rows have up to about {longest} tokens, but according to config.json the model has only {limit} "
+        "positions" + end
     ]
 
 
@@ -55,8 +55,8 @@ def check_rows(spec: JobSpec, model_type: str, config: Mapping[str, Any], longes
     longest = min(longest, spec.training.max_length or longest)  # a packing that splits rows does so later
     if model_type in TABLED and limit is not None and longest > limit:
         raise DatasetError(
-            f"the longest row has {longest} tokens, and the model has {limit} positions",
-            hint=f"write training.max_length: {limit}, which cuts it",
+            f"the longest row has {longest} tokens, but the model has only {limit} positions",
+            hint=f"write training.max_length: {limit} to truncate it",
             fix={"training.max_length": limit},
         )
 

@@ -33,9 +33,9 @@ OVERFLOWS_FLOAT16 = (
 )
 #: Architectures that scaled_dot_product_attention computes wrongly or not at all, each with the reason.
 EAGER_ONLY = {
-    "gemma2": "gemma2 caps its attention scores, which sdpa leaves out",
-    "gpt_oss": "gpt_oss has attention sinks, which sdpa does not know",
-    "mimo_v2_flash": "mimo_v2_flash has attention sinks, which sdpa does not know",
+    "gemma2": "gemma2 caps its attention scores, which sdpa does not",
+    "gpt_oss": "gpt_oss has attention sinks, which sdpa does not support",
+    "mimo_v2_flash": "mimo_v2_flash has attention sinks, which sdpa does not support",
 }
 #: Architectures without scaled_dot_product_attention in transformers; a test checks the list.
 NO_SDPA = frozenset(
@@ -78,8 +78,8 @@ NO_SDPA = frozenset(
 #: The reason for bitsandbytes' compute dtype, for each quantization.
 COMPUTE_REASONS = {
     "none": "nothing is quantized",
-    "4bit": "bitsandbytes computes in the dtype that the rest is loaded in: two dtypes would meet in one product",
-    "8bit": "LLM.int8() takes its inputs through float16 and answers in the dtype that the rest is loaded in",
+    "4bit": "bitsandbytes computes in the dtype of the other weights: two dtypes would meet in one product",
+    "8bit": "LLM.int8() converts its inputs to float16 and returns the dtype of the other weights",
 }
 HALF = ("bfloat16", "float16")
 
@@ -133,8 +133,8 @@ def decide(
         reasons={
             "load_dtype": load.reason,
             "compute_dtype": COMPUTE_REASONS[quantization.value],
-            "bf16": "never beside fp16" if flag.value == "fp16" else flag.reason,
-            "fp16": "never beside bf16" if flag.value == "bf16" else flag.reason,
+            "bf16": "never together with fp16" if flag.value == "fp16" else flag.reason,
+            "fp16": "never together with bf16" if flag.value == "bf16" else flag.reason,
             "adapter_dtype": adapter.reason,
             "quantization": quantization.reason,
             "attn_implementation": attention.reason,
@@ -229,20 +229,20 @@ def _quantization(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choic
     asked, stored = spec.quantization, model.quantization
     if model.is_quantized and stored is None:
         raise ModelError(
-            f"{model.path / 'config.json'}: {model.quantization_method} checkpoints are not trained by this version",
-            hint="take the unquantized checkpoint, with quantization: 4bit if memory is short",
+            f"{model.path / 'config.json'}: training {model.quantization_method} checkpoints is not supported",
+            hint="use the unquantized checkpoint, with quantization: 4bit if memory is short",
         )
     if stored is not None:
         return _stored_quantization(spec, model, device, stored)
     if asked == "none":
-        return _Choice("none", "not asked for, and the checkpoint is not quantized")
+        return _Choice("none", "not requested, and the checkpoint is not quantized")
     if device.kind == "mps":
         why = f"bitsandbytes has no {asked} kernels for Apple GPUs: full precision instead"
         return _Choice("none", why, f"quantization: {why}")
     if asked == "8bit" and not can_int8(device):
         raise SpecError(
-            f"quantization: 8bit needs compute capability 7.5; {_device_words(device)} has less",
-            hint="quantization: 4bit runs on it",
+            f"quantization: 8bit needs compute capability 7.5, which {_device_words(device)} does not have",
+            hint="quantization: 4bit works on it",
             fix={"quantization": "4bit"},
         )
     return _Choice(asked, "as the job asks", _int8_warning(asked, model))
@@ -252,8 +252,8 @@ def _int8_warning(quantization: str, model: BaseModelInfo) -> str:
     if quantization != "8bit" or not overflows_float16(model):
         return ""
     return (
-        f"quantization: 8bit takes every input through float16, in which {model.model_type} is known to overflow; "
-        "4bit does not"
+        f"quantization: 8bit converts every input to float16, in which {model.model_type} is known to overflow; 4bit "
+        "does not"
     )
 
 
@@ -262,25 +262,25 @@ def _stored_quantization(spec: JobSpec, model: BaseModelInfo, device: Device, st
     if is_full(spec):
         raise ModelError(
             f"{where}, so only an adapter can be trained on it",
-            hint="add `lora:`, or take the unquantized one",
+            hint="add `lora:`, or use the unquantized checkpoint",
             fix={"lora": {}},
         )
     if spec.quantization not in ("none", stored):
         raise ModelError(
             f"{where}, not {spec.quantization}",
-            hint="leave quantization out, or take the unquantized checkpoint",
+            hint="remove quantization, or use the unquantized checkpoint",
             fix={"quantization": None},
         )
     if device.kind == "mps":
         raise ModelError(
-            f"{where}, and bitsandbytes does not run on Apple GPUs", hint="take the unquantized checkpoint"
+            f"{where}, but bitsandbytes does not support Apple GPUs", hint="use the unquantized checkpoint"
         )
     if stored == "8bit" and not can_int8(device):
         raise ModelError(
-            f"{where}, which needs compute capability 7.5; {_device_words(device)} has less",
-            hint="take the unquantized checkpoint, with quantization: 4bit if memory is short",
+            f"{where}, which needs compute capability 7.5, but this is {_device_words(device)}",
+            hint="use the unquantized checkpoint, with quantization: 4bit if memory is short",
         )
-    return _Choice(stored, "the checkpoint is stored so", _int8_warning(stored, model))
+    return _Choice(stored, "as stored in the checkpoint", _int8_warning(stored, model))
 
 
 def _load_dtype(
@@ -299,14 +299,14 @@ def _load_dtype(
     if can_bfloat16(device):
         if stored == "float16":
             return _Choice("bfloat16", f"stored in float16, in which {model.model_type} is known to overflow")
-        what = "what is not quantized" if is_quantized else "a frozen base"
-        return _Choice("bfloat16", f"stored in {stored}; {what} loads in half of that without loss of training")
+        what = "the unquantized part" if is_quantized else "a frozen base"
+        return _Choice("bfloat16", f"stored in {stored}; {what} uses half of that memory without loss in training")
     return _without_bfloat16(model, device, stored)
 
 
 def _without_bfloat16(model: BaseModelInfo, device: Device, stored: str) -> _Choice:
     """Choose the dtype of a frozen base on a device without bfloat16."""
-    why = f"stored in {stored}; {_device_words(device)} has no bfloat16"
+    why = f"stored in {stored}; {_device_words(device)} does not support bfloat16"
     if overflows_float16(model):
         return _Choice("float32", f"{why}, and {model.model_type} is known to overflow in float16")
     return _Choice("float16", f"{why}, so float16")
@@ -321,14 +321,14 @@ def rungs(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_bitsandbyt
     if model.quantization is not None:
         raise ModelError(
             f"{model.path / 'config.json'}: the checkpoint is quantized, so only an adapter can be trained on it",
-            hint="add `lora:`, or take the unquantized one",
+            hint="add `lora:`, or use the unquantized checkpoint",
             fix={"lora": {}},
         )
     _check_bfloat16(spec, device)
     can_half = can_bfloat16(device) and spec.dtype in ("auto", "bfloat16")
     if device.kind == "mps" and spec.master_weights == "compensated":
         raise SpecError(
-            "master_weights: compensated is not tried on Apple GPUs",
+            "master_weights: compensated is not tested on Apple GPUs",
             hint="master_weights: float32, or none",
             fix={"master_weights": "float32"},
         )
@@ -337,8 +337,8 @@ def rungs(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_bitsandbyt
         found = tuple(each for each in found if each.master_weights != "compensated")
     if not found:
         raise SpecError(
-            f"master_weights: {spec.master_weights} is for bfloat16, which {_device_words(device)} does not have",
-            hint="master_weights: auto takes float32 here",
+            f"master_weights: {spec.master_weights} needs bfloat16, which {_device_words(device)} does not support",
+            hint="master_weights: auto uses float32 on this device",
             fix={"master_weights": "auto"},
         )
     return found
@@ -352,16 +352,16 @@ def _full_dtype(spec: JobSpec, model: BaseModelInfo, device: Device, rung: Rung)
         return _Choice("float32", "as the job asks" if spec.dtype == "float32" else what)
     if not can_bfloat16(device):
         raise SpecError(
-            f"this job was planned with bfloat16 weights, which {_device_words(device)} cannot compute with",
-            hint="it runs on a device with bfloat16",
+            f"this job was planned with bfloat16 weights, which {_device_words(device)} does not support",
+            hint="run it on a device with bfloat16",
         )
     what = "bfloat16 weights, " + (
-        "with the rest of a float32 beside each" if rung.master_weights == "compensated" else "without a master copy"
+        "with a float32 remainder for each" if rung.master_weights == "compensated" else "without a master copy"
     )
     if stored in ("bfloat16", "float16") or rung.is_pinned:
         return _Choice("bfloat16", what)
     return _Choice(
-        "bfloat16", what, f"the checkpoint stores {stored}, of which bfloat16 weights keep 8 bits of the mantissa"
+        "bfloat16", what, f"the checkpoint stores {stored}; bfloat16 weights keep only 8 bits of the mantissa"
     )
 
 
@@ -371,11 +371,11 @@ def _kept(spec: JobSpec, model: BaseModelInfo, rung: Rung | None) -> tuple[_Choi
     if rung is None:
         optim_reason = "as the job asks" if is_asked else "the default of training.optim"
         nothing = _Choice("", "the base is frozen")
-        return nothing, _Choice("", optim_reason), _Choice("", "an adapter is saved as it was trained")
+        return nothing, _Choice("", optim_reason), _Choice("", "an adapter is saved in the dtype it was trained in")
     if rung.is_pinned:
-        chosen = "chosen when the job was planned first, and kept for its life"
+        chosen = "chosen when the job was first planned, and kept"
     else:
-        chosen = "as the job asks" if spec.master_weights != "auto" else "the best that fits into the device's memory"
+        chosen = "as the job asks" if spec.master_weights != "auto" else "the best that fits in the device's memory"
     name = rung.optim or spec.training.optim
     warning = loses(name, spec.training.optim_args) if rung.master_weights == "none" else ""
     master = _Choice(rung.master_weights, chosen, f"master_weights: {warning}" if warning else "")
@@ -386,11 +386,11 @@ def _kept(spec: JobSpec, model: BaseModelInfo, rung: Rung | None) -> tuple[_Choi
 
 def _save_dtype(spec: JobSpec, model: BaseModelInfo, rung: Rung) -> _Choice:
     if rung.is_pinned:
-        return _Choice(rung.save_dtype or "", "chosen when the job was planned first")
+        return _Choice(rung.save_dtype or "", "chosen when the job was first planned")
     if spec.save_dtype != "auto":
         return _Choice(spec.save_dtype, "as the job asks")
     if model.stored_dtype in (*HALF, "float32"):
-        return _Choice(model.stored_dtype, "what the checkpoint stores: cast once, when all is trained")
+        return _Choice(model.stored_dtype, "the dtype of the stored checkpoint: weights are cast once, after training")
     return _Choice("float32", f"the checkpoint stores {model.stored_dtype}")
 
 
@@ -405,9 +405,9 @@ def _asked_dtype(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choice
 def _check_bfloat16(spec: JobSpec, device: Device) -> None:
     if spec.dtype == "bfloat16" and not can_bfloat16(device):
         raise SpecError(
-            f"dtype: bfloat16 needs {'macOS 14' if device.kind == 'mps' else 'compute capability 8.0'}; "
-            f"{_device_words(device)} has less",
-            hint="dtype: auto chooses what this device can",
+            f"dtype: bfloat16 needs {'macOS 14' if device.kind == 'mps' else 'compute capability 8.0'}, which "
+            f"{_device_words(device)} does not have",
+            hint="use dtype: auto",
             fix={"dtype": "auto"},
         )
 
@@ -415,11 +415,11 @@ def _check_bfloat16(spec: JobSpec, device: Device) -> None:
 def _flag(spec: JobSpec, model: BaseModelInfo, device: Device, load_dtype: str) -> _Choice:
     match load_dtype:
         case "bfloat16":
-            return _Choice("bf16", "the model is in bfloat16, and a half-precision model gets its own flag")
+            return _Choice("bf16", "a bfloat16 model gets its own flag")
         case "float16" if device.kind == "cuda":
-            return _Choice("fp16", "the model is in float16, and a half-precision model gets its own flag")
+            return _Choice("fp16", "a float16 model gets its own flag")
         case "float16":
-            return _Choice("", "float16 autocast exists on CUDA alone")
+            return _Choice("", "float16 autocast exists only on CUDA")
         case _ if is_full(spec) and spec.dtype != "float32":
             return _full_autocast(spec, model, device)
         case _ if is_full(spec):
@@ -433,16 +433,19 @@ def _full_autocast(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choi
     wants_float16 = spec.dtype == "float16" or (spec.dtype == "auto" and model.stored_dtype == "float16")
     fragile = overflows_float16(model)
     if device.kind == "mps":
-        what = "autocast on Apple GPUs is not proven"
+        what = "autocast on Apple GPUs is not tested"
         return _Choice("", f"float32 throughout: {what}", _no_float16(spec, what))
     if device.kind == "cpu" and (wants_float16 or (spec.dtype == "auto" and model.stored_dtype != "bfloat16")):
-        what = "float16 autocast exists on CUDA alone" if wants_float16 else "autocast would gain nothing here"
+        what = "float16 autocast exists only on CUDA" if wants_float16 else "autocast would have no benefit here"
         return _Choice("", f"float32 throughout: {what}", _no_float16(spec, what))
     if can_bfloat16(device) and (fragile or not wants_float16):
         why = "full fine-tuning with float32 weights, computed in bfloat16 under autocast"
         return _Choice("bf16", why, _no_float16(spec, f"bfloat16 instead: {model.model_type} is known to overflow"))
     if fragile:
-        why = f"float32 throughout: no bfloat16 here, and {model.model_type} is known to overflow in float16"
+        why = (
+            f"float32 throughout: this device does not support bfloat16, and {model.model_type} is known to overflow "
+            "in float16"
+        )
         return _Choice("", why, _no_float16(spec, why))
     return _Choice("fp16", "full fine-tuning with float32 weights, computed in float16 under autocast")
 
@@ -459,21 +462,21 @@ def _adapter_dtype(spec: JobSpec, load_dtype: str, pinned: str | None) -> _Choic
     if spec.adapter_dtype == "bfloat16":
         if load_dtype != "bfloat16":
             raise SpecError(
-                f"adapter_dtype: bfloat16 goes with a model in bfloat16; this one is loaded in {load_dtype}",
+                f"adapter_dtype: bfloat16 needs a bfloat16 model, but this one is loaded in {load_dtype}",
                 hint="adapter_dtype: auto keeps adapters in float32",
                 fix={"adapter_dtype": "auto"},
             )
-        why = "adapters in bfloat16 lose updates smaller than 1/256 of a weight; docs/precision.md has the figures"
+        why = "adapters in bfloat16 lose updates smaller than 1/256 of a weight; see docs/precision.md"
         return _Choice("bfloat16", "as the job asks", f"adapter_dtype: {why}")
     if spec.adapter_dtype == "float32":
         return _Choice("float32", "as the job asks")
     if pinned == "bfloat16" and load_dtype == "bfloat16":
-        return _Choice("bfloat16", "chosen when the job was planned first, and kept for its life")
+        return _Choice("bfloat16", "chosen when the job was first planned, and kept")
     if load_dtype == "float16":
         return _Choice("float32", "a GradScaler cannot unscale half-precision gradients")
     if load_dtype == "bfloat16":
-        return _Choice("float32", "small updates would be lost in bfloat16, and an adapter is a small part of memory")
-    return _Choice("float32", "as the model")
+        return _Choice("float32", "small updates would be lost in bfloat16, and an adapter needs little memory")
+    return _Choice("float32", "as for the model")
 
 
 def _attention(
@@ -491,27 +494,26 @@ def _attention(
         _check_flash_attention(device, load_dtype, has_flash_attn=has_flash_attn, has_autocast=has_autocast)
         warning = ""
         if quantization != "none":
-            warning = (
-                "attn_implementation: FlashAttention beside quantized weights has failed in the field; sdpa has not"
-            )
+            warning = "attn_implementation: FlashAttention with quantized weights has failed in practice; sdpa has not"
         return _Choice(asked, "as the job asks", warning)
     eager_reason = next((EAGER_ONLY[family] for family in _families(model) if family in EAGER_ONLY), None)
     if eager_reason is None and NO_SDPA.intersection(_families(model)):
-        eager_reason = f"transformers has no other for {model.model_type}"
+        eager_reason = f"transformers supports no other for {model.model_type}"
     if asked == "auto" and eager_reason:
         return _Choice("eager", eager_reason)
     if asked == "auto":
-        return _Choice("sdpa", "torch's own, in every dtype and on every device")
+        return _Choice("sdpa", "torch's own, which works with every dtype and device")
     warning = f"attn_implementation: {eager_reason}" if asked == "sdpa" and eager_reason else ""
     return _Choice(asked, "as the job asks", warning)
 
 
 def _check_flash_attention(device: Device, load_dtype: str, *, has_flash_attn: bool, has_autocast: bool) -> None:
     reasons = {
-        f"FlashAttention runs on NVIDIA GPUs alone, and this is {device.name}": device.kind != "cuda",
-        f"FlashAttention 2 needs compute capability 8.0; {_device_words(device)} has less": device.kind == "cuda"
+        f"FlashAttention needs an NVIDIA GPU, but this is {device.name}": device.kind != "cuda",
+        f"FlashAttention 2 needs compute capability 8.0, which {_device_words(device)} does not have": device.kind
+        == "cuda"
         and not can_bfloat16(device),
-        f"FlashAttention takes half precision, and the model is loaded in {load_dtype}": load_dtype not in HALF
+        f"FlashAttention needs half precision, but the model is loaded in {load_dtype}": load_dtype not in HALF
         and not has_autocast,
         "the package flash_attn is not installed": not has_flash_attn,
     }
@@ -519,6 +521,6 @@ def _check_flash_attention(device: Device, load_dtype: str, *, has_flash_attn: b
         if holds:
             raise SpecError(
                 f"attn_implementation: {reason}",
-                hint="attn_implementation: auto takes sdpa",
+                hint="use attn_implementation: auto, which selects sdpa",
                 fix={"attn_implementation": None},
             )

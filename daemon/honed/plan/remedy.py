@@ -14,7 +14,7 @@ from honed.spec import rule
 from honed.spec.field import Section
 from honed.spec.spec import JobSpec, LoraSpec
 from honed.system.device import Device
-from honed.system.error import HonedError, MemoryShortError
+from honed.system.error import Fix, HonedError, MemoryShortError
 
 #: A change of a job, in the job file's words, and the changed job.
 Change = tuple[str, JobSpec]
@@ -32,18 +32,20 @@ def check(spec: JobSpec, memory: Memory, device: Device, estimate_for: Callable[
     found = [words for words, _ in ways]
     rows = f"{memory.batch_size} row{'s' if memory.batch_size > 1 else ''} of {memory.length} tokens at a time"
     if memory.num_media_tokens:
-        rows += f", up to {memory.num_media_tokens} of them of {', '.join(memory.media)}"
+        rows += f", up to {memory.num_media_tokens} of which are for {', '.join(memory.media)}"
     raise MemoryShortError(
-        f"about {gib(memory.total_bytes)} are needed ({parts}; {rows}), "
-        f"and {device.name} has {gib(memory.available_bytes)} for a job",
-        hint="; or ".join(found) if found else "a smaller model, or a device with more memory: no smaller change helps",
+        f"about {gib(memory.total_bytes)} is needed ({parts}; {rows}), but {device.name} has only "
+        f"{gib(memory.available_bytes)} available for a job",
+        hint="; or ".join(found)
+        if found
+        else "use a smaller model, or a device with more memory: no smaller change helps",
         fix=_edits(spec, ways[0][1]) if ways else {},
     )
 
 
-def _edits(spec: Section, changed: Section, home: str = "") -> dict[str, Any]:
-    """Return the edits that turn one spec into the other, in the form of HonedError.fix."""
-    found: dict[str, Any] = {}
+def _edits(spec: Section, changed: Section, home: str = "") -> Fix:
+    """Return the edits that turn one spec into the other."""
+    found: Fix = {}
     for key in type(spec).model_fields:
         before, after = getattr(spec, key), getattr(changed, key)
         if before == after:
@@ -196,7 +198,7 @@ def _four_bit(spec: JobSpec, device: Device) -> Iterator[Change]:
 
 def _adapter(spec: JobSpec, _device: Device) -> Iterator[Change]:
     if precision.is_full(spec):
-        yield "lora: {r: 16} in place of full fine-tuning", spec.model_copy(update={"lora": LoraSpec()})
+        yield "lora: {r: 16} instead of full fine-tuning", spec.model_copy(update={"lora": LoraSpec()})
 
 
 Way = Callable[[JobSpec, Device], Iterator[Change]]

@@ -80,8 +80,8 @@ def accumulates(rung: Rung, num_accumulated: int) -> str:
     if rung.master_weights == "float32" or num_accumulated < MANY_ACCUMULATED:
         return ""
     return (
-        f"training.gradient_accumulation_steps: {num_accumulated} gradients are added up in bfloat16 for a step, which "
-        f"puts the sum off by about {0.1 * num_accumulated**0.5:.1g} % (docs/precision.md): take a larger "
+        f"training.gradient_accumulation_steps: {num_accumulated} gradients are added in bfloat16 for each step, "
+        f"with an error of about {0.1 * num_accumulated**0.5:.1g} % (docs/precision.md): use a larger "
         "per_device_train_batch_size with fewer of them, or master_weights: float32"
     )
 
@@ -93,10 +93,10 @@ def loses(optim: str, optim_args: str | None) -> str:
             if "stochastic" in asked.pattern:
                 return ""
             return (
-                f"{optim} keeps what rounding takes from the weights, but its moments are bfloat16: too coarse for an "
+                f"{optim} compensates the rounding of weights, but its moments are bfloat16: too coarse for an "
                 "adam_beta2 of 0.999"
             )
     return (
-        f"bfloat16 weights without a master copy, stepped by {optim}: updates below 1/256 of a weight are rounded "
-        "away, so at usual learning rates most weights never change (docs/precision.md has the figures)"
+        f"bfloat16 weights without a master copy, updated by {optim}: updates below 1/256 of a weight are lost in "
+        "rounding, so at usual learning rates most weights never change (see docs/precision.md)"
     )

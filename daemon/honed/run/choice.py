@@ -29,7 +29,7 @@ def choose_runner(
     """
     asked = config().jobs.runner
     systemd = Systemd()
-    reason = "the configuration says so" if asked == "process" else why_not(layout, systemd)
+    reason = "as configured" if asked == "process" else why_not(layout, systemd)
     if reason is None:
         log.info("workers are units, honed-job@ID.service")
         runner = SystemdRunner(
@@ -43,12 +43,12 @@ def choose_runner(
     systemd.close()
     if asked == "systemd":
         raise EnvironmentInvalidError(
-            f"jobs.runner is systemd, but workers cannot be units: {reason}",
-            hint='honectl doctor; or runner = "auto"',
+            f"jobs.runner is systemd, but workers cannot run as units: {reason}",
+            hint='see honectl doctor; or set runner = "auto"',
         )
     # Below another root nobody expects units; for the system's own instance the administrator should know.
     is_expected = asked == "process" or layout.root != Path("/")
-    log.log(logging.INFO if is_expected else logging.WARNING, "workers are processes of honed's own: %s", reason)
+    log.log(logging.INFO if is_expected else logging.WARNING, "workers run as child processes of honed: %s", reason)
     return ProcessRunner(layout), None
 
 
@@ -57,5 +57,5 @@ def choose_fetch_runner(layout: Layout, config: Config, systemd: Systemd | None)
     if systemd is not None:
         return UnitFetchRunner(layout, systemd)
     if config.policy.hub and is_a_unit(layout):
-        log.warning("policy.hub is on, but fetches are processes of honed's own, whose unit has no network")
+        log.warning("policy.hub is on, but fetches run as child processes of honed, whose unit has no network")
     return ProcessFetchRunner(layout)

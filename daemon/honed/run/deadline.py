@@ -105,20 +105,20 @@ class Deadlines:
         self._pulse.feel(now)
         heard_at = max(told_at, self._pulse.heard_at)
         if self._kill_at is not None and now >= self._kill_at:
-            log.warning("job %d (%s): killed: it did not end by itself", job.id, job.name)
+            log.warning("job %d (%s): killed: it did not stop", job.id, job.name)
             self._runner.kill(job.id, shim_too=self._was_killed)
             self._was_killed = True
             self._kill_at = now + DUMP_SEC
         elif self._overdue_at is not None and now >= self._overdue_at and not self._is_overdue:
             log.warning(
-                "job %d (%s): its time limit is over, and it did not end by itself; asked to stop", job.id, job.name
+                "job %d (%s): exceeded its time limit and did not stop; sending a stop request", job.id, job.name
             )
             self._is_overdue = True
             self.ask(Stop.HOLD)
             self._kill_at = now + self._config().jobs.stop_timeout_sec
         elif self._kill_at is None and self._has_stalled(now - heard_at):
             log.warning(
-                "job %d (%s): no sign of life for %.0f s in %s; it hangs",
+                "job %d (%s): hung: no sign of life for %.0f s in %s",
                 job.id,
                 job.name,
                 now - heard_at,
@@ -142,13 +142,15 @@ class Deadlines:
         `is_asked`: its entry has a reason for its stop.
         """
         if self._is_stalled and not outcome.is_success:
-            stalled = error.StalledError(f"no sign of life in {self.phase or stage}", hint="its stacks are in its log")
+            stalled = error.StalledError(
+                f"no sign of life in {self.phase or stage}", hint="its log contains its stacks"
+            )
             outcome = replace(outcome, code="stalled", error=stalled)
         is_overdue = self._is_overdue or self._was_overdue(ended)
         if is_overdue and not is_asked and not outcome.is_success:
             late = error.TimeLimitError(
-                f"time limit of {self._job.time_limit_sec:g} s reached, and it did not end by itself",
-                hint="its last checkpoint is kept; its log shows where it was: honectl logs --raw",
+                f"time limit of {self._job.time_limit_sec:g} s reached, and the worker did not stop",
+                hint="its last checkpoint is kept; its log shows what it was doing: honectl logs --raw",
             )
             outcome = replace(outcome, code=late.code, error=late)
         return outcome

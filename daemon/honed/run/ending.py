@@ -19,8 +19,8 @@ from honed.system.message import of_error
 log = logging.getLogger(__name__)
 
 _NO_STEP_HINT = (
-    "quantization: 4bit, a smaller max_length, a smaller model, or a device with more memory; honectl requeue tries"
-    " again from the top"
+    "use quantization: 4bit, a smaller max_length, a smaller model, or a device with more memory; honectl requeue "
+    "retries from the first step of the ladder"
 )
 
 
@@ -143,7 +143,7 @@ def tell(job: Job, outcome: Outcome, step: int, remedy: Remedy) -> None:
     )
     if remedy.adjustment is not None and job.state in {State.QUEUED, State.HELD}:
         log.warning(
-            "job %d (%s): memory ran out; the next attempt goes on with %s",
+            "job %d (%s): out of memory; the next attempt continues with %s",
             job.id,
             job.name,
             remedy.adjustment.text,
@@ -151,7 +151,7 @@ def tell(job: Job, outcome: Outcome, step: int, remedy: Remedy) -> None:
         )
     if job.needs_bytes and job.state in {State.QUEUED, State.HELD}:
         log.warning(
-            "job %d (%s): waits for %d MiB of free space",
+            "job %d (%s): waiting for %d MiB of free space",
             job.id,
             job.name,
             job.needs_bytes >> 20,

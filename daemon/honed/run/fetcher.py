@@ -22,10 +22,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from honed.run.process import DAEMON_VARIABLES
-from honed.run.snapshot import Missing
+from honed.run.snapshot import FetchProgress, Missing
 from honed.spec.config import Config
 from honed.system import durable
 from honed.system.backoff import Backoff
@@ -125,7 +125,7 @@ class _Fetch:
     num_deaths: int = 0
     num_bytes_at_death: int = -1
     backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_DELAY_SEC, MAX_DELAY_SEC))
-    progress: dict[str, Any] = field(default_factory=dict)
+    progress: FetchProgress = field(default_factory=FetchProgress)
     logged_at: float = 0.0
 
     @property
@@ -215,7 +215,8 @@ class Fetcher:
         for fetch in list(self._fetches.values()):
             if not fetch.is_started:
                 continue
-            fetch.progress = _read(self._layout.fetch(fetch.number).progress_path) or fetch.progress
+            if reported := _read(self._layout.fetch(fetch.number).progress_path):
+                fetch.progress = cast("FetchProgress", reported)
             if self._runner.is_running(fetch.number):
                 self._look_after(fetch)
                 continue
@@ -232,9 +233,9 @@ class Fetcher:
         self._start_next()
         return ended
 
-    def progress(self, number: int) -> dict[str, Any]:
+    def progress(self, number: int) -> FetchProgress:
         """Return the reported progress of the fetch that this number waits for; empty before it starts."""
-        return next((fetch.progress for fetch in self._fetches.values() if number in fetch.waiting), {})
+        return next((fetch.progress for fetch in self._fetches.values() if number in fetch.waiting), FetchProgress())
 
     def status(self, *, is_named: bool = True) -> list[str]:
         """Return a short text for each fetch."""
@@ -262,7 +263,7 @@ class Fetcher:
             try:
                 self._runner.start(fetch.number)
             except OSError as error:
-                log.error("the fetch of %s cannot be started: %s", fetch.name, error)  # noqa: TRY400
+                log.error("the fetch of %s could not be started: %s", fetch.name, error)  # noqa: TRY400
                 fetch.not_before = now + MAX_DELAY_SEC
             else:
                 fetch.is_started, fetch.logged_at = True, now
@@ -281,7 +282,7 @@ class Fetcher:
         now, progress = self._clock(), fetch.progress
         if now - fetch.logged_at >= LOG_INTERVAL_SEC and progress.get("of"):
             fetch.logged_at = now
-            done, of = (progress[key] / 2**30 for key in ("bytes", "of"))
+            done, of = progress["bytes"] / 2**30, progress["of"] / 2**30
             log.info("fetching %s: %.1f of %.1f GiB", fetch.name, done, of)
         if boot_time() > fetch.request["deadline"] + DEADLINE_GRACE_SEC:
             self._runner.stop(fetch.number, at_once=True)
@@ -296,11 +297,12 @@ class Fetcher:
         fetch.num_bytes_at_death = num_bytes
         if boot_time() > fetch.request["deadline"] or fetch.num_deaths >= MAX_DEATHS:
             return EnvironmentInvalidError(
-                f"{fetch.missing.key}: {fetch.name} could not be fetched: the fetch died {fetch.num_deaths} times",
-                hint="see the journal; drop the job again to go on: what was fetched is kept",
+                f"{fetch.missing.key}: {fetch.name} could not be fetched: the fetch process died {fetch.num_deaths} "
+                "times",
+                hint="see the journal; submit the job again to continue: files fetched so far are kept",
             )
         delay = fetch.backoff.next_sec()
-        log.warning("the fetch of %s died without a word; it goes on in %.0f s", fetch.name, delay)
+        log.warning("the fetch of %s died without an error message; retrying in %.0f s", fetch.name, delay)
         fetch.is_started, fetch.not_before = False, self._clock() + delay
         return None
 
@@ -337,7 +339,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def _share(progress: dict[str, Any]) -> str:
+def _share(progress: FetchProgress) -> str:
     return f" {progress['bytes'] / progress['of']:.0%}" if progress.get("of") else ""
 
 

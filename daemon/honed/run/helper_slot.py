@@ -123,7 +123,7 @@ class HelperSlot:
             if line == READY:
                 self._become_ready()
             else:
-                self.fail("it ended before it was ready, see the journal")
+                self.fail("it ended before it was ready; see the journal")
         return None
 
     def tend(self) -> None:
@@ -137,7 +137,7 @@ class HelperSlot:
         self.drop()
         self._start_at = self._clock() + self._backoff.next_sec()
         if why != self._fault:
-            log.error("the checking process%s cannot be started, and job files wait: %s", self._who, why)
+            log.error("the checking process%s cannot be started, so job files wait: %s", self._who, why)
         self._fault = why
 
     def drop(self) -> None:

@@ -75,7 +75,7 @@ class Hub:
             )
         commit = str(found.sha)
         if not re.fullmatch(r"[0-9a-f]{7,64}", commit):
-            raise EnvironmentInvalidError(f"{self.where}: the hub gives {commit!r} as its commit")
+            raise EnvironmentInvalidError(f"{self.where}: the hub returned {commit!r} as its commit")
         files = {}
         for each in found.siblings or []:
             blob, size = (each.lfs.sha256, each.lfs.size) if each.lfs else (each.blob_id, each.size)
@@ -91,7 +91,7 @@ class Hub:
                 self._url(commit, name), token=self._token, timeout=TIMEOUT_SEC, retry_on_errors=False
             )
         if found.etag is None or found.size is None:
-            raise EnvironmentInvalidError(f"{self.where}: the hub gives no ETag or size of {name}")
+            raise EnvironmentInvalidError(f"{self.where}: the hub returned no ETag or size of {name}")
         return File(name, found.size, found.etag)
 
     @contextlib.contextmanager
@@ -129,7 +129,7 @@ class Hub:
         except errors.OfflineModeIsEnabled as error:
             raise EnvironmentInvalidError(
                 f"{self._wanted.key}: {self.where} cannot be fetched: HF_HUB_OFFLINE is set",
-                hint="take it out of honed's environment, or set policy.hub = false",
+                hint="unset it in honed's environment, or set policy.hub = false",
             ) from error
         except errors.HfHubHTTPError as error:
             raise self._from_status(error) from error
@@ -141,8 +141,8 @@ class Hub:
             raise
         except (httpx.HTTPError, ValueError) as error:
             raise EnvironmentInvalidError(
-                f"{self.where}: {_endpoint()} does not answer as a hub does ({type(error).__name__}: {error})",
-                hint="is there a proxy before it, or a wrong HF_ENDPOINT?",
+                f"{self.where}: {_endpoint()} does not respond like a hub ({type(error).__name__}: {error})",
+                hint="check for a proxy in between, or a wrong HF_ENDPOINT",
             ) from error
 
     def _from_status(self, error: Any) -> Exception:
@@ -151,32 +151,32 @@ class Hub:
         where, status, what = f"{self._wanted.key}: {self.where}", error.response.status_code, self._wanted.what
         page = f"{_endpoint()}/{'datasets/' if self._wanted.repo_type == DATASET else ''}{self._repo_id}"
         files = "/etc/honed/hf-token, or the credential hf-token"
-        with_token = "with the token that there is" if self._token else "without a token"
+        with_token = "with the configured token" if self._token else "without a token"
         match error:
             case errors.GatedRepoError():
                 return EnvironmentInvalidError(
-                    f"{where} is gated, and is not given out {with_token}",
-                    hint=f"accept its terms at {page}, and put a token of that account into {files}",
+                    f"{where} is gated, and the hub denied access {with_token}",
+                    hint=f"accept its terms at {page}, and put a token of that account in {files}",
                 )
             case errors.RevisionNotFoundError():
                 return self.fault(
-                    f"{self.where}: no such revision", hint=f"name a branch, a tag or a commit of that {what}"
+                    f"{self.where}: no such revision", hint=f"use a branch, a tag or a commit of that {what}"
                 )
             case errors.RepositoryNotFoundError() | errors.DisabledRepoError():
                 return self.fault(
-                    f"{self.where}: {_endpoint()} gives out no such {what} {with_token}",
-                    hint=f"is the name right? a private {what} needs a token, in {files}",
+                    f"{self.where}: {_endpoint()} has no such {what}, or denies access {with_token}",
+                    hint=f"check the name; a private {what} needs a token, in {files}",
                 )
             case _ if status in {401, 403}:
                 return EnvironmentInvalidError(
-                    f"{where}: the hub refuses it {with_token} ({status})", hint=f"put a valid token into {files}"
+                    f"{where}: the hub denied access {with_token} ({status})", hint=f"put a valid token in {files}"
                 )
             case errors.EntryNotFoundError():
-                return self.fault(f"{self.where}: the hub has not the files that it lists: {error.response.url}")
+                return self.fault(f"{self.where}: the hub lists files that it does not have: {error.response.url}")
             case _ if status in TRANSIENT_STATUSES:
-                return TransientError(f"the hub answers {status}")
+                return TransientError(f"the hub responded with {status}")
             case _:
-                return EnvironmentInvalidError(f"{where}: the hub answers {status} to {error.response.url.path}")
+                return EnvironmentInvalidError(f"{where}: the hub responded with {status} to {error.response.url.path}")
 
 
 def _endpoint() -> str:

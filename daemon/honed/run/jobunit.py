@@ -64,7 +64,7 @@ def read(job: JobLayout) -> Start:
             stop_timeout_sec=float(raw["stop_timeout_sec"]),
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no start that honed wrote: {error!r}") from error
+        raise ValueError(f"not a start file written by honed: {error!r}") from error
 
 
 def start(job: JobLayout, *, command: Sequence[str] | None = None) -> str:
@@ -72,7 +72,7 @@ def start(job: JobLayout, *, command: Sequence[str] | None = None) -> str:
     try:
         wanted = read(job)
     except (OSError, ValueError) as error:
-        return f"{job.start_path}: {error}; honed starts jobs, `honectl release` and `honectl requeue` have it do so"
+        return f"{job.start_path}: {error}; only honed starts jobs: use `honectl release` or `honectl requeue`"
     attempt = job.attempt(wanted.number)
     try:
         durable.make_dir(attempt.dir, mode=DIRECTORY_MODE)
@@ -165,7 +165,7 @@ def end_main() -> int:
     try:
         end(_job(), os.environ, system_state=_system_state())
     except (OSError, ValueError) as error:
-        print(f"<3>how the job ended cannot be written down: {error}", file=sys.stderr)
+        print(f"<3>the end of the job could not be recorded: {error}", file=sys.stderr)
         return 1
     return 0
 

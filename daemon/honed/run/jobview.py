@@ -54,11 +54,11 @@ def worker(job: JobLayout) -> Person:
     uid = access.job_user(job.dir)
     found = access.person(uid if uid is not None else access.WORKERS_USER)
     if found is None:
-        raise ViewError(f"the user {access.WORKERS_USER} is missing: systemd-sysusers makes it")
+        raise ViewError(f"the user {access.WORKERS_USER} is missing: systemd-sysusers creates it")
     try:
         pwd.getpwuid(found.uid)
     except KeyError:
-        raise ViewError(f"{job.dir}: its submitter, user {found.uid}, is no user of this machine any more") from None
+        raise ViewError(f"{job.dir}: its submitter, user {found.uid}, no longer exists on this machine") from None
     return found
 
 
@@ -173,8 +173,8 @@ def _check_registered(job_id: int, who: Person) -> None:
         uid, groups = None, []
     if uid != who.uid or set(groups) != who.gids:
         raise ViewError(
-            "the user database does not read /run/userdb: install libnss-systemd, and let /etc/nsswitch.conf have "
-            "`systemd` in the lines passwd: and group:"
+            "the user database does not read /run/userdb: install libnss-systemd, and add `systemd` to the lines "
+            "passwd: and group: in /etc/nsswitch.conf"
         )
 
 
@@ -229,6 +229,6 @@ def main() -> int:
         else:
             add(Layout(Path("/")), options.job)
     except (ViewError, OSError, ValueError) as error:
-        print(f"<3>job {options.job} gets no view: {error}", file=sys.stderr)
+        print(f"<3>the file system view of job {options.job} could not be set up: {error}", file=sys.stderr)
         return 1
     return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,35 +56,34 @@ def judge(result_path: Path, ended: Exit, *, is_readable: bool = True) -> Outcom
     """
     result = _read(result_path) if is_readable else None
     if result is None:
-        return _of(_died(ended))
-    facts: dict[str, Any] = {
-        "step": step if isinstance(step := result.get("step"), int) and 0 <= step < 2**62 else None,
-        "metrics": _mapping(result.get("metrics")),
-        "artifacts": {key: str(value) for key, value in _mapping(result.get("artifacts")).items() if value},
-        "remark": error.plain(str(result.get("remark") or "")).replace("\n", " ")[:MAX_REMARK],
-        "phase": str(result.get("phase") or "")[:32],
-        "needed_bytes": number if type(number := result.get("needed_bytes")) is int and 0 < number < 2**62 else 0,
-    }
+        return _of(_died(ended), Outcome(SUCCEEDED))
+    told = Outcome(
+        SUCCEEDED,
+        step=step if isinstance(step := result.get("step"), int) and 0 <= step < 2**62 else None,
+        metrics=_mapping(result.get("metrics")),
+        artifacts={key: str(value) for key, value in _mapping(result.get("artifacts")).items() if value},
+        remark=error.plain(str(result.get("remark") or "")).replace("\n", " ")[:MAX_REMARK],
+        phase=str(result.get("phase") or "")[:32],
+        needed_bytes=number if type(number := result.get("needed_bytes")) is int and 0 < number < 2**62 else 0,
+    )
     if result.get("outcome") == SUCCEEDED:
         # The worker writes its result last, once all else is durable. If it was then killed from outside, or nobody saw
         # it end, the work is done; doing it again would be a second success.
         if ended.status == 0 or (ended.status is None and ended.signal in {None, signal.SIGKILL}):
-            return Outcome(SUCCEEDED, **facts)
-        return _of(_died(ended), **facts)
+            return told
+        return _of(_died(ended), told)
     reported = result.get("error")
     if not isinstance(reported, dict):
-        reported = error.InternalError("the worker failed and did not say why").as_dict()
-    return _of(
-        error.from_dict({key: value if key == "fix" else str(value) for key, value in reported.items()}), **facts
-    )
+        reported = error.InternalError("the worker failed without an error message").as_dict()
+    return _of(error.from_dict({key: value if key == "fix" else str(value) for key, value in reported.items()}), told)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _of(problem: error.HonedError, **facts: Any) -> Outcome:
-    return Outcome(problem.code, problem, **facts)
+def _of(problem: error.HonedError, told: Outcome) -> Outcome:
+    return replace(told, code=problem.code, error=problem)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -99,8 +98,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 #: The hint for a SIGKILL by the kernel; unlike a MemoryError or a CUDA error, the process cannot catch it.
 _OUT_OF_MEMORY_HINT = (
-    "main memory ran out, of the machine or of the unit's MemoryMax=: a smaller batch, fewer data loaders, another "
-    "job at another time, or more memory; `journalctl -k` has the kernel's account"
+    "the machine, or the unit with its MemoryMax=, ran out of memory: use a smaller batch or fewer data loaders, run "
+    "it at another time, or add memory; see `journalctl -k` for the kernel's report"
 )
 
 
@@ -108,8 +107,8 @@ def _died(ended: Exit) -> error.HonedError:
     match ended:
         case Exit(service_result="watchdog"):
             return error.StalledError(
-                "no progress for so long that systemd's watchdog ended it",
-                hint="every thread's stack is in its log: honectl logs",
+                "systemd's watchdog ended the worker because it made no progress",
+                hint="its log contains the stacks of all threads: honectl logs",
             )
         case Exit(service_result="oom-kill") | Exit(was_out_of_memory=True):
             return error.OutOfMemoryError(
@@ -119,17 +118,18 @@ def _died(ended: Exit) -> error.HonedError:
             status = f" (exit status {ended.status})" if ended.status is not None else ""
             return error.EnvironmentInvalidError(
                 f"its unit could not start the worker{status}",
-                hint="journalctl -u honed-job@ID -u honed-view@ID says which line of the unit; honectl doctor",
+                hint="journalctl -u honed-job@ID -u honed-view@ID shows the failing line of the unit; see also "
+                "honectl doctor",
             )
         case Exit(service_result="timeout"):
             return error.KilledError(
-                "it was killed: it did not come up, or did not end, in the time that its unit gives it",
-                hint="jobs.stop_timeout_sec, TimeoutStartSec= and TimeoutStopSec= of honed-job@.service",
+                "systemd killed the worker: it did not start, or did not stop, in time",
+                hint="see jobs.stop_timeout_sec, and TimeoutStartSec= and TimeoutStopSec= of honed-job@.service",
             )
         case Exit(signal=int(number)):
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             hint = (
-                "SIGKILL often is the kernel's out-of-memory killer: see `journalctl -k`"
+                "SIGKILL is often sent by the kernel's out-of-memory killer: see `journalctl -k`"
                 if number == signal.SIGKILL
                 else ""
             )
@@ -144,5 +144,6 @@ def _died(ended: Exit) -> error.HonedError:
             )
         case _:
             return error.KilledError(
-                "the worker vanished, and nobody saw how", hint="the machine went down, or its shim was killed"
+                "the worker disappeared without an exit status",
+                hint="the machine went down, or the worker's shim was killed",
             )

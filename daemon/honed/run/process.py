@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from honed.run.runner import Exit, exit_of, read_exit_record, read_lock_record
+from honed.run.runner import Exit, Live, device_of, exit_of, read_exit_record, read_lock_record
 from honed.system import durable, untrusted
 from honed.system.layout import AttemptLayout, Layout
 
@@ -73,6 +73,32 @@ class ProcessRunner:
         durable.make_dir(attempt.dir)
         self._children[job_id] = _Child(attempt, start, None)
         return True
+
+    def live(self) -> list[Live]:
+        found = []
+        for path in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):  # no process, gone, or no shim
+                if path.stat().st_uid == os.geteuid():  # whoever likes can name a process like a shim
+                    found.append(self._live(path))
+        return [each for each in found if each is not None]
+
+    def _live(self, process_dir: Path) -> Live | None:
+        """Return the worker of a shim's process; None if that is another instance's, or has recorded its end. Raises
+        ValueError or IndexError for other processes."""
+        command, environment = (
+            (process_dir / name).read_bytes().decode(errors="surrogateescape").split("\0")
+            for name in ("cmdline", "environ")
+        )
+        at = [word.endswith("/shim.py") for word in command].index(True) + 1
+        at += command[at] == "--relay"
+        attempt, start = AttemptLayout(Path(command[at])), int(command[at + 1])
+        job_dir = attempt.dir.parents[1]
+        if attempt != self._layout.job(int(job_dir.name)).attempt(int(attempt.dir.name)):
+            return None
+        if read_exit_record(attempt, start) is not None:
+            return None
+        device = device_of(dict(word.split("=", 1) for word in environment if "=" in word))
+        return Live(int(job_dir.name), (int(attempt.dir.name), start), device)
 
     def is_supervised(self, job_id: int) -> bool:  # noqa: ARG002
         return False

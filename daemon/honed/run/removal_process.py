@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import IO
 
 from honed.job.job import Job
+from honed.job.removal import Count
 from honed.job.spool import Spool
 from honed.run.process import DAEMON_VARIABLES, SECRET_VARIABLES
 from honed.system.log import about
@@ -25,15 +25,6 @@ log = logging.getLogger(__name__)
 MAX_ITEMS = 2000
 #: Seconds before a failed removal is retried.
 RETRY_SEC = 600.0
-
-
-@dataclass
-class Done:
-    """The result of removing one requested item."""
-
-    num_bytes: int = 0
-    num_files: int = 0
-    problem: str | None = None
 
 
 class Sizes:
@@ -70,7 +61,7 @@ class RemovalProcess:
         self._at_work: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._said: IO[bytes] | None = None  # the child's output, read when it has ended
-        self._done: dict[str, Done] = {}
+        self._done: dict[str, Count] = {}
         self._retry: dict[str, float] = {}  # failed items, and when they are tried again
 
     # -- what is wanted -----------------------------------------------------------------------------------------------
@@ -91,9 +82,9 @@ class RemovalProcess:
         """Return True if an item waits, or the child works on it."""
         return item in self._waiting or item in self._at_work
 
-    def done(self, item: str) -> Done:
+    def done(self, item: str) -> Count:
         """Return what has been removed for an item."""
-        return self._done.get(item, Done())
+        return self._done.get(item, Count())
 
     def forget(self, item: str) -> None:
         """Forget what has been removed for an item: it is going to be removed anew."""
@@ -146,7 +137,7 @@ class RemovalProcess:
                 command, stdin=subprocess.DEVNULL, stdout=self._said, env=environment, start_new_session=True
             )
         except OSError as error:
-            log.warning("nothing is removed: %s", error)
+            log.warning("nothing can be removed: %s", error)
             self._retry |= dict.fromkeys(items, self._clock() + RETRY_SEC)
         else:
             self._at_work = items
@@ -163,13 +154,15 @@ class RemovalProcess:
         for line in file.read().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 data = json.loads(line)
-                said[data["item"]] = Done(data["num_bytes"], data["num_files"], data["problem"])
+                said[data["item"]] = Count(data["num_bytes"], data["num_files"], data["problem"])
         file.close()
         items, self._at_work, self._process = self._at_work, [], None
         for item in items:
-            self._settle(item, said.get(item, Done(problem=f"the removal ended with status {process.returncode}")))
+            self._settle(
+                item, said.get(item, Count(problem=f"the removal process exited with status {process.returncode}"))
+            )
 
-    def _settle(self, item: str, done: Done) -> None:
+    def _settle(self, item: str, done: Count) -> None:
         kind, _, number = item.partition(":")
         for sizes in (self.sizes, self.weights):
             if kind == sizes.kind:
@@ -177,11 +170,11 @@ class RemovalProcess:
                     sizes.put(job, done.num_bytes)
                 return
         earlier = self.done(item)
-        self._done[item] = Done(earlier.num_bytes + done.num_bytes, earlier.num_files + done.num_files, done.problem)
+        self._done[item] = Count(earlier.num_bytes + done.num_bytes, earlier.num_files + done.num_files, done.problem)
         what = "its directory" if kind == "job" else "its old checkpoints"
         if done.problem:
             log.error(
-                "job %s: %s cannot be removed, and is tried again in %.0f min: %s; root can: rm -r %s",
+                "job %s: %s cannot be removed; retrying in %.0f min: %s; as root, rm -r %s",
                 number,
                 what,
                 RETRY_SEC / 60,

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from honed.job.plan_file import PlanFile
 from honed.run.snapshot import Missing
-from honed.system.error import HonedError, from_dict
+from honed.system.error import Fix, HonedError, from_dict
 
 #: The range that SQLite and every JSON reader support.
 _Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
@@ -76,13 +76,13 @@ Answer = Passed | Refused
 
 def _printable(text: str) -> str:
     if not text.isprintable():
-        raise ValueError("control characters, or half ones")
+        raise ValueError("control characters, or unpaired surrogates")
     return text
 
 
 def _path(text: str) -> str:
     if b"\0" in os.fsencode(text):
-        raise ValueError("no path")
+        raise ValueError("not a path")
     return text
 
 
@@ -92,7 +92,7 @@ def _bounded(plan: dict[str, Any]) -> dict[str, Any]:
     for _ in range(MAX_DEPTH):
         parts = [part for value in values for part in (value.values() if isinstance(value, dict) else value)]
         if any(isinstance(part, int) and abs(part) > 2**53 for part in parts):
-            raise ValueError("too large a number")
+            raise ValueError("a number that is too large")
         if not (values := [part for part in parts if isinstance(part, dict | list)]):
             return plan
     raise ValueError("nested too deeply")
@@ -143,7 +143,7 @@ class _Error(TypedDict):
     code: str
     message: str
     hint: str
-    fix: NotRequired[dict[str, Any]]
+    fix: NotRequired[Fix]
     evidence: NotRequired[str]
 
 

@@ -40,6 +40,15 @@ class Exit:
     ended: Moment | None = None  #: the time; None if it was not observed
 
 
+@dataclass(frozen=True)
+class Live:
+    """A worker that lives, as the machine shows it: no file of its job is needed to know of it."""
+
+    job_id: int
+    attempt: tuple[int, int] | None  #: its number, and that of its start; None if that is not known
+    device: str | None  #: a GPU's uuid, or cpu; None if that is not known
+
+
 class NotNowError(OSError):
     """A worker was not started for a reason unrelated to the job; it can be retried later."""
 
@@ -54,6 +63,9 @@ class Runner(Protocol):
 
     def adopt(self, job_id: int, number: int, start: int) -> bool:
         """Take over a worker that an earlier daemon started, or was about to; False if it certainly never started."""
+
+    def live(self) -> list[Live]:
+        """Return all workers of this instance that live, whoever started them. Raises OSError if that is not known."""
 
     def is_supervised(self, job_id: int) -> bool:
         """Tell whether systemd supervises it: it outlives the daemon and is killed if it hangs or does not stop."""
@@ -128,6 +140,11 @@ def _ended_in_shutdown(record: Mapping[str, Any]) -> bool:
     if ended.boot_id is not None and boot_id() is not None:
         return ended.boot_id != boot_id()
     return ended.wall < time.time() - boot_time()
+
+
+def device_of(environment: Mapping[str, str]) -> str:
+    """Return the device that a worker's environment gives it, as an entry names it."""
+    return environment.get("CUDA_VISIBLE_DEVICES") or "cpu"
 
 
 def _read_record(path: Path, start: int) -> dict[str, Any] | None:

@@ -42,7 +42,7 @@ class SendProcess:
     def tend(self, *, is_wanted: bool) -> None:
         """Keep the child running while it is wanted; one that died is restarted after a pause."""
         if self._process is not None and (status := self._process.poll()) is not None:
-            log.warning("honed-send ended with status %d; metrics and predictions wait in the outbox", status)
+            log.warning("honed-send exited with status %d; metrics and predictions stay in the outbox", status)
             self._forget()
             self._start_at = self._clock() + self._backoff.next_sec()
         if is_wanted and self._process is None and self._clock() >= self._start_at:

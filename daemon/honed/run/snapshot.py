@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from honed.system import durable
 
@@ -53,10 +53,21 @@ class Missing:
         chosen = {key: value for key in ("name", "split") if (value := getattr(self, key)) is not None}
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16] if chosen else ""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return its facts for machine-readable output: a model's id and revision, and a data set's other fields."""
         said = {key: value for key, value in asdict(self).items() if value is not None}
         return said if self.repo_type != MODEL else {"repo_id": self.repo_id, "revision": self.revision}
+
+
+class FetchProgress(TypedDict, total=False):
+    """The progress of a fetch; empty before it starts."""
+
+    bytes: int
+    of: int
+    files: int
+    of_files: int
+    file: str | None
+    problem: str | None  #: that delays it
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from honed.run.jobunit import Start, read
 from honed.run.process import ProcessRunner
-from honed.run.runner import Exit, NotNowError, exit_of, read_exit_record, read_lock_record
+from honed.run.runner import Exit, Live, NotNowError, device_of, exit_of, read_exit_record, read_lock_record
 from honed.system import dbus
 from honed.system.dbus import BusAwayError, BusError, Systemd
 from honed.system.layout import AttemptLayout, Layout
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 ASK_INTERVAL_SEC = 5.0
 #: Exists if systemd is PID 1: sd_booted(3).
 BOOTED_PATH = Path("/run/systemd/system")
+#: All units of jobs.
+UNITS = "honed-job@*.service"
 #: A unit of no job; asking to stop it shows whether we may.
 PROBE_UNIT = "honed-job@0.service"
 
@@ -73,13 +75,13 @@ class SystemdRunner:
             self._systemd.start_unit(unit_name(job_id))
         except BusAwayError as error:
             if error.was_heard:
-                log.warning("job %d: systemd did not say whether its unit starts: %s", job_id, error)
+                log.warning("job %d: systemd did not report the start of its unit: %s", job_id, error)
                 return  # poll finds out
             self._forget(job_id)
-            raise NotNowError(f"systemd cannot be asked: {error}") from error
+            raise NotNowError(f"systemd does not respond: {error}") from error
         except BusError as error:
             self._forget(job_id)
-            raise NotNowError(f"systemd starts no unit {unit_name(job_id)}: {error}") from error
+            raise NotNowError(f"systemd did not start {unit_name(job_id)}: {error}") from error
 
     def adopt(self, job_id: int, number: int, start: int) -> bool:
         job = self._layout.job(job_id)
@@ -89,6 +91,9 @@ class SystemdRunner:
             is_ours = (wanted.number, wanted.start) == (number, start)
         except (OSError, ValueError):
             is_ours = False
+        if not is_ours and self._goes_on(job_id):  # start.json is damaged; the end of the unit needs a whole one
+            Start(number, start, "", {}, self._watchdog_sec(), self._stop_timeout_sec()).write(job)
+            is_ours = True
         has_run = bool(read_lock_record(attempt, start)) or read_exit_record(attempt, start) is not None
         if not is_ours:
             # It is a process runner's, or we were killed before recording that we would start it.
@@ -97,6 +102,26 @@ class SystemdRunner:
             return False
         self._units[job_id] = _Unit(attempt, start, asked_at=self._clock())
         return True
+
+    def live(self) -> list[Live]:
+        try:
+            units = self._systemd.live_units(UNITS)
+        except BusError as error:
+            raise OSError(f"systemd does not list {UNITS}: {error}") from error
+        names = [unit.partition("@")[2].partition(".")[0] for unit in units if unit != PROBE_UNIT]
+        found = [self._live(int(name)) for name in names if name.isdecimal()]
+        return [*(each for each in found if each is not None), *self._processes.live()]
+
+    def _live(self, job_id: int) -> Live | None:
+        """Return the worker of a job's unit; None if it has recorded its end and its unit is ending, too."""
+        job = self._layout.job(job_id)
+        try:
+            wanted = read(job)
+        except (OSError, ValueError):
+            return Live(job_id, None, None)
+        if read_exit_record(job.attempt(wanted.number), wanted.start) is not None and not self._goes_on(job_id):
+            return None
+        return Live(job_id, (wanted.number, wanted.start), device_of(wanted.environment))
 
     def is_supervised(self, job_id: int) -> bool:
         return job_id in self._units
@@ -135,7 +160,7 @@ class SystemdRunner:
             unit.asked_at = self._clock()
             if self._goes_on(job_id):
                 if not unit.is_doubted:
-                    log.warning("job %d: its worker says that it has ended, and its unit has not", job_id)
+                    log.warning("job %d: its worker reported its end, but its unit is still active", job_id)
                 unit.is_doubted = True
                 return None
         else:
@@ -164,7 +189,7 @@ class SystemdRunner:
         try:
             state = self._systemd.unit_state(unit_name(job_id))
         except BusError as error:
-            log.warning("job %d: systemd does not say how its unit is: %s", job_id, error)
+            log.warning("job %d: systemd did not report the state of its unit: %s", job_id, error)
             return False
         return state is None or state.is_over
 
@@ -186,7 +211,7 @@ def unit_name(job_id: int) -> str:
 def why_not(layout: Layout, systemd: Systemd) -> str | None:
     """Return why workers cannot be units here; None if they can. Asks systemd and polkit; changes nothing."""
     if layout.root != Path("/"):
-        return "units belong to the instance at /, and this one is below another directory"
+        return "units belong to the instance at /, but this one uses another root directory"
     if not BOOTED_PATH.is_dir():
         return "the machine was not started by systemd"
     try:
@@ -197,6 +222,6 @@ def why_not(layout: Layout, systemd: Systemd) -> str | None:
         if error.name == dbus.NO_SUCH_UNIT:
             return "the unit honed-job@.service is not installed"
         if error.name in dbus.DENIED:
-            return f"polkit does not let this user start and stop {unit_name(1)}: {error}"
+            return f"polkit does not allow this user to start and stop {unit_name(1)}: {error}"
         return str(error)
     return None

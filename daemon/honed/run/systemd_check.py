@@ -50,7 +50,7 @@ class CheckUnits:
             for unit in self._systemd.live_units("honed-check@*.service"):
                 stop(self._systemd, unit)
         except BusError as error:
-            log.warning("the checks that an earlier honed has begun cannot be ended: %s", error)
+            log.warning("the checks started by an earlier honed cannot be stopped: %s", error)
 
 
 class UnitHelper(Helper):
@@ -99,7 +99,7 @@ class UnitHelper(Helper):
             if error.name == DESTRUCTIVE:  # the previous unit is about to end: retry at the next read
                 return
             if not (isinstance(error, BusAwayError) and error.was_heard):
-                raise OSError(f"systemd does not start {self._unit}: {error}") from error
+                raise OSError(f"systemd did not start {self._unit}: {error}") from error
         self._is_asked = True
         self._look_at = self._clock() + ASK_INTERVAL_SEC
 
@@ -113,12 +113,12 @@ class UnitHelper(Helper):
             _pid, uid, _gid = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
             if uid != 0:
                 peer.close()
-                raise PermissionError(f"user {uid} has connected in the place of {self._unit}")
+                raise PermissionError(f"user {uid} connected instead of {self._unit}")
             self._meet(peer, self._listener.fileno())
             self._close_listener()
             return
         if is_over:
-            raise OSError(f"{self._unit} ends at once: journalctl -u {self._unit}")
+            raise OSError(f"{self._unit} exits immediately: journalctl -u {self._unit}")
 
     def _is_over(self) -> bool:
         self._look_at = self._clock() + ASK_INTERVAL_SEC
@@ -142,4 +142,4 @@ def stop(systemd: Systemd, unit: str) -> None:
         systemd.stop_unit(unit)
     except BusError as error:
         if error.name != NO_SUCH_UNIT:
-            log.warning("%s cannot be ended: %s", unit, error)
+            log.warning("%s cannot be stopped: %s", unit, error)

@@ -32,9 +32,9 @@ START_SEC = 30
 _TAKEN = "taken"
 #: Messages in Apprise's log, the most telling first, and our words for them.
 _CAUSES = (
-    (re.compile(r"CERTIFICATE_VERIFY_FAILED"), "its certificate is not trusted here"),
-    (re.compile(r"\berror=(\d{3})\b"), "it answered {0}"),
-    (re.compile(r"did not finish within"), "no answer in time"),
+    (re.compile(r"CERTIFICATE_VERIFY_FAILED"), "its certificate is not trusted"),
+    (re.compile(r"\berror=(\d{3})\b"), "it responded with {0}"),
+    (re.compile(r"did not finish within"), "no response in time"),
     (re.compile(r"Connection error", re.IGNORECASE), "it cannot be reached"),
 )
 #: The colour of a notice, by the event or the state that it reports.
@@ -44,7 +44,9 @@ _KINDS = {"recovered": "success", "degraded": "failure", "succeeded": "success",
 def deliver(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, str]:
     """Deliver to an Apprise URL. Raises EnvironmentInvalidError if Apprise is not installed."""
     if installed.version("apprise") is None:
-        raise EnvironmentInvalidError("Apprise is not installed beside honed-send: pip install 'apprise>=2.2,<3'")
+        raise EnvironmentInvalidError(
+            "Apprise is not installed in honed-send's environment: pip install 'apprise>=2.2,<3'"
+        )
     told = notice.payload
     order = {
         "address": address,
@@ -65,9 +67,11 @@ def deliver(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Verdict.LATER, "no end of its delivery in time"
+        return Verdict.LATER, "the delivery did not finish in time"
     said = done.stdout.decode(errors="replace")
-    return (Verdict.TAKEN if said == _TAKEN else Verdict.LATER), said or f"its delivery ended with {done.returncode}"
+    return (
+        Verdict.TAKEN if said == _TAKEN else Verdict.LATER
+    ), said or f"the delivery exited with status {done.returncode}"
 
 
 def main() -> None:
@@ -103,12 +107,12 @@ def _send(*, address: str, schemas: list[str], timeout_sec: float, text: str, ki
     )
     receiver = apprise.Apprise.instantiate(address, asset=asset) if address.partition(":")[0] in schemas else None
     if receiver is None:
-        return "its address is none that Apprise takes, or names a file"
+        return "its URL is not supported by Apprise, or refers to a file"
     name = str(receiver.service_name)
     if not receiver.verify_certificate or receiver.redirects:
-        return f"{name}: its address must not switch certificates off or redirects on"
+        return f"{name}: its URL must not disable certificate checks or enable redirects"
     if len(receiver) > 1:
-        return f"{name}: its address names several receivers; write one into each file"
+        return f"{name}: its URL has several recipients; put each in its own file"
     title, _, body = text.partition("\n")
     if not body or len(title) > receiver.title_maxlen:  # a longer title would be cut
         title, body = "", text
@@ -121,7 +125,7 @@ def _send(*, address: str, schemas: list[str], timeout_sec: float, text: str, ki
 def _cause(heard: str) -> str:
     """Return why Apprise's log says no, in words of our own."""
     found = ((words, pattern.search(heard)) for pattern, words in _CAUSES)
-    return next((words.format(*match.groups()) for words, match in found if match is not None), "not taken")
+    return next((words.format(*match.groups()) for words, match in found if match is not None), "rejected")
 
 
 if __name__ == "__main__":

@@ -119,11 +119,11 @@ def deadline(connection: socket.socket, seconds: float) -> Iterator[Callable[[],
         yield hang_up
     except Exception as error:
         if is_over.is_set():
-            raise TimeoutError("no whole answer in time") from error
+            raise TimeoutError("no complete response in time") from error
         raise
     finally:
         timer.cancel()
         timer.join()
         os.close(descriptor)
     if is_over.is_set():
-        raise TimeoutError("no whole answer in time")
+        raise TimeoutError("no complete response in time")

@@ -99,15 +99,15 @@ def tell(reporting: ReportingConfig) -> None:
         log.info("no token is configured: rows are sent without one")
         if "JOB_TOKEN" in os.environ:
             log.warning(
-                "JOB_TOKEN in the environment is not read: every child would have it. Put it into a file, "
-                "and name that as reporting.token_file"
+                "JOB_TOKEN in the environment is ignored, because every child process would inherit it. Put it in a "
+                "file, and set reporting.token_file to that"
             )
         return
     with contextlib.suppress(OSError):
         if path.stat().st_mode & 0o004:
             log.warning("%s can be read by everyone: chmod o-r %s", path, path)
     if parts.scheme == "http" and parts.hostname not in {"localhost", "127.0.0.1", "::1"}:
-        log.warning("%s: the token goes over the network in the clear; take https", _shown(address))
+        log.warning("%s: the token is sent unencrypted; use https", _shown(address))
 
 
 def _judge(response: http.client.HTTPResponse, data: bytes) -> Answer:
@@ -125,12 +125,12 @@ def _is_no_receipt(response: http.client.HTTPResponse, data: bytes) -> str | Non
     """Return why a 2xx does not prove delivery, or None: a proxy's login page has status 200, too."""
     kind = (response.getheader("Content-Type") or "").partition(";")[0].strip().lower()
     if kind == "text/html":
-        return "the answer is a page for people"
+        return "the response is an HTML page"
     if kind == "application/json" and 0 < len(data) < MAX_ANSWER_BYTES:
         try:
             json.loads(data)
         except ValueError:
-            return "the answer is cut short or garbled"
+            return "the response is truncated or invalid"
     return None
 
 

@@ -114,7 +114,7 @@ class Messenger:
             try:
                 self._look()
             except Exception:
-                log.exception("a look at the notices failed")
+                log.exception("an error while processing notifications")
             self._stop.wait(POLL_SEC)
 
     def _look(self) -> None:
@@ -147,7 +147,7 @@ class Messenger:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            log.error("%s: no notice: %s", path, error)  # noqa: TRY400
+            log.error("%s: not a valid notification: %s", path, error)  # noqa: TRY400
             with contextlib.suppress(OSError):
                 path.rename(notification.refused_dir(self._layout) / f"{path.name}.damaged")
             return None
@@ -159,7 +159,7 @@ class Messenger:
                 continue
             verdict, said = self._deliver(notice)
             if verdict is Verdict.LATER and self._is_too_old(notice):
-                verdict, said = Verdict.REFUSED, f"given up after {self._config.give_up_days:g} days: {said}"
+                verdict, said = Verdict.REFUSED, f"gave up after {self._config.give_up_days:g} days: {said}"
             match verdict:
                 case Verdict.TAKEN:
                     path.unlink(missing_ok=True)
@@ -186,7 +186,7 @@ class Messenger:
         if line.complained_at is None or now - line.complained_at >= COMPLAIN_EVERY_SEC:
             line.complained_at = now
             log.warning(
-                "a notice to %s is not delivered, and tried again: %s",
+                "a notification to %s was not delivered; retrying: %s",
                 _shown(notice),
                 said,
                 extra=about(notice.payload.get("job_id"), NOTICE_TROUBLE),
@@ -194,7 +194,7 @@ class Messenger:
 
     def _set_aside(self, path: Path, notice: Notice, said: str) -> None:
         log.error(
-            "a notice to %s is refused and set aside in %s: %s",
+            "a notification to %s was rejected and moved to %s: %s",
             _shown(notice),
             notification.refused_dir(self._layout),
             said,
@@ -223,14 +223,14 @@ class Messenger:
                         return Verdict.REFUSED, why
                     return mail(notice, address, config)
                 case _:
-                    return Verdict.REFUSED, "nobody is named"
+                    return Verdict.REFUSED, "it has no recipient"
         except EnvironmentInvalidError as error:
             return Verdict.LATER, error.message
         except ssl.SSLCertVerificationError as error:
             host = config.smtp_host if "mail" in notice.to else "the webhook's host"
             return Verdict.LATER, (
-                f"{host} has a certificate that is not trusted here: {error.verify_message}. An authority of your own: "
-                "add it to the system's, or name its file as SSL_CERT_FILE in honed-send's environment"
+                f"{host} has a certificate that is not trusted: {error.verify_message}. For your own certificate "
+                "authority, add it to the system's, or set SSL_CERT_FILE in honed-send's environment"
             )
         except Exception as error:  # noqa: BLE001 - a malformed response must not end the thread silently
             return Verdict.LATER, f"{type(error).__name__}: {error}"

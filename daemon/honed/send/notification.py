@@ -23,11 +23,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from honed.job import query
 from honed.job.database import timestamp
-from honed.job.job import Job
+from honed.job.job import Job, Notify
+from honed.job.shape import Shown
 from honed.job.spool import Spool
 from honed.spec.config import NotifyConfig
 from honed.system import durable
@@ -46,6 +47,30 @@ MAX_TEXT = 2000
 _EVERYBODY = re.compile(r"@(?=(?:all|channel|everyone|here|room)\b)", re.IGNORECASE)
 
 
+class Payload(TypedDict, total=False):
+    """The content of a notice, about a job's end or about the machine."""
+
+    event: str
+    text: str  #: for people, as chat servers show it
+    host: str
+    created_at: str  #: about the machine
+    job_id: int
+    name: str
+    user_id: str
+    state: str
+    outcome: str | None
+    remark: str
+    error: dict[str, str] | None
+    metrics: dict[str, float]
+    output_dir: str
+    report: str | None
+    num_attempts: int
+    submitted_at: str
+    started_at: str | None
+    ended_at: str | None
+    idempotency_key: str
+
+
 @dataclass(frozen=True)
 class Notice:
     """A notification for one receiver."""
@@ -53,10 +78,10 @@ class Notice:
     key: str
     to: dict[str, str]  #: webhook or mail
     is_own: bool  #: sent to the administrator: no job has named the receiver
-    payload: dict[str, Any]
+    payload: Payload
     created_at: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return self.__dict__
 
     @classmethod
@@ -119,14 +144,14 @@ class Notices:
         """Queue a message to the administrator that honed cannot work or, if `fault` is empty, that it works again."""
         if self._config.admin_degraded and len(self._words) < MAX_WORDS:
             event = "degraded" if fault else "recovered"
-            self._words.append((event, fault or "honed works again", self._now()))
+            self._words.append((event, fault or "honed can work again", self._now()))
 
     def tend(self) -> None:
         """Write the notices that are due. Raises OSError if the disk accepts none; they stay due."""
         while self._words:
             event, text, when = self._words[0]
             host = socket.gethostname()
-            payload = {
+            payload: Payload = {
                 "event": event,
                 "text": f"honed on {host}: {plain(text)}",
                 "host": host,
@@ -163,7 +188,8 @@ class Notices:
         if len(list(directory.glob("*.json"))) >= self._config.max_waiting:
             if not self._has_complained:
                 log.error(
-                    "%s holds notify.max_waiting (%d): a notice is dropped; is honed-send delivering?",
+                    "%s contains notify.max_waiting (%d) notifications: discarding a new one; is honed-send "
+                    "delivering?",
                     directory,
                     self._config.max_waiting,
                     extra=about(message=NOTICE_REFUSED),
@@ -187,18 +213,19 @@ def _own(config: NotifyConfig) -> list[dict[str, str]]:
 
 def _of_job(job: Job) -> list[dict[str, str]]:
     """Return the receivers that a job names, if they asked to be notified of its final state."""
-    notify = job.notify or {}
+    notify = job.notify or Notify()
     if job.state.value not in notify.get("states", ()):
         return []
-    return [{kind: str(notify[kind])} for kind in ("webhook", "mail") if notify.get(kind)]
+    named = {"webhook": notify.get("webhook"), "mail": notify.get("mail")}
+    return [{kind: str(address)} for kind, address in named.items() if address]
 
 
 def _key(*what: Any) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 
-def payload(job: Job, shown: dict[str, Any]) -> dict[str, Any]:
-    """Return the payload about a job's end. Its `text` is for people, as chat servers show it."""
+def payload(job: Job, shown: Shown) -> Payload:
+    """Return the payload about a job's end."""
     host, error = socket.gethostname(), shown["error"]
     lines = [f"honed on {host}: job {job.id} ({plain(job.name)}) {'was ' * (job.state == 'cancelled')}{job.state}"]
     if job.remark:
@@ -226,7 +253,7 @@ def payload(job: Job, shown: dict[str, Any]) -> dict[str, Any]:
         "remark": job.remark,
         # A receiver may not be allowed to read the job: neither the message's quotes nor values of the job file are
         # sent.
-        "error": {key: error[key] for key in ("code", "message", "hint")} if error else None,
+        "error": {"code": error["code"], "message": error["message"], "hint": error["hint"]} if error else None,
         "metrics": shown["metrics"],
         "output_dir": shown["artifacts"]["output_dir"],
         "report": shown["artifacts"]["report"],

@@ -60,7 +60,7 @@ class Row:
         return str(self.data["idempotency_key"])
 
 
-def rows(job: Job, event: Event, environment: Mapping[str, str] = os.environ) -> list[dict[str, Any]]:
+def rows(job: Job, event: Event, environment: Mapping[str, str] = os.environ) -> list[dict[str, object]]:
     """Return the rows to send for an event; empty for most kinds.
 
     A row's key depends only on the event as the worker wrote it, so a row that is sent again has the same key, and an
@@ -82,11 +82,11 @@ def rows(job: Job, event: Event, environment: Mapping[str, str] = os.environ) ->
         what = [job.id, job.submitted_at, job.attempt.number, event.kind, event.time, step, name]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
-    metrics = [
+    metrics: list[dict[str, object]] = [
         {"kind": "metric", "idempotency_key": key(name), **common, "name": name, "value": value}
         for name, value in figures(event).items()
     ]
-    predictions = [
+    predictions: list[dict[str, object]] = [
         {"kind": "prediction", "idempotency_key": key(answer["sample_index"]), **common, **answer}
         for answer in answers(event)
     ]
@@ -117,14 +117,14 @@ class Outbox:
         try:
             self._tidy()
             if num_waiting_bytes(self.path) + sum(map(len, lines)) > self.max_bytes:
-                self._why_lost = f"it holds reporting.max_outbox_bytes ({self.max_bytes})"
+                self._why_lost = f"it has reached reporting.max_outbox_bytes ({self.max_bytes})"
                 return len(lines)
             self._append(b"".join(lines))
         except OSError as error:
             self._why_lost = str(error)
             return len(lines)
         if self._num_lost:
-            log.warning("%s: there is room again, after %d rows that were dropped", self.path, self._num_lost)
+            log.warning("%s: there is space again, after %d rows were discarded", self.path, self._num_lost)
             self._num_lost = self._num_complained = 0
         return 0
 
@@ -139,8 +139,8 @@ class Outbox:
         if not self._num_complained or self._num_lost - self._num_complained >= COMPLAIN_EVERY_ROWS:
             self._num_complained = self._num_lost
             log.error(
-                "%s: %s: %d rows for the metrics API are dropped. They are in honed.db, and will not be sent; "
-                "is honed-send delivering?",
+                "%s: %s: discarded %d rows for the metrics API. They are in honed.db, but will not be sent; is "
+                "honed-send delivering?",
                 self.path,
                 self._why_lost,
                 self._num_lost,
@@ -183,7 +183,7 @@ class Outbox:
                 path.unlink(missing_ok=True)
 
 
-def _line(row: dict[str, Any]) -> bytes:
+def _line(row: dict[str, object]) -> bytes:
     return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n"
 
 

@@ -51,7 +51,7 @@ class RefusedRows:
             self._said_at = {**self._said_at, said: self._clock()} if len(self._said_at) < 100 else {}
         log.log(
             logging.ERROR if is_new else logging.DEBUG,
-            "a %s of job %s (step %s) is refused with %d and set aside in %s: %s",
+            "a %s of job %s (step %s) was rejected with %d and moved to %s: %s",
             row.data["kind"],
             row.data.get("job_id"),
             row.data.get("step"),
@@ -63,7 +63,7 @@ class RefusedRows:
         if self._num_bytes is None:
             self._num_bytes = sum(path.stat().st_size for path in self._dir.glob("*.json"))
         if self._num_bytes + row.num_bytes > self._config().max_outbox_bytes:
-            log.error("%s holds reporting.max_outbox_bytes: %s is dropped; honed.db has it", self._dir, row.key)
+            log.error("%s has reached reporting.max_outbox_bytes: discarded %s; honed.db has it", self._dir, row.key)
             return
         self._num_bytes += row.num_bytes
         record = {"status": answer.status, "answer": quote.show(answer.text), "row": row.data}
@@ -88,5 +88,5 @@ class RefusedRows:
             else:
                 log.warning("%s: %s", path.name, answer.text)
         if paths:
-            log.info("%d of %d rows that had been refused are delivered", num_sent, len(paths))
+            log.info("delivered %d of %d rows that had been rejected", num_sent, len(paths))
         return True

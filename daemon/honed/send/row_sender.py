@@ -92,9 +92,7 @@ class RowSender:
                 continue
             rows, after, num_bad = outbox.read(self._path, position, max_rows=BATCH_ROWS, max_bytes=self._batch_bytes)
             if num_bad:
-                log.warning(
-                    "%s: %d lines that are no rows are passed over: did the machine lose power?", self._path, num_bad
-                )
+                log.warning("%s: skipped %d lines that are not rows: was there a power failure?", self._path, num_bad)
             if rows and not self._deliver(rows):
                 position = outbox.read_cursor(self._path)
                 continue
@@ -104,7 +102,7 @@ class RowSender:
             elif self._lifetime.is_flushing:
                 return
             else:
-                self._report("nothing waits")
+                self._report("no rows are waiting")
                 self._lifetime.wait(POLL_SEC)
 
     def _deliver(self, rows: Sequence[Row]) -> bool:
@@ -123,7 +121,7 @@ class RowSender:
                     pieces = [piece[:middle], piece[middle:], *pieces]
                     continue
                 case Verdict.REFUSED if answer.status == http.client.CONFLICT:
-                    log.info("%s is there already", piece[0].key)  # it was sent, and we died before the response
+                    log.info("%s already exists", piece[0].key)  # it was sent, and we died before the response
                 case Verdict.REFUSED:
                     self._refused.set_aside(piece[0], answer)
                 case Verdict.TAKEN:
@@ -152,8 +150,8 @@ class RowSender:
 
     def _report(self, what: str) -> None:
         waiting = outbox.num_waiting_bytes(self._path)
-        counts = f"{self._num_delivered} rows delivered, {self._refused.num_set_aside} refused"
-        self._notifier.status(f"{what}; {counts}, {waiting} bytes wait")
+        counts = f"{self._num_delivered} rows delivered, {self._refused.num_set_aside} rejected"
+        self._notifier.status(f"{what}; {counts}, {waiting} bytes waiting")
 
 
 class _Trouble:
@@ -176,14 +174,14 @@ class _Trouble:
             self._told_at = now
             # A wrong token or address is for the administrator to fix; the rest recovers by itself.
             level = logging.ERROR if 400 <= answer.status < 500 and not answer.retry_after_sec else logging.WARNING
-            log.log(level, "not delivered, and tried again: %s", answer.text, extra=about(message=SEND_TROUBLE))
-        self._report(f"not delivered, and tried again: {answer.text}")
+            log.log(level, "not delivered, retrying: %s", answer.text, extra=about(message=SEND_TROUBLE))
+        self._report(f"not delivered, retrying: {answer.text}")
         self._note(quote.show(answer.text))
 
     def end(self) -> None:
         """Tell, after a delivery, that there is no problem any more."""
         if self._since is not None:
-            log.info("delivers again, after %.0f s", self._clock() - self._since)
+            log.info("delivering again, after %.0f s", self._clock() - self._since)
         self._since = self._told_at = None
         self._note(None)
 

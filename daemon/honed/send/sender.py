@@ -88,7 +88,7 @@ class Sender:
         self._load()
         if self._reporting.address() is None:
             raise EnvironmentInvalidError(
-                "no metrics API is configured", hint="reporting.metrics_api_url in honed.toml"
+                "no metrics API is configured", hint="set reporting.metrics_api_url in honed.toml"
             )
         self._refused.send_again(self._endpoint.post)
         return 1 if self._refused.has_any else 0
@@ -106,7 +106,7 @@ class Sender:
         try:
             self._load()
         except HonedError as error:
-            log.error("the configuration is wrong and the old one stays: %s", error.message)  # noqa: TRY400
+            log.error("the new configuration is invalid, so the old one stays in force: %s", error.message)  # noqa: TRY400
         else:
             log.info("configuration reloaded")
             self._rows.send_refused_later()
@@ -124,7 +124,7 @@ class Sender:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     if not has_said:
-                        log.info("waits: another honed-send is at work")
+                        log.info("waiting: another honed-send is running")
                     has_said = True
                     self._lifetime.wait(POLL_SEC, at_the_end_sec=POLL_SEC)
                     self._obey_reload()

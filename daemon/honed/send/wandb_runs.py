@@ -84,7 +84,7 @@ class Collector:
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else error
                 log.warning(
-                    "job %d (%s): its wandb run stays where it is, in %s: %s",
+                    "job %d (%s): its wandb run stays in %s: %s",
                     job.id,
                     job.name,
                     run,
@@ -116,13 +116,13 @@ _FILES = 6
 def check(data: bytes) -> None:
     """Raise ValueError if this is not a wandb log, or if it contains more than a run's metrics."""
     if data[:4] != b":W&B":
-        raise ValueError("it is no log of wandb's")
+        raise ValueError("it is not a wandb log")
     for record in _records(data):
         for field, value in _fields(record):
             if field not in _FIGURES:
-                raise ValueError(f"its log has a record of kind {field}, which is no figure")
+                raise ValueError(f"its log has a record of kind {field}, which is not a metric")
             if field == _FILES and (b".." in value or b"//" in value):
-                raise ValueError("its log names a file outside of the run")
+                raise ValueError("its log refers to a file outside the run")
 
 
 def _records(data: bytes) -> Iterator[bytes]:

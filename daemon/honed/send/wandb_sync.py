@@ -77,8 +77,8 @@ class Syncer:
                 try:
                     trouble = self._send_all()
                 except Exception:
-                    log.exception("wandb: what nobody foresaw")
-                    trouble = "see the log"
+                    log.exception("wandb: an unexpected error")
+                    trouble = "see the journal"
                 if trouble:
                     not_before = time.monotonic() + backoff.next_sec()
                 else:
@@ -106,7 +106,7 @@ class Syncer:
         """Send one run. The child works on a second copy, kept for the next try: wandb stores its progress there."""
         key = read_key(self._reporting())
         if installed.version("wandb") is None:
-            return "wandb is not installed beside honed-send"
+            return "wandb is not installed in honed-send's environment"
         work_dir = wandb_runs.synced_dir(self._path) / run.name
         if not work_dir.exists():
             made = work_dir.with_name(f".{run.name}.tmp")
@@ -115,12 +115,12 @@ class Syncer:
             made.rename(work_dir)
         status = self._sync(work_dir, key)
         if status is None:
-            return f"no end of it in {TIMEOUT_SEC:.0f} s; see {work_dir / LOG_NAME}"
+            return f"it did not finish within {TIMEOUT_SEC:.0f} s; see {work_dir / LOG_NAME}"
         if not wandb_runs.is_marked(work_dir / _run_name(work_dir)):
-            return f"wandb sync ended with status {status}; see {work_dir / LOG_NAME}"
+            return f"wandb sync exited with status {status}; see {work_dir / LOG_NAME}"
         wandb_runs.mark_synced(self._path, run.name, when=time.time())
         shutil.rmtree(work_dir, ignore_errors=True)
-        log.info("wandb has %s", run.name)
+        log.info("sent to wandb: %s", run.name)
         return None
 
     def _sync(self, work_dir: Path, key: str) -> int | None:
@@ -160,7 +160,7 @@ class Syncer:
         if trouble == self._said:
             return
         if trouble is not None:
-            log.warning("not sent to wandb, and tried again: %s", trouble, extra=about(message=SEND_TROUBLE))
+            log.warning("not sent to wandb, retrying: %s", trouble, extra=about(message=SEND_TROUBLE))
         self._said = trouble
 
 
@@ -169,7 +169,7 @@ def read_key(reporting: ReportingConfig) -> str:
     path = secret.credential(CREDENTIAL) or (Path(reporting.wandb_key_file) if reporting.wandb_key_file else None)
     if path is None:
         raise EnvironmentInvalidError(
-            "there is no key for wandb", hint="reporting.wandb_key_file, or /etc/credstore/honed.wandb-key"
+            "there is no key for wandb", hint="set reporting.wandb_key_file, or create /etc/credstore/honed.wandb-key"
         )
     return secret.read(path, "key")
 

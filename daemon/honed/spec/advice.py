@@ -107,7 +107,7 @@ def take(key: str, convert: Callable[[Any], Any] = lambda value: value, *, note:
 
     def advise(asked: Asked) -> Advice:
         if asked.value is None:
-            return Advice("leave it out", {})
+            return Advice("remove it", {})
         target = _target(key, asked)
         try:
             value = convert(asked.value)
@@ -116,7 +116,7 @@ def take(key: str, convert: Callable[[Any], Any] = lambda value: value, *, note:
         except (TypeError, ValueError, KeyError, AttributeError):
             return Advice(f"write {_place(key, asked)}")
         if value is None:
-            return Advice(f"leave it out{f': {note}' if note else ''}", {})
+            return Advice(f"remove it{f': {note}' if note else ''}", {})
         words = _words(key, value, asked)
         return Advice(f"{words}: {note}" if note else words, {target: value})
 
@@ -138,23 +138,23 @@ def switch(
         if is_off(asked.value):
             if off and asked.value is not None:
                 return Advice(_told(off, asked), off)
-            return Advice(f"leave it out{f': {off_note}' if off_note else ''}", {})
+            return Advice(f"remove it{f': {off_note}' if off_note else ''}", {})
         if is_on(asked.value):
             if not on:
-                return Advice(f"leave it out: {note}", {})
+                return Advice(f"remove it: {note}", {})
             return Advice(_told(on, asked) + (f": {note}" if note else ""), on)
-        return Advice(f"true is {_told(on, asked).removeprefix('write ')}" if on else f"leave it out: {note}")
+        return Advice(f"true is {_told(on, asked).removeprefix('write ')}" if on else f"remove it: {note}")
 
     return Synonym(key or next(iter(on or off or {}), ""), advise)
 
 
 def _told(fix: Mapping[str, Any], asked: Asked) -> str:
     words = [_words(key, value, asked).removeprefix("write ") for key, value in fix.items() if value is not None]
-    return f"write {' and '.join(words)}" if words else "leave it out"
+    return f"write {' and '.join(words)}" if words else "remove it"
 
 
 def drop(why: str) -> Synonym:
-    return Synonym("", lambda asked: Advice("leave it out" if asked.value is None else f"leave it out: {why}", {}))
+    return Synonym("", lambda asked: Advice("remove it" if asked.value is None else f"remove it: {why}", {}))
 
 
 def never(what: str, remedy: str = "", *, unless: Callable[[Any], bool] = lambda _value: False) -> Synonym:
@@ -162,9 +162,9 @@ def never(what: str, remedy: str = "", *, unless: Callable[[Any], bool] = lambda
 
     def advise(asked: Asked) -> Advice:
         if is_off(asked.value) or asked.value in ([], {}):
-            return Advice("leave it out", {})
+            return Advice("remove it", {})
         if unless(asked.value):
-            return Advice("leave it out: honed does so anyway", {})
+            return Advice("remove it: honed does so anyway", {})
         return Advice(f"{what} is not supported yet{f': {remedy}' if remedy else ''}")
 
     return Synonym("", advise)
@@ -172,12 +172,12 @@ def never(what: str, remedy: str = "", *, unless: Callable[[Any], bool] = lambda
 
 def told(key: str, hint: str) -> Synonym:
     """Advise with a hint only: the right value depends on more than this value."""
-    return Synonym(key, lambda asked: Advice("leave it out", {}) if asked.value is None else Advice(hint))
+    return Synonym(key, lambda asked: Advice("remove it", {}) if asked.value is None else Advice(hint))
 
 
 def by(advise: Callable[[Asked], Advice], key: str = "") -> Synonym:
     """Advise through a function; null is always left out."""
-    return Synonym(key, lambda asked: Advice("leave it out", {}) if asked.value is None else advise(asked))
+    return Synonym(key, lambda asked: Advice("remove it", {}) if asked.value is None else advise(asked))
 
 
 def one_of(values: Mapping[Any, Any], key: str = "") -> Callable[[Any], Any]:

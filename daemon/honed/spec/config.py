@@ -26,7 +26,7 @@ from honed.system.layout import Layout
 
 def _absolute(value: str) -> str:
     if not value.startswith("/"):
-        raise ValueError("a directory is named from / on")
+        raise ValueError("use an absolute path")
     return value
 
 
@@ -34,9 +34,9 @@ def _web_address(value: str) -> str:
     parts = urlsplit(value)
     is_plain = value.isascii() and value.isprintable() and " " not in value
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.port == 0 or not is_plain:
-        raise ValueError("not an http or https address")
+        raise ValueError("not an HTTP or HTTPS URL")
     if parts.username is not None or parts.password is not None:
-        raise ValueError("a password does not belong into an address: name a token_file")
+        raise ValueError("a URL must not contain a password: set token_file")
     return value
 
 
@@ -50,7 +50,7 @@ MAIL_ADDRESS = re.compile(
 
 def _mail_address(value: str) -> str:
     if not MAIL_ADDRESS.fullmatch(value):
-        raise ValueError("not a mail address")
+        raise ValueError("not an email address")
     return value
 
 
@@ -68,15 +68,15 @@ _NO_CHATS = {
 
 def _chat_schema(value: str) -> str:
     if value in {"http", "https"} or not re.fullmatch(r"[a-z][a-z0-9]*", value):
-        raise ValueError("not the schema of a chat's address, such as slack or ntfys")
+        raise ValueError("not the scheme of a chat URL, such as slack or ntfys")
     if value in _NO_CHATS:
-        raise ValueError("acts on this machine, or is for mail, which smtp_host delivers")
+        raise ValueError("a scheme that acts on this machine, or one for mail, which smtp_host delivers")
     return value
 
 
 def _webhook_name(value: str) -> str:
     if not WEBHOOK_NAME.fullmatch(value):
-        raise ValueError("a webhook's name is a word: letters, digits, - and _")
+        raise ValueError("the name of a webhook may contain letters, digits, - and _")
     return value
 
 
@@ -210,7 +210,7 @@ class ReportingConfig(_Section):
         try:
             return _web_address(url)
         except ValueError as error:
-            raise SpecError(f"METRICS_API_URL: {error}", hint="an http or https address") from error
+            raise SpecError(f"METRICS_API_URL: {error}", hint="an HTTP or HTTPS URL") from error
 
 
 class HubConfig(_Section):
@@ -356,10 +356,10 @@ def _read(path: Path, outdated: list[tuple[Path, Gone]]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except RecursionError as error:
-        raise SpecError(f"{path}: nested too deeply", hint="`man honed.toml` has every key") from error
+        raise SpecError(f"{path}: nested too deeply", hint="`man honed.toml` lists all keys") from error
     except (OSError, ValueError) as error:
         words = error.strerror if isinstance(error, OSError) else error
-        raise SpecError(f"{path}: {words}", hint="honed.toml is TOML; see `man honed.toml`") from error
+        raise SpecError(f"{path}: {words}", hint="honed.toml must be TOML; see `man honed.toml`") from error
     outdated += [(path, gone) for gone in setting.take_gone(data, text)]
     try:
         Config.model_validate(data)
@@ -367,7 +367,7 @@ def _read(path: Path, outdated: list[tuple[Path, Gone]]) -> dict[str, Any]:
         found = setting.problems(error, Config, setting.lines_of(text))
         told = [f"{path}: {problem}" for problem in found[:MAX_PROBLEMS]]
         # The administrator's own file: its content is no secret in the administrator's log.
-        raise SpecError(quote.show("; ".join(told)), hint="`man honed.toml` has every key") from error
+        raise SpecError(quote.show("; ".join(told)), hint="`man honed.toml` lists all keys") from error
     return data
 
 

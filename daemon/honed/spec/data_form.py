@@ -10,7 +10,9 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 
 
-SUFFIXES_HINT = f"data files end in {' '.join(SUFFIXES)}, the text ones also with {' '.join(PACKED)} behind it"
+SUFFIXES_HINT = (
+    f"data files end in {' '.join(SUFFIXES)}; text formats may be compressed and also end in {' '.join(PACKED)}"
+)
 
 
 def form_of(path: Path) -> str | None:

@@ -54,10 +54,11 @@ def parse(data: bytes, suffix: str, *, max_bytes: int = MAX_BYTES, is_lenient: b
     together with other problems.
     """
     if suffix.lower() not in SUFFIXES:
-        raise fault(f"{shown(suffix)} is not a job file's suffix", hint=f"one of {' '.join(SUFFIXES)}")
+        raise fault(f"{shown(suffix)} is not a suffix of a job file", hint=f"use one of {' '.join(SUFFIXES)}")
     if len(data) > max_bytes:
         raise fault(
-            f"the file has {len(data)} bytes, a job file at most {max_bytes}", hint="data sets are named by path"
+            f"the file has {len(data)} bytes; a job file may have at most {max_bytes}",
+            hint="refer to data sets by path",
         )
     text, record = _decode(data), _Record()
     match suffix.lower():
@@ -68,9 +69,9 @@ def parse(data: bytes, suffix: str, *, max_bytes: int = MAX_BYTES, is_lenient: b
         case _:
             value = _Yaml(text, record).document()
     if not isinstance(value, dict):
-        raise fault(f"a job file is a mapping of keys to values, this one is {shown(value)}", line=1)
+        raise fault(f"a job file must be a mapping of keys to values, this one is {shown(value)}", line=1)
     if not value:
-        raise fault("the file holds no keys", hint="base_model and datasets are the least")
+        raise fault("the file contains no keys", hint="it needs at least base_model and datasets")
     if record.problems and not is_lenient:
         raise InvalidSpecError([*record.problems.values()])
     return Document(value, record.lines, record.problems, text, record.spans)
@@ -92,9 +93,9 @@ class _Record:
         if path[-1] == "":
             raise fault("a value without a key", line=line)
         if len(self.lines) >= MAX_VALUES:
-            raise fault(f"more than {MAX_VALUES} keys and values", line=line, hint="data sets are named by path")
+            raise fault(f"more than {MAX_VALUES} keys and values", line=line, hint="refer to data sets by path")
         if once and path in self.lines:
-            raise fault(f"stands here twice; first on line {self.lines[path]}", line=line, key=dotted(path))
+            raise fault(f"occurs twice; first on line {self.lines[path]}", line=line, key=dotted(path))
         if path not in self.lines:
             self.order.append(path)
             self.lines[path] = line
@@ -107,17 +108,17 @@ def _decode(data: bytes) -> str:
         line = data.count(b"\n", 0, error.start) + 1
         raise fault(f"not UTF-8 text (byte 0x{data[error.start]:02x})", line=line) from None
     if not text.strip():
-        raise fault("the file is empty", hint="base_model and datasets are the least")
+        raise fault("the file is empty", hint="it needs at least base_model and datasets")
     if control := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", text):
         line = text.count("\n", 0, control.start()) + 1
-        raise fault(f"not text: a control character (0x{ord(control[0]):02x})", line=line)
+        raise fault(f"not a text file: a control character (0x{ord(control[0]):02x})", line=line)
     return text
 
 
 def _text(value: str, line: int) -> str:
     """Return a string if its characters are allowed. Escapes can produce characters that `_decode` rejects."""
     if control := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]", value):
-        raise fault(f"text with the character U+{ord(control[0]):04X}, which nothing here can use", line=line)
+        raise fault(f"text with the character U+{ord(control[0]):04X}, which cannot be used", line=line)
     return value
 
 
@@ -156,13 +157,13 @@ _YAML_WORDS = {
 }
 #: libyaml's messages, and their usual causes.
 _YAML_HINTS = {
-    "mapping values are not allowed": "a text with a colon in it stands in quotes; or the indentation is off",
+    "mapping values are not allowed": "put text with a colon in quotes; or check the indentation",
     "did not find expected key": "check the indentation and the quotes here and on the line above",
     "did not find expected '-' indicator": "check the indentation here and on the line above",
     "did not find expected ',' or": "a bracket is not closed, or a comma is missing",
-    "could not find expected ':'": "each key is followed by a colon and a space",
+    "could not find expected ':'": "write a colon and a space after each key",
     "unexpected end of stream": "a quote or bracket is not closed",
-    "cannot start any token": "a text that begins with this character stands in quotes",
+    "cannot start any token": "put text that begins with this character in quotes",
     "unknown escape character": "in double quotes a backslash is an escape; use single quotes",
 }
 _YAML_ANCHOR = re.compile(r"&\S+\s+")
@@ -203,7 +204,7 @@ class _Yaml:
     def document(self) -> Any:
         if directive := _YAML_DIRECTIVE.search(self._text):
             line = self._text.count("\n", 0, directive.start()) + 1
-            raise fault("a YAML directive (%)", line=line, hint="leave it out")
+            raise fault("a YAML directive (%)", line=line, hint="remove it")
         try:
             self._next()  # the stream's start
             if isinstance(self._next(), yaml.StreamEndEvent):
@@ -211,7 +212,7 @@ class _Yaml:
             value = self._value((), self._next())
             self._next()  # the document's end
             if not isinstance(event := self._next(), yaml.StreamEndEvent):
-                raise fault("a second document (---) in one file", line=_line(event), hint="one job, one file")
+                raise fault("the file has a second document (---)", line=_line(event), hint="write one job per file")
         except yaml.YAMLError as error:
             self._refuse(error)
         return value
@@ -225,15 +226,13 @@ class _Yaml:
             return self._alias(path, event)
         if getattr(event, "tag", None) is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise fault(f"a YAML tag ({shown(tag)})", line=line, hint="leave it out, or put the text in quotes")
+            raise fault(f"a YAML tag ({shown(tag)})", line=line, hint="remove it, or put the text in quotes")
         anchor = event.anchor
         if anchor is None:
             return self._plain(path, event)
         if (known := self._anchors.get(anchor)) is not None or anchor in self._anchors:
             first = f"; first on line {known.line}" if known else ""
-            raise fault(
-                f"the anchor {_told('&', anchor)} stands here twice{first}", line=line, hint="give it another name"
-            )
+            raise fault(f"the anchor {_told('&', anchor)} occurs twice{first}", line=line, hint="give it another name")
         self._anchors[anchor] = None
         begin, num_chars = len(self._record.order), self._num_chars
         value = self._plain(path, event)
@@ -259,7 +258,7 @@ class _Yaml:
         anchored = self._anchors.get(name)
         if anchored is None:
             what = (
-                "inside its own anchor" if name in self._anchors else f"without an anchor {_told('&', name)} above it"
+                "inside its own anchor" if name in self._anchors else f"without an anchor {_told('&', name)} before it"
             )
             raise fault(f"an alias ({_told('*', name)}) {what}", line=line, hint="put it in quotes if it is text")
         self._used.add(name)
@@ -310,7 +309,7 @@ class _Yaml:
         while not isinstance(event := self._next(), yaml.MappingEndEvent):
             line = _line(event)
             if isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent | yaml.AliasEvent):
-                raise fault("a key is a word, not a list, mapping or alias", line=line)
+                raise fault("a key must be a word, not a list, mapping or alias", line=line)
             if event.value == "<<" and event.implicit[0]:  # in quotes it is an ordinary key
                 self._record.note((*path, "<<"), line)
                 merged += self._merged((*path, "<<"), self._next(), line)
@@ -333,11 +332,13 @@ class _Yaml:
         if event.anchor is not None:
             raise fault("an anchor on a key", line=_line(event), hint="put it before the value")
         if event.tag is not None:
-            raise fault(f"a YAML tag ({shown(event.tag)})", line=_line(event), hint="leave it out")
+            raise fault(f"a YAML tag ({shown(event.tag)})", line=_line(event), hint="remove it")
         key = _yaml_scalar(event.value, _line(event), ()) if event.implicit[0] else _text(event.value, _line(event))
         if not isinstance(key, str):
             raise fault(
-                f"the key {shown(key)} is not text", line=_line(event), hint="keys are names; quote it if meant"
+                f"the key {shown(key)} is not text",
+                line=_line(event),
+                hint="keys must be text; put it in quotes if it is meant as a key",
             )
         self._num_chars += len(key) + 1
         return key
@@ -360,7 +361,7 @@ class _Yaml:
             raise fault(
                 f"a merge key (<<) for {shown(anchored.value)}",
                 line=_line(event),
-                hint="it takes a mapping, or a list of",
+                hint="it needs a mapping, or a list of mappings",
             )
         return [(anchored, Line(line))]
 
@@ -378,9 +379,9 @@ class _Yaml:
         line = mark.line + 1 if mark else None
         lines = self._text.splitlines()
         if line and line <= len(lines) and "\t" in re.match(r"\s*", lines[line - 1])[0]:  # type: ignore[index]
-            raise fault("a tab in the indentation", line=line, hint="YAML is indented with spaces") from None
+            raise fault("a tab in the indentation", line=line, hint="indent YAML with spaces") from None
         hint = next((hint for words, hint in _YAML_HINTS.items() if words in said), "")
-        raise fault(f"this is not YAML: {said}", line=line, hint=hint) from None
+        raise fault(f"this is not valid YAML: {said}", line=line, hint=hint) from None
 
 
 def _told(sign: str, name: str) -> str:
@@ -398,7 +399,7 @@ def _yaml_scalar(text: str, line: int, path: KeyPath) -> Any:
             "the value is empty",
             line=line,
             key=dotted(path),
-            hint="write the value, or leave the key out",
+            hint="write the value, or remove the key",
             fix={} if path[-1:] in _MUST or not path else {dotted(path): None},
         )
     if text in _YAML_WORDS:
@@ -411,9 +412,9 @@ def _yaml_scalar(text: str, line: int, path: KeyPath) -> Any:
         raise fault(f"{shown(text)} is not a finite number", line=line)
     if len(text) <= MAX_DOUBTFUL and _YAML_DOUBTFUL.fullmatch(text):
         raise fault(
-            f"{shown(text)} is one number to some YAML readers and another, or text, to others",
+            f"some YAML readers read {shown(text)} as a number, others as another number or as text",
             line=line,
-            hint="write it plainly, or put it in quotes if it is text",
+            hint="write the number plainly, or put it in quotes if it is text",
         )
     if _YAML_FLOAT.fullmatch(text):
         return _float(text, line)
@@ -434,16 +435,16 @@ _JSON_FOREIGN = {
     "false": "write false",
     "none": "write null",
     "null": "write null",
-    "nan": "numbers are finite",
-    "infinity": "numbers are finite",
-    "-infinity": "numbers are finite",
+    "nan": "numbers must be finite",
+    "infinity": "numbers must be finite",
+    "-infinity": "numbers must be finite",
 }
 _JSON_HINTS = {
-    "'": "text stands in double quotes",
+    "'": "put text in double quotes",
     "#": "JSON has no comments; YAML and TOML do",
     "/": "JSON has no comments; YAML and TOML do",
-    "}": "a comma too many?",
-    "]": "a comma too many?",
+    "}": "is there an extra comma?",
+    "]": "is there an extra comma?",
 }
 
 
@@ -476,9 +477,9 @@ class _Json:
 
     def _refuse(self, expected: str) -> NoReturn:
         there = self._peek()
-        found = f"{shown(there)} stands" if there else "the file ends"
+        found = f"found {shown(there)}" if there else "the file ends"
         raise fault(
-            f"this is not JSON: {found} where {expected} should be", line=self._line(), hint=_JSON_HINTS.get(there, "")
+            f"this is not valid JSON: {found} instead of {expected}", line=self._line(), hint=_JSON_HINTS.get(there, "")
         )
 
     def _value(self, path: KeyPath) -> Any:
@@ -531,7 +532,7 @@ class _Json:
         try:
             value, self._at = self._decoder.raw_decode(self._text, self._at)
         except json.JSONDecodeError as error:
-            raise fault(f"this is not JSON: {error.msg[0].lower()}{error.msg[1:]}", line=line) from None
+            raise fault(f"this is not valid JSON: {error.msg[0].lower()}{error.msg[1:]}", line=line) from None
         return _text(value, line)
 
     def _number_or_word(self) -> Any:
@@ -543,8 +544,8 @@ class _Json:
         if not (word := _JSON_WORD.match(self._text, self._at)):
             self._refuse("a value")
         if word[0] not in _JSON_WORDS:
-            hint = _JSON_FOREIGN.get(word[0].lower(), "text stands in double quotes")
-            raise fault(f"{shown(word[0])} is no JSON value", line=line, hint=hint)
+            hint = _JSON_FOREIGN.get(word[0].lower(), "put text in double quotes")
+            raise fault(f"{shown(word[0])} is not a JSON value", line=line, hint=hint)
         self._at = word.end()
         return _JSON_WORDS[word[0]]
 
@@ -554,9 +555,9 @@ class _Json:
 _TOML_PLACE = re.compile(r"(.*?) ?\(at (?:line (\d+), column \d+|end of document)\)", re.DOTALL)
 _TOML_TWICE = re.compile(r"Cannot overwrite|Cannot declare|Cannot mutate|Cannot redefine|Duplicate inline")
 _TOML_HINTS = {
-    "Invalid value": "text stands in quotes; true and false are written small",
-    "Invalid statement": "a line is `key = value`, or [section]",
-    "Expected '=' after a key": "a line is `key = value`, or [section]",
+    "Invalid value": "put text in quotes; write true and false in lower case",
+    "Invalid statement": "a line must be `key = value`, or [section]",
+    "Expected '=' after a key": "a line must be `key = value`, or [section]",
 }
 
 
@@ -578,9 +579,9 @@ def _toml(text: str, record: _Record) -> Any:
     except tomllib.TOMLDecodeError as error:
         _refuse_toml(str(error), known, latest, record)
     except (ValueError, RecursionError):  # Python parses no number of more than 4300 digits
-        raise fault("this is not TOML: a number too large, or nested too deeply") from None
+        raise fault("this is not valid TOML: a number is too large, or it is nested too deeply") from None
     if end is not None:
-        raise fault("this is not TOML", line=text.count("\n", 0, end) + 1)
+        raise fault("this is not valid TOML", line=text.count("\n", 0, end) + 1)
     return _plain(data, (), record.lines)
 
 
@@ -591,9 +592,9 @@ def _refuse_toml(said: str, text: str, latest: Mapping[int, KeyPath], record: _R
     if _TOML_TWICE.match(what):
         path = latest.get(line, ())
         first = f"; first on line {record.lines[path]}" if path else ""
-        raise fault(f"stands here twice{first}", line=line, key=dotted(path)) from None
+        raise fault(f"occurs twice{first}", line=line, key=dotted(path)) from None
     raise fault(
-        f"this is not TOML: {what[:1].lower()}{what[1:]}",
+        f"this is not valid TOML: {what[:1].lower()}{what[1:]}",
         line=line,
         hint=next((hint for words, hint in _TOML_HINTS.items() if words in what), ""),
     ) from None

@@ -96,7 +96,7 @@ def _apart(annotation: Any) -> tuple[Any, list[Any]]:
 
 
 def _base_words(base: Any) -> str:
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "any value"}
+    words = {int: "an integer", float: "a number", str: "text", bool: "true or false", Any: "any value"}
     if base in words:
         return words[base]
     origin, args = get_origin(base), get_args(base)
@@ -163,25 +163,25 @@ def _is_steps(value: float) -> bool:
 #: A shell variable.
 VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 #: The hint for a relative path in a file whose original directory is unknown.
-RELATIVE = "begin with /; honectl submit takes one from the job file's place"
+RELATIVE = "begin with /; honectl submit resolves relative paths against the job file's directory"
 
 
 def absolute(value: str) -> str:
     """Return a normalised absolute path; rejects a relative one."""
     if value.startswith("~"):
         refuse(
-            f"paths are absolute, {_shown(value)} begins with ~",
-            "whose home is not known here: write it out, or drop the file with honectl submit",
+            f"paths must be absolute, {_shown(value)} begins with ~",
+            "honed does not know that home directory: write it out, or use honectl submit",
         )
     if found := VARIABLE.match(value):
         refuse(
-            f"paths are absolute, {_shown(value)} begins with a variable of the shell",
-            f"{quote.mark(found[0])} is not known here: write it out, or set it and drop the file with honectl submit",
+            f"paths must be absolute, {_shown(value)} begins with a shell variable",
+            f"{quote.mark(found[0])} is not set: write it out, or set it and use honectl submit",
         )
     if not value.startswith("/"):
-        refuse(f"paths are absolute, got {_shown(value)}", RELATIVE)
+        refuse(f"paths must be absolute, got {_shown(value)}", RELATIVE)
     if _BREAK.search(value):
-        refuse(f"a path with a line break or a control character, {_shown(value)}", "rename the file")
+        refuse(f"a path must not contain a line break or control character, got {_shown(value)}", "rename the file")
     return str(PurePosixPath(value))
 
 
@@ -200,16 +200,16 @@ Share = Annotated[float, Gt(0), Lt(1)]
 #: 0 is stored as null: no held-out share.
 ShareOrZero = Annotated[float, Ge(0), Lt(1), AfterValidator(lambda value: value or None)]
 Seconds = Annotated[float, Gt(0), Expected("a number of seconds, more than 0")]
-Texts = Annotated[list[str], any_of(is_texts, list), Expected("a list of texts")]
+Texts = Annotated[list[str], any_of(is_texts, list), Expected("a list of strings")]
 AbsolutePath = Annotated[str, AfterValidator(absolute), Expected("an absolute path"), Place()]
 #: Steps as in TRL and transformers: a number of steps, or below 1 a share of the run.
 Steps = Annotated[
-    float, any_of(_is_steps, int, float), Expected("a whole number of steps, or a share of the run below 1")
+    float, any_of(_is_steps, int, float), Expected("an integer number of steps, or a share of the run below 1")
 ]
 StepsOrZero = Annotated[
     float,
     any_of(lambda value: value == 0 or _is_steps(value), int, float),
-    Expected("a whole number of steps, 0 for none, or a share of the run below 1"),
+    Expected("an integer number of steps, 0 for none, or a share of the run below 1"),
 ]
 
 

@@ -29,7 +29,7 @@ def check(name: str, key: str) -> None:
         return
     near = get_close_matches(name, names, n=1)
     meant = f"did you mean {near[0]}? " if near else ""
-    raise SpecError(f"{key}: no metric {name!r}", hint=f"{meant}known here: {', '.join(names)}")
+    raise SpecError(f"{key}: no metric {name!r}", hint=f"{meant}known metrics: {', '.join(names)}")
 
 
 def chooser(metric_for_best_model: str | None) -> str | None:

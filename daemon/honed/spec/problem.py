@@ -11,10 +11,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NotRequired, Self, TypedDict
 
 from honed.system import quote
-from honed.system.error import HonedError, ModelError, SpecError, plain
+from honed.system.error import Fix, HonedError, ModelError, SpecError, plain
 
 #: The path of a value: keys, and indices of list items.
 KeyPath = tuple[str | int, ...]
@@ -49,7 +49,7 @@ class Problem:
     fix: Mapping[str, Any] = field(default_factory=dict)  #: the same as data, if it is an edit: see HonedError.fix
 
     def __str__(self) -> str:
-        via = f" (brought in on line {self.line.via})" if isinstance(self.line, Line) and self.line.via else ""
+        via = f" (merged in on line {self.line.via})" if isinstance(self.line, Line) and self.line.via else ""
         line = f"line {self.line}{via}: " if self.line is not None else ""
         key = f"{key_words(self.key)}: " if self.key else ""
         return f"{line}{key}{self.message}" + (f" ({self.hint})" if self.hint else "")
@@ -62,13 +62,13 @@ class InvalidSpecError(SpecError):
         told = [str(problem) for problem in problems[:MAX_PROBLEMS]]
         if len(problems) > MAX_PROBLEMS:
             told.append(f"and {len(problems) - MAX_PROBLEMS} more")
-        super().__init__("\n".join(told), hint="`man honed-job` has every key", fix=_together(problems))
+        super().__init__("\n".join(told), hint="`man honed-job` lists all keys", fix=_together(problems))
         self.problems = tuple(problems)
 
 
-def _together(problems: Sequence[Problem]) -> dict[str, Any]:
+def _together(problems: Sequence[Problem]) -> Fix:
     """Combine the fixes of several problems; if two set the same key, the first wins."""
-    fix: dict[str, Any] = {}
+    fix: Fix = {}
     for problem in problems:
         for key, value in problem.fix.items():
             if isinstance(value, dict) and isinstance(fix.get(key), dict):
@@ -77,8 +77,20 @@ def _together(problems: Sequence[Problem]) -> dict[str, Any]:
     return fix
 
 
-def faults(error: HonedError) -> list[dict[str, Any]]:
-    """List the problems of a job file one by one, as in `honectl check --json`."""
+class Fault(TypedDict):
+    """A problem of a job file, as in `honectl check --json`."""
+
+    key: str
+    line: int | None
+    code: str
+    message: str
+    hint: str
+    fix: Fix | None
+    evidence: NotRequired[str]
+
+
+def faults(error: HonedError) -> list[Fault]:
+    """List the problems of a job file one by one."""
     if isinstance(error, InvalidSpecError):
         return [
             _fault(
@@ -97,11 +109,11 @@ def faults(error: HonedError) -> list[dict[str, Any]]:
     return [_fault(error.key, error.line, error.code, message, whole, error.hint, error.fix)]
 
 
-def _fault(
-    key: str, line: int | None, code: str, message: str, whole: str, hint: str, fix: Mapping[str, Any]
-) -> dict[str, Any]:
-    found = {"key": key, "line": line, "code": code, "message": message, "hint": hint, "fix": dict(fix) or None}
-    return found | ({"evidence": whole} if whole != message else {})
+def _fault(key: str, line: int | None, code: str, message: str, whole: str, hint: str, fix: Mapping[str, Any]) -> Fault:
+    found: Fault = {"key": key, "line": line, "code": code, "message": message, "hint": hint, "fix": dict(fix) or None}
+    if whole != message:
+        found["evidence"] = whole
+    return found
 
 
 def mended(data: Mapping[str, Any], fix: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +134,7 @@ def mended(data: Mapping[str, Any], fix: Mapping[str, Any]) -> dict[str, Any]:
 
 def told_fix(fix: Mapping[str, Any]) -> list[str]:
     """Return a fix as text, one change per line."""
-    return [f"{key}: taken out" if value is None else f"{key}: {written(value)}" for key, value in fix.items()]
+    return [f"{key}: removed" if value is None else f"{key}: {written(value)}" for key, value in fix.items()]
 
 
 def key_words(key: str) -> str:

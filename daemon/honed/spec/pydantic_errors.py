@@ -32,6 +32,7 @@ from honed.spec.problem import (
 from honed.spec.synonym import NAMES, SECRETS, SECTIONS, VALUES, find, not_supported
 from honed.spec.training import OWNED
 from honed.system import quote
+from honed.system.error import Fix
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _refusal(path: KeyPath, details: ErrorDetails, model: type[BaseModel], data:
     value = details["input"]
     message = f"expected {describe(taken)}, got {shown(value)}"
     if value is None and path and path[-1] not in _STAND_INS and isinstance(path[-1], str) and _is_plain(path):
-        return Refusal(path, message, "leave it out for the default", fix={dotted(path): None})
+        return Refusal(path, message, "remove it to use the default", fix={dotted(path): None})
     hint, meant = _value_hint(taken, value, str(path[-1]) if path else "") if is_told else ("", None)
     fix = {} if meant is None or not _is_plain(path) else {dotted(path): meant}
     return _checked(Refusal(path, message, hint, fix=fix), model, data)
@@ -152,9 +153,9 @@ def _checked(refusal: Refusal, model: type[BaseModel], data: Any) -> Refusal:
     new = {key: value for key, value in refusal.fix.items() if value is not None and key != own}
     if (kept := _overruled(new, data)) is not None:
         rest = {key: value for key, value in refusal.fix.items() if key not in new}
-        hint = f"leave it out: {kept} is given, too, and says otherwise"
+        hint = f"remove it: {kept} is also set, to another value"
         if rest.get(own) is not None:
-            hint = f"write {own}: {rewritten(rest[own])}, and {kept} stays as it is"
+            hint = f"write {own}: {rewritten(rest[own])}, and keep {kept}"
         return replace(refusal, hint=hint, fix=rest)
     if not refusal.fix or not isinstance(data, dict):
         return refusal
@@ -222,9 +223,9 @@ def annotation(path: KeyPath, annotation: Any) -> Any:
     return annotation
 
 
-def _difference(before: Any, after: Any, home: str = "") -> dict[str, Any]:
+def _difference(before: Any, after: Any, home: str = "") -> Fix:
     """Return the fix that turns one content into the other."""
-    found: dict[str, Any] = {}
+    found: Fix = {}
     for key in [*before, *(key for key in after if key not in before)]:
         name, old, new = _join(home, key), before.get(key), after.get(key)
         if old == new:
@@ -307,7 +308,7 @@ def _number_hint(taken: tuple[Any, ...], value: str, key: str) -> tuple[str, Any
         number = float(value)
         is_whole = number.is_integer() and (int in taken or re.fullmatch(r"[-+]?\d+", value) is not None)
         return "without quotes", int(number) if is_whole else number
-    return ("a decimal point, no comma" if re.fullmatch(r"[-+]?[\d.,]+([eE][-+]?\d+)?", value) else ""), None
+    return ("use a decimal point, not a comma" if re.fullmatch(r"[-+]?[\d.,]+([eE][-+]?\d+)?", value) else ""), None
 
 
 # --- Unknown keys -----------------------------------------------------------------------------------------------------
@@ -318,8 +319,8 @@ def _unknown(path: KeyPath, model: type[BaseModel], data: Any) -> Refusal:
     key = _normal(str(path[-1]))
     removal = {dotted(path): None} if _is_plain(path) else {}
     if SECRETS.fullmatch(key):
-        hint = "they come as systemd credentials or files"
-        return Refusal(path, "secrets never stand in a spec", hint, fix=removal)
+        hint = "they are set as systemd credentials or files"
+        return Refusal(path, "a job file must not contain secrets", hint, fix=removal)
     what = "cannot be set" if section == "training" and key in OWNED else "unknown key"
     if unnested := _unnested(path, key, what, model, data):
         return unnested
@@ -355,7 +356,7 @@ def _unnested(path: KeyPath, key: str, what: str, model: type[BaseModel], data: 
     if home == "lora":
         content.setdefault("lora", {})
     if (kept := _overruled(given, content)) is not None:
-        hint = f"its keys stand {f'under {home}:' if home else 'at the top level'}, where {kept} is given, too"
+        hint = f"its keys belong {f'under {home}:' if home else 'at the top level'}, where {kept} is also set"
         return Refusal(path, what, hint)
     content = mended(content, {name: each for name, each in given.items() if each is not None})
     ours, hints = {as_path(name) for name in given}, []
@@ -367,7 +368,7 @@ def _unnested(path: KeyPath, key: str, what: str, model: type[BaseModel], data: 
             if not each.fix:
                 return Refusal(path, what, f"{key_words(dotted(each.path))}: {each.hint or each.message}")
             if all(new is None for new in each.fix.values()):
-                hints.append(f"{quote.name(str(each.path[-1]))}: {each.hint.removeprefix('leave it out: ')}")
+                hints.append(f"{quote.name(str(each.path[-1]))}: {each.hint.removeprefix('remove it: ')}")
         fix = {name: new for each in found for name, new in each.fix.items()}
         ours |= {as_path(name) for name in fix}
         content = mended(content, fix)
@@ -378,8 +379,8 @@ def _unnested(path: KeyPath, key: str, what: str, model: type[BaseModel], data: 
         content,
     )
     said = ", ".join(f"{name}: {rewritten(new)}" for name, new in fix.items() if new is not None)
-    hint = f"write {said}" if len(quote.show(said)) <= MAX_PROBLEMS * 8 else "its keys stand elsewhere"
-    return Refusal(path, what, "; ".join([hint if said else "leave it out", *hints]), fix=fix)
+    hint = f"write {said}" if len(quote.show(said)) <= MAX_PROBLEMS * 8 else "its keys belong elsewhere"
+    return Refusal(path, what, "; ".join([hint if said else "remove it", *hints]), fix=fix)
 
 
 def _depth(value: Any) -> int:
@@ -411,7 +412,7 @@ def _belongs(path: KeyPath, homes: list[str], key: str, section: str, data: Any)
     return Refusal(path, "unknown key here", f"belongs {where}", meant=_meant(path, target, section), fix=fix)
 
 
-def _moved(path: KeyPath, target: str, data: Any) -> dict[str, Any]:
+def _moved(path: KeyPath, target: str, data: Any) -> Fix:
     """Return the fix that moves a key's value to its place; a null value is only removed."""
     value = at(data, path)
     if not _is_plain(path):

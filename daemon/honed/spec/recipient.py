@@ -31,7 +31,7 @@ def check(notify: NotifySpec | None, config: NotifyConfig) -> None:
         if why is not None:
             raise SpecError(
                 f"notify.{key}: {why}",
-                hint=f"leave it out, or the administrator allows it: {_KEYS[key]}",
+                hint=f"remove it, or ask the administrator to allow it: {_KEYS[key]}",
                 fix={f"notify.{key}": None} if notify.webhook and notify.mail else {"notify": None},
             )
 
@@ -45,11 +45,11 @@ _KEYS = {
 def why_not_webhook(webhook: str, config: NotifyConfig) -> str | None:
     """Return the reason why a job may not use this webhook; None if it may."""
     if WEBHOOK_NAME.fullmatch(webhook):
-        names = ", ".join(sorted(config.webhook_files)) or "none at all"
-        return None if webhook in config.webhook_files else f"no webhook is named {webhook!r} here; there is {names}"
+        names = ", ".join(sorted(config.webhook_files)) or "none"
+        return None if webhook in config.webhook_files else f"there is no webhook named {webhook!r}; there is {names}"
     if not config.allowed_webhooks and not config.webhook_files:
-        return "jobs may call no webhook here"
-    return None if is_below(webhook, config.allowed_webhooks) else "this address is not among those that jobs may call"
+        return "jobs may not call any webhook"
+    return None if is_below(webhook, config.allowed_webhooks) else "jobs may not call this URL"
 
 
 def is_below(address: str, prefixes: list[str]) -> bool:
@@ -79,12 +79,12 @@ def _place(parts: SplitResult) -> tuple[str, str, int | None]:
 def why_not_mail(address: str, config: NotifyConfig) -> str | None:
     """Return the reason why a job may not send mail to this address; None if it may."""
     if config.smtp_host is None or config.mail_from is None:
-        return "no mail is sent from here"
+        return "sending mail is not configured"
     if not MAIL_ADDRESS.fullmatch(address):
-        return "not a mail address"
+        return "not an email address"
     domains = {domain.lower() for domain in config.allowed_mail_domains}
     domain = address.rpartition("@")[2].lower()
-    return None if domain in domains else f"mail to {domain} is not allowed here"
+    return None if domain in domains else f"mail to {domain} is not allowed"
 
 
 def target(webhook: str, config: NotifyConfig) -> tuple[str, str | None]:
@@ -96,15 +96,15 @@ def target(webhook: str, config: NotifyConfig) -> tuple[str, str | None]:
     if not WEBHOOK_NAME.fullmatch(webhook):
         return webhook, None
     if webhook not in config.webhook_files:
-        raise EnvironmentInvalidError(f"no webhook is named {webhook!r} any more", hint="notify.webhook_files")
+        raise EnvironmentInvalidError(f"there is no longer a webhook named {webhook!r}", hint="notify.webhook_files")
     path = Path(config.webhook_files[webhook])
-    address, *more = _lines(path, "the address of the webhook")
+    address, *more = _lines(path, "the URL of the webhook")
     schema, _, rest = address.partition("://")
     is_chat = schema.lower() not in _PORTS
     if not address.isprintable() or " " in address or not (rest if is_chat else urlsplit(address).hostname):
-        raise EnvironmentInvalidError(f"{path} holds no address of a webhook", hint="https://… on its first line")
+        raise EnvironmentInvalidError(f"{path} contains no URL of a webhook", hint="write https://… on its first line")
     if is_chat and schema not in config.chat_schemas:
-        raise EnvironmentInvalidError(f"{path} holds an address of a kind that notify.chat_schemas does not list")
+        raise EnvironmentInvalidError(f"{path} contains a URL whose scheme is not in notify.chat_schemas")
     if is_chat and path.stat().st_mode & 0o004:
         raise EnvironmentInvalidError(f"{path} can be read by everyone: chmod o-r {path}")
     return address, more[0] if more else None
@@ -121,8 +121,10 @@ def _lines(path: Path, what: str) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not text"
-        raise EnvironmentInvalidError(f"{what} in {path} cannot be read: {why}", hint="readable for honed") from None
+        why = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise EnvironmentInvalidError(
+            f"{what} in {path} cannot be read: {why}", hint="make it readable for honed"
+        ) from None
     if not lines:
-        raise EnvironmentInvalidError(f"{path} is empty", hint=f"it holds {what}")
+        raise EnvironmentInvalidError(f"{path} is empty", hint=f"it must contain {what}")
     return lines

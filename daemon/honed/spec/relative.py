@@ -36,7 +36,7 @@ class Change:
     made: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.given} is read as {self.made}"
+        return f"{self.key}: {self.given} is resolved to {self.made}"
 
 
 @dataclass(frozen=True)

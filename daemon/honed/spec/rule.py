@@ -12,6 +12,7 @@ from honed.spec.metric_names import BUILT_IN, PREFIX, known
 from honed.spec.optimizer import ADAMW_8BIT, COMPENSATED, asked_optim
 from honed.spec.problem import KeyPath, Problem, dotted, line_of, shown, told_fix
 from honed.system import quote
+from honed.system.error import Fix
 
 if TYPE_CHECKING:
     from honed.spec.spec import DatasetSpec, JobSpec
@@ -60,7 +61,11 @@ def _fractions(spec: JobSpec) -> Iterator[Finding]:
     for name, datasets in sections:
         bare = [index for index, dataset in enumerate(datasets) if dataset.fraction is None]
         if bare and len(bare) < len(datasets):
-            yield (name, bare[0]), "fraction is missing here, others have one", "give it for all data sets or none"
+            yield (
+                (name, bare[0]),
+                "this data set has no fraction, but others have",
+                "set it for all data sets or for none",
+            )
 
 
 def _of_hub(spec: JobSpec) -> Iterator[Finding]:
@@ -68,11 +73,11 @@ def _of_hub(spec: JobSpec) -> Iterator[Finding]:
         for index, each in enumerate(datasets):
             for key in ("name", "revision"):
                 if getattr(each, key) is not None and not each.is_of_hub:
-                    instead = ", or name the directory or `split` that is meant" if key == "name" else ""
+                    instead = ", or set the path of the directory, or `split`" if key == "name" else ""
                     yield (
                         (section, index, key),
-                        f"is for a data set of the hub, and path is {shown(each.path)}",
-                        f"leave it out{instead}",
+                        f"is only for data sets from the hub, but path is {shown(each.path)}",
+                        f"remove it{instead}",
                     )
 
 
@@ -80,8 +85,8 @@ def _held_out(spec: JobSpec) -> Iterator[Finding]:
     if spec.eval_split is not None and spec.eval_datasets:
         yield (
             ("eval_split",),
-            "eval_datasets are given too",
-            "leave eval_split out to hold out eval_datasets alone, or leave those out",
+            "eval_datasets is also set",
+            "remove eval_split to evaluate only on eval_datasets, or remove eval_datasets",
             {"eval_split": None},
         )
 
@@ -90,7 +95,7 @@ def _quantization(spec: JobSpec) -> Iterator[Finding]:
     if spec.quantization != "none" and spec.lora is None and spec.adapter is None:
         yield (
             ("quantization",),
-            f"{spec.quantization} weights cannot be trained, only an adapter on them can",
+            f"{spec.quantization} weights cannot be trained; only an adapter can be trained on them",
             "add a lora: section, or write none",
             {"lora": {}},
         )
@@ -100,8 +105,8 @@ def _adapter(spec: JobSpec) -> Iterator[Finding]:
     if spec.lora is not None and spec.adapter is not None:
         yield (
             ("lora",),
-            "adapter is given too, and brings its own LoRA settings",
-            "leave lora out to go on from the adapter, or adapter for a new one",
+            "adapter is also set, and has its own LoRA settings",
+            "remove lora to continue training the adapter, or remove adapter to train a new one",
             {"lora": None},
         )
 
@@ -110,8 +115,8 @@ def _merged(spec: JobSpec) -> Iterator[Finding]:
     if spec.save_merged != "none" and spec.lora is None and spec.adapter is None:
         yield (
             ("save_merged",),
-            "there is no adapter to merge: full fine-tuning writes a whole checkpoint anyway",
-            "leave it out, or add a lora: section",
+            "there is no adapter to merge: full fine-tuning writes a complete checkpoint anyway",
+            "remove it, or add a lora: section",
             {"save_merged": None},
         )
 
@@ -121,14 +126,14 @@ def _adapter_dtype(spec: JobSpec) -> Iterator[Finding]:
         yield (
             ("adapter_dtype",),
             "there is no adapter: full fine-tuning trains the weights themselves",
-            "leave it out, or add a lora: section",
+            "remove it, or add a lora: section",
             {"adapter_dtype": None},
         )
 
 
 def _train_parts(spec: JobSpec) -> Iterator[Finding]:
     if spec.train_parts != ["language"] and (spec.lora is not None or spec.adapter is not None):
-        chosen: dict[str, Any] = {}
+        chosen: Fix = {}
         if spec.lora is not None and spec.adapter is None:
             keys = {
                 part: f"lora.finetune_{part}" + ("" if part == "projector" else "_layers") for part in spec.train_parts
@@ -137,8 +142,9 @@ def _train_parts(spec: JobSpec) -> Iterator[Finding]:
             chosen |= {} if "language" in keys else {"lora.finetune_language_layers": False}
         yield (
             ("train_parts",),
-            "is for full fine-tuning: beside an adapter the model itself is frozen",
-            "leave it out; lora.finetune_vision_layers, finetune_audio_layers and finetune_projector say which get one",
+            "is only for full fine-tuning: with an adapter the model itself stays frozen",
+            "remove it; lora.finetune_vision_layers, finetune_audio_layers and finetune_projector select the parts "
+            "that get an adapter",
             {"train_parts": None, **chosen},
         )
 
@@ -148,23 +154,23 @@ def _kept_weights(spec: JobSpec) -> Iterator[Finding]:
     if spec.lora is not None or spec.adapter is not None:
         for key, value in (("master_weights", spec.master_weights), ("save_dtype", spec.save_dtype)):
             if value != "auto":
-                why = "is for full fine-tuning: here the base is frozen"
-                yield (key,), why, "leave it out; see adapter_dtype", {key: None}
+                why = "is only for full fine-tuning: with an adapter the base stays frozen"
+                yield (key,), why, "remove it; see adapter_dtype", {key: None}
         return
     if spec.master_weights in ("compensated", "none") and spec.dtype in ("float32", "float16"):
-        why = "the weights are float32 then" if spec.dtype == "float32" else "float16 weights cannot be trained"
+        why = "the weights are then float32" if spec.dtype == "float32" else "float16 weights cannot be trained"
         yield (
             ("master_weights",),
-            f"{spec.master_weights} is for bfloat16, not dtype: {spec.dtype}: {why}",
-            "dtype: bfloat16, or leave master_weights out",
+            f"{spec.master_weights} needs bfloat16, not dtype: {spec.dtype}: {why}",
+            "write dtype: bfloat16, or remove master_weights",
             {"dtype": "bfloat16"},
         )
     optim = asked_optim(spec)
     if spec.master_weights == "compensated" and optim is not None and optim not in COMPENSATED:
         yield (
             ("training", "optim"),
-            f"{optim} does not go with master_weights: compensated",
-            f"one of {', '.join(sorted(COMPENSATED))}, or leave master_weights out",
+            f"{optim} is not compatible with master_weights: compensated",
+            f"use one of {', '.join(sorted(COMPENSATED))}, or remove master_weights",
             {"training.optim": ADAMW_8BIT} if optim.startswith("paged_adamw") else {"master_weights": None},
         )
 
@@ -192,9 +198,9 @@ def _needs_evaluation(spec: JobSpec) -> Iterator[Finding]:
             yield path, "needs evaluations during training", hint, fix
 
 
-def _evaluating(spec: JobSpec) -> dict[str, Any]:
+def _evaluating(spec: JobSpec) -> Fix:
     """Return all edits that make a job evaluate while it trains, so that no second rejection follows the first."""
-    fix: dict[str, Any] = {} if _has_eval(spec) else {"eval_split": 0.05}
+    fix: Fix = {} if _has_eval(spec) else {"eval_split": 0.05}
     training, given = spec.training, spec.training.model_fields_set
     if training.load_best_model_at_end and training.save_strategy == "no":
         fix["training.save_strategy"] = "epoch"
@@ -211,7 +217,7 @@ _SAVES = {"save_strategy", "save_steps"}
 
 def _guard(spec: JobSpec) -> Iterator[Finding]:
     if spec.guard is not None and not _has_eval(spec):
-        yield ("guard",), "there is nothing held out to measure on", _HOLD_OUT, {"eval_split": 0.05}
+        yield ("guard",), "there is no held-out data to measure on", _HOLD_OUT, {"eval_split": 0.05}
 
 
 def _best_prediction(spec: JobSpec) -> Iterator[Finding]:
@@ -223,14 +229,14 @@ def _best_prediction(spec: JobSpec) -> Iterator[Finding]:
     if spec.predictions.prompts:
         yield (
             path,
-            "predictions.prompts have no ground truth to measure with",
-            "leave predictions.prompts out to predict held-out rows, or name eval_loss",
+            "predictions.prompts have no reference answers to measure against",
+            "remove predictions.prompts to predict held-out rows, or use eval_loss",
             {"predictions.prompts": None},
         )
     elif spec.predictions.sample_frequency != "eval":
         yield (
             path,
-            f"{quote.name(name)} is there only where each evaluation predicts",
+            f"{quote.name(name)} is available only if each evaluation includes predictions",
             "write predictions.sample_frequency: eval",
             {"predictions.sample_frequency": "eval"},
         )
@@ -254,8 +260,8 @@ def _best_metric(spec: JobSpec) -> Iterator[Finding]:
         if spec.backend != "transformers":
             yield (
                 ("training", "metric_for_best_model"),
-                f"no evaluation under Unsloth makes {shown(named)}",
-                "write backend: transformers, or take eval_loss",
+                f"with Unsloth, no evaluation computes {shown(named)}",
+                "write backend: transformers, or use eval_loss",
                 {"backend": "transformers"},
             )
         return
@@ -265,9 +271,9 @@ def _best_metric(spec: JobSpec) -> Iterator[Finding]:
         meant = f"{PREFIX}{near[0]}" if near else next(iter(get_close_matches(named, names, n=1)), "")
         yield (
             ("training", "metric_for_best_model"),
-            f"no evaluation makes {shown(named)}",
-            (f"did you mean {meant}? " if meant else "leave it out to go by the loss; ")
-            + f"known here: {', '.join(names)}",
+            f"no evaluation computes {shown(named)}",
+            (f"did you mean {meant}? " if meant else "remove it to use the loss; ")
+            + f"known metrics: {', '.join(names)}",
             {"training.metric_for_best_model": meant}
             if meant
             else {"training.metric_for_best_model": None, "training.greater_is_better": None},
@@ -277,14 +283,14 @@ def _best_metric(spec: JobSpec) -> Iterator[Finding]:
     if is_loss and greater:
         yield (
             ("training", "greater_is_better"),
-            "the best model would be the one with the highest loss",
+            "this would select the model with the highest loss",
             "write false",
             {"training.greater_is_better": False},
         )
     if name.startswith(PREFIX) and metric in BUILT_IN and greater is False:
         yield (
             ("training", "greater_is_better"),
-            f"the best model would be the one with the lowest {metric}",
+            f"this would select the model with the lowest {metric}",
             "write true",
             {"training.greater_is_better": True},
         )
@@ -294,8 +300,8 @@ def _truthless(spec: JobSpec) -> Iterator[Finding]:
     if spec.predictions.prompts and spec.predictions.metrics != "auto":
         yield (
             ("predictions", "metrics"),
-            "predictions.prompts have no ground truth to measure with",
-            "leave predictions.metrics out, or predictions.prompts to predict held-out rows",
+            "predictions.prompts have no reference answers to measure against",
+            "remove predictions.metrics, or remove predictions.prompts to predict held-out rows",
             {"predictions.metrics": None},
         )
 
@@ -311,13 +317,13 @@ def _best(spec: JobSpec) -> Iterator[Finding]:
         is_asked = "eval_strategy" in training.model_fields_set or training.save_strategy == "no"
         ours, theirs = ("save", "eval") if is_asked else ("eval", "save")
         strategy = spec.eval_strategy if is_asked else training.save_strategy
-        fix: dict[str, Any] = {f"training.{ours}_strategy": strategy}
+        fix: Fix = {f"training.{ours}_strategy": strategy}
         if strategy == "steps" and (steps := getattr(training, f"{theirs}_steps")) is not None:
             fix[f"training.{ours}_steps"] = steps
         yield (
             path,
             f"save_strategy is {training.save_strategy}, eval_strategy {spec.eval_strategy}",
-            f"make the two the same: write {', '.join(told_fix(fix))}",
+            f"use the same for both: write {', '.join(told_fix(fix))}",
             fix,
         )
     elif training.save_strategy == "steps":
@@ -327,8 +333,8 @@ def _best(spec: JobSpec) -> Iterator[Finding]:
             steps = math.ceil(training.save_steps / evaluated) * evaluated if is_count else evaluated
             yield (
                 path,
-                f"save_steps {training.save_steps:g} is no multiple of eval_steps {evaluated:g}",
-                f"make it one: write training.save_steps: {steps:g}",
+                f"save_steps {training.save_steps:g} is not a multiple of eval_steps {evaluated:g}",
+                f"use a multiple: write training.save_steps: {steps:g}",
                 {"training.save_steps": steps},
             )
 
@@ -343,15 +349,15 @@ def _packing(spec: JobSpec) -> Iterator[Finding]:
     if training.packing and training.max_length is None:
         yield (
             ("training", "packing"),
-            "needs max_length: it is the length that is packed to",
-            ("set training.max_length; left out it is 1024"),
+            "needs max_length: examples are packed to this length",
+            ("set training.max_length; or remove it: the default is 1024"),
             {"training.max_length": None},
         )
     if training.padding_free and not training.packing and training.max_length is not None:
         yield (
             ("training", "padding_free"),
-            "cannot cut at max_length without packing",
-            "leave it out, which changes only the speed; or write training.packing: true",
+            "cannot truncate at max_length without packing",
+            "remove it, which affects only the speed; or write training.packing: true",
             {"training.padding_free": None},
         )
 
@@ -364,7 +370,7 @@ def _loaders(spec: JobSpec) -> Iterator[Finding]:
         if getattr(training, name):
             yield (
                 ("training", name),
-                "needs dataloader_num_workers of at least 1",
+                "needs dataloader_num_workers to be at least 1",
                 ("write training.dataloader_num_workers: 1"),
                 {"training.dataloader_num_workers": 1},
             )
@@ -374,7 +380,7 @@ def _liger(spec: JobSpec) -> Iterator[Finding]:
     if spec.training.use_liger_kernel and spec.training.loss_type == "chunked_nll":
         yield (
             ("training", "loss_type"),
-            "chunked_nll and use_liger_kernel exclude each other",
+            "chunked_nll and use_liger_kernel are mutually exclusive",
             "write nll",
             {"training.loss_type": "nll"},
         )
@@ -384,8 +390,8 @@ def _smoothing(spec: JobSpec) -> Iterator[Finding]:
     if spec.training.label_smoothing_factor and spec.training.loss_type == "dft":
         yield (
             ("training", "label_smoothing_factor"),
-            "loss_type: dft smooths no labels",
-            "leave it out, or write training.loss_type: nll, which does",
+            "loss_type: dft does not support label smoothing",
+            "remove it, or write training.loss_type: nll, which supports it",
             {"training.label_smoothing_factor": None},
         )
 
@@ -396,21 +402,21 @@ def _schedule(spec: JobSpec) -> Iterator[Finding]:
     path: KeyPath = ("training", "lr_scheduler_kwargs")
     takes = SCHEDULE_KWARGS[name]
     if unknown := sorted(set(given) - takes):
-        hint = f"leave it out; it takes {', '.join(sorted(takes))}" if takes else "leave it out"
-        fix: dict[str, Any] = {dotted((*path, key)): None for key in unknown}
+        hint = f"remove it; {', '.join(sorted(takes))} are available" if takes else "remove it"
+        fix: Fix = {dotted((*path, key)): None for key in unknown}
         if name == "cosine" and set(unknown) <= {"min_lr", "min_lr_rate"}:
             hint, fix = (
                 "write lr_scheduler_type: cosine_with_min_lr",
                 {"training.lr_scheduler_type": "cosine_with_min_lr"},
             )
-        yield path, f"{name} takes no {quote.names(unknown)}", hint, fix
+        yield path, f"{name} does not accept {quote.names(unknown)}", hint, fix
     if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         lowest = [key for key in ("min_lr", "min_lr_rate") if given.get(key) is not None]
         if len(lowest) != 1:
             yield (
                 path,
                 f"{name} needs one of min_lr and min_lr_rate",
-                "leave min_lr_rate out, which min_lr says as a rate"
+                "remove min_lr_rate, which min_lr already sets"
                 if lowest
                 else "lr_scheduler_kwargs: {min_lr_rate: 0.1}",
                 {"training.lr_scheduler_kwargs.min_lr_rate": None}
@@ -433,19 +439,23 @@ def _optimizer(spec: JobSpec) -> Iterator[Finding]:
     if is_low_rank and not training.optim_target_modules:
         yield (
             ("training", "optim_target_modules"),
-            f"missing: {training.optim} works on modules that are named",
+            f"missing: {training.optim} needs the names of the modules to apply to",
             "optim_target_modules: all-linear",
             {"training.optim_target_modules": "all-linear"},
         )
     if is_low_rank and training.optim.endswith("_layerwise") and training.gradient_accumulation_steps != 1:
         yield (
             ("training", "gradient_accumulation_steps"),
-            f"{training.optim} steps at each backward pass",
-            "leave it out, or take the optimizer without _layerwise",
+            f"{training.optim} makes a step in each backward pass",
+            "remove it, or use the optimizer without _layerwise",
             {"training.optim": training.optim.removesuffix("_layerwise")},
         )
     if training.optim_args and any(each.count("=") != 1 for each in training.optim_args.split(",")):
-        yield ("training", "optim_args"), f"{shown(training.optim_args)} is no list of key=value", "rank=64,scale=0.25"
+        yield (
+            ("training", "optim_args"),
+            f"{shown(training.optim_args)} is not a list of key=value",
+            "rank=64,scale=0.25",
+        )
 
 
 def _media(spec: JobSpec) -> Iterator[Finding]:
@@ -471,14 +481,14 @@ def _adapted_parts(spec: JobSpec) -> Iterator[Finding]:
         yield (
             ("lora", "finetune_language_layers"),
             "no part of the model gets an adapter",
-            ("set one of them to true; left out, the language model's layers get one"),
+            ("set one of them to true; or remove it: by default the language model's layers get one"),
             {"lora.finetune_language_layers": None},
         )
 
 
 def _notify(spec: JobSpec) -> Iterator[Finding]:
     if spec.notify is not None and spec.notify.webhook is None and spec.notify.mail is None:
-        yield ("notify",), "says not whom to tell", "add webhook or mail, or leave it out", {"notify": None}
+        yield ("notify",), "has no recipients", "add webhook or mail, or remove it", {"notify": None}
 
 
 def _merge_keys(spec: JobSpec) -> Iterator[Finding]:
@@ -486,15 +496,19 @@ def _merge_keys(spec: JobSpec) -> Iterator[Finding]:
         if getattr(spec, key) != type(spec).model_fields[key].get_default(call_default_factory=True):
             yield (
                 (key,),
-                "a merge has none: nothing is trained",
-                "leave it out, or make it a job of its own",
+                "a merge has none, because nothing is trained",
+                "remove it, or put it in a separate job",
                 {key: None},
             )
 
 
 def _merge_adapter(spec: JobSpec) -> Iterator[Finding]:
     if spec.adapter is None:
-        yield ("adapter",), "missing: a merge needs the adapter that goes into base_model", "a directory, or job:NAME"
+        yield (
+            ("adapter",),
+            "missing: a merge needs the adapter to merge into base_model",
+            "write a directory, or job:NAME",
+        )
 
 
 def _training(*names: str) -> tuple[KeyPath, ...]:

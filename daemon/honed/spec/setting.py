@@ -14,7 +14,9 @@ from honed.spec import toml_lines
 from honed.spec.field import describe, kinds
 from honed.spec.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
 
-_STAYS = "delete this line: events stay as long as their job, which max_job_age_days, max_jobs and max_job_bytes limit"
+_STAYS = (
+    "delete this line: events are kept as long as their job, which max_job_age_days, max_jobs and max_job_bytes limit"
+)
 #: Keys that an earlier honed read, and what to write instead; they are ignored with a warning.
 GONE = {
     "retention.max_checkpoint_jobs": "delete this line; max_checkpoint_bytes limits checkpoints: `honectl prune "
@@ -22,7 +24,7 @@ GONE = {
     "retention.max_rejected": "delete this line: the newest 10,000 rejected files are kept",
     "retention.max_event_age_days": _STAYS,
     "retention.max_events": _STAYS,
-    "retention.interval_sec": "delete this line: honed looks once an hour, and after a reload",
+    "retention.interval_sec": "delete this line: honed checks once an hour, and after a reload",
 }
 #: Values of them beyond which they kept what the limits of today would remove.
 _KEEPS_MORE = {"retention.max_rejected": 10_000, "retention.interval_sec": 3600}
@@ -57,8 +59,8 @@ def take_gone(data: dict[str, Any], text: str) -> list[Gone]:
             value, limit = table.pop(name), _KEEPS_MORE.get(key, math.inf)
             has_protected = key in _KEEPS_MORE and not (isinstance(value, int | float) and value <= limit)
             line = lines_of(text).get((section, name))
-            hint = f"{instead}; until then nothing is removed" if has_protected else instead
-            found.append(Gone(Problem(key, line, "no longer a key, and ignored", hint), has_protected))
+            hint = f"{instead}; until then honed removes nothing" if has_protected else instead
+            found.append(Gone(Problem(key, line, "is no longer a key; it is ignored", hint), has_protected))
     return found
 
 

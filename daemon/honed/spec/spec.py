@@ -83,7 +83,7 @@ def _name(value: str) -> str:
     if not value.isprintable() or "/" in value or value != value.strip() or not 1 <= len(value) <= 100:
         raise ValueError
     if value.isdecimal():
-        refuse(f"a name of digits alone would be taken for a job's number, got {shown(value)}", "add a letter")
+        refuse(f"a name of only digits would be read as a job number, got {shown(value)}", "add a letter")
     return value
 
 
@@ -96,12 +96,12 @@ _HUB_PAGE = re.compile(
 
 def _base_model(value: str) -> str:
     if value.startswith(("./", "../")):
-        refuse(f"paths are absolute, got {shown(value)}", RELATIVE)
+        refuse(f"paths must be absolute, got {shown(value)}", RELATIVE)
     if value.startswith(("~", "$")):
         absolute(value)
     if found := _HUB_PAGE.fullmatch(value):
         refuse(
-            f"a hub id (org/name) takes the place of its address, got {shown(value)}",
+            f"expected a hub id (org/name) instead of its URL, got {shown(value)}",
             f"write {found['id']}",
             write=found["id"],
         )
@@ -115,7 +115,7 @@ def _base_model(value: str) -> str:
 def _adapter(value: Any) -> Any:
     if isinstance(value, str) and (advice := synonym.adapter_word(value)) is not None:
         fix = None if advice.fix is None else {"adapter": None, **advice.fix}
-        refuse(f"the directory of an adapter to go on from, got {shown(value)}", advice.hint, fix=fix)
+        refuse(f"expected the directory of an adapter to continue from, got {shown(value)}", advice.hint, fix=fix)
     return value
 
 
@@ -137,10 +137,10 @@ def _dataset_path(value: str) -> str:
         within = (
             ""
             if is_whole
-            else ", and revision, name or split below it where one of them is meant; or download the file and name it"
+            else ", and below it revision, name or split if you need one of them; or download the file and use its path"
         )
         refuse(
-            f"a hub id (org/name) takes the place of its address, got {shown(value)}",
+            f"expected a hub id (org/name) instead of its URL, got {shown(value)}",
             f"write {found['id']}{within}",
             write=found["id"] if is_whole else None,
         )
@@ -204,7 +204,7 @@ def _splits(value: Any) -> Any:
 def _target_modules(value: str | list[str]) -> str | list[str]:
     if isinstance(value, str) and "," in value:
         refuse(
-            f"several modules are a list, got {shown(value)}",
+            f"expected a list of modules, got {shown(value)}",
             "write [q_proj, v_proj]",
             write=[part.strip() for part in value.split(",") if part.strip()],
         )
@@ -254,7 +254,7 @@ def _webhook(value: str) -> str:
     if WEBHOOK_NAME.fullmatch(value):
         return value
     if re.match(r"https?://[^/]*@", value):
-        refuse("an address with a password in it", "secrets never stand in a spec")
+        refuse("the URL contains a password", "a job file must not contain secrets")
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
         raise ValueError
     return value
@@ -489,7 +489,7 @@ class PredictionSpec(Section):
     sample_frequency: Annotated[
         Literal["eval", "epoch", "off"] | int,
         any_of(lambda value: value in ("eval", "epoch", "off") if isinstance(value, str) else value >= 1, int, str),
-        Expected("one of eval, epoch, off, or a whole number of steps"),
+        Expected("one of eval, epoch, off, or an integer number of steps"),
     ] = "eval"
     """Interval of predictions, in addition to those at the start and the end; `off` makes none at all."""
     num_samples: Count = 5
@@ -504,7 +504,7 @@ class PredictionSpec(Section):
         Literal["auto"] | list[Metric],
         any_of(lambda value: value == "auto" or is_metrics(value), str, list),
         BeforeValidator(_metric_names),
-        Expected("auto, or a list of metrics' names"),
+        Expected("auto, or a list of metric names"),
     ] = "auto"
     """Metrics on predictions; `auto` chooses by the expected answers. docs/operation.md lists all of them."""
     sample: SampleSpec | None = None
@@ -578,11 +578,11 @@ class GuardSpec(Section):
 class NotifySpec(Section):
     """`notify:` recipients of a notification when the job ends."""
 
-    webhook: (
-        Annotated[str, AfterValidator(_webhook), Expected("an http or https address, or a webhook's name")] | None
-    ) = None
+    webhook: Annotated[str, AfterValidator(_webhook), Expected("an HTTP or HTTPS URL, or a webhook's name")] | None = (
+        None
+    )
     """URL that gets a POST, or its name in honed.toml; the administrator decides which ones a job may name."""
-    mail: Annotated[str, form(MAIL_ADDRESS.pattern), Expected("a mail address")] | None = None
+    mail: Annotated[str, form(MAIL_ADDRESS.pattern), Expected("an email address")] | None = None
     """Mail address, in a domain that the administrator allows."""
     states: list[Ending] = Field(default=["succeeded", "failed", "cancelled"])
     """Final states that are reported."""
@@ -789,7 +789,7 @@ def validate(
     return spec
 
 
-_SECRET = ("looks like a token or a key", "secrets never stand in a spec: take it back where it was issued")
+_SECRET = ("looks like a token or a key", "a job file must not contain secrets: revoke it where it was issued")
 
 
 def _secrets(data: dict[str, Any]) -> Iterator[KeyPath]:
@@ -840,11 +840,11 @@ def _read(path: Path, max_bytes: int) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
         what = "is a symbolic link" if path.is_symlink() else f"cannot be read: {(error.strerror or '').lower()}"
-        raise fault(f"{path.name} {what}", hint="a job file is a regular file") from error
+        raise fault(f"{path.name} {what}", hint="a job file must be a regular file") from error
     try:
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
-            raise fault(f"{path.name} is {_kind(mode)}", hint="a job file is a regular file")
+            raise fault(f"{path.name} is {_kind(mode)}", hint="a job file must be a regular file")
         with os.fdopen(fd, "rb", closefd=False) as file:
             return file.read(max_bytes + 1)
     finally:

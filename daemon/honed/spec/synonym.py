@@ -31,6 +31,7 @@ from honed.spec.advice import (
 )
 from honed.spec.problem import rewritten, shown
 from honed.system import quote
+from honed.system.error import Fix
 
 
 def _all(synonym: Synonym, *names: str) -> dict[str, Synonym]:
@@ -69,7 +70,7 @@ _DTYPES = {
 
 def _dtype(value: Any) -> Any:
     if str(value).lower().startswith(("fp8", "float8", "mxfp", "nvfp")):
-        raise Unsaid(f"training in {shown(value)} is not supported yet: leave it out")
+        raise Unsaid(f"training in {shown(value)} is not supported yet: remove it")
     return one_of(_DTYPES, "dtype")(value)
 
 
@@ -78,13 +79,13 @@ def _half(dtype: str) -> Synonym:
 
     def advise(asked: Asked) -> Advice:
         if is_off(asked.value) or str(asked.value).lower() in ("auto", "full"):
-            return Advice("leave it out: honed plans the precision by device and checkpoint", {})
+            return Advice("remove it: honed plans the precision from device and checkpoint", {})
         if not is_on(asked.value):
-            return Advice("leave it out: honed plans the precision; or write dtype at the top level")
+            return Advice("remove it: honed plans the precision; or write dtype at the top level")
         if dtype == "bfloat16" and not trains_adapter(asked.data):
             return Advice(
-                "leave it out: dtype: auto computes in bfloat16 where device and checkpoint can; dtype: bfloat16 at "
-                "the top level asks for it",
+                "remove it: dtype: auto computes in bfloat16 if device and checkpoint support it; dtype: bfloat16 at "
+                "the top level requires it",
                 {},
             )
         at = " at the top level" if asked.section else ""
@@ -101,7 +102,7 @@ def _quantized(value: Any) -> Any:
         return "4bit" if word != "bnb" else None
     if word in ("8", "int8", "bnb8"):
         return "8bit"
-    raise Unsaid(f"quantization to {shown(value)} is not supported yet: quantization takes 4bit and 8bit")
+    raise Unsaid(f"quantization to {shown(value)} is not supported yet: quantization may be 4bit or 8bit")
 
 
 def _quantization_config(asked: Asked) -> Advice:
@@ -124,7 +125,7 @@ def _attention(value: Any) -> Any:
             "eager": "eager",
             **dict.fromkeys(("auto", "disabled", "none", "no", "false", False), "auto"),
         },
-        "attn_implementation: auto, sdpa, eager or flash_attention_2, in place of",
+        "write attn_implementation: auto, sdpa, eager or flash_attention_2, instead of",
     )(value)
 
 
@@ -139,7 +140,7 @@ def _modules(value: Any) -> Any:
 
 def _target_modules(asked: Asked) -> Advice:
     if is_on(asked.data.get("lora_target_linear")):
-        return Advice("leave it out: lora_target_linear means all", {})
+        return Advice("remove it: lora_target_linear means all", {})
     return take("lora.target_modules", _modules).advise(asked)
 
 
@@ -166,7 +167,7 @@ def _slurm_seconds(value: Any) -> Any:
 def _gres(value: Any) -> Any:
     found = re.fullmatch(r"gpu(?::[a-z]\w*)?(?::(\d+))?", str(value), re.IGNORECASE)
     if found is None or int(found[1] or 1) > 1:
-        raise Unsaid("write resources.gpus: 1: a job has one device for now")
+        raise Unsaid("write resources.gpus: 1: a job uses one device")
     return int(found[1] or 1)
 
 
@@ -206,8 +207,8 @@ _METHODS = {
     "sequence_classification": "classification",
     "seq_cls": "classification",
     "classification": "classification",
-    "embedding": "training of embeddings",
-    "reranker": "training of rerankers",
+    "embedding": "training embedding models",
+    "reranker": "training rerankers",
 }
 _SFT = (
     "sft",
@@ -244,9 +245,9 @@ def _kind(asked: Asked) -> Advice:
     if word == "merge":
         return Advice("write kind: merge", {"kind": "merge"})
     if word in _SFT or is_off(value):
-        return Advice(f"leave it out: {_SFT_ALONE}", {})
+        return Advice(f"remove it: {_SFT_ALONE}", {})
     if word in _PRETRAINING:
-        return Advice("leave it out: rows of text (format: text) train whole, which is pretraining gone on with", {})
+        return Advice("remove it: text rows (format: text) are trained on in full, which is continued pretraining", {})
     said = not_supported(word)
     return Advice(said or f"honed has no {shown(value)}: {_SFT_ALONE}, or merges an adapter (kind: merge)")
 
@@ -264,8 +265,8 @@ def _method(asked: Asked) -> Advice:
 def _hyperparameters(asked: Asked) -> Advice:
     """Advise for OpenAI's hyperparameters; auto means the default."""
     if not isinstance(asked.value, dict):
-        return Advice("its keys stand under training:")
-    fix: dict[str, Any] = {}
+        return Advice("its keys belong under training:")
+    fix: Fix = {}
     hints: list[str] = []
     lost: list[str] = []  # settings that are given up
     for key, value in asked.value.items():
@@ -276,9 +277,9 @@ def _hyperparameters(asked: Asked) -> Advice:
         fix |= advice.fix
         hints += [f"{name}: {rewritten(each)}" for name, each in advice.fix.items()]
         if not advice.fix and value not in (None, "auto"):
-            lost.append(f"{key}: {advice.hint.removeprefix('leave it out: ')}")
-    what = f"write {', '.join(hints)}" if hints else "leave it out"
-    why = "" if hints or lost else ": auto is what honed does by itself"
+            lost.append(f"{key}: {advice.hint.removeprefix('remove it: ')}")
+    what = f"write {', '.join(hints)}" if hints else "remove it"
+    why = "" if hints or lost else ": auto already does this"
     return Advice("; ".join([f"{what}{why}", *lost]), fix)
 
 
@@ -294,13 +295,13 @@ def _adapter_kind(asked: Asked) -> Advice:
     if word == "dora":
         return Advice("write lora: {use_dora: true}", {"lora": {"use_dora": True}})
     if ("lora" in word and "ada" not in word) or (asked.key in ("use_peft", "peft", "use_lora") and is_on(value)):
-        return Advice("write a lora: section (lora: {} takes its defaults)", {"lora": {}})
+        return Advice("write a lora: section (lora: {} uses its defaults)", {"lora": {}})
     if word in ("full", "full_finetuning", "full_fine-tuning", "fft") or is_off(value):
-        return Advice("leave it out: without a lora: section it is full fine-tuning", {})
+        return Advice("remove it: without a lora: section it is full fine-tuning", {})
     if word in ("freeze", "oft", "lisa", "badam", "llama-adapter", "ia3", "adalora", "vera", "boft"):
         name = "freeze-tuning" if word == "freeze" else shown(value)
-        return Advice(f"{name} is not supported yet: a lora: section with layers_to_transform, or full fine-tuning")
-    return Advice("a lora: section makes an adapter, without one the job is full fine-tuning")
+        return Advice(f"{name} is not supported yet: use a lora: section with layers_to_transform, or full fine-tuning")
+    return Advice("a lora: section trains an adapter; without one the job is full fine-tuning")
 
 
 def _is_quantized(data: Any) -> bool:
@@ -318,13 +319,13 @@ def adapter_word(value: str) -> Advice | None:
 def lora_value(value: Any) -> Advice | None:
     """Advise for a `lora:` that is not a mapping; None if the intention is unknown."""
     if isinstance(value, str) and "/" in value:
-        return Advice(f"write adapter: {rewritten(value)} to go on from it", {"lora": None, "adapter": value})
+        return Advice(f"write adapter: {rewritten(value)} to continue from it", {"lora": None, "adapter": value})
     if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "on", "off"):
         value = is_on(value)
     if value is True:
-        return Advice("write lora: {}, which takes its defaults", {"lora": {}})
+        return Advice("write lora: {}, which uses its defaults", {"lora": {}})
     if value is False:
-        return Advice("leave it out: without a lora: section it is full fine-tuning", {"lora": None})
+        return Advice("remove it: without a lora: section it is full fine-tuning", {"lora": None})
     if isinstance(value, str):
         advice = adapter_word(value)
         return advice and Advice(advice.hint, None if advice.fix is None else {"lora": None, **advice.fix})
@@ -382,8 +383,8 @@ def _share(value: Any) -> Any:
         return None
     if number >= 1:
         raise Unsaid(
-            f"eval_split is a share of the rows: write eval_split: {rewritten(number)} divided by how many there are; "
-            "or put the rows into a file of their own, for eval_datasets"
+            f"eval_split is a share of the rows: write eval_split: {rewritten(number)} divided by their number; or "
+            "put the rows in their own file, for eval_datasets"
         )
     return number
 
@@ -395,7 +396,7 @@ def named_splits(value: Any) -> Advice | None:
     """Advise for data sets keyed by split names, as in `{train: a.jsonl, validation: b.jsonl}`."""
     if not isinstance(value, dict) or not value:
         return None
-    fix: dict[str, Any] = {}
+    fix: Fix = {}
     for name, each in value.items():
         key = "datasets" if name in _TRAIN else "eval_datasets" if name in _HELD_OUT else None
         sets = [{"path": one} if isinstance(one, str) else one for one in (each if isinstance(each, list) else [each])]
@@ -420,11 +421,11 @@ def _per_epoch(what: str) -> Synonym:
     def advise(asked: Asked) -> Advice:
         number = asked.value
         if is_off(number):
-            return Advice("leave it out" if what == "save" else "leave it out: without rows held out none is made", {})
-        if what == "eval" and not _holds_out(asked.data):
             return Advice(
-                "leave it out: nothing is held out that could be evaluated; eval_split: 0.05 holds rows out", {}
+                "remove it" if what == "save" else "remove it: without held-out rows there are no evaluations", {}
             )
+        if what == "eval" and not _holds_out(asked.data):
+            return Advice("remove it: there are no held-out rows to evaluate on; eval_split: 0.05 holds rows out", {})
         strategy = f"training.{what}_strategy"
         if number == 1:
             return Advice(f"write {strategy}: epoch", {strategy: "epoch"})
@@ -473,10 +474,10 @@ def _data_sets(key: str) -> Synonym:
             made = [{"path": str(each).strip()} for each in names]
             return Advice(f"write {key}: {rewritten(made)}" if len(made) < 3 else f"write {key}", {key: made})
         if str(value).startswith("file-"):
-            return Advice(f"that is a file at OpenAI: write {key}: [{example}] with the .jsonl itself")
+            return Advice(f"that is a file at OpenAI: write {key}: [{example}] with the path of the .jsonl file")
         if len(names) == 1 and re.fullmatch(r"[\w.-]+/[\w.-]+", str(names[0])):
             return Advice(f"write {key}: [{{path: {rewritten(names[0])}}}]", {key: [{"path": names[0]}]})
-        return Advice(f"that is a data set's name elsewhere: write {key}: [{example}] with the file")
+        return Advice(f"that is a data set name of another tool: write {key}: [{example}] with the path of the file")
 
     return by(advise, key)
 
@@ -486,12 +487,12 @@ def _template(asked: Asked) -> Advice:
     if not isinstance(value, str):
         return Advice("write chat_template at the top level: a file with a Jinja template")
     if "{%" in value or "{{" in value:
-        return Advice("put the template into a file, and write chat_template: its path")
+        return Advice("save the template to a file, and write chat_template: its path")
     if is_template_file(value):
         return take("chat_template").advise(asked)
     return Advice(
-        f"leave it out: {shown(value)} is another tool's name for a template, and honed takes the base model's own; "
-        "one without any needs chat_template: a file with it",
+        f"remove it: {shown(value)} is another tool's name for a template, and honed uses the base model's own; if "
+        "the model has none, set chat_template: to a file",
         {},
     )
 
@@ -512,7 +513,7 @@ def model_class(value: str) -> Advice | None:
         return None
     if "Classification" in value or "Reward" in value or "Embedding" in value:
         return Advice(f"classification and reward modelling are not supported yet: {_SFT_ALONE}")
-    return Advice("leave it out: the class is chosen by config.json", {})
+    return Advice("remove it: config.json determines the class", {})
 
 
 def is_template_file(value: str) -> bool:
@@ -527,22 +528,22 @@ def _dataset_type(asked: Asked) -> Advice:
         columns = {ours[key]: each for key, each in value.items() if key in ours and each and each != ours[key]}
         if set(value) - set(ours) - {"field_system"} - {key for key, each in value.items() if not each}:
             return Advice(
-                "a format of one's own is not supported yet: write format: prompt_completion with columns: "
-                "{prompt: …, completion: …}, the rows rendered as they are to be trained"
+                "custom formats are not supported yet: write format: prompt_completion with columns: {prompt: …, "
+                "completion: …}, with the rows rendered as they are to be trained on"
             )
-        fix: dict[str, Any] = {f"{place}.format": "alpaca"} | ({f"{place}.columns": columns} if columns else {})
+        fix: Fix = {f"{place}.format": "alpaca"} | ({f"{place}.columns": columns} if columns else {})
         return Advice(f"write format: alpaca{f' and columns: {rewritten(columns)}' if columns else ''}", fix)
     word = str(value).lower()
     if any(
         name in word for name in ("dpo", "orpo", "kto", "chosen", "rejected", "bradley", "ultra", "argilla", ".intel")
     ):
         return Advice(
-            "training on preferences (DPO, ORPO, KTO) is not supported yet: rows with one answer are trained on"
+            "preference training (DPO, ORPO, KTO) is not supported yet: rows with one answer can be trained on"
         )
     if word.startswith("input_output"):
         return Advice(
-            "input_output (segments with a label each) is not supported yet: write the rows as messages, or "
-            "as prompt and completion"
+            "input_output (segments with a label each) is not supported yet: write the rows as messages, or as "
+            "prompt and completion"
         )
     if "stepwise" in word:
         return Advice("reward modelling is not supported yet")
@@ -561,9 +562,9 @@ def _dataset_type(asked: Asked) -> Advice:
         case "json" | "jsonl" | "csv" | "parquet" | "auto":
             made = "auto"
         case _:
-            return Advice(f"leave it out: format: auto goes by the columns, and honed has no {shown(value)}", {})
+            return Advice(f"remove it: format: auto uses the columns, and honed has no {shown(value)}", {})
     if made == "auto":
-        return Advice("leave it out: format: auto goes by the columns", {})
+        return Advice("remove it: format: auto uses the columns", {})
     return Advice(f"write format: {made}", {f"{place}.format": made})
 
 
@@ -584,8 +585,8 @@ def _message_fields(asked: Asked) -> Advice:
     mapping = asked.value if isinstance(asked.value, dict) else {asked.key.rpartition("_")[2]: asked.value}
     known = {"role": ("role", "from"), "content": ("content", "value")}
     if all(value in known.get(str(key), (key,)) for key, value in mapping.items()):
-        return Advice("leave it out: honed reads messages with role and content, and with from and value", {})
-    return Advice("other names within messages are not supported yet: rewrite the rows with role and content")
+        return Advice("remove it: honed reads messages with role and content, and with from and value", {})
+    return Advice("other key names within messages are not supported yet: rewrite the rows with role and content")
 
 
 def _column(ours: str, *usual: str) -> Synonym:
@@ -594,7 +595,7 @@ def _column(ours: str, *usual: str) -> Synonym:
         if not isinstance(asked.value, str):
             return Advice(f"write columns: {{{ours}: their column}} in the data set")
         if asked.value in (ours, *usual):
-            return Advice("leave it out: honed reads a column of that name by itself", {})
+            return Advice("remove it: honed already reads a column of that name", {})
         hint = f"write columns: {{{ours}: {rewritten(asked.value)}}} in the data set"
         if not asked.section.startswith("datasets"):
             sets = asked.data.get("datasets")
@@ -621,8 +622,8 @@ def _data_files(asked: Asked) -> Advice:
     place = asked.path.rpartition(".")[0]
     if isinstance(hub_id := _sibling(asked.data, place, "path"), str) and re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id):
         return Advice(
-            "of a data set of the hub, name and split choose the files; or download it with `hf download --repo-type "
-            f"dataset {hub_id} --local-dir DIR`, and name the file as path"
+            "for a hub data set, name and split select the files; or download it with `hf download --repo-type "
+            f"dataset {hub_id} --local-dir DIR`, and use the file as path"
         )
     if len(files) == 1 and isinstance(files[0], str):
         return Advice(f"write path: {rewritten(files[0])}", {f"{place}.path": files[0]})
@@ -632,11 +633,11 @@ def _data_files(asked: Asked) -> Advice:
 def _tracker(name: str) -> Synonym:
     def advise(asked: Asked) -> Advice:
         if is_off(asked.value):
-            return Advice("leave it out", {})
+            return Advice("remove it", {})
         there = asked.data.get("report_to")
         there = [there] if isinstance(there, str) else there if isinstance(there, list) else []
         wanted = [each for each in there if each in ("tensorboard", "wandb", "mlflow", "trackio") and each != name]
-        given_up = "" if is_on(asked.value) else f"; {asked.key.replace('_', ' ')} is then what {name} makes of it"
+        given_up = "" if is_on(asked.value) else f"; {name} then chooses {asked.key.replace('_', ' ')}"
         return Advice(
             f"write report_to: {rewritten([*wanted, name])} at the top level{given_up}"
             if asked.section
@@ -653,14 +654,14 @@ def _integrations(asked: Asked) -> Advice:
     )
     if kinds and set(kinds) <= {"wandb", "tensorboard", "mlflow", "trackio"}:
         return Advice(f"write report_to: {rewritten(kinds)}", {"report_to": kinds})
-    return Advice("write report_to: [tensorboard, wandb, mlflow, trackio], those wanted")
+    return Advice("write report_to: [tensorboard, wandb, mlflow, trackio], with the ones you need")
 
 
 def _gpus(asked: Asked) -> Advice:
     value = len(asked.value) if isinstance(asked.value, list) else asked.value
     if str(value).isdecimal() and int(value) > 1:
-        return Advice("training on several GPUs is not supported yet: leave it out, and one is taken")
-    return Advice("leave it out: a job has one GPU; resources: {gpus: 0} trains on the CPU", {})
+        return Advice("training on several GPUs is not supported yet: remove it to use one GPU")
+    return Advice("remove it: a job uses one GPU; resources: {gpus: 0} trains on the CPU", {})
 
 
 def _schedule(asked: Asked) -> Advice:
@@ -678,7 +679,7 @@ def _schedule(asked: Asked) -> Advice:
 
 def _least_rate(asked: Asked) -> Advice:
     if is_off(asked.value):
-        return Advice("leave it out", {})
+        return Advice("remove it", {})
     fix = {
         "training.lr_scheduler_type": "cosine_with_min_lr",
         "training.lr_scheduler_kwargs": {"min_lr_rate": asked.value},
@@ -699,33 +700,32 @@ def _low_rank_optimizer(name: str) -> Synonym:
 
 def _resume(asked: Asked) -> Advice:
     if is_on(asked.value) or is_off(asked.value):
-        return Advice("leave it out: honed resumes by itself", {})
+        return Advice("remove it: honed resumes automatically", {})
     return Advice(
-        "honed resumes its own jobs by itself; to go on from what another tool has trained, write "
-        "adapter: its directory, or base_model, in place of this"
+        "honed resumes its own jobs automatically; to continue what another tool has trained, write adapter: its "
+        "directory, or base_model, instead"
     )
 
 
 def _special_tokens(asked: Asked) -> Advice:
     keys = set(asked.value) if isinstance(asked.value, dict) else set()
     if keys and keys <= {"pad_token"}:
-        return Advice("leave it out: the tokenizer has a padding token, or honed chooses one that no row trains", {})
-    return Advice("leave it out: the special tokens are the tokenizer's own; others belong into its files", {})
+        return Advice("remove it: the tokenizer has a padding token, or honed chooses one that no row trains", {})
+    return Advice("remove it: the tokenizer has its own special tokens; add others to its files", {})
 
 
 def _stages(_: Asked) -> Advice:
     """Advise for DeepSpeed, FSDP and other ways to spread a job over devices."""
     return Advice(
-        "leave it out: a job has one device, so nothing is spread; a model that does not fit takes quantization: 4bit "
-        "with lora:",
+        "remove it: a job uses one device; for a model that does not fit, use quantization: 4bit with lora:",
         {},
     )
 
 
 def _multiplier(_: Asked) -> Advice:
     return Advice(
-        "leave it out: it is a multiple of a rate that OpenAI chooses; write training.learning_rate: the "
-        "rate itself, 1e-4 for LoRA, 1e-5 for full fine-tuning",
+        "remove it: it multiplies a rate that OpenAI chooses; write training.learning_rate: the rate itself, 1e-4 "
+        "for LoRA, 1e-5 for full fine-tuning",
         {},
     )
 
@@ -733,25 +733,25 @@ def _multiplier(_: Asked) -> Advice:
 def _decoding(asked: Asked) -> Advice:
     if asked.key in ("do_sample", "generation_do_sample"):
         if is_off(asked.value):
-            return Advice("leave it out: predictions are greedy, so that they can be compared", {})
-        return Advice("write predictions.sample: {}, where greedy ones are not wanted", {"predictions.sample": {}})
+            return Advice("remove it: predictions are greedy, so that they are comparable", {})
+        return Advice("write predictions.sample: {} to sample instead of greedy decoding", {"predictions.sample": {}})
     name = asked.key.removeprefix("generation_")
     if asked.value == 0:
-        return Advice("leave it out: predictions are greedy, so that they can be compared", {})
+        return Advice("remove it: predictions are greedy, so that they are comparable", {})
     if name in ("temperature", "top_p"):
-        words = f"write predictions.sample: {{{name}: {rewritten(asked.value)}}}; left out, predictions are greedy"
+        words = f"write predictions.sample: {{{name}: {rewritten(asked.value)}}}; by default predictions are greedy"
         return Advice(words, {"predictions.sample": {name: asked.value}})
-    return Advice("leave it out: predictions are greedy, or drawn by predictions.sample: {temperature, top_p}", {})
+    return Advice("remove it: predictions are greedy, or sampled with predictions.sample: {temperature, top_p}", {})
 
 
-_SPEED = drop("it changes nothing that is learned, and honed chooses the kernels")
-_LIGER = switch({"training.use_liger_kernel": True}, note="takes all of Liger's kernels, where the package is there")
-_ON_ANSWERS = "honed trains on the assistant's turns alone; rows of text train whole"
+_SPEED = drop("it does not affect the result, and honed chooses the kernels")
+_LIGER = switch({"training.use_liger_kernel": True}, note="enables all of Liger's kernels, if the package is installed")
+_ON_ANSWERS = "honed trains only on the assistant's turns; text rows are trained on in full"
 _QUANTIZER = drop("honed quantizes to nf4 with double quantization")
 _STAGES = by(_stages)
-_OWN_TOKENIZER = drop("the tokenizer is the base model's own")
-_HUB = drop("honed sends nothing to the hub")
-_TRACKED = drop("report_to says which trackers get the figures, and honed where they write")
+_OWN_TOKENIZER = drop("the tokenizer is the base model's")
+_HUB = drop("honed uploads nothing to the hub")
+_TRACKED = drop("report_to selects the trackers that receive metrics, and honed where they write")
 _KIND = by(_kind, "kind")
 
 #: Another tool's name -> advice by its value. `section.name` is a name in one section only.
@@ -764,27 +764,27 @@ NAMES: dict[str, Synonym] = {
            "max_packed_sequence_len", "max_tokens_per_sample"),
     **_all(take("training.eval_strategy", one_of({"steps": "steps", "epoch": "epoch", "no": "no", "never": "no"})),
            "evaluation_strategy"),
-    "do_eval": drop("held-out rows are evaluated, by training.eval_strategy"),
-    "do_train": drop("training is what a job does"),
-    "do_predict": drop("honed predicts by itself: predictions says how"),
+    "do_eval": drop("training.eval_strategy sets when held-out rows are evaluated"),
+    "do_train": drop("a job always trains"),
+    "do_predict": drop("honed makes predictions itself: see predictions"),
     **_all(switch({"resources.gpus": 0}), "no_cuda", "use_cpu"),
-    "overwrite_output_dir": drop("an output_dir is the job's own or refused"),
+    "overwrite_output_dir": drop("an output_dir must be new"),
     **_all(switch({"training.train_sampling_strategy": "group_by_length"}), "group_by_length"),
-    **_all(drop("checkpoints are safetensors"), "save_safetensors", "safe_serialization"),
+    **_all(drop("checkpoints are always safetensors"), "save_safetensors", "safe_serialization"),
     **_all(take("dtype", _dtype), "torch_dtype", "half_precision_backend", "infer_dtype", "mixed_precision",
            "fp16_opt_level", "precision", "compute_dtype", "model_dtype", "bnb_4bit_compute_dtype", "kv_cache_dtype"),
     **_all(_half("bfloat16"), "bf16", "bfloat16", "use_bf16"),
     **_all(_half("float16"), "fp16", "float16", "use_fp16"),
     "pure_bf16": switch({"dtype": "bfloat16"}),
-    **_all(drop("evaluations have the precision of the training"), "bf16_full_eval", "fp16_full_eval"),
-    "tf32": drop("float32 is computed as torch does by default"),
-    "accelerator_config": drop("honed sets accelerate up from its plan"),
-    **_all(never("training in float8", "leave it out, and bfloat16 is taken where the device can"), "fp8", "use_fp8",
+    **_all(drop("evaluations use the precision of training"), "bf16_full_eval", "fp16_full_eval"),
+    "tf32": drop("float32 is computed as by torch's default"),
+    "accelerator_config": drop("honed configures accelerate from its plan"),
+    **_all(never("float8 training", "remove it to use bfloat16 if the device supports it"), "fp8", "use_fp8",
            "fp8_backend", "fp8_enable_fsdp_float8_all_gather"),
     "training.output_dir": take("output_dir"),
     "training.report_to": take("report_to"),
     "training.trust_remote_code": take("trust_remote_code"),
-    "include_tokens_per_second": drop("honed reports speed by itself"),
+    "include_tokens_per_second": drop("honed reports the speed itself"),
     **_all(switch({"training.optim": "adafactor"}), "adafactor"),
     **_all(take("training.optim", lambda value: OPTIMIZERS.get(str(value).lower(), value)), "optimizer", "optimiser",
            "optimizer_type", "optimizer_name"),
@@ -800,7 +800,7 @@ NAMES: dict[str, Synonym] = {
            "base_model_id"),
     **_all(drop("base_model has its own config.json"), "base_model_config", "tokenizer_config", "cls_model_config",
            "base_model_ignore_patterns"),
-    "checkpoint": told("base_model", "write base_model, or adapter: what training starts from"),
+    "checkpoint": told("base_model", "write base_model, or adapter: the model or adapter to start from"),
     **_all(take("revision"), "model_revision", "revision_of_model"),
     **_all(_OWN_TOKENIZER, "type_of_model", "architecture", "tokenizer_type", "tokenizer_use_fast", "tokenizer_legacy",
            "use_fast_tokenizer", "tokenizer", "tokenizer_name", "tokenizer_name_or_path", "is_llama_derived_model",
@@ -810,10 +810,10 @@ NAMES: dict[str, Synonym] = {
     **_all(never("adding tokens", "save the tokenizer and the embeddings with them first"), "tokens", "new_tokens",
            "add_tokens", "add_special_tokens", "resize_vocab", "resize_token_embeddings_to_32x", "new_special_tokens",
            "new_special_tokens_config", "additional_special_tokens", "added_tokens_overrides"),
-    "eot_tokens": drop("what ends a turn is found in the chat template"),
+    "eot_tokens": drop("honed finds the end of a turn in the chat template"),
     **_all(never("changing the model's positions", "correct its config.json"), "rope_scaling", "rope_theta",
            "overrides_of_model_config", "shift_attn", "yarn"),
-    **_all(drop("the model's configuration is its config.json"), "model_config", "model_kwargs", "model_init_kwargs",
+    **_all(drop("the model is configured by its config.json"), "model_config", "model_kwargs", "model_init_kwargs",
            "overrides_of_model_kwargs"),
     **_all(drop("honed places the model"), "device_map", "low_cpu_mem_usage", "max_memory", "gpu_memory_limit",
            "offload_folder", "low_cpu_mem", "device", "experimental_skip_move_to_device"),
@@ -826,7 +826,7 @@ NAMES: dict[str, Synonym] = {
            "use_flash_attention_2", "use_flash_attn", "attention_implementation", "use_flash_attention"),
     "sdp_attention": switch({"attn_implementation": "sdpa"}),
     "eager_attention": switch({"attn_implementation": "eager"}),
-    **_all(drop("attn_implementation: auto chooses what the device has"), "xformers_attention", "flex_attention",
+    **_all(drop("attn_implementation: auto uses what the device supports"), "xformers_attention", "flex_attention",
            "flash_optimum", "s2_attention", "flex_attn_compile_kwargs", "gemma4_hybrid_attn_impl", "sage_attention"),
     **_all(switch({"backend": "unsloth"}), "use_unsloth"),
     **_all(take("backend", one_of({"unsloth": "unsloth", "transformers": "transformers", "hf": "transformers",
@@ -837,9 +837,9 @@ NAMES: dict[str, Synonym] = {
            "num_labels"),
     **_all(never("quantization-aware training"), "qat", "qat_config"),
     # Quantization
-    **_all(switch({"quantization": "4bit"}, off_note="nothing is quantized unless quantization says so"),
+    **_all(switch({"quantization": "4bit"}, off_note="only quantization: sets quantization"),
            "load_in_4bit", "use_4bit", "qlora", "use_int4", "use_qlora"),
-    **_all(switch({"quantization": "8bit"}, off_note="nothing is quantized unless quantization says so"),
+    **_all(switch({"quantization": "8bit"}, off_note="only quantization: sets quantization"),
            "load_in_8bit", "use_8bit", "use_int8"),
     **_all(take("quantization", _quantized), "quantization_bit", "quantize", "quant_bits"),
     **_all(take("quantization", lambda value: None if str(value).lower() in ("bnb", "bitsandbytes") else
@@ -849,7 +849,8 @@ NAMES: dict[str, Synonym] = {
     **_all(_QUANTIZER, "bnb_4bit_quant_type", "double_quantization", "use_bnb_nested_quant",
            "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "bnb_config_kwargs", "quantization_type",
            "model_quantization_config_kwargs", "quantize_moe_experts"),
-    **_all(never("training on GPTQ weights that are made here", "name the quantized checkpoint as base_model"), "gptq"),
+    **_all(never("training on GPTQ weights quantized on the fly",
+                 "use the quantized checkpoint as base_model"), "gptq"),
     # LoRA
     **_all(take("lora.r"), "lora_r", "lora_rank", "rank", "lora.rank", "lora.lora_r", "lora.lora_rank", "peft_r"),
     **_all(take("lora.lora_alpha"), "lora.alpha", "alpha"),
@@ -863,51 +864,54 @@ NAMES: dict[str, Synonym] = {
     **_all(take("lora.use_rslora", flag), "peft_use_rslora", "rslora"),
     **_all(take("lora.init_lora_weights"), "peft_init_lora_weights", "lora_init"),
     "pissa_init": switch({"lora.init_lora_weights": "pissa"}),
-    **_all(drop("the adapter that is written is a plain one"), "pissa_convert", "pissa_iter"),
+    **_all(drop("the saved adapter is a plain one"), "pissa_convert", "pissa_iter"),
     **_all(take("lora.layers_to_transform"), "peft_layers_to_transform"),
-    **_all(drop("honed trains single adapters with peft, and lora: says how"), "lora_fan_in_fan_out", "lora.task_type",
+    **_all(drop("honed trains a single adapter with peft, configured by lora:"),
+           "lora_fan_in_fan_out", "lora.task_type",
            "lora.inference_mode", "lora.peft_type", "lora.fan_in_fan_out", "lora_on_cpu", "create_new_adapter",
            "lora_task_type", "use_gradient_checkpointing_lora", "peft_layer_replication"),
-    **_all(never("a loss or a learning rate of its own for LoRA's matrices"), "loraplus_lr_ratio",
+    **_all(never("a separate loss or learning rate for LoRA's matrices"), "loraplus_lr_ratio",
            "loraplus_lr_embedding"),
     **_all(never("LoftQ"), "loftq", "loftq_config", "lora.loftq_config"),
-    **_all(told("lora.target_modules", "adapters on parameters that are no layers are not supported yet: "
-                "lora.target_modules names layers"), "lora_target_parameters", "lora.target_parameters"),
-    **_all(switch({}, {"lora.finetune_vision_layers": True}, note="the vision tower stays as it is unless it is asked"),
+    **_all(told("lora.target_modules", "adapters on parameters outside layers are not supported yet: "
+                                       "lora.target_modules lists layers"),
+           "lora_target_parameters", "lora.target_parameters"),
+    **_all(switch({}, {"lora.finetune_vision_layers": True}, note="the vision encoder stays frozen unless enabled"),
            "freeze_vision_tower", "freeze_vit", "freeze_vision"),
     **_all(switch({"lora.finetune_vision_layers": True}), "train_vision", "tune_mm_vision"),
-    **_all(switch({}, {"lora.finetune_audio_layers": True}, note="the audio tower stays as it is unless it is asked"),
+    **_all(switch({}, {"lora.finetune_audio_layers": True}, note="the audio encoder stays frozen unless enabled"),
            "freeze_audio_tower", "freeze_audio"),
     "train_audio": switch({"lora.finetune_audio_layers": True}),
-    **_all(switch({}, {"lora.finetune_projector": True}, note="the projector stays as it is unless it is asked"),
+    **_all(switch({}, {"lora.finetune_projector": True}, note="the projector stays frozen unless enabled"),
            "freeze_multi_modal_projector", "freeze_aligner"),
     **_all(take("lora.finetune_projector", flag), "tune_mm_mlp_adapter", "finetune_projector_layers",
            "lora.finetune_projector_layers", "train_projector"),
     **_all(switch({"lora": {"finetune_language_layers": False, "finetune_projector": True}},
                   note="trains an adapter there"), "train_mm_proj_only"),
-    **_all(told("lora", "lora.finetune_vision_layers, finetune_audio_layers and finetune_projector say what gets an "
-                "adapter; without a lora: section the language model is trained, whole"),
+    **_all(told("lora", "lora.finetune_vision_layers, finetune_audio_layers and finetune_projector select what gets "
+                        "an adapter; without a lora: section the language model is trained in full"),
            "freeze_mm_modules", "unfrozen_parameters", "freeze_modules", "freeze_trainable_modules",
            "freeze_trainable_layers", "freeze_extra_modules"),
-    **_all(told("training.learning_rate", "a learning rate for one part is not supported yet: all that is trained has "
-                "training.learning_rate"), "mm_projector_lr", "vision_tower_lr", "vit_lr", "aligner_lr", "audio_lr",
-           "embedding_lr", "embedding_lr_scale", "embedding_learning_rate", "lr_groups"),
-    **_all(drop("the base model says whether it sees or hears, and with what processor"),
+    **_all(told("training.learning_rate", "a learning rate for one part is not supported yet: all trained parameters "
+                                          "use training.learning_rate"),
+           "mm_projector_lr", "vision_tower_lr", "vit_lr", "aligner_lr", "audio_lr", "embedding_lr",
+           "embedding_lr_scale", "embedding_learning_rate", "lr_groups"),
+    **_all(drop("the base model determines whether images or audio are supported, and the processor"),
            "is_multimodal", "processor_type", "processor_config", "processor", "vision_tower", "vision", "multimodal",
            "is_vision_model"),
     **_all(drop("honed renders and tokenizes the rows itself"), "skip_prepare_dataset"),
     **_all(switch({"lora.finetune_language_layers": False}), "freeze_language_model", "freeze_llm"),
-    **_all(drop("lora.target_modules says which kinds of layers get an adapter"),
+    **_all(drop("lora.target_modules selects the layers that get an adapter"),
            "finetune_attention_modules", "finetune_mlp_modules"),
     **_all(by(_adapter_kind, "lora"), "finetuning_type", "use_peft", "peft", "use_lora", "training_type", "peft_config",
            "lora_config", "finetune_type", "tuner_type", "train_type"),
     "full_finetuning": by(lambda asked: Advice(
-        "leave it out: without a lora: section it is full fine-tuning", {}) if is_on(asked.value) else Advice(
-        "write a lora: section (lora: {} takes its defaults)", {"lora": {}}), "lora"),
+        "remove it: without a lora: section it is full fine-tuning", {}) if is_on(asked.value) else Advice(
+        "write a lora: section (lora: {} uses its defaults)", {"lora": {}}), "lora"),
     # Length of the run, learning rate, optimizer
     **_all(take("training.num_train_epochs", _automatic), "num_epochs", "epochs", "n_epochs", "num_epoch", "epoch"),
     **_all(take("training.max_steps"), "num_steps", "total_steps", "max_train_steps", "num_train_steps", "iters"),
-    "max_steps_per_epoch": told("training.max_steps", "write training.max_steps: the steps of the whole run"),
+    "max_steps_per_epoch": told("training.max_steps", "write training.max_steps: the number of steps of the run"),
     **_all(take("training.learning_rate"), "lr", "peak_lr"),
     "learning_rate_multiplier": by(_multiplier, "training.learning_rate"),
     **_all(by(_schedule, "training.lr_scheduler_type"), "lr_scheduler", "scheduler", "lr_scheduler_name", "schedule"),
@@ -939,18 +943,18 @@ NAMES: dict[str, Synonym] = {
     **_all(take("training.torch_compile", flag), "compile"),
     **_all(take("training.neftune_noise_alpha"), "neftune_alpha", "noisy_embedding_alpha"),
     **_all(switch({"training.loss_type": "dft"}), "use_dft_loss"),
-    **_all(never("this loss", "training.loss_type has those that TRL has"), "use_eaft", "use_eaft_loss", "eaft_alpha",
+    **_all(never("this loss", "training.loss_type lists TRL's losses"), "use_eaft", "use_eaft_loss", "eaft_alpha",
            "eaft_k", "use_asft_loss", "asft_alpha", "focal_loss"),
     **_all(_low_rank_optimizer("galore"), "use_galore"),
     **_all(_low_rank_optimizer("apollo"), "use_apollo"),
-    **_all(never("this optimizer", "training.optim has those that transformers has"), "use_badam", "use_adam_mini",
+    **_all(never("this optimizer", "training.optim lists transformers' optimizers"), "use_badam", "use_adam_mini",
            "use_muon", "use_lomo", "relora", "relora_steps", "lisa_n_layers", "lisa_step_interval", "dion_lr"),
-    **_all(drop("the run's end is found by its length"), "loss_watchdog_threshold", "loss_watchdog_patience"),
+    **_all(drop("the length of the run sets its end"), "loss_watchdog_threshold", "loss_watchdog_patience"),
     # Data
     **_all(_data_sets("datasets"), "dataset", "dataset_name", "data", "train_file", "training_file", "train_dataset",
            "dataset_path", "data_path", "train_data_path", "train_data", "dataset_mixture", "data_files",
            "train_files", "local_dataset", "train_datasets", "dataset_names", "pretraining_dataset"),
-    **_all(drop("datasets names the files themselves"), "dataset_dir", "dataset_info", "media_dataset_dir"),
+    **_all(drop("datasets lists the files themselves"), "dataset_dir", "dataset_info", "media_dataset_dir"),
     **_all(told("datasets", "write datasets: [{path: …, split: …}], with the file or directory"), "dataset_config",
            "dataset_train_split"),
     **_all(_data_sets("eval_datasets"), "test_datasets", "eval_dataset", "eval_data_path", "validation_file",
@@ -966,7 +970,7 @@ NAMES: dict[str, Synonym] = {
     **_all(told("datasets.media_dir", "write media_dir in the data set: one directory, or {image: …, audio: …}"),
            "image_dir", "image_folder", "images_dir", "media_folder", "video_dir", "audio_dir", "frames_dir",
            "videos_dir", "audios_dir", "media_root", "image_root", "images_folder", "video_folder", "eval_audio_dir"),
-    **_all(drop("`<image>`, `<video>` and `<audio>` in a text are the places of what the columns hold"),
+    **_all(drop("`<image>`, `<video>` and `<audio>` in a text are placeholders for the columns' content"),
            "image_token", "video_token", "audio_token", "image_placeholder"),
     **_all(take("media.max_pixels"), "image_max_pixels", "video_max_pixels", "max_image_pixels"),
     **_all(take("media.min_pixels"), "image_min_pixels", "video_min_pixels"),
@@ -974,20 +978,21 @@ NAMES: dict[str, Synonym] = {
            "max_image_side", "max_resolution", "image_longest_edge"),
     **_all(take("media.num_frames"), "video_maxlen", "nframes", "max_frames", "fps_max_frames", "num_video_frames",
            "max_num_frames", "media.frames"),
-    **_all(told("media.num_frames", "write media: {num_frames: …}, how many of a video are seen"), "video_fps", "fps"),
+    **_all(told("media.num_frames", "write media: {num_frames: …}, the number of frames to use"),
+           "video_fps", "fps"),
     **_all(told("datasets.media_dir", "write media_dir: {video: …}, where a video may be a directory of frames"),
            "datasets.media_dir.frames", "datasets.media_dir.frame", "datasets.media_dir.frames_dir"),
-    **_all(drop("what a row has beside its text is in the row, the sound of a video as well as `audio`"),
+    **_all(drop("a row contains its own media, with the sound of a video also as `audio`"),
            "use_audio_in_video"),
-    **_all(drop("how images are cut up is the model's processor's affair; `media:` limits their size"),
+    **_all(drop("the model's processor decides how images are split; `media:` limits their size"),
            "crop_to_patches", "image_do_pan_and_scan", "do_image_splitting"),
     **_all(_column("image", "images"), "image_column", "images_column", "datasets.images", "datasets.image",
            "field_images"),
     **_all(_column("video", "videos"), "video_column", "datasets.videos"),
     **_all(_column("audio", "audios"), "audio_column", "datasets.audios"),
-    **_all(drop("sound is read at the rate of the model's processor"), "audio_sampling_rate", "sampling_rate",
+    **_all(drop("audio is resampled to the rate of the model's processor"), "audio_sampling_rate", "sampling_rate",
            "sample_rate"),
-    **_all(drop("pictures are fitted to media.max_image_size, bicubic"), "image_resize_algorithm"),
+    **_all(drop("images are resized to media.max_image_size, bicubic"), "image_resize_algorithm"),
     **_all(told("datasets.columns", "write columns: {our name: their column} in the data set"), "column_mapping",
            "column_names"),
     **_all(_column("text"), "text_column", "dataset_text_field", "datasets.field", "datasets.text_field"),
@@ -1001,7 +1006,7 @@ NAMES: dict[str, Synonym] = {
     **_all(_column("system"), "field_system", "datasets.field_system"),
     **_all(by(_message_fields, "datasets.columns"), "message_property_mappings", "message_field_role",
            "message_field_content"),
-    **_all(never("training on preferences (DPO, ORPO, KTO)", "rows with one answer are trained on"),
+    **_all(never("preference training (DPO, ORPO, KTO)", "rows with one answer can be trained on"),
            "datasets.field_chosen", "datasets.field_rejected", "field_chosen", "field_rejected"),
     **_all(by(_data_files, "datasets.path"), "datasets.data_files"),
     **_all(take("datasets.path"), "datasets.file", "datasets.data_dir", "datasets.file_name", "datasets.source",
@@ -1011,7 +1016,7 @@ NAMES: dict[str, Synonym] = {
     **_all(take("datasets.revision"), "datasets.dataset_revision"),
     **_all(by(_dataset_type, "datasets.format"), "datasets.type", "datasets.formatting", "datasets.kind",
            "data.format_type", "datasets.format_type", "datasets.prompt_style"),
-    **_all(drop("the file's suffix says it"), "datasets.ds_type"),
+    **_all(drop("the file's suffix determines the format"), "datasets.ds_type"),
     **_all(drop("honed renders messages with the model's chat template, whatever their roles are called"),
            "datasets.conversation", "datasets.roles", "datasets.chat_template", "datasets.drop_system_message",
            "datasets.strict", "datasets.field_human", "datasets.field_model", "datasets.shards",
@@ -1019,22 +1024,23 @@ NAMES: dict[str, Synonym] = {
     **_all(take("datasets.fraction"), "datasets.weight", "datasets.ratio", "datasets.share", "datasets.proportion",
            "datasets.probability"),
     **_all(told("datasets.fraction", "write fraction in each data set"), "interleave_probs", "mix_strategy"),
-    "streaming": drop("rows are read from files as they are needed"),
+    "streaming": drop("rows are read from the files on demand"),
     **_all(switch({"training.shuffle_dataset": True}), "shuffle_merged_datasets", "shuffle_train_set"),
-    **_all(never("leaving out rows that occur twice"), "dataset_exact_deduplication", "deduplicate"),
-    **_all(never("training on the prompts, too", _ON_ANSWERS), "train_on_inputs", "train_on_input", "train_on_prompt"),
-    **_all(never("training on the last answer alone", _ON_ANSWERS), "mask_history"),
+    **_all(never("skipping duplicate rows"), "dataset_exact_deduplication", "deduplicate"),
+    **_all(never("training on prompts as well", _ON_ANSWERS), "train_on_inputs", "train_on_input", "train_on_prompt"),
+    **_all(never("training only on the last answer", _ON_ANSWERS), "mask_history"),
     **_all(never("training on other turns", _ON_ANSWERS, unless=lambda value: value in (
         "assistant", ["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"], ["model"])), "roles_to_train"),
-    **_all(never("another end than that of each assistant's turn", unless=lambda value: value in ("turn", "all")),
+    **_all(never("an end other than that of each assistant turn", unless=lambda value: value in ("turn", "all")),
            "train_on_eos", "train_on_eot"),
-    **_all(by(lambda asked: Advice(f"leave it out: {_ON_ANSWERS}", {}) if is_on(asked.value) else Advice(
-        f"training on the prompts, too, is not supported yet: {_ON_ANSWERS}")), "train_on_completions",
+    **_all(by(lambda asked: Advice(f"remove it: {_ON_ANSWERS}", {}) if is_on(asked.value) else Advice(
+        f"training on prompts as well is not supported yet: {_ON_ANSWERS}")), "train_on_completions",
         "train_on_responses_only", "completion_only_loss", "assistant_only_loss", "response_only"),
-    **_all(drop("honed reads what it needs, each time"), "overwrite_cache", "dataset_prepared_path",
+    **_all(drop("honed reads the data anew for each run"), "overwrite_cache", "dataset_prepared_path",
            "tokenized_path", "preprocessing_batch_size", "cache_dir", "prepared_dataset_path", "dataset_keep_in_memory",
            "dataset_shard_num", "dataset_shard_idx", "data_shared_file_system", "streaming_multipack_buffer_size"),
-    **_all(drop("a row longer than max_length is cut, counted and told"), "excess_length_strategy", "min_sample_len",
+    **_all(drop("a row longer than max_length is truncated, counted and reported"),
+           "excess_length_strategy", "min_sample_len",
            "truncation_strategy"),
     # Evaluation and predictions
     **_all(take("training.eval_steps"), "run_val_every_n_steps", "eval_every", "val_check_interval"),
@@ -1048,21 +1054,21 @@ NAMES: dict[str, Synonym] = {
            "eval_max_new_tokens", "generation_max_length", "eval_table_max_new_tokens"),
     **_all(by(_decoding, "predictions.sample"), "temperature", "top_p", "top_k", "generation_temperature",
            "generation_do_sample", "do_sample", "repetition_penalty", "num_beams", "generation_num_beams"),
-    **_all(told("early_stopping_patience", "write early_stopping_patience: how many evaluations without improvement"),
+    **_all(told("early_stopping_patience", "write early_stopping_patience: the evaluations without improvement"),
            "early_stopping"),
     **_all(take("early_stopping_patience"), "patience", "early_stopping_steps"),
-    **_all(told("predictions.metrics", "write predictions.metrics: [exact_match, …]; `man honed-job` has them"),
+    **_all(told("predictions.metrics", "write predictions.metrics: [exact_match, …]; `man honed-job` lists them"),
            "compute_metrics", "do_bench_eval", "do_causal_lm_eval", "compute_accuracy", "eval_causal_lm_metrics"),
     # Saving and the rest
     **_all(take("training.save_steps"), "save_every", "checkpoint_every", "checkpointing_steps"),
     "saves_per_epoch": _per_epoch("save"),
     **_all(take("training.save_total_limit"), "max_checkpoints", "keep_checkpoints"),
-    "save_only_model": drop("a job goes on from its checkpoints, which needs the optimizer's state"),
+    "save_only_model": drop("resuming from a checkpoint needs the optimizer's state"),
     **_all(take("output_dir"), "output_path", "save_dir", "out_dir", "output", "save_path", "lora_out_dir"),
     **_all(switch({"save_merged": "bfloat16"}), "merge_lora", "merge_adapter", "save_merged_model", "merge"),
-    **_all(told("output_dir", "a merge is a job of its own: kind: merge with base_model, adapter and output_dir; or "
-                "save_merged: bfloat16 beside training"), "export_dir"),
-    **_all(drop("honed writes safetensors, in files of a size that loads everywhere"), "export_size", "export_device",
+    **_all(told("output_dir", "a merge is a separate job: kind: merge with base_model, adapter and output_dir; or "
+                              "save_merged: bfloat16 with training"), "export_dir"),
+    **_all(drop("honed writes safetensors files of a size that loads everywhere"), "export_size", "export_device",
            "export_legacy_format", "max_shard_size"),
     **_all(never("quantization of the result"), "export_quantization_bit", "export_quantization_dataset",
            "quantize_model", "gguf", "save_gguf"),
@@ -1072,9 +1078,10 @@ NAMES: dict[str, Synonym] = {
     **_all(_tracker("mlflow"), "use_mlflow", "mlflow_experiment_name"),
     **_all(_tracker("trackio"), "use_trackio", "trackio_project_name"),
     **_all(_tracker("tensorboard"), "use_tensorboard", "enable_tensorboard"),
-    "logging_dir": drop("report_to says who gets the figures, honed where they lie"),
+    "logging_dir": drop("report_to selects the trackers, and honed where they write"),
     **_all(by(_integrations, "report_to"), "integrations", "metric_logger", "log", "trackers"),
-    **_all(never("this tracker", "report_to takes tensorboard, wandb, mlflow and trackio"), "use_swanlab", "use_comet",
+    **_all(never("this tracker", "report_to accepts tensorboard, wandb, mlflow and trackio"),
+           "use_swanlab", "use_comet",
            "swanlab_project", "comet_project_name", "use_neptune"),
     **_all(take("name"), "job_name", "project_name", "suffix", "experiment_name", "title", "run_name", "wandb_name",
            "wandb_run_name"),
@@ -1082,21 +1089,22 @@ NAMES: dict[str, Synonym] = {
            "training_stage", "train_method"),
     **_all(by(_hyperparameters, "training"), "hyperparameters", "training_args", "training_arguments", "sft_config",
            "trainer_args"),
-    **_all(by(lambda asked: Advice("leave it out: a lora: section makes an adapter", {}) if is_on(asked.value) else
-              Advice("leave the lora: section out, too: full fine-tuning has none", {"lora": None})),
+    **_all(by(lambda asked: Advice("remove it: a lora: section trains an adapter", {}) if is_on(asked.value) else
+              Advice("remove the lora: section, too: full fine-tuning has no adapter", {"lora": None})),
            "lora.enabled", "lora.enable", "lora.use_lora", "lora.use"),
-    **_all(told("datasets", "a system prompt for all rows is not supported yet: write it into each row, as its first "
-                "message (role: system) or its `system` column"), "system_prompt", "default_system", "system",
+    **_all(told("datasets", "a system prompt for all rows is not supported yet: write it in each row, as its first "
+                            "message (role: system) or its `system` column"),
+           "system_prompt", "default_system", "system",
            "system_message", "datasets.system_prompt"),
-    "metadata": drop("name says what a job is, for people"),
+    "metadata": drop("use name as a description"),
     **_all(by(_gpus, "resources"), "gpus", "num_gpus", "n_gpu", "devices", "resources.gpu", "resources.num_gpus",
            "nproc_per_node", "gpu", "gpu_count", "num_processes", "gpu_ids", "ray_num_workers",
            "gpus_per_node", "resources.gpus_per_node", "gpus_per_task", "resources.gpus_per_task"),
     **_all(take("resources.gpus", _gres), "gres", "resources.gres"),
-    **_all(drop("the administrator's units limit memory and processors"), "mem", "cpus_per_task",
+    **_all(drop("memory and CPU limits are set by the administrator in units"), "mem", "cpus_per_task",
            "mem_per_cpu", "mem_per_gpu", "resources.mem", "resources.memory", "resources.cpus",
            "resources.cpus_per_task", "ntasks", "ntasks_per_node", "cpus"),
-    **_all(drop("honed queues jobs for one machine: priority says which runs first"), "partition", "account", "qos",
+    **_all(drop("honed queues jobs for one machine; priority sets their order"), "partition", "account", "qos",
            "constraint", "nodelist", "exclusive"),
     **_all(take("notify.mail"), "mail_user", "email", "notify.email", "notify.mail_user"),
     **_all(never("training on several machines", unless=lambda value: value == 1), "nnodes", "num_nodes",
@@ -1105,7 +1113,7 @@ NAMES: dict[str, Synonym] = {
     **_all(take("time_limit_sec"), "time_limit", "timeout", "timeout_sec", "max_time", "walltime"),
     "time": take("time_limit_sec", _slurm_seconds),
     **_all(take("depends_on", _dependencies), "dependency", "dependencies", "after"),
-    **_all(drop("honectl submit --hold drops a job that waits"), "hold", "held"),
+    **_all(drop("honectl submit --hold submits a job on hold"), "hold", "held"),
     **_all(_STAGES, "fsdp", "fsdp_config", "deepspeed", "tensor_parallel_size", "context_parallel_size", "ddp",
            "local_rank", "world_size", "parallelism_config", "dist_config", "pipeline_model_parallel_size",
            "tensor_model_parallel_size", "expert_model_parallel_size", "expert_parallel_size", "sequence_parallel",
@@ -1116,13 +1124,14 @@ NAMES: dict[str, Synonym] = {
            "include_effective_tokens_per_second", "print_param_status", "wandb_mode", "report_model_size"),
     **_all(_HUB, "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "push_dataset_to_hub",
            "hub_always_push", "hub_revision", "hf_use_auth_token", "push_to_hub_model_id", "hub_push_checkpoint"),
-    "auto_find_batch_size": drop("a batch size that changes makes another run; honed steps down and keeps the result"),
-    "enable_jit_checkpoint": drop("honed writes a checkpoint on every stop"),
-    **_all(drop("the class is chosen by config.json"), "model_class", "auto_model_class", "llama4_linearized_experts"),
-    **_all(drop("what a template does with reasoning is told by `honectl check`"), "datasets.field_thinking",
+    "auto_find_batch_size": drop("another batch size would change the result; honed reduces it and keeps the product "
+                                 "with accumulation"),
+    "enable_jit_checkpoint": drop("honed writes a checkpoint at every stop"),
+    **_all(drop("config.json determines the class"), "model_class", "auto_model_class", "llama4_linearized_experts"),
+    **_all(drop("`honectl check` reports what a template does with reasoning"), "datasets.field_thinking",
            "datasets.template_thinking_key"),
-    **_all(drop("predictions are made by the model that is trained"), "sample_backend"),
-    "infer_backend": drop("predictions are made by the model that is trained"),
+    **_all(drop("predictions use the trained model"), "sample_backend"),
+    "infer_backend": drop("predictions use the trained model"),
 }  # fmt: skip
 
 _MODEL_NAMES = dict.fromkeys(("name", "path", "id", "base", "name_or_path", "model"), "base_model")
@@ -1179,11 +1188,14 @@ FAMILIES: tuple[tuple[re.Pattern[str], Synonym], ...] = (
         ),
         never("training on preferences or rewards (DPO, KTO, ORPO, GRPO)", _SFT_ALONE),
     ),
-    (re.compile(r"(badam|lisa|relora|jagged_restart|muon|diffusion)(_\w+)?"), never("this way to train")),
+    (re.compile(r"(badam|lisa|relora|jagged_restart|muon|diffusion)(_\w+)?"), never("this training method")),
     (re.compile(r"(galore|apollo)_\w+"), told("training.optim_args", "write training.optim_args: rank=…,scale=…")),
-    (re.compile(r"(gptq|awq|hqq)_\w+"), drop("a quantized base model says itself how it was")),
+    (re.compile(r"(gptq|awq|hqq)_\w+"), drop("a quantized base model contains its own quantization settings")),
     (re.compile(r"hub_\w+"), _HUB),
-    (re.compile(r"(oft|loftq|ia3|vera|boft)_\w+"), never("this kind of adapter", "lora: makes LoRA, DoRA and rsLoRA")),
+    (
+        re.compile(r"(oft|loftq|ia3|vera|boft)_\w+"),
+        never("this kind of adapter", "lora: supports LoRA, DoRA and rsLoRA"),
+    ),
 )
 
 #: Values of other tools -> ours: the first one that the key accepts is suggested.

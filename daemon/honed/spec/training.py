@@ -76,7 +76,7 @@ Schedule = Literal[
 Interval = Literal["no", "steps", "epoch"]
 #: In transformers, -1 means "no limit".
 MaxSteps = Annotated[
-    int, any_of(lambda value: value == -1 or value >= 1, int), Expected("a whole number of steps, at least 1, or -1")
+    int, any_of(lambda value: value == -1 or value >= 1, int), Expected("an integer number of steps, at least 1, or -1")
 ]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
@@ -260,16 +260,16 @@ class TrainingSpec(Section):
         return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
 
 
-_DTYPE = "precision is planned as a whole: set dtype at the top level"
-_ONE_DEVICE = "a job has one device for now"
-_HUB = "honed sends nothing to the hub"
-_METRICS = "honed predicts by itself: see predictions"
-_SCRIPT = "kind says what the job does"
+_DTYPE = "precision is planned as one: set dtype at the top level"
+_ONE_DEVICE = "a job uses one device"
+_HUB = "honed uploads nothing to the hub"
+_METRICS = "honed makes predictions itself: see predictions"
+_SCRIPT = "kind sets what the job does"
 _LOG = "honed writes the log; honectl logs shows it"
-_RESUME = "honed resumes by itself, and exactly"
-_MODEL = "the model's keys stand at the top level: base_model, dtype, attn_implementation"
+_RESUME = "honed resumes automatically and exactly"
+_MODEL = "the model's keys belong at the top level: base_model, dtype, attn_implementation"
 _TOKENIZED = "honed renders and tokenizes the rows itself"
-_MASK = "honed trains on the assistant's turns, whatever the format; rows of plain text train whole"
+_MASK = "honed trains only on the assistant's turns, in every format; plain text rows are trained on in full"
 
 #: SFTConfig's fields that a user cannot set here: name -> the key that sets it, or the reason why there is none.
 OWNED: dict[str, str] = {
@@ -284,17 +284,17 @@ OWNED: dict[str, str] = {
     **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), _MASK),
     **dict.fromkeys(("dataset_kwargs", "dataset_num_proc", "remove_unused_columns", "label_names"), _TOKENIZED),
     "length_column_name": _TOKENIZED,
-    "eos_token": "the tokenizer and its chat template say how a turn ends",
-    "pad_token": "the tokenizer has it; where it has none, honed chooses",
+    "eos_token": "the tokenizer and its chat template define the end of a turn",
+    "pad_token": "the tokenizer has one; if not, honed chooses one",
     "model_init_kwargs": _MODEL,
-    "use_cache": "honed turns the cache off to train and on to predict",
+    "use_cache": "honed disables the cache in training and enables it in predictions",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), _HUB),
     **dict.fromkeys(("hub_always_push", "hub_revision"), _HUB),
     **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _HUB),
-    "hub_token": "secrets never stand in a spec",
+    "hub_token": "a job file must not contain secrets",
     **dict.fromkeys(("resume_from_checkpoint", "ignore_data_skip", "restore_callback_states_from_checkpoint"), _RESUME),
-    "enable_jit_checkpoint": "honed writes a checkpoint on every stop",
-    "save_only_model": "a job goes on from its checkpoints, which needs the optimizer's state",
+    "enable_jit_checkpoint": "honed writes a checkpoint at every stop",
+    "save_only_model": "resuming from a checkpoint needs the optimizer's state",
     **dict.fromkeys(("do_train", "do_eval", "do_predict"), _SCRIPT),
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "local_rank"), _ONE_DEVICE),
     **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), _ONE_DEVICE),
@@ -302,8 +302,8 @@ OWNED: dict[str, str] = {
     **dict.fromkeys(("log_on_each_node", "save_on_each_node", "log_level_replica"), _ONE_DEVICE),
     **dict.fromkeys(("disable_tqdm", "log_level"), _LOG),
     "logging_nan_inf_filter": "honed stops a run whose loss is not a number",
-    "auto_find_batch_size": "a batch size that changes makes another run: set per_device_train_batch_size",
+    "auto_find_batch_size": "another batch size would change the result: set per_device_train_batch_size",
     **dict.fromkeys(("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"), _METRICS),
     **dict.fromkeys(("include_for_metrics", "batch_eval_metrics"), _METRICS),
-    "debug": "honed watches the loss by itself",
+    "debug": "honed checks the loss itself",
 }

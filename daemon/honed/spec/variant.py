@@ -30,7 +30,9 @@ def read(asked: str | None, template: Template) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise SpecError(f"training_chat_template: {path}: {said(error)}", hint="it is UTF-8, and readable") from error
+        raise SpecError(
+            f"training_chat_template: {path}: {said(error)}", hint="it must be UTF-8 and readable"
+        ) from error
 
 
 def locate(asked: str, template: Template) -> Path:
@@ -39,8 +41,8 @@ def locate(asked: str, template: Template) -> Path:
         return Path(asked)
     if (path := find(template)) is None:
         raise SpecError(
-            "training_chat_template: trl: the installed TRL ships no training variant of the chat template",
-            hint=f"leave it out, or name a file; it ships those of {', '.join(names()) or 'none'}",
+            "training_chat_template: trl: the installed TRL has no training variant of the chat template",
+            hint=f"remove it, or use a file; TRL has variants of {', '.join(names()) or 'none'}",
             fix={"training_chat_template": None},
         )
     return path

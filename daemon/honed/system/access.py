@@ -118,7 +118,9 @@ def _say_no_acls(path: Path) -> None:
     if device not in _said:
         _said.add(device)
         log.warning(
-            "%s: this file system has no ACLs: people read their results through honectl, not from the files", path
+            "%s: this file system does not support ACLs: submitters read their results with honectl, not from the "
+            "files",
+            path,
         )
 
 
@@ -349,9 +351,9 @@ def replacer(path: Path) -> str:
             break
         found, sticky = "", step
         if info.st_uid:
-            return f"the user {user_name(info.st_uid)}, who owns {step}"
+            return f"the user {user_name(info.st_uid)}, the owner of {step}"
         if who := _writers(info, acl_of(step), {0}):
-            found = f"{who}, who can write {step}"
+            found = f"{who}, with write permission for {step}"
             if not info.st_mode & stat.S_ISVTX:
                 return found
     return ""

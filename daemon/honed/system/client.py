@@ -51,25 +51,27 @@ class Client:
                 line = stream.readline()
         except (TimeoutError, BlockingIOError) as error:  # the second if the daemon's backlog is full
             raise EnvironmentInvalidError(
-                f"honed is there, and has not answered at {self._path} within {self._timeout_sec:g} s",
-                hint="it is busy, or hangs: journalctl -u honed tells; what was asked may still be done",
+                f"honed is running, but did not respond at {self._path} within {self._timeout_sec:g} s",
+                hint="it is busy or hung: see journalctl -u honed; the request may still be executed",
             ) from error
         except OSError as error:
             raise EnvironmentInvalidError(
-                f"honed does not answer at {self._path}: {error.strerror or error}",
+                f"honed does not respond at {self._path}: {error.strerror or error}",
                 hint="start it: systemctl start honed, or honed --root DIR",
             ) from error
         if not line:
-            raise EnvironmentInvalidError("honed closed the connection", hint="see its log")
+            raise EnvironmentInvalidError("honed closed the connection", hint="see honed's journal")
         if not line.endswith(b"\n"):
             raise EnvironmentInvalidError(
-                f"honed broke off its answer to {verb!r} after {len(line)} bytes",
-                hint="ask again; if it happens again, see honed's log",
+                f"honed's response to {verb!r} ended after {len(line)} bytes",
+                hint="try again; if it happens again, see honed's journal",
             )
         try:
             answer = json.loads(line)
         except ValueError as error:
-            raise EnvironmentInvalidError(f"honed's answer at {self._path} is none", hint="see its log") from error
+            raise EnvironmentInvalidError(
+                f"honed's response at {self._path} is invalid", hint="see honed's journal"
+            ) from error
         if answer.get("ok"):
             return answer["result"]
         raise _remote(answer.get("error") or {})

@@ -58,7 +58,7 @@ class Request:
 class Rows:
     """A reply that is a list of any length."""
 
-    rows: Iterator[dict[str, Any]]
+    rows: Iterator[object]
 
 
 #: Bytes of a long reply that are built at a time.
@@ -185,15 +185,15 @@ class Server:
         try:
             connection.to_send = next(connection.more, b"")
         except Exception:
-            log.exception("control: an answer breaks off")
+            log.exception("control: a response was interrupted")
             self._close(connection)  # the client sees an incomplete line
             return
         connection.more = connection.more if connection.to_send else None
 
     def _refuse_long(self) -> bytes:
         error = UsageError(
-            f"a request takes {self.max_request_bytes} bytes at most",
-            hint="a job file names data; it does not hold it: spool.max_spec_bytes",
+            f"a request may have at most {self.max_request_bytes} bytes",
+            hint="a job file refers to data; it does not contain data: spool.max_spec_bytes",
         )
         return _line({"ok": False, "error": error.as_dict()})
 
@@ -207,17 +207,17 @@ class Server:
             log.exception("control: request failed")
             # Hide quoted text: it may be about a job that the client's user must not read.
             words = quote.hide(f"{type(error).__name__}: {said(error)}")
-            failed = InternalError(words, hint="honed's log has the traceback")
+            failed = InternalError(words, hint="honed's journal has the traceback")
             return _line({"ok": False, "error": failed.as_dict()})
 
     def _result(self, line: bytearray, asking: _Connection) -> Any:
         try:
             request = json.loads(line)
             if not isinstance(request, dict) or not isinstance(request.get("verb"), str):
-                raise UsageError("a request is an object with a verb")
+                raise UsageError("a request must be an object with a verb")
             return self._answer(Request(request.pop("verb"), request, asking.uid, asking.gids))
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"not a request: {error}") from error
+            raise UsageError(f"not a valid request: {error}") from error
 
     def _close(self, connection: _Connection) -> None:
         fd = connection.socket.fileno()
@@ -227,7 +227,7 @@ class Server:
             connection.socket.close()
 
 
-def _line(answer: dict[str, Any]) -> bytes:
+def _line(answer: dict[str, object]) -> bytes:
     return json.dumps(answer).encode() + b"\n"
 
 

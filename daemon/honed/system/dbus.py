@@ -127,7 +127,7 @@ class Systemd:
 
     def _send(self, message: Message) -> Message:
         if self._clock() < self._paused_until:
-            raise BusAwayError("the system bus did not answer a moment ago", was_heard=False)
+            raise BusAwayError("the system bus did not respond", was_heard=False)
         was_heard = False
         try:
             self._connection = self._connection or open_dbus_connection(bus=self._bus)

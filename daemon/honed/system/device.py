@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,11 +32,11 @@ class Device:
     free_bytes: int = 0  #: excludes memory held by other processes
     has_bfloat16: bool = True  #: False for an Apple GPU before macOS 14
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Device:
+    def from_dict(cls, data: Mapping[str, Any]) -> Device:
         capability = data.get("compute_capability")
         return cls(**{**data, "compute_capability": tuple(capability) if capability else None})
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 from honed.system import quote
 from honed.system.printable import printable
@@ -44,12 +44,25 @@ def plain(text: str, *, max_chars: int = MAX_CHARS) -> str:
     return printable(text if len(text) <= max_chars else text[: max_chars - 1] + "…", keep="\n")
 
 
+#: Edits of a job file: dotted key → its new value, null to remove the key. A mapping is merged into the existing one.
+Fix = dict[str, Any]
+
+
+class ErrorRecord(TypedDict):
+    """The form of an error in result files, entries and `--json`."""
+
+    code: str
+    message: str
+    hint: str
+    evidence: NotRequired[str]
+    fix: NotRequired[Fix]
+
+
 class HonedError(Exception):
     """An error with a message of one sentence; `hint` says what to do.
 
     `evidence` is the message with its quotes, if it has any: for those who may read the job, and never for a log. If
-    editing the job file helps, `fix` has the edits as data: dotted key → its new value, null to remove the key. A
-    mapping is merged into the existing one.
+    editing the job file helps, `fix` has the edits.
     """
 
     code: ClassVar[str] = "error"
@@ -65,7 +78,7 @@ class HonedError(Exception):
         whole = plain(evidence or quote.show(message))
         self.evidence = whole if whole != self.message else ""
         self.hint = plain(quote.hide(hint))
-        self.fix = dict(fix or {})
+        self.fix: Fix = dict(fix or {})
         self.key: str = ""  #: the dotted key of the job file that is at fault; see problem.locate
         self.line: int | None = None
         self.is_refusal = False  #: a check's verdict on a job file, not a failure
@@ -83,10 +96,14 @@ class HonedError(Exception):
         self.said, self.message = (f"{before}{text}{after}" for text in (self.said, self.message))
         self.evidence = self.evidence and f"{before}{self.evidence}{after}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the form in result files, entries and `--json`; `evidence` and `fix` only if they are not empty."""
-        more = {"evidence": self.evidence, "fix": self.fix}
-        return {"code": self.code, "message": self.message, "hint": self.hint} | {k: v for k, v in more.items() if v}
+    def as_dict(self) -> ErrorRecord:
+        """Return the record; `evidence` and `fix` only if they are not empty."""
+        record: ErrorRecord = {"code": self.code, "message": self.message, "hint": self.hint}
+        if self.evidence:
+            record["evidence"] = self.evidence
+        if self.fix:
+            record["fix"] = self.fix
+        return record
 
 
 class UsageError(HonedError):
@@ -122,7 +139,7 @@ class DatasetError(QuotingError):
 
 def unreadable(kind: type[HonedError], where: object, error: OSError) -> HonedError:
     """Return the error for a file that honed may not read."""
-    return kind(f"{where}: {error.strerror or error}", hint="can the job's submitter read it?")
+    return kind(f"{where}: {error.strerror or error}", hint="check that the job's submitter can read it")
 
 
 class ModelError(QuotingError):

@@ -45,16 +45,16 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
         "cannot load a model from a local directory: 'dict' object has no attribute 'model_type' "
         "(huggingface/transformers#42369)",
     ),
-    ("transformers", "<5", "has other names for what honed passes to the trainer"),
-    ("trl", "<1", "has other names for what honed passes to the trainer"),
+    ("transformers", "<5", "uses other names for the trainer's arguments"),
+    ("trl", "<1", "uses other names for the trainer's arguments"),
 )
 #: The same for versions that fail only together with Unsloth.
 BROKEN_BESIDE_UNSLOTH: tuple[tuple[str, str, str], ...] = (
-    ("transformers", ">5.17", "is newer than Unsloth takes"),
-    ("trl", ">1.15", "is newer than Unsloth takes"),
-    ("datasets", ">=5", "is newer than Unsloth takes"),
-    *(("datasets", f"=={version}", "is refused by Unsloth") for version in ("4.0.*", "4.1.0", "4.4.*", "4.5.0")),
-    *(("transformers", f"=={version}", "is refused by Unsloth") for version in ("5.0.0", "5.1.0")),
+    ("transformers", ">5.17", "is newer than Unsloth supports"),
+    ("trl", ">1.15", "is newer than Unsloth supports"),
+    ("datasets", ">=5", "is newer than Unsloth supports"),
+    *(("datasets", f"=={version}", "is not supported by Unsloth") for version in ("4.0.*", "4.1.0", "4.4.*", "4.5.0")),
+    *(("transformers", f"=={version}", "is not supported by Unsloth") for version in ("5.0.0", "5.1.0")),
 )
 
 #: The oldest version of a tracker that transformers can report to: trackio 0.20 does not accept `bucket_id`.

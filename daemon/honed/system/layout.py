@@ -174,6 +174,7 @@ class JobLayout(NamedTuple):
     spec.<suffix>              the job file as submitted                     (written by the daemon)
     plan.json                  decisions made before any model is loaded     (written by the daemon)
     adjustments.json           changes to its spec for want of memory, see out_of_memory.py  (written by the daemon)
+    entry.json                 its entry when its worker was started last, see corrupt.py  (written by the daemon)
     start.json                 the start parameters of its unit, where workers are units  (written by the daemon)
     checkpoints/checkpoint-N/  complete if it has a MANIFEST.json; see worker/train/checkpoint.py
                                (written by the worker, as all below)
@@ -206,6 +207,11 @@ class JobLayout(NamedTuple):
     @property
     def adjustments_path(self) -> Path:
         return self.dir / "adjustments.json"
+
+    @property
+    def entry_path(self) -> Path:
+        """A copy of the job's entry; see corrupt.py."""
+        return self.dir / "entry.json"
 
     @property
     def start_path(self) -> Path:

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from honed.system import journal, quote
 from honed.system.error import said
@@ -42,7 +42,7 @@ class Subject(Protocol):
     def state(self) -> str: ...
 
 
-def about(job: Subject | int | None = None, message: str | None = None, **fields: object) -> dict[str, Any]:
+def about(job: Subject | int | None = None, message: str | None = None, **fields: object) -> dict[str, object]:
     """Return the `extra=` of a log call: the subject of the entry. `step=3` becomes HONED_STEP=3; None is left out.
 
     Fields for filtering: HONED_JOB, HONED_NAME, HONED_STATE, HONED_STAGE, HONED_STEP, HONED_LOSS, HONED_CODE,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from honed.system.error import EnvironmentInvalidError
 
-ONE_LINE = "one line, without blanks in it"
+ONE_LINE = "one line, without spaces in it"
 
 
 def credential(*names: str) -> Path | None:
@@ -27,9 +27,9 @@ def read(path: Path, what: str, *, min_chars: int = 1, hint: str = ONE_LINE) -> 
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "not plain text"
         raise EnvironmentInvalidError(
-            f"the {what} in {path} cannot be read: {why}", hint="one line, readable"
+            f"the {what} in {path} cannot be read: {why}", hint="it must be one line, readable for honed"
         ) from None
     if len(secret) < min_chars or not secret.isprintable() or " " in secret:
         least = f" of {min_chars} characters or more" if min_chars > 1 else ""
-        raise EnvironmentInvalidError(f"{path} holds no {what}{least}", hint=hint)
+        raise EnvironmentInvalidError(f"{path} contains no {what}{least}", hint=hint)
     return secret

@@ -41,7 +41,7 @@ def open_plain(path: Path, *, flags: int = os.O_RDONLY, mode: int = 0o644, num_n
         os.close(directory_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return fd
 
 

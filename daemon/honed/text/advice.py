@@ -25,14 +25,14 @@ from honed.text.template import Conversation
 MAX_SWITCHES = 12
 #: Advice where nothing more specific was found.
 _ADVICE: dict[Kind, str] = {
-    "reasoning": "name a template that shows it (`chat_template:`), or leave it out of the rows",
-    "answer": "some templates show a turn's words or its calls, not both: give each a turn of its own",
-    "tool_calls": "name a template with a place for calls (`chat_template:`)",
-    "tools": "name a template with a place for tools (`chat_template:`), or leave the column out",
-    "system": "put such words at the beginning of the user's, or name another template (`chat_template:`)",
-    "user": "`honectl preview` shows what is left",
-    "tool": "name a template with a place for the answers of tools (`chat_template:`)",
-    "name": "write the name into the content",
+    "reasoning": "use a template that shows it (`chat_template:`), or remove it from the rows",
+    "answer": "some templates show either a turn's text or its calls: put each in its own turn",
+    "tool_calls": "use a template that supports calls (`chat_template:`)",
+    "tools": "use a template that supports tools (`chat_template:`), or remove the column",
+    "system": "move that text to the beginning of the user's, or use another template (`chat_template:`)",
+    "user": "`honectl preview` shows the rendered rows",
+    "tool": "use a template that supports tool answers (`chat_template:`)",
+    "name": "write the name in the content",
 }
 
 
@@ -52,34 +52,34 @@ class Advice:
         found = []
         if not probe.ends:
             sentence = (
-                "the chat template ends a turn with no token: the model will not learn to stop; name a template that "
-                "does with `chat_template:`"
+                "the chat template does not end a turn with a token: the model will not learn to stop; use a "
+                "template that does with `chat_template:`"
             )
             found.append(("warning", sentence))
         if probe.is_open_inside and (num_rows := sum(map(_trains_inside, examples))):
             sentence = (
-                f"the chat template ends only a row's last turn with {_quoted(probe.ends[0])}, and those before it "
-                f"with no token: in {num_rows} rows such turns do not teach the model to stop; name another template "
+                f"the chat template ends only a row's last turn with {_quoted(probe.ends[0])}, but earlier turns "
+                f"with no token: in {num_rows} rows such turns do not teach the model to stop; use another template "
                 "with `chat_template:`, or make each turn the last of a row"
             )
             found.append(("warning", sentence))
         if probe.between_calls and (num_rows := sum(map(_calls_together, examples))):
             sentence = (
-                f"the chat template ends a turn of one call with {_quoted(probe.between_calls[0])}, and puts that "
-                f"between two calls of a turn, too, as {num_rows} rows have them: answers stop after the first; name "
+                f"the chat template ends a turn with one call with {_quoted(probe.between_calls[0])}, but also puts "
+                f"it between two calls of a turn, which {num_rows} rows have: answers will stop after the first; use "
                 "another template with `chat_template:`"
             )
             found.append(("warning", sentence))
         if probe.unwritten:
             ends = " or ".join(map(_quoted, dict.fromkeys(filter(None, [probe.unwritten, probe.unwritten_call]))))
             sentence = (
-                f"the chat template ends a turn only with the mark of the next, and a last one with nothing: {ends} is "
-                "added there and trained, so that the model learns to stop"
+                "the chat template ends a turn only with the header of the next, and the last one with nothing: "
+                f"honed adds {ends} there and trains it, so that the model learns to stop"
             )
             found.append(("info", sentence))
         elif probe.ends and not probe.ends[0].endswith(eos or probe.ends[0]):
             sentence = (
-                f"turns end in {_quoted(probe.ends[0])}, and the tokenizer's eos token is {_quoted(eos)}: both stop "
+                f"turns end in {_quoted(probe.ends[0])}, but the tokenizer's eos token is {_quoted(eos)}: both stop "
                 "generation"
             )
             found.append(("info", sentence))
@@ -106,8 +106,8 @@ class Advice:
             for value in (True, False):
                 if _asks_well(self.renderers.with_argument(name, value), example):
                     return (
-                        f"`chat_template_kwargs: {{{name}: {str(value).lower()}}}` has the prompt ask as the rows "
-                        "are trained"
+                        f"set `chat_template_kwargs: {{{name}: {str(value).lower()}}}` to make prompts match the "
+                        "training rows"
                     )
         path = variants.find(template)
         if (
@@ -115,7 +115,7 @@ class Advice:
             and self.renderers.asking is None
             and _asks_well(self.renderers.training(path.read_text(encoding="utf-8")), example)
         ):
-            return "`training_chat_template: trl` has the rows trained as the prompt asks"
+            return "set `training_chat_template: trl` to make the training rows match the prompts"
         return asking.ADVICE
 
     def _tried_reasoning(self, example: Example) -> str:
@@ -124,22 +124,21 @@ class Advice:
         for name in _switches(template):
             for value in (True, False):
                 if renderer.variant(kwargs={name: value}).shows("reasoning", example):
-                    return (
-                        f"`chat_template_kwargs: {{{name}: {str(value).lower()}}}` has the template show the reasoning"
-                    )
+                    return f"set `chat_template_kwargs: {{{name}: {str(value).lower()}}}` to show the reasoning"
         for key, other, messages in _under_another_key(example.messages):
             if renderer.shows("reasoning", replace(example, messages=messages)):
                 return f"the template reads reasoning from `{other}`: rename the messages' key `{key}`"
         path = variants.find(template)
         if path and renderer.variant(template=path.read_text(encoding="utf-8")).shows("reasoning", example):
             return (
-                "`training_chat_template: trl` takes TRL's training variant of the template, which shows the reasoning"
+                "set `training_chat_template: trl` to use TRL's training variant of the template, which shows the "
+                "reasoning"
             )
         return ""
 
     def _tried_system(self, example: Example) -> str:
         if self.renderers.of(example).shows("system", replace(example, messages=_by_the_system(example.messages))):
-            return "the template knows no developer: give those messages the role `system`"
+            return "the template does not support the role developer: use the role `system` for those messages"
         return ""
 
 

@@ -28,7 +28,7 @@ class Mismatch:
     trained: str
 
     def __str__(self) -> str:
-        return f"the generation prompt ends in {shown(self.asked)}, and the row has {shown(self.trained)} there"
+        return f"the generation prompt ends in {shown(self.asked)}, but the row has {shown(self.trained)} there"
 
 
 @dataclass
@@ -55,15 +55,15 @@ class Mismatches:
         if not self.num_rows:
             return ""
         return (
-            f"the model is asked otherwise than it is trained in {self.num_rows} of {num_rows} rows (the first: "
+            f"the generation prompt differs from the training rows in {self.num_rows} of {num_rows} rows (the first: "
             f"{self.first}); {advice}"
         )
 
 
 #: Advice where nothing more specific was found.
 ADVICE = (
-    "predictions and scores are made with a prompt that was not trained: name a template whose generation prompt is "
-    "what stands before its turns (`chat_template:`)"
+    "predictions and scores use a prompt that was not trained: use a template whose generation prompt equals the "
+    "start of its turns (`chat_template:`)"
 )
 
 

@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from honed.inputs.media import Media
 from honed.inputs.row import Example, words
+from honed.job.shape import Segment
 from honed.spec import variant as variants
 from honed.system.error import DatasetError
 from honed.text import maskcheck
@@ -31,7 +32,7 @@ from honed.text.advice import Advice
 from honed.text.asking import Mismatch
 from honed.text.expansion import Expanded, Place, carry
 from honed.text.maskcheck import IGNORED
-from honed.text.omission import SILENCED_HINT, Omission, SilencedError, said_in_tags
+from honed.text.omission import SILENCED_HINT, Omission, OmittedRow, SilencedError, said_in_tags
 from honed.text.places import Expand, Places
 from honed.text.renderer import Renderer, Renderers
 from honed.text.span import Span, runs_of
@@ -43,9 +44,19 @@ if TYPE_CHECKING:
 
 __all__ = ["IGNORED", "ChatFormat", "Encoded", "MediaCutError", "Rendered", "trained_share"]
 
-_PROCESSOR_HINT = (
-    "`honectl preview` shows the row; the base model's processor may be of another kind than its tokenizer"
-)
+_PROCESSOR_HINT = "`honectl preview` shows the row; the base model's processor may not match its tokenizer"
+
+
+class PreviewRow(TypedDict):
+    """One row of `preview`, as it is trained on."""
+
+    row: int  #: in its data set, from 1
+    dataset: str
+    num_tokens: int
+    num_trained: int
+    is_truncated: bool  #: by max_length
+    segments: list[Segment]
+    omitted: list[OmittedRow]
 
 
 @dataclass(frozen=True)
@@ -74,9 +85,9 @@ class Encoded:
     def num_trained(self) -> int:
         return sum(self.trained)
 
-    def segments(self) -> list[dict[str, Any]]:
+    def segments(self) -> list[Segment]:
         """Return the row's text in pieces, trained and not, with an image's tokens as `[image 12×9 tokens]`."""
-        found, shown = [], list(self._shown)
+        found, shown = list[Segment](), list(self._shown)
         for a, b, is_trained in runs_of(self.trained):
             text, at = self._pieces(a, b), 0
             while shown and (start := text.find(shown[0][0], at)) >= 0:
@@ -91,8 +102,9 @@ class Encoded:
             return self
         if max_length < self.media_end:
             raise MediaCutError(
-                f"its images, videos and sounds reach to token {self.media_end}, and it is cut after {max_length}",
-                hint="a longer training.max_length, or fewer pixels and frames (`media:`)",
+                f"its images, videos and sounds extend to token {self.media_end}, but it is truncated after "
+                f"{max_length}",
+                hint="increase training.max_length, or reduce pixels and frames (`media:`)",
             )
         return replace(self, input_ids=self.input_ids[:max_length], trained=self.trained[:max_length])
 
@@ -236,13 +248,13 @@ class ChatFormat:
         found = self.tokens.mask(expanded.text, carried.spans(rendered.spans))
         if found is None:
             raise DatasetError(
-                f"{where(example)}: a token reaches from the assistant's words into what is not trained on",
+                f"{where(example)}: a token contains both trained and masked text",
                 hint=_PROCESSOR_HINT,
             )
         ids, trained, pieces = found
         if ids != expanded.input_ids:
             raise DatasetError(
-                f"{where(example)}: the processor makes other tokens of the row than its tokenizer does",
+                f"{where(example)}: the processor and the tokenizer produce different tokens",
                 hint=_PROCESSOR_HINT,
             )
         if not any(trained):
@@ -303,8 +315,8 @@ def _omitted(renderer: Renderer, conversation: Conversation, example: Example) -
     for i in conversation.trained_indices if found else ():
         if renderer.is_silenced(example, i, found) and not said_in_tags(conversation.shown(i)):
             raise SilencedError(
-                f"{where(example)}: the chat template leaves out all that message {i + 1}, the assistant's, says, "
-                "and its end alone would be trained",
+                f"{where(example)}: the chat template leaves out all text of message {i + 1}, from the assistant, so "
+                "only its end would be trained",
                 hint=SILENCED_HINT,
             )
     return tuple(found)

@@ -94,7 +94,7 @@ def carry(text: str, places: Sequence[Place], expanded: str, tokens: Sequence[st
     for a, b in inner:
         if (at := _without(tokens, expanded, text[a:b]).find(text[a:b], at, limit)) < 0:
             raise ValueError(
-                f"the processor changes the text between its media: {quote.mark(repr(text[a:b]))} is no more there"
+                f"the processor changes the text between its media: {quote.mark(repr(text[a:b]))} is missing"
             )
         early.append(at)
         at += b - a
@@ -105,7 +105,7 @@ def carry(text: str, places: Sequence[Place], expanded: str, tokens: Sequence[st
     starts = []
     for (a, b), start, other in zip(inner, early, reversed(late), strict=True):
         if start != other and text[a:b].strip():
-            raise ValueError(f"the processor repeats {quote.mark(repr(text[a:b]))}, which stands between its media")
+            raise ValueError(f"the processor repeats {quote.mark(repr(text[a:b]))}, which is between its media")
         starts.append(start)
     where = [(0, len(first)), *[(at, at + b - a) for (a, b), at in zip(inner, starts, strict=True)]]
     where.append((limit, len(expanded)))

@@ -76,19 +76,19 @@ class _Row:
             shown += f"⟦{text}⟧" if is_trained else text
         return MaskError(
             f"{where(self.example)}: {what}{quote.aside(f'; trained between ⟦⟧: {shorten(shown, 600)!r}')}",
-            hint="this would teach the model other things than the data says: `honectl preview FILE` shows the rows as "
-            f"they are rendered; {_MORE[self.example.kind == 'messages']}",
+            hint="this would train something other than the data: `honectl preview FILE` shows the rendered rows; "
+            f"{_MORE[self.example.kind == 'messages']}",
         )
 
 
 def _check_tokens(row: _Row, forbidden: frozenset[int], end_ids: Collection[int]) -> None:
     tokenizer, trained = row.renderer.tokenizer, [n for n, label in enumerate(row.labels) if label != IGNORED]
     if len(row.ids) != len(row.labels):
-        raise row.error(f"there are {len(row.ids)} tokens and {len(row.labels)} labels")
+        raise row.error(f"there are {len(row.ids)} tokens, but {len(row.labels)} labels")
     if not trained:
         raise row.error("nothing is trained on")
     if wrong := [n for n in trained if row.labels[n] != row.ids[n]]:
-        raise row.error("the labels are not the row's own tokens", wrong[0])
+        raise row.error("the labels are not the row's tokens", wrong[0])
     forbidden |= placeholder_ids(tokenizer)
     said = str([words(m) for m in row.example.messages]) + row.example.completion + row.example.text
     pads_otherwise = tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in end_ids
@@ -96,7 +96,7 @@ def _check_tokens(row: _Row, forbidden: frozenset[int], end_ids: Collection[int]
         forbidden |= {tokenizer.pad_token_id}
     if wrong := [n for n in trained if row.ids[n] in forbidden]:
         named = ", ".join(repr(row.renderer.tokens.decode([token])) for token in sorted({row.ids[n] for n in wrong}))
-        raise row.error(f"a token that nobody says is trained on{quote.aside(f': {named}')}", wrong[0])
+        raise row.error(f"a token that belongs to no turn is trained on{quote.aside(f': {named}')}", wrong[0])
     twice = [n for n in trained[1:] if row.ids[n] == row.ids[n - 1] == tokenizer.pad_token_id]
     if twice and tokenizer.pad_token not in said:
         raise row.error("padding is trained on", twice[0])
@@ -117,7 +117,7 @@ def _check_whole(row: _Row) -> None:
     outside = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
     for n, label in enumerate(row.labels):
         if label == IGNORED and row.ids[n] not in outside:
-            raise row.error("a text row is trained on whole, and a part of it is masked", n)
+            raise row.error("a text row must be trained on in full, but a part of it is masked", n)
 
 
 class _Turns:
@@ -132,7 +132,7 @@ class _Turns:
         awaited = self._example.trained_turns
         for n, run in enumerate(runs):
             if not awaited:
-                raise self._row.error("more is trained on than the assistant's turns", run[0])
+                raise self._row.error("more than the assistant's turns is trained on", run[0])
             is_cut = self._row.is_truncated and n == len(runs) - 1
             turns = self._match(run, awaited, is_cut=is_cut, is_alone=len(runs) - n >= len(awaited))
             awaited = awaited[len(turns) :]
@@ -141,7 +141,7 @@ class _Turns:
             if not is_cut:
                 self._check_end(run, turns[-1])
         if awaited and not self._row.is_truncated:
-            raise self._row.error(f"message {awaited[0] + 1}, the assistant's, is not trained on")
+            raise self._row.error(f"message {awaited[0] + 1}, from the assistant, is not trained on")
 
     def _match(self, run: Span, awaited: list[int], *, is_cut: bool, is_alone: bool) -> list[int]:
         """Return the messages that one run of trained tokens holds, in order; at least one. Raises MaskError."""
@@ -164,8 +164,8 @@ class _Turns:
         if not matched:
             said = shorten(words(self._messages[awaited[0]]))
             raise self._row.error(
-                f"message {awaited[0] + 1}, the assistant's, is not trained on as it is said: its words"
-                f"{quote.aside(f', {said!r},')} are not in the trained text",
+                f"message {awaited[0] + 1}, from the assistant, is not trained on as in the data: its "
+                f"text{quote.aside(f', {said!r},')} is not in the trained text",
                 run[0],
             )
         self._check_back(text[told:], matched[-1], run)
@@ -216,7 +216,7 @@ class _Turns:
             raise self._row.error("the header of a turn is trained on", run[0])
         if asked and _is_simple(self._messages[i]) and asked.endswith(front):
             raise self._row.error(
-                f"the end of message {i}, the {self._messages[i - 1]['role']}'s, is trained on", run[0]
+                f"the end of message {i}, from the {self._messages[i - 1]['role']}, is trained on", run[0]
             )
 
     def _check_back(self, back: str, i: int, run: Span) -> None:
@@ -228,7 +228,7 @@ class _Turns:
         if self._messages[i].get("tool_calls") and self._told(i).endswith(back):
             return  # one of several calls ends as the last does
         if any(back.find(end) not in (-1, len(back) - len(end)) for end in ends if end):
-            raise self._row.error(f"more is trained on than message {i + 1} and its end token", run[1] - 1)
+            raise self._row.error(f"more than message {i + 1} and its end token is trained on", run[1] - 1)
 
     def _check_foreign(self, rest: str, run: Span) -> None:
         """Check that the trained text holds nobody else's words beside the assistant's."""
@@ -239,7 +239,7 @@ class _Turns:
         for i, message in enumerate(self._messages):
             told = squeeze(words(message))
             if i not in trained and len(told) >= _MIN_FOREIGN and told in rest and told not in own:
-                raise self._row.error(f"message {i + 1}, the {message['role']}'s, is trained on", run[0])
+                raise self._row.error(f"message {i + 1}, from the {message['role']}, is trained on", run[0])
 
     def _check_order(self, run: Span, turns: list[int]) -> None:
         """Check that the run is not an untrained turn with the same words as a trained one.
@@ -258,9 +258,7 @@ class _Turns:
             before, after = squeeze(self._row.text(0, run[0])), squeeze(self._row.text(run[1], len(self._row.ids)))
             num_before, num_after = sum(k < i for k in same), sum(k > i for k in same)
             if before.count(told) < num_before or (not self._row.is_truncated and after.count(told) < num_after):
-                raise self._row.error(
-                    f"a turn of weight 0, which says what message {i + 1} says, is trained on", run[0]
-                )
+                raise self._row.error(f"a turn of weight 0 with the same text as message {i + 1} is trained on", run[0])
 
     def _check_edges(self, run: Span, content: str, *, is_cut: bool) -> None:
         """Check the run's two ends: the header before it untrained, its own front and its end token trained."""
@@ -280,16 +278,16 @@ class _Turns:
                     over = 0  # words that read like a header, or one that `_check_front` has seen
                 if over and not is_opened and not (opening[-over:].isspace() and len(form(first)) > over):
                     raise self._row.error(
-                        f"{quote.mark(repr(opening[-over:]))}, of the header of the turn, is trained on", run[0]
+                        f"{quote.mark(repr(opening[-over:]))}, from the header of the turn, is trained on", run[0]
                     )
                 is_late = opening and lead and form(before).endswith(opening + lead)
                 late = 0 if is_late else _overlap(form(before), form(text), opening + lead)
                 if is_late or (opening and 0 < late < len(lead)):
                     front = quote.mark(repr(lead[: len(lead) - late]))
-                    raise self._row.error(f"the front of the turn, {front}, is not trained on", run[0])
+                    raise self._row.error(f"the start of the turn, {front}, is not trained on", run[0])
         ended = [end for end in ends if squeeze(text).endswith(squeeze(end))]
         if ended and not last.strip():
-            raise self._row.error("what follows the end token is trained on", run[1] - 1)
+            raise self._row.error("text after the end token is trained on", run[1] - 1)
         if not ended and not is_cut and any(_overlap(squeeze(text), squeeze(after), squeeze(end)) for end in ends):
             raise self._row.error("the end token of the turn is not trained on", run[1] - 1)
 
@@ -305,7 +303,7 @@ class _Turns:
         # Where no mark is a token, a call's end cannot be told from its arguments' end, and is trained with it.
         if following is None and (missing or (ends and (after or not calls))):
             raise self._row.error(
-                "the row ends without what ends a turn, so that the model would not learn to stop", run[1]
+                "the row ends without the end token of a turn, so the model would not learn to stop", run[1]
             )
         if following is not None and following["role"] == "assistant":
             return
@@ -330,9 +328,9 @@ class _Turns:
 
 #: Advice for rows that a chat template renders, and for others.
 _MORE = {
-    True: "name another template with `chat_template:`, or train on prompt/completion rows, which need none; report it "
-    "with the template",
-    False: "look at the versions with `honectl doctor`, and report it with the row",
+    True: "use another template with `chat_template:`, or prompt/completion rows, which need none; report it with the "
+    "template",
+    False: "check the versions with `honectl doctor`, and report it with the row",
 }
 
 

@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from honed.spec.problem import shown
 from honed.system import quote
@@ -31,12 +31,12 @@ Kind = Literal["reasoning", "answer", "tool_calls", "tools", "system", "user", "
 #: Names of the kinds, for messages about rows that lose some of them.
 WORDS: dict[Kind, str] = {
     "reasoning": "reasoning",
-    "answer": "words of the assistant",
+    "answer": "text of the assistant",
     "tool_calls": "tool calls",
     "tools": "the list of tools",
     "system": "system messages",
-    "user": "words of the user",
-    "tool": "answers of tools",
+    "user": "text of the user",
+    "tool": "tool answers",
     "name": "names of speakers",
 }
 #: The keys of a message under which templates look for reasoning.
@@ -60,6 +60,14 @@ class SilencedError(DatasetError):
     """A row with a turn of which the template leaves out every word: only its end would be trained."""
 
 
+class OmittedRow(TypedDict):
+    """An omission as JSON."""
+
+    kind: Kind
+    message: int | None  #: from 1; None for the row's tools
+    text: str
+
+
 @dataclass(frozen=True)
 class Omission:
     """One text that is left out, wholly or in part."""
@@ -79,11 +87,11 @@ class Omission:
     def __str__(self) -> str:
         return f"{self.place}, {WORDS[self.kind]}: {self.quoted}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> OmittedRow:
         return {"kind": self.kind, "message": None if self.message is None else self.message + 1, "text": self.text}
 
 
-def line(told: Mapping[str, Any]) -> str:
+def line(told: OmittedRow) -> str:
     """Return a dict made by `as_dict` in words, for the row's owner."""
     number = told["message"]
     return quote.show(str(Omission(told["kind"], None if number is None else number - 1, told["text"])))
@@ -102,8 +110,8 @@ class _Text:
 
 
 SILENCED_HINT = (
-    "name a template that shows what these rows say (`chat_template:`, `training_chat_template: trl`), or leave them "
-    "out; `honectl preview` shows how rows are rendered"
+    "use a template that shows the complete rows (`chat_template:`, `training_chat_template: trl`), or remove them; "
+    "`honectl preview` shows the rendered rows"
 )
 
 
@@ -219,7 +227,7 @@ class Tally:
             self.num_rows + other.num_rows, self.kinds + other.kinds, other.firsts | self.firsts, other.rows | self.rows
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return {"num_rows": self.num_rows, "kinds": dict(sorted(self.kinds.items()))}
 
     def told(self, num_rows: int) -> str:
@@ -229,7 +237,7 @@ class Tally:
         listed = "; ".join(
             f"{WORDS[kind]} in {number} (the first: {self.firsts[kind]})" for kind, number in self.kinds.most_common()
         )
-        return f"the chat template leaves out parts of what {self.num_rows} of {num_rows} rows say: {listed}"
+        return f"the chat template leaves out parts of {self.num_rows} of {num_rows} rows: {listed}"
 
 
 def merged(omissions: Iterable[Omission]) -> list[Omission]:

@@ -58,17 +58,18 @@ class Places:
         for kind in dict.fromkeys(each.kind for each in media):
             if kind not in placeholders:
                 raise DatasetError(
-                    f"{where(example)}: the chat template has no place for {_A_KIND[kind]}",
-                    hint="the base model, or its template, does not take them",
+                    f"{where(example)}: the chat template has no placeholder for {_A_KIND[kind]}",
+                    hint="the base model, or its template, does not support them",
                 )
         given, found = Counter(each.kind for each in media), Counter(place.kind for place in places)
         if given != found:
             counted = " and ".join(f"{n} of kind {kind}" for kind, n in sorted(found.items())) or "none"
             written = quote.aside(f" {', '.join(map(repr, placeholders.values()))}")
             raise DatasetError(
-                f"{where(example)}: it has {sum(given.values())} images, videos and sounds, and rendered it has "
-                f"places for {counted}: words that read like one of the template's{written} count as one",
-                hint="write such words in another way",
+                f"{where(example)}: it has {sum(given.values())} images, videos and sounds, but the rendered text "
+                f"has placeholders for {counted}: text that looks like a placeholder of the template{written} counts "
+                "as one",
+                hint="write such text differently",
             )
         return tuple(places)
 
@@ -76,8 +77,8 @@ class Places:
         """Have the processor expand a rendered text. Raises DatasetError where there is none."""
         if self._expand is None:
             raise DatasetError(
-                "the rows have images, videos or sounds, and the base model has no processor for them",
-                hint="train a vision or audio model on them, with its processor's files",
+                "the rows have images, videos or sounds, but the base model has no processor for them",
+                hint="use a vision or audio model, with its processor's files",
             )
         return self._expand(text, media)
 

@@ -118,15 +118,15 @@ class Renderer:
         if self._cached_probe is None:
             if not self.template:
                 raise DatasetError(
-                    "the rows are conversations, and the model's tokenizer has no chat template",
-                    hint="name one with `chat_template:` (a file), or train on prompt/completion or text rows",
+                    "the rows are conversations, but the model's tokenizer has no chat template",
+                    hint="set one with `chat_template:` (a file), or use prompt/completion or text rows",
                 )
             try:
                 self._cached_probe = self._learn()
             except TEMPLATE_ERRORS as error:
                 raise DatasetError(
                     f"the chat template cannot render a question and its answer: {said(error)}",
-                    hint="name another one with `chat_template:`",
+                    hint="use another one with `chat_template:`",
                 ) from error
         return self._cached_probe
 

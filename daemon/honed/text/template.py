@@ -95,16 +95,16 @@ class Conversation:
         self._messages, self._tools = example.messages, example.tools
         self.trained_indices = example.trained_turns
         if not self.trained_indices:
-            why = ": its weight is 0 in each of them" if example.untrained else ""
-            raise self._error(f"no turn of the assistant to train on{why}")
+            why = ": all of them have weight 0" if example.untrained else ""
+            raise self._error(f"no assistant turn to train on{why}")
         if shown := [i for i in self.trained_indices if num_media([self._messages[i]])]:
             raise self._error(
-                f"message {shown[0] + 1}, the assistant's, holds more than words, which cannot be trained"
+                f"message {shown[0] + 1}, from the assistant, contains more than text, which cannot be trained"
             )
         try:
             self.text = renderer.render(self._messages, self._tools)
         except TEMPLATE_ERRORS as error:
-            raise self._error(f"the chat template refuses the conversation: {said(error)}") from error
+            raise self._error(f"the chat template rejects the conversation: {said(error)}") from error
         self._regions: dict[int, Span | None] = {}
         self._begun_indices: set[int] = set()
 
@@ -121,7 +121,7 @@ class Conversation:
         spans = [self._begun(i) or self._searched(i) for i in self.trained_indices]
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
-                raise self._error("the chat template does not keep the assistant's turns apart")
+                raise self._error("the chat template does not separate the assistant's turns")
         return spans
 
     def asked(self, i: int) -> str:
@@ -130,7 +130,7 @@ class Conversation:
             text = self._renderer.render(self._messages[:i], self._tools, prompt=True)
         except TEMPLATE_ERRORS as error:
             raise self._error(
-                f"the chat template refuses the conversation before message {i + 1}: {said(error)}"
+                f"the chat template rejects the conversation before message {i + 1}: {said(error)}"
             ) from error
         return text + self._probe.header if self._probe.ignores_prompt else text
 
@@ -164,7 +164,7 @@ class Conversation:
         """Return the span of turn i, found by the changes in the whole rendering when a message is replaced."""
         region = self._region(i)
         if region is None or (region[0] == region[1] and _is_exchanged(self._messages[i])):
-            raise self._error(f"the chat template does not show message {i + 1}, which is the assistant's")
+            raise self._error(f"the chat template does not show message {i + 1}, which is from the assistant")
         self._check_whole(i, region)
         told = self._told(i)
         end = min(region[1], len(told)) if region[0] < len(told) else region[1]
@@ -226,7 +226,7 @@ class Conversation:
             leads = [lead for _, lead in self._probe.fronts if self.text[:content_start].endswith(lead)]
             return content_start - max(map(len, leads), default=0)
         if not tail:
-            raise self._error(f"the beginning of message {i + 1}, the assistant's, cannot be found in the rendering")
+            raise self._error(f"the beginning of message {i + 1}, from the assistant, is not in the rendered text")
         return base + shared
 
     def _tail_after(self, k: int) -> str:
@@ -261,8 +261,8 @@ class Conversation:
             other = self._region(k)
             if other and region[0] < other[0] and other[0] < other[1] < region[1]:
                 raise self._error(
-                    f"the chat template writes message {k + 1}, the {self._messages[k]['role']}'s, into the middle of "
-                    f"message {i + 1}, which has both words and calls: give each a turn of its own"
+                    f"the chat template writes message {k + 1}, from the {self._messages[k]['role']}, into the "
+                    f"middle of message {i + 1}, which has both text and calls: put each in its own turn"
                 )
 
     def _try(self, messages: list[Any], *, prompt: bool = False) -> str | None:
@@ -272,7 +272,7 @@ class Conversation:
             return None
 
     def _error(self, what: str) -> DatasetError:
-        return DatasetError(f"{where(self._example)}: {what}", hint="`honectl preview` shows how rows are rendered")
+        return DatasetError(f"{where(self._example)}: {what}", hint="`honectl preview` shows the rendered rows")
 
 
 def num_media(messages: Iterable[Mapping[str, Any]]) -> int:
@@ -315,7 +315,7 @@ def learn(renderer: Renderer) -> Probe:
     answer = {"role": "assistant", "content": mark}
     whole = renderer.render([user, answer])
     if mark not in whole or _USER_MARK not in whole:
-        raise ValueError("it leaves out what the user or the assistant says")
+        raise ValueError("it leaves out text of the user or the assistant")
     told = after(renderer.render([user]), _USER_MARK)
     asked = after(renderer.render([user], prompt=True), _USER_MARK)
     between = after(whole, _USER_MARK).split(mark)[0]

@@ -24,39 +24,41 @@ def _cause(words: str, kind: type[HonedError], hint: str) -> Cause:
 #: The first entry whose words are in the exception's type and message is used.
 CAUSES = (
     _cause(r"no kernel image is available|not compatible with the current PyTorch", EnvironmentInvalidError,
-           "the torch that is installed is not built for this GPU: `honectl doctor` has both"),
+           "the installed torch was not built for this GPU: `honectl doctor` shows both"),
     _cause(r"driver version is insufficient|found no NVIDIA driver|CUDA driver initialization|libcuda",
-           EnvironmentInvalidError, "the GPU's driver and torch do not fit: `honectl doctor`, then nvidia-smi"),
+           EnvironmentInvalidError, "the GPU's driver does not support this torch: see honectl doctor and nvidia-smi"),
     _cause(r"uncorrectable ECC|unspecified launch failure|illegal memory access|device.*is lost|Xid",
            EnvironmentInvalidError, "the GPU or its driver failed: see `journalctl -k`, then honectl requeue"),
     _cause(r"device-side assert|index out of range in self|IndexKernel", ModelError,
-           "a token's number is beyond the model's embeddings: tokenizer and model are not of one checkpoint: fetch "
+           "a token id is beyond the model's embeddings: tokenizer and model are from different checkpoints: fetch "
            "both again"),
     _cause(r"size mismatch for|Error\(s\) in loading state_dict|ignore_mismatched_sizes", ModelError,
-           "the weights do not fit the config.json beside them: fetch the model again, whole"),
+           "the weights do not match their config.json: fetch the complete model again"),
     _cause(r"does not recognize this architecture|Unrecognized (model|configuration)|has no attribute 'model_type'",
-           ModelError, "the transformers that is installed does not know the model: `honectl doctor` has "
-           "its version; model_type names the one that it is an alias of"),
+           ModelError, "the installed transformers does not support the model: `honectl doctor` shows its version; set "
+               "model_type if it is an alias"),
     _cause(r"trust_remote_code", ModelError,
-           "the model brings code of its own: trust_remote_code: true runs it, where the administrator allows that"),
+           "the model needs its own code: set trust_remote_code: true, if the administrator allows it"),
     _cause(r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|PytorchStreamReader", ModelError,
-           "a file of the weights is damaged: fetch the model again"),
+           "a weights file is damaged: fetch the model again"),
     _cause(r"OfflineMode|LocalEntryNotFound|HTTPSConnectionPool|Max retries exceeded|Name or service not known|"
            r"Temporary failure in name resolution|Connection refused", EnvironmentInvalidError,
-           "a library wanted the network, which jobs do not have: fetch what it wants first, and name its directory"),
+           "a library tried to use the network, which jobs do not have: fetch what it needs first, and use the path "
+           "of its directory"),
     _cause(r"expected scalar type|must have the same dtype|should be the same.*type|mat1 and mat2 must have",
            InternalError,
-           "two parts of the model have different dtypes: dtype: float32, or backend: transformers, may go around it"),
+           "two parts of the model have different dtypes: try dtype: float32, or backend: transformers"),
     _cause(r"TemplateError|UndefinedError|TemplateSyntaxError|Conversation roles must alternate", ModelError,
-           "the chat template refuses the rows: `honectl preview FILE` shows where; chat_template: names another"),
+           "the chat template rejects the rows: `honectl preview FILE` shows where; or set another one with "
+           "chat_template:"),
     _cause(r"Too many open files|Errno 24\b", EnvironmentInvalidError,
-           "too many files are open: fewer training.dataloader_num_workers, or a larger LimitNOFILE="),
+           "too many open files: use fewer training.dataloader_num_workers, or a larger LimitNOFILE="),
     _cause(r"DataLoader worker.*(killed|exited)|unable to open shared memory|/dev/shm", EnvironmentInvalidError,
-           "a process that loads data died: training.dataloader_num_workers: 0 loads in the worker itself"),
+           "a data loading process died: training.dataloader_num_workers: 0 loads data in the worker itself"),
     _cause(r"^FileNotFoundError", InternalError,
-           "a file that was there when the job was accepted is gone: put it back, then honectl requeue"),
+           "a file was removed after the job was accepted: restore it, then honectl requeue"),
     _cause(r"^NotImplementedError", InternalError,
-           "a library cannot do this on the device: backend: transformers, or attn_implementation: eager, may"),
+           "a library does not support this on the device: try backend: transformers, or attn_implementation: eager"),
 )  # fmt: skip
 
 
@@ -67,4 +69,4 @@ def explain(problem: Exception, job: str) -> HonedError:
     for cause in CAUSES:
         if cause.words.search(f"{name}: {problem}"):
             return cause.kind(text, hint=f"{cause.hint}; {log}")
-    return InternalError(text, hint=f"{log}, of honed's or a library's code; what it was at stands above it")
+    return InternalError(text, hint=f"{log}, written by honed or a library; see above it for the context")

@@ -2,15 +2,8 @@
 
 Only the tokenizer is loaded, and the processor where rows have images, videos or sounds. These are shown as
 `[image 12×9 tokens]`: columns and rows of tokens where the model counts so, else their number. The rows are mixed,
-split, rendered, tokenized and truncated as in training. With `--json`, standard output is a list of objects:
-
-    row             the row's number in its data set, from 1
-    dataset         the data set's path
-    num_tokens, num_trained
-    is_truncated    true if max_length cut it
-    segments        [{"text", "trained"}]
-    omitted         [{"kind", "message", "text"}]: parts of the row that the chat template leaves out; messages are
-                    counted from 1, the row's tools have null
+split, rendered, tokenized and truncated as in training. With `--json`, standard output is a list of
+`chat.PreviewRow`.
 
 Rows that cannot be trained on, and facts that deserve a warning, go to standard error.
 """
@@ -34,7 +27,7 @@ from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import quote
 from honed.system.error import DatasetError, HonedError, ModelError, SpecError, plain, said
 from honed.text import asking, omission
-from honed.text.chat import ChatFormat, Encoded, MediaCutError
+from honed.text.chat import ChatFormat, Encoded, MediaCutError, PreviewRow
 from honed.text.template import where
 from honed.worker.assignment import Assignment
 from honed.worker.model import torchvision
@@ -69,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = None) -> list[dict[str, Any]]:
+def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = None) -> list[PreviewRow]:
     """Return the first rows that are trained on, in the form that `main` prints."""
     if job_spec.kind != "sft":
         raise SpecError(f"kind: a {job_spec.kind} job trains on no rows")
@@ -83,17 +76,17 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
         for _, note in chat.advice.notes(examples):
             _tell(note)
     max_length = job_spec.training.cut_at
-    shown = []
+    shown: list[PreviewRow] = []
     lost, mismatches = omission.Tally(), asking.Mismatches()
     for example, encoded in _encoded(chat, examples, num_rows):
         try:
             cut = encoded.truncate(max_length)
         except MediaCutError as error:
-            _tell(f"{where(example)}: {error.told}: the row is left out")
+            _tell(f"{where(example)}: {error.told}: the row is skipped")
             continue
         if not any(cut.trained[1:]):  # as in training: the first token is never predicted
             place = f"{job_spec.datasets[example.dataset_index].path}, row {example.row_index + 1}"
-            _tell(f"{place}: nothing to train on in its first {max_length} tokens: the row is left out")
+            _tell(f"{place}: nothing to train on in its first {max_length} tokens: the row is skipped")
             continue
         lost.add(where(example), cut.omitted, example)
         mismatches.add(where(example), cut.mismatch, example)
@@ -113,7 +106,7 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
     if asked := mismatches.told(len(shown), chat.advice.on_asking(mismatches)):
         _tell(asked)
     if not shown:
-        raise DatasetError("no row can be trained on", hint="the reasons are above")
+        raise DatasetError("no row can be trained on", hint="see the reasons above")
     return shown
 
 
@@ -130,9 +123,9 @@ def _encoded(chat: ChatFormat, examples: Sequence[Example], num_rows: int) -> It
             num_left -= 1
         except DatasetError as error:
             place = where(example)
-            _tell(f"{'' if error.told.startswith(place) else f'{place}: '}{error.told}: the row is left out")
+            _tell(f"{'' if error.told.startswith(place) else f'{place}: '}{error.told}: the row is skipped")
     if num_left == num_rows:
-        raise DatasetError("no row can be trained on", hint="the reasons are above")
+        raise DatasetError("no row can be trained on", hint="see the reasons above")
 
 
 def _examples(job_spec: JobSpec, num_rows: int, *, has_chat_template: bool) -> list[Example]:
@@ -143,7 +136,7 @@ def _examples(job_spec: JobSpec, num_rows: int, *, has_chat_template: bool) -> l
     mixture = dataset.load(datasets, seed=seed, has_chat_template=has_chat_template)
     for counts in mixture.counts:
         for bad in counts.bad:
-            _tell(f"{counts.path}: {bad}: the row is left out")
+            _tell(f"{counts.path}: {bad}: the row is skipped")
     if job_spec.eval_split is None:
         return mixture.examples
     return dataset.split(mixture.examples, job_spec.eval_split, seed)[0]
@@ -183,11 +176,11 @@ def _load_processor(asked: _Asked, tokenizer: Any) -> Any:
     return load.load_processor(cast("Assignment", asked), tokenizer)
 
 
-def _page(row: dict[str, Any]) -> str:
+def _page(row: PreviewRow) -> str:
     """Format a row for people, with the trained text between ⟦ and ⟧."""
-    cut = ", cut off" if row["is_truncated"] else ""
+    cut = ", truncated" if row["is_truncated"] else ""
     text = "".join(f"⟦{piece['text']}⟧" if piece["trained"] else piece["text"] for piece in row["segments"])
-    lost = "".join(f"\n    left out: {omission.line(each)}" for each in row["omitted"])
+    lost = "".join(f"\n    left out by the template: {omission.line(each)}" for each in row["omitted"])
     page = f"--- row {row['row']}: {row['num_tokens']} tokens, {row['num_trained']} trained{cut}{lost}\n{text}\n\n"
     return plain(page, max_chars=len(page))
 

@@ -99,7 +99,7 @@ class Pulse:
         self._write({"phase": self._patience.phase, "limit_sec": learned_sec})
         return [f"WATCHDOG_USEC={int(limit_sec * 1e6)}"]
 
-    def _write(self, facts: dict[str, Any]) -> None:
+    def _write(self, facts: Mapping[str, object]) -> None:
         if self._path is not None:
             with contextlib.suppress(OSError):  # a full disk: the sign of life below needs no room
                 self._path.write_text(json.dumps(facts))

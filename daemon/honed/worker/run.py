@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from honed.worker import cause, imports
 from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
 from honed.worker.model import audit, cast, load, merge, torchvision
+from honed.worker.model.card import Facts
 from honed.worker.rows import mask
 from honed.worker.stop import Stop
 from honed.worker.train import checkpoint, disk_reserve, examiner, prediction, tracker
@@ -53,7 +54,7 @@ def run(
     *,
     backend: str | None = None,
     stop: Stop | None = None,
-    tell: Callable[[str, dict[str, Any]], None] = lambda _kind, _data: None,
+    tell: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
 ) -> int:
     """Run one attempt. Write events and, once everything else is durable, result.json; return the exit status.
 
@@ -122,14 +123,16 @@ def explain(problem: Exception, job: str = "ID") -> HonedError:
         case ImportError():
             return EnvironmentInvalidError(text, hint="see `honectl doctor`")
         case _ if disk_reserve.is_no_room(problem):
-            return DiskShortError(text, hint="make room; honectl requeue goes on from the last checkpoint")
+            return DiskShortError(text, hint="free disk space; honectl requeue resumes from the last checkpoint")
         case PermissionError():
-            return EnvironmentInvalidError(text, hint="let the worker's user read or write there")
+            return EnvironmentInvalidError(text, hint="give the worker's user read or write permission")
         case _:
             return cause.explain(problem, job)
 
 
-_MEMORY_HINT = "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length"
+_MEMORY_HINT = (
+    "use a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length"
+)
 
 
 class _Story:
@@ -169,9 +172,9 @@ class _Story:
         durable.sync_dir(job.layout.dir)
         resumed, set_aside = checkpoint.find(job.layout.checkpoints_dir, beat=stop.check)
         for item in set_aside:
-            self._log("warning", f"{item.name} is damaged ({item.why}) and is set aside as {item.path.name}")
+            self._log("warning", f"{item.name} is damaged ({item.why}) and was renamed to {item.path.name}")
         if set_aside and resumed is None:
-            self._log("error", "no checkpoint of this job is whole: it starts over from the beginning")
+            self._log("error", "all checkpoints of this job are damaged: it starts from the beginning")
         if attempt > 1 and resumed is None:
             events.emit("started_over", reason="damaged" if set_aside else "no checkpoint")
         progress = resumed.progress if resumed else checkpoint.Progress()
@@ -207,7 +210,7 @@ class _Story:
         position.check_rows(spec, loaded.model.config.model_type, loaded.model.config.to_dict(), data.longest)
         if resumed and progress.data_hashes not in ({}, data.hashes):
             self._log(
-                "warning", "the data files have changed since the checkpoint: the run goes on with what they hold now"
+                "warning", "the data files changed after the checkpoint: the run continues with their current content"
             )
         progress.data_hashes = data.hashes
         events.emit("data", **data.counts)
@@ -316,7 +319,7 @@ class _Story:
             auditor.saved(trainer.model)
         from honed.worker.model import export
 
-        facts = {
+        facts: Facts = {
             "started": started,
             "versions": versions(job.backend),
             "step": self.step,
@@ -347,9 +350,9 @@ class _Story:
             raise regression
         for left, problem in export.remove_regressed(job):
             if problem is None:
-                self._log("info", f"{left}, which an earlier run of this job had left, is removed: this one succeeded")
+                self._log("info", f"removed {left}, left by an earlier run of this job, because this one succeeded")
             else:
-                self._log("warning", f"{left}, which an earlier run of this job had left, cannot be removed: {problem}")
+                self._log("warning", f"{left}, left by an earlier run of this job, cannot be removed: {problem}")
 
     def _stage(self, name: str) -> None:
         self._stop.check()

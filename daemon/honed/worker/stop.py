@@ -31,7 +31,7 @@ class Stop:
         """Give a sign of life, and raise InterruptedRunError once the run was asked to stop."""
         self.beat()
         if self.is_set:
-            raise InterruptedRunError("stopped on request", hint="it goes on from its last checkpoint")
+            raise InterruptedRunError("stopped on request", hint="it resumes from its last checkpoint")
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -35,7 +35,7 @@ def run(job: Assignment, *, attempt: int, tell: Callable[[str, str], None], stop
     place.result_path.unlink(missing_ok=True)
     shutil.rmtree(layout.checkpoints_dir, ignore_errors=True)  # it would resume from one, and report fewer steps
     trial.reduced(job.plan, layout.output_dir).write(layout.plan_path)
-    tell("info", f"a trial first: {trial.NUM_ROWS} rows, a few steps")
+    tell("info", f"starting with a trial: {trial.NUM_ROWS} rows, a few steps")
     # Its output goes to worker.log, as ours does.
     command = [sys.executable, "-m", "honed.worker", str(layout.dir), str(attempt), "--backend", job.backend]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)  # noqa: PLW1509
@@ -50,7 +50,7 @@ def run(job: Assignment, *, attempt: int, tell: Callable[[str, str], None], stop
         result = json.loads(place.result_path.read_bytes())
     except (OSError, ValueError) as error:
         raise KilledError(
-            f"the trial ended with status {process.returncode} and left no result", hint="see its log: honectl logs"
+            f"the trial exited with status {process.returncode} and left no result", hint="see its log: honectl logs"
         ) from error
     if result["error"]:
         raise from_dict(result["error"])

@@ -136,18 +136,20 @@ def test_columns_that_are_not_read_are_told_once_a_data_set_with_how_a_weight_is
     settled.rows.write_text(f'{{"id": 1, "weight": 0.5, {turns}}}\n' * 3)
     time.sleep(0.06)
     (told,) = settled.check().warnings
-    assert "columns that are not read: `id`, `weight`. `weight` of a row changes nothing" in told
-    assert "has `weight: 0` in its message" in told
+    assert "unused columns: `id`, `weight`. `weight` of a row has no effect" in told
+    assert "set `weight: 0` in its message" in told
     assert settled.check().warnings == [told]
     assert settled.num_looks == 1
     settled.rows.write_text('{"text": "a", "source": "web"}\n')
-    assert [told.partition(": ")[2] for told in settled.check().warnings] == ["columns that are not read: `source`"]
+    assert [told.partition(": ")[2] for told in settled.check().warnings] == ["unused columns: `source`"]
 
 
 def test_rows_without_a_turn_to_train_on_are_counted_and_refused_where_there_are_no_others(desk: Desk) -> None:
     row = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"%s}]}\n'
     desk.rows.write_text(row % "" + row % ', "weight": 0')
-    assert ["1 of the first 2 rows have weight 0 on each turn" in told for told in desk.check().warnings] == [True]
+    assert [
+        "1 of the first 2 rows have weight 0 on every assistant turn" in told for told in desk.check().warnings
+    ] == [True]
     desk.rows.write_text(row % ', "weight": 0')
     with pytest.raises(DatasetError, match="nothing is left to train on"):
         desk.check()
@@ -157,7 +159,7 @@ def test_a_column_that_looks_like_pictures_is_told_of_each_time(settled: Desk) -
     settled.rows.write_text('{"text": "a", "photo": "cat.png"}\n' * 3)
     time.sleep(0.06)
     first = settled.check()
-    assert ["`photo` seems to hold images" in warning for warning in first.warnings] == [True]
+    assert ["`photo` seems to contain images" in warning for warning in first.warnings] == [True]
     assert settled.check().warnings == first.warnings
 
 
@@ -209,7 +211,7 @@ def test_a_directory_of_many_files_is_remembered_as_one_thing(desk: Desk, monkey
 def test_what_was_remembered_is_no_leave_to_read_it(settled: Desk) -> None:
     settled.check()
     stranger = Policy.of(settled.layout, Config(policy=PolicyConfig(allowed_paths=["/srv/elsewhere"])), None)
-    with pytest.raises(DatasetError, match="outside of what jobs may read"):
+    with pytest.raises(DatasetError, match="outside the directories that jobs may read"):
         settled.check(rights=stranger)
     assert settled.num_looks == 1
 

@@ -56,16 +56,19 @@ def desk(tmp_path: Path) -> Desk:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "fills in masked words"),
-        ({"model_type": "bert", "architectures": ["BertModel"]}, "bert is an encoder"),
-        ({"model_type": "roberta"}, "roberta is an encoder"),
-        ({"model_type": "electra", "architectures": ["ElectraForPreTraining"]}, "fills in masked words"),
-        ({"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": False}, "bert is an encoder"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "predicts masked words"),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "bert is a bidirectional encoder"),
+        ({"model_type": "roberta"}, "roberta is a bidirectional encoder"),
+        ({"model_type": "electra", "architectures": ["ElectraForPreTraining"]}, "predicts masked words"),
+        (
+            {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": False},
+            "bert is a bidirectional encoder",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "classifies"),
         ({"model_type": "qwen2", "architectures": ["Qwen2ForTokenClassification"]}, "classifies"),
-        ({"model_type": "qwen2", "architectures": ["Qwen2ForRewardModel"]}, "scores answers"),
-        ({"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}, "encoder with a decoder"),
-        ({"model_type": "pegasus", "is_encoder_decoder": True, "architectures": []}, "encoder with a decoder"),
+        ({"model_type": "qwen2", "architectures": ["Qwen2ForRewardModel"]}, "scores text"),
+        ({"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}, "encoder-decoder"),
+        ({"model_type": "pegasus", "is_encoder_decoder": True, "architectures": []}, "encoder-decoder"),
     ],
 )
 def test_a_model_that_does_not_continue_text_is_refused(desk: Desk, config: dict[str, Any], said: str) -> None:
@@ -113,7 +116,7 @@ def test_an_encoder_that_was_made_a_decoder_is_taken(desk: Desk) -> None:
 
 def test_a_model_for_embeddings_is_told(desk: Desk) -> None:
     (desk.path / "llama" / "config_sentence_transformers.json").write_text("{}")
-    assert any("a model for embeddings" in told for told in desk.check().warnings)
+    assert any("an embedding model" in told for told in desk.check().warnings)
 
 
 # --- Adapters ---------------------------------------------------------------------------------------------------------
@@ -155,10 +158,10 @@ def _of_a_classifier(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (_other_rank, "has rank 4, and adapter_config.json beside it says 8"),
-        (_half, "has lora_A and no lora_B"),
+        (_other_rank, "has rank 4, but adapter_config.json says 8"),
+        (_half, "has lora_A but no lora_B"),
         (_wide, "gives 24 outputs"),
-        (_of_gpt2, "it changes c_attn, and"),
+        (_of_gpt2, "it changes c_attn, which"),
         (_of_a_classifier, "task_type SEQ_CLS"),
     ],
 )
@@ -241,11 +244,11 @@ def test_an_output_among_the_data_is_refused(desk: Desk) -> None:
 
 def test_an_output_in_the_base_models_directory_is_told(desk: Desk) -> None:
     told = desk.check(output_dir=str(desk.path / "llama" / "out")).warnings
-    assert any("lies in base_model" in each for each in told)
+    assert any("is inside base_model" in each for each in told)
 
 
 def test_a_job_that_names_itself_is_told(desk: Desk) -> None:
     told = desk.check(name="again", depends_on=["again"]).warnings
-    assert any(each.startswith("depends_on: again is this job's own name") for each in told)
+    assert any(each.startswith("depends_on: again is also this job's name") for each in told)
     told = desk.check(name="again", base_model="job:again").warnings
-    assert any(each.startswith("base_model: again is this job's own name") for each in told)
+    assert any(each.startswith("base_model: again is also this job's name") for each in told)

@@ -27,10 +27,10 @@ HELD_OUT: dict[str, Any] = {"eval_split": 0.5}
 BEST: dict[str, Any] = {"load_best_model_at_end": True, "save_strategy": "epoch"}
 
 #: Phrases of a hint that is an edit of the job file.
-_EDIT = re.compile(r"\bleave [`\w.]+ out\b|\bleave it out\b|\bwrite [\w.]+: ")
+_EDIT = re.compile(r"\bleave [`\w.]+ out\b|\bremove (it\b|`[\w.]+`|\w*[_.]\w+)|\bwrite [\w.]+: ")
 #: Faults of a text, or of rows, not of a key in the job file. A fetch's fault applies to all jobs that share the fetch,
 #: each of which has its data set under a key of its own.
-_NOT_THE_FILE = {"document.py", "hubdata.py", "leave `weight` out of some turns"}
+_NOT_THE_FILE = {"document.py", "hubdata.py", "remove `weight` from the turns to train on"}
 
 
 def hints_of_edits() -> list[tuple[str, int, str]]:
@@ -140,5 +140,5 @@ def test_an_adapter_that_is_no_lora_is_refused_with_what_is_trained(
     adapter = plain.write_adapter(tmp_path / "adapter")
     stored = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**stored, "peft_type": kind}))
-    with refused(ModelError, f"peft_type '{kind}': LoRA adapters .* other kinds are not supported"):
+    with refused(ModelError, f"peft_type '{kind}' is not supported: only LoRA adapters"):
         check(tmp_path, {**data, "lora": None, "adapter": str(adapter)})

@@ -93,7 +93,7 @@ def test_each_path_outside_of_them_is_refused_by_its_key(desk: Desk) -> None:
     }
     for key, refusal in refusals.items():
         assert f": {key}: {elsewhere}" in refusal.message, refusal.message
-        assert "lies outside of what jobs may" in refusal.message
+        assert "is outside the directories that jobs may" in refusal.message
         assert str(desk.srv) in refusal.hint
     assert isinstance(refusals["datasets.0.path"], DatasetError)
     assert isinstance(refusals["base_model"], ModelError)
@@ -118,7 +118,8 @@ def test_a_link_or_dots_that_lead_out_are_found(desk: Desk, way: str) -> None:
         case _:
             path = desk.srv / "../secret/rows.jsonl"
     refusal = desk.refusal(desk.allow(desk.srv), datasets=[{"path": str(path)}])
-    assert "lies outside of what jobs may read" in refusal.message or "paths are absolute" in refusal.message
+    said = ("is outside the directories that jobs may read", "paths must be absolute")
+    assert any(words in refusal.message for words in said)
 
 
 def test_an_output_directory_that_is_a_link_out_is_refused(desk: Desk) -> None:
@@ -153,7 +154,7 @@ def test_a_command_that_is_told_can_be_copied_whatever_the_path_is_called(desk: 
     rows.chmod(0o600)
     with pytest.raises(DatasetError) as caught:
         closed_desk(desk).check_read(Named("datasets.0.path", rows, DatasetError))
-    command = caught.value.hint.removesuffix("; or honectl submit --stage, which copies it in")
+    command = caught.value.hint.removesuffix("; or honectl submit --stage, which copies it into the spool")
     assert shlex.split(command) == ["setfacl", "-m", "u:honed-job:r", str(rows)]
 
 
@@ -166,13 +167,13 @@ def test_one_closed_shard_of_a_model_is_found(desk: Desk) -> None:
 
 def test_homes_are_closed_whatever_their_modes(desk: Desk) -> None:
     policy = closed_desk(desk)
-    with pytest.raises(DatasetError, match="lies below /home, which is closed to honed's services") as caught:
+    with pytest.raises(DatasetError, match="is below /home, which honed's services cannot access") as caught:
         policy.check_read(Named("datasets.0.path", Path("/home/anna/rows.jsonl"), DatasetError))
     assert "honectl submit --stage" in caught.value.hint
 
 
 def test_without_allowed_paths_the_workers_of_another_user_write_nowhere_but_in_their_own_directory(desk: Desk) -> None:
-    with pytest.raises(SpecError, match="outside of what jobs may write"):
+    with pytest.raises(SpecError, match="outside the directories that jobs may write"):
         closed_desk(desk).check_write(desk.srv / "out")
     policy = closed_desk(desk, desk.allow(desk.srv))
     with pytest.raises(SpecError, match="cannot be written by the user honed-job"):
@@ -189,7 +190,7 @@ def test_other_peoples_results_are_nobodys_data(desk: Desk) -> None:
     desk.layout.job(3).dir.chmod(0o750)
     stranger = Person(54322, frozenset({54322}), "berta")
     policy = dataclasses.replace(closed_desk(desk), dropper=stranger, workers=Person(0, frozenset(), "honed-job"))
-    with pytest.raises(DatasetError, match="is honed's or another user's"):
+    with pytest.raises(DatasetError, match="belongs to honed or to another user"):
         policy.check_read(Named("datasets.0.path", rows, DatasetError))
     desk.layout.job(3).dir.chmod(0o755)
     policy.check_read(Named("datasets.0.path", rows, DatasetError))
@@ -209,7 +210,7 @@ def test_what_its_submitter_cannot_read_no_job_reads(desk: Desk) -> None:
     for path in (rows, desk.srv / "link.jsonl", closed):
         with pytest.raises(DatasetError) as caught:
             policy.check_read(Named("datasets.0.path", path, DatasetError))
-        assert caught.value.message.endswith("by the user berta, who submits the job")
+        assert caught.value.message.endswith("by the user berta, the submitter of the job")
         assert f"setfacl -m u:berta:rx {closed}" in caught.value.hint
     access.set_acl(closed, Acl(7, 0, 0, {WORKERS.uid: 5, berta.uid: 5}, {}))
     policy.check_read(Named("datasets.0.path", rows, DatasetError))
@@ -303,7 +304,7 @@ def test_images_named_by_a_closed_absolute_path_cannot_be_staged_and_leave_nothi
     rows = desk.srv / "absolute.jsonl"
     row = {"images": [str(desk.path / "closed" / "cat.png")], "prompt": "What?", "completion": "Nothing."}
     rows.write_text(json.dumps(row) + "\n")
-    with pytest.raises(DatasetError, match=r"row 1: .* is closed to honed") as caught:
+    with pytest.raises(DatasetError, match=r"row 1: .* is not accessible to honed") as caught:
         stage.stage(desk.write(datasets=[{"path": str(rows)}]), desk.layout, desk.allow(desk.srv))
     assert "relative" in caught.value.hint
     assert list(desk.layout.staged_dir.iterdir()) == []
@@ -334,7 +335,7 @@ def test_a_link_in_a_split_leads_nowhere_else(desk: Desk) -> None:
     (desk.srv / "data" / "train" / "rows.jsonl").symlink_to(elsewhere)
     refused = desk.refusal(desk.allow(desk.srv), datasets=[{"path": str(desk.srv / "data"), "split": "train"}])
     assert refused.code == "dataset_invalid"
-    assert f"(really {elsewhere}) lies outside of what jobs may read here" in refused.message
+    assert f"(really {elsewhere}) is outside the directories that jobs may read" in refused.message
 
 
 def test_a_link_among_thousands_of_files_leads_nowhere_else(desk: Desk) -> None:
@@ -360,11 +361,11 @@ def test_what_was_checked_and_leads_elsewhere_since_is_not_read(desk: Desk) -> N
     check_granted(granted, Named("datasets.0.path", desk.rows))
     check_granted(granted, Named("a row", mine.dir / "media" / "cat.png"))
     check_granted(granted, Named("a row", theirs.dir / "media" / "cat.png"), theirs.dir)  # the job's own
-    with pytest.raises(SpecError, match="is honed's or another user's"):
+    with pytest.raises(SpecError, match="belongs to honed or to another user"):
         check_granted(granted, Named("a row", theirs.dir / "media" / "cat.png"))
     desk.rows.unlink()
     desk.rows.symlink_to(theirs.dir / "rows.jsonl")
-    with pytest.raises(SpecError, match="is honed's or another user's"):
+    with pytest.raises(SpecError, match="belongs to honed or to another user"):
         check_granted(granted, Named("datasets.0.path", desk.rows))
 
 
@@ -372,5 +373,5 @@ def test_rows_beyond_the_first_are_held_against_the_allowed_paths_too(desk: Desk
     config = desk.allow(desk.srv)
     granted = Policy.of(desk.layout, config, os.getuid()).grant([Named("datasets.0.path", desk.rows)])
     check_granted(granted, Named("a row", desk.srv / "cat.png"))
-    with pytest.raises(DatasetError, match="outside of what jobs may read here"):
+    with pytest.raises(DatasetError, match="outside the directories that jobs may read"):
         check_granted(granted, Named("a row", desk.path / "cat.png", DatasetError))

@@ -100,7 +100,7 @@ def test_a_template_that_renders_no_conversation_is_refused(desk: Desk) -> None:
     for template, said in (
         ("{{ raise_exception('not today') }}", "not today"),
         ("{% for m in messages %}{{ m.content.nothing.more }}{% endfor %}", "cannot render a question"),
-        ("Hello", "leaves out what the user"),
+        ("Hello", "leaves out text of the user"),
     ):
         with refused(DatasetError, said):
             desk.check([{"messages": [USER, SAID]}], template=template)
@@ -109,8 +109,8 @@ def test_a_template_that_renders_no_conversation_is_refused(desk: Desk) -> None:
 def test_a_prompt_that_rows_are_not_trained_with_is_told(desk: Desk) -> None:
     opened = plain.TEMPLATE + "{{ '<think>\n' if add_generation_prompt and thinking | default(true) }}"
     [told] = desk.check([{"messages": [USER, SAID]}] * 2, template=opened).warnings
-    assert "the model is asked otherwise than it is trained in 2 of 2 rows" in told
-    assert "`chat_template_kwargs: {thinking: false}` has the prompt ask as the rows are trained" in told
+    assert "the generation prompt differs from the training rows in 2 of 2 rows" in told
+    assert "`chat_template_kwargs: {thinking: false}` to make prompts match the training rows" in told
     assert (
         desk.check([{"messages": [USER, SAID]}], template=opened, chat_template_kwargs={"thinking": False}).warnings
         == []
@@ -125,20 +125,20 @@ def test_tools_without_a_place_in_the_template_are_told(desk: Desk) -> None:
 
 def test_rows_of_which_nothing_is_trained_after_the_cut_are_refused(desk: Desk) -> None:
     long = {"role": "user", "content": "word " * 40}
-    with pytest.raises(DatasetError, match=r"begins after token 64, where training\.max_length cuts") as caught:
+    with pytest.raises(DatasetError, match=r"begins after token 64, where training\.max_length truncates") as caught:
         desk.check([{"messages": [long, SAID]}] * 2, training={"max_length": 64})
     assert "the longest of these rows has" in caught.value.hint
     [told] = desk.check([{"messages": [long, SAID]}, {"messages": [USER, SAID]}], training={"max_length": 64}).warnings
-    assert "1 of the first 2 rows are left out" in told
+    assert "1 of the first 2 rows are skipped" in told
     assert desk.check([{"messages": [long, SAID]}] * 2, training={"max_length": 512}).warnings == []
     packed = {"max_length": 64, "packing": True, "packing_strategy": "wrapped"}  # which cuts nothing off
-    assert not any("left out" in told for told in desk.check([{"messages": [long, SAID]}], training=packed).warnings)
+    assert not any("skipped" in told for told in desk.check([{"messages": [long, SAID]}], training=packed).warnings)
 
 
 def test_tokens_beyond_the_embeddings_are_refused_where_rows_have_them(desk: Desk) -> None:
     plain.write_tokenizer(desk.model, special=("<|im_start|>", "<|im_end|>", "<|extra|>"))
     assert desk.check([{"messages": [USER, SAID]}]).plan is not None  # nobody uses it
-    with refused(ModelError, r"token '<\|extra\|>' has the number 258, the embeddings only 258 rows"):
+    with refused(ModelError, r"token '<\|extra\|>' has the id 258, but the embeddings have only 258 rows"):
         desk.check([{"messages": [USER, {"role": "assistant", "content": "<|extra|>"}]}])
 
 
@@ -151,7 +151,7 @@ def test_images_without_a_place_in_the_template_are_refused(desk: Desk) -> None:
         "role": "user",
         "content": [{"type": "image", "image": str(desk.path / "a.png")}, {"type": "text", "text": "2+2?"}],
     }
-    with pytest.raises(DatasetError, match="rows with images, and the chat template has no place for them"):
+    with pytest.raises(DatasetError, match="rows with images, but the chat template has no placeholder for them"):
         desk.check([{"messages": [asked, SAID]}])
     plain.write_tokenizer(desk.model, special=("<|im_start|>", "<|im_end|>", "<|image|>"))
     template = plain.TEMPLATE.replace(
@@ -218,10 +218,10 @@ def test_the_check_of_rows_imports_nothing_of_the_training_stack(desk: Desk) -> 
 
 def test_rows_that_the_template_silences_are_told_with_what_becomes_of_the_job(desk: Desk) -> None:
     silenced = {"messages": [USER, {**SAID, "content": "", "reasoning_content": "two and two"}, USER, SAID]}
-    said = "where that goes for more than a tenth of all rows, the job is refused: name a template"
+    said = "if more than a tenth of all rows are affected, the job is rejected: use a template"
     told = "\n".join(desk.check([silenced, silenced, *[{"messages": [USER, SAID]}] * 9]).warnings)
-    assert "2 of the first 11 rows cannot be trained on, and such rows are left out; the first" in told
-    assert "leaves out all that message 2, the assistant's, says" in told
+    assert "2 of the first 11 rows cannot be trained on and are skipped; the first" in told
+    assert "leaves out all text of message 2, from the assistant" in told
     assert said in told
     assert said not in "\n".join(desk.check([silenced, *[{"messages": [USER, SAID]}] * 20]).warnings)
     with pytest.raises(DatasetError, match=r"none of the first 2 rows can be trained on: .* leaves out all") as caught:
@@ -233,9 +233,6 @@ def test_what_helps_is_told_for_each_kind_of_text_that_is_left_out(desk: Desk) -
     named = {"messages": [{**USER, "name": "Ann"}, SAID]}
     thought = {"messages": [USER, {**SAID, "reasoning_content": "two and two"}]}
     [told] = map(quote.show, desk.check([named, thought, thought]).warnings)
-    assert (
-        "leaves out parts of what 3 of 3 rows say: reasoning in 2 (the first: data set 1, row 2, message 2: 'two and"
-        in told
-    )
-    assert "; reasoning: name a template that shows it" in told
-    assert "; names of speakers: write the name into the content" in told
+    assert "leaves out parts of 3 of 3 rows: reasoning in 2 (the first: data set 1, row 2, message 2: 'two and" in told
+    assert "; reasoning: use a template that shows it" in told
+    assert "; names of speakers: write the name in the content" in told

@@ -54,15 +54,15 @@ def check(tmp_path: Path, name: str, lora: dict[str, Any]) -> list[str]:
             "qwen3",
             {"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]},
             "lora.exclude_modules",
-            "leave exclude_modules out",
+            "remove exclude_modules",
         ),
         (
             "qwen3",
             {"target_modules": ["q_proj"], "exclude_modules": r".*\.self_attn\..*"},
             "lora.exclude_modules",
-            "leave",
+            "remove exclude_modules",
         ),
-        ("llama", {"exclude_modules": r".*layers\..*"}, "lora.exclude_modules", "leave"),
+        ("llama", {"exclude_modules": r".*layers\..*"}, "lora.exclude_modules", "remove exclude_modules"),
         ("qwen2_vl", {"target_modules": ["attn.qkv"]}, "lora.target_modules", "finetune_vision_layers: true"),
     ],
 )

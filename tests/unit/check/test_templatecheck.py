@@ -39,7 +39,7 @@ def test_trls_training_variant_is_found_by_the_whole_text() -> None:
 
 def test_a_template_without_a_variant_is_refused_and_the_key_is_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(shipped("qwen3").read_text() + "\n")
-    with pytest.raises(SpecError, match=r"training_chat_template: trl: .* ships no training variant") as caught:
+    with pytest.raises(SpecError, match=r"training_chat_template: trl: .* has no training variant") as caught:
         templatecheck.check(job(chat_template=str(tmp_path / "own.jinja"), training_chat_template="trl"), None)
     assert caught.value.fix == {"training_chat_template": None}
     assert "qwen3_8" in caught.value.hint
@@ -70,7 +70,7 @@ def test_the_key_takes_trl_or_a_path(value: Any, said: str) -> None:
 
 
 def test_what_is_no_argument_of_a_template_is_refused() -> None:
-    with pytest.raises(SpecError, match="chat_template_kwargs: `tokenize` is no argument") as caught:
+    with pytest.raises(SpecError, match="chat_template_kwargs: `tokenize` cannot be passed") as caught:
         templatecheck.check(job(chat_template_kwargs={"tokenize": True, "enable_thinking": False}), None)
     assert caught.value.fix == {"chat_template_kwargs.tokenize": None}
 
@@ -87,7 +87,7 @@ def test_without_trl_there_is_no_variant(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_file_without_any_jinja_is_no_template(tmp_path: Path) -> None:
     rows = plain.write_dataset(tmp_path / "rows.jsonl")
-    with pytest.raises(SpecError, match=r"chat_template: .*rows\.jsonl is no Jinja template"):
+    with pytest.raises(SpecError, match=r"chat_template: .*rows\.jsonl is not a Jinja template"):
         templatecheck.check(job(chat_template=str(rows)), None)
 
 
@@ -101,7 +101,7 @@ def test_a_name_that_no_template_uses_is_told(tmp_path: Path) -> None:
     assert templatecheck.unused(job(chat_template_kwargs={"enable_thinking": False}, **keys), model) == []
     assert templatecheck.unused(job(chat_template_kwargs={"reasoning_effort": "low"}, **keys), model) == []
     [told] = templatecheck.unused(job(chat_template_kwargs={"enable_thinkin": False}, **keys), model)
-    unused = "chat_template_kwargs.enable_thinkin: the chat template does not use it: it changes nothing"
+    unused = "chat_template_kwargs.enable_thinkin: the chat template does not use it, so it has no effect"
     assert quote.show(told) == f"{unused} (did you mean enable_thinking?)"
     assert quote.hide(told) == unused
     assert len(templatecheck.unused(job(chat_template_kwargs={"enable_thinking": False}), model)) == 1

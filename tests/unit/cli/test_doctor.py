@@ -105,7 +105,7 @@ def test_versions_outside_their_window_are_told(tmp_path: Path) -> None:
     pretend(tmp_path, "trl", "1.15.0")
     found = ask_with(tmp_path, "print([f for f in doctor._packages() if f.check == 'trl'])")
     assert "status='warning'" in found
-    assert "1.15.0 is outside what honed was tried with (>=1.9,<1.15)" in found
+    assert "1.15.0 is outside the tested versions (>=1.9,<1.15)" in found
 
 
 def test_packages_that_unsloth_refuses_are_told(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_packages_that_unsloth_refuses_are_told(tmp_path: Path) -> None:
     pretend(tmp_path, "unsloth_zoo", "2026.10.4")
     pretend(tmp_path, "datasets", "4.4.1")
     found = ask_with(tmp_path, "print(doctor._beside_unsloth())")
-    assert "datasets 4.4.1 is refused by Unsloth" in found
-    assert "unsloth_zoo 2026.10.4 should be of the same version, 2026.10.9" in found
+    assert "datasets 4.4.1 is not supported by Unsloth" in found
+    assert "unsloth_zoo 2026.10.4 must have the same version, 2026.10.9" in found
 
 
 def test_a_torchvision_that_does_not_load_is_found(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_torch_that_does_not_import_is_found(tmp_path: Path) -> None:
 
 
 def test_a_child_that_hangs_or_crashes_is_not_waited_for() -> None:
-    with pytest.raises(EnvironmentInvalidError, match=r"no answer within 0\.5 s"):
+    with pytest.raises(EnvironmentInvalidError, match=r"no response within 0\.5 s"):
         doctor.ask("import time; time.sleep(60)", timeout_sec=0.5)
     with pytest.raises(EnvironmentInvalidError, match="status -11"):
         doctor.ask("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
@@ -157,7 +157,7 @@ def test_a_gpu_that_the_configuration_names_and_that_is_not_there_is_told(tmp_pa
         "print(doctor._gpu(Config(device=DeviceConfig(gpus=[0, 3]))), doctor._gpu(Config()))"
     )
     found = ask_with(tmp_path, code)
-    assert "device.gpus names [3], and the machine has [0]" in found
+    assert "device.gpus lists [3], but the machine has [0]" in found
     assert "0: NVIDIA H100, 80.0 GiB; driver 570.1" in found
 
 
@@ -174,7 +174,7 @@ def test_a_driver_that_sees_more_than_torch_is_told(tmp_path: Path) -> None:
     code = "doctor.device.cuda_devices = lambda: [0]\nprint(doctor._torch())"
     found = ask_with(tmp_path, code)
     assert "it sees 0 of 1 GPUs" in found
-    assert "ordinary index" in found
+    assert "from PyPI" in found
 
 
 def test_the_spool_is_looked_at(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_the_spool_is_looked_at(tmp_path: Path) -> None:
     layout.jobs_dir.mkdir(parents=True)
     assert doctor._permissions(layout).status == "ok"
     layout.spool_dir.chmod(0o777)
-    assert "by everyone" in doctor._permissions(layout).detail
+    assert "is world-writable" in doctor._permissions(layout).detail
 
 
 def test_a_running_honed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ WELL = {
             "error",
             "3 not checked",
         ),
-        ({"NRestarts": "7"}, "warning", "restarted 7 times"),
+        ({"NRestarts": "7"}, "warning", "restarted it 7 times"),
         ({"UnitFileState": "disabled"}, "warning", "systemctl enable"),
     ],
 )
@@ -280,7 +280,10 @@ def test_a_unit_that_is_open_to_what_somebody_else_can_lead_elsewhere_is_told(tm
     }
     found = doctor._sandbox(Config(), {**WELL, **shown})
     assert found.status == "error"
-    assert f"{tmp_path}/to write/x: the user 54321, who owns {tmp_path}/to write, can put a link" in found.detail
+    assert (
+        f"{tmp_path}/to write/x: the user 54321, the owner of {tmp_path}/to write, can replace it with a link"
+        in found.detail
+    )
     assert f"{tmp_path}/home/y: 1: the user" in found.detail
     assert "good" not in found.detail
     os.chown(tmp_path / "to write", 0, 0)
@@ -307,7 +310,7 @@ def test_a_missing_unit_for_checks_is_told_where_jobs_are_units() -> None:
     assert doctor._check_unit(Config(jobs=JobsConfig(runner="process")), WELL, missing) == []
     [found] = doctor._check_unit(Config(), WELL, missing)
     assert (found.check, found.status) == ("honed-check@.service", "error")
-    assert "people's job files wait" in found.detail
+    assert "users' job files wait" in found.detail
     [found] = doctor._check_unit(Config(), WELL, {**WELL, "NeedDaemonReload": "yes"})
     assert found.status == "warning"
     assert [each.status for each in doctor._check_unit(Config(), WELL, WELL)] == ["ok"]

@@ -23,7 +23,7 @@ def test_the_processors_share_is_that_between_two_looks() -> None:
     now[0] = 104.0
     assert meter.words(glance(0.5)) == "memory 1.5 GiB", "another worker, of the next attempt"
     assert meter.words(glance(None)) == "memory 1.5 GiB"
-    assert meter.words({"id": 1}) == ""
+    assert meter.words(glance(None, resident_bytes=None)) == ""
 
 
 def test_a_job_on_a_gpu_is_told_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import sys
 import time
@@ -13,13 +14,13 @@ from typing import Any
 import pytest
 
 from honed.daemon.arrivals.checkers import IDLE_SEC, MAX_UNITS, TURN_SEC, Checkers
-from honed.run.helper import READY, children
+from honed.run.helper import READY, ChildHelper, children
 from honed.run.helper_slot import MAX_PAUSE_SEC
 from honed.run.reply import Passed
 from honed.spec.config import Config
 from honed.system.layout import Layout
 
-#: Answers at once, except for files named hang, and shows its user: `<dir>/<who>.<pid>` exists while it lives.
+#: Answers at once, except for files named hang and block, which wait until `<dir>/go` and `<dir>/unblock` exist.
 HELPER = f"""
 import atexit, json, os, pathlib, sys, time
 who, home = sys.argv[1], pathlib.Path(sys.argv[2])
@@ -28,7 +29,8 @@ print({READY.decode()!r}, flush=True)
 sys.stdin.readline()
 for line in sys.stdin:
     request = json.loads(line)
-    while request["spec_name"] == "hang.json" and not (home / "go").exists(): time.sleep(0.01)
+    gate = {{"hang.json": "go", "block.json": "unblock"}}.get(request["spec_name"])
+    while gate is not None and not (home / gate).exists(): time.sleep(0.01)
     spec = {{"kind": "sft", "retry": {{"max_attempts": 1}}, "resources": {{"gpus": 0}}}}
     print(json.dumps({{"id": request["id"], "ok": True, "spec": spec, "plan": {{"who": who, "pid": os.getpid()}},
         "output_dir": "/o", "warnings": [], "lines": {{}}, "references": {{}}, "waits_for": {{}},
@@ -51,7 +53,7 @@ class Desk:
 
         self.checkers = Checkers(of("honed"), of, self._follow, clock=self.clock)
         self.answers: list[Passed] = []
-        for name in ("plain", "hang"):
+        for name in ("plain", "hang", "block"):
             (path / f"{name}.json").write_text("{}")
 
     def clock(self) -> float:
@@ -154,19 +156,50 @@ def test_a_flood_gives_way_when_its_turn_is_over(desk: Desk) -> None:
     people = [1000 + number for number in range(MAX_UNITS)]
     for uid in people:
         for number in range(200):
-            desk.submit(uid * 1000 + number, uid, "hang" if number == 0 else "plain")
+            desk.submit(uid * 1000 + number, uid, {0: "hang", 100: "block"}.get(number, "plain"))
     desk.wait(lambda: desk.at_work() == set(people))
     desk.submit(1, 3000)
     desk.turn()
     assert 3000 not in desk.live()
     desk.ahead += TURN_SEC + 1
     (desk.path / "go").touch()
-    desk.wait(lambda: 3000 in desk.live())  # it has a place, however long its helper takes to begin
-    assert len(desk.answers) < 200 * MAX_UNITS
+    desk.wait(lambda: 3000 in desk.live())  # it has a place, though half of each flood is still to be checked
+    (desk.path / "unblock").touch()
     desk.wait_answers(200 * MAX_UNITS + 1)
     for uid in people:
         assert [number for number in desk.whose() if number // 1000 == uid] == [uid * 1000 + n for n in range(200)]
     assert desk.num_starts <= 2 * MAX_UNITS + 2
+
+
+class PromptHelper(ChildHelper):
+    """A helper that has always answered by the time that its answer is read."""
+
+    is_asked = False
+
+    def write(self, data: bytes) -> None:
+        super().write(data)
+        self.is_asked = True
+
+    def read(self) -> bytes | None:
+        if self.is_asked:
+            select.select([self], [], [])
+        data = super().read()
+        self.is_asked = self.is_asked and not (data or b"").endswith(b"\n")
+        return data
+
+
+def test_the_daemon_is_not_kept_by_a_helper_that_answers_at_once(tmp_path: Path) -> None:
+    (tmp_path / "plain.json").write_text("{}")
+    command = [sys.executable, "-S", "-c", HELPER, "honed", str(tmp_path)]
+    checkers = Checkers(lambda stage_fd, watch: PromptHelper(command, stage_fd, watch))
+    for number in range(20):
+        checkers.submit(number, tmp_path / "plain.json", Config())
+    answers: list[int] = []
+    until = time.monotonic() + 120
+    while sum(answers) < 20 and time.monotonic() < until:
+        answers.append(len(checkers.poll()))
+    checkers.close()
+    assert (sum(answers), max(answers)) == (20, 1)
 
 
 def test_one_that_starts_slowly_loses_no_turn_by_that(desk: Desk) -> None:
@@ -211,7 +244,7 @@ def test_one_whose_helper_cannot_be_started_is_in_nobodys_way(desk: Desk, caplog
     assert desk.checkers.fault
     desk.wait(lambda: not desk.live() and desk.checkers.deadline is not None)
     assert desk.checkers.deadline <= desk.clock() + MAX_PAUSE_SEC  # it is retried then, and not sooner
-    assert caplog.text.count("cannot be started, and job files wait") == len(broken)
+    assert caplog.text.count("cannot be started, so job files wait") == len(broken)
     for uid in broken:
         (desk.path / f"broken-{uid}").unlink()
     desk.ahead += 1000
@@ -225,4 +258,4 @@ def test_the_words_of_the_log_name_whose_files_wait(desk: Desk, caplog: pytest.L
     (desk.path / f"broken-{uid}").touch()
     desk.submit(1, uid)
     desk.wait(lambda: desk.checkers.is_stuck(uid))
-    assert f"the checking process for the user {uid} cannot be started, and job files wait" in caplog.text
+    assert f"the checking process for the user {uid} cannot be started, so job files wait" in caplog.text

@@ -113,7 +113,7 @@ def test_the_table_has_these_verbs_with_these_rights(honed: Daemon) -> None:
     assert {name: verb.right for name, verb in honed._answers.verbs.items()} == {
         name: use.right for name, use in USES.items()
     }
-    with pytest.raises(UsageError, match="no verb 'drop'"):
+    with pytest.raises(UsageError, match="unknown verb 'drop'"):
         answered(honed, "drop", ADMINISTRATOR, {})
 
 
@@ -146,9 +146,9 @@ def test_a_verb_is_answered_for_those_who_may_use_it_and_changes_nothing_for_the
     assert not honed._spool.is_paused
     match use.right:
         case Right.OWNER:
-            assert caught.value.message == "job 1 is another user's"
-            assert caught.value.hint == "its owner, root and the administrators' group may change it"
-            assert f"job 1: {verb} refused to user {uid}: it is another user's" in caplog.text
+            assert caught.value.message == "job 1 belongs to another user"
+            assert caught.value.hint == "only its owner, root and the administrators' group may change it"
+            assert f"job 1: {verb} refused for user {uid}: it belongs to another user" in caplog.text
         case Right.ADMINISTRATOR:
-            assert caught.value.message == f"{verb} is for everybody's jobs"
-            assert caught.value.hint == "root and policy.admin_group may"
+            assert caught.value.message == f"{verb} affects everybody's jobs"
+            assert caught.value.hint == "only root and policy.admin_group may use it"

@@ -182,7 +182,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no config": (remove("config.json"), "weights without a config.json", "copy config.json"),
     "empty config": (write("config.json", ""), "config.json: the file is empty", "copy it again"),
     "broken config": (write("config.json", '{"model_type": '), "config.json: not JSON", "copy it again"),
-    "config is a list": (write("config.json", "[1]"), "config.json: a JSON object was expected", "copy it again"),
+    "config is a list": (write("config.json", "[1]"), "config.json: expected a JSON object", "copy it again"),
     "config nested too deeply": (write("config.json", "[" * 100_000), "config.json: not JSON", "copy it again"),
     "no model_type": (
         lambda path: edit_config(path, model_type=None),
@@ -197,7 +197,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "dtype is a list": (lambda path: edit_config(path, dtype=[1]), "config.json: dtype: a list of 1", "correct it"),
     "unnamed quantization": (
         lambda path: edit_config(path, quantization_config={"bits": 4}),
-        "config.json: quantization_config names no quant_method",
+        "config.json: quantization_config has no quant_method",
         "unquantized",
     ),
     "no weights": (remove(WEIGHTS), "no weights", "fetch the model again"),
@@ -209,8 +209,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "empty weights": (cut(WEIGHTS, 0), "model.safetensors: the file is empty", "fetch this file again"),
     "a few bytes": (cut(WEIGHTS, 5), "model.safetensors: 5 bytes", "fetch this file again"),
-    "cut in the header": (cut(WEIGHTS, 100), "model.safetensors: cut short: its header", "fetch this file again"),
-    "cut in the weights": (cut(WEIGHTS, 1500), "model.safetensors: cut short", "fetch this file again"),
+    "cut in the header": (cut(WEIGHTS, 100), "model.safetensors: truncated: its header", "fetch this file again"),
+    "cut in the weights": (cut(WEIGHTS, 1500), "model.safetensors: truncated", "fetch this file again"),
     "absurd header length": (write(WEIGHTS, b"\xff" * 64), "model.safetensors: not a safetensors file", "fetch"),
     "an error page": (write(WEIGHTS, "<html>404</html>" * 9), "model.safetensors: not a safetensors file", "fetch"),
     "garbage header": (
@@ -219,7 +219,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "fetch this file again",
     ),
     "header is a list": (write(WEIGHTS, header([1, 2])), "header cannot be read", "fetch this file again"),
-    "no tensor at all": (write(WEIGHTS, header({})), "names no weights at all", "fetch the model again"),
+    "no tensor at all": (write(WEIGHTS, header({})), "lists no weights", "fetch the model again"),
     "unknown dtype": (
         write(WEIGHTS, header({"a": {"dtype": "F7", "shape": [1], "data_offsets": [0, 1]}}, 1)),
         "header cannot be read .*F7",
@@ -227,18 +227,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "overlapping tensors": (
         write(WEIGHTS, header({n: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for n in "ab"}, 4)),
-        "does not fit its shape and neighbours",
+        "do not match its shape or the other tensors",
         "fetch",
     ),
     "too many bytes": (
         write(WEIGHTS, header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 40)),
-        "36 bytes more than its header names",
+        "36 bytes more than its header describes",
         "fetch",
     ),
     "weights are a pipe": (with_pipe, "model.safetensors: not a regular file", "fetch this file again"),
     "weights are a dangling link": (with_dangling_link, "model.safetensors: no such file", "fetch this file again"),
     "missing shard": (without_shard, "model-00002-of-00002.safetensors: this shard of the weights is missing", "fetch"),
-    "shard elsewhere": (with_foreign_shard, "shard '../elsewhere.safetensors' lies outside", "plain names"),
+    "shard elsewhere": (with_foreign_shard, "shard '../elsewhere.safetensors' is outside", "plain file names"),
     "index names what is not there": (with_wrong_index, "'lm_head.weight' is not in it", "fetch"),
     "broken index": (
         lambda path: shard(path).write_text('{"weight_map": 3}'),
@@ -246,7 +246,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "fetch this file again",
     ),
     "no tokenizer": (remove("tokenizer.json"), "no tokenizer", "copy the tokenizer's files"),
-    "cut tokenizer": (cut("tokenizer.json", 20), "tokenizer.json: cut short", "copy the tokenizer again"),
+    "cut tokenizer": (cut("tokenizer.json", 20), "tokenizer.json: truncated", "copy the tokenizer again"),
     "empty tokenizer": (cut("tokenizer.json", 0), "tokenizer.json: the file is empty", "copy the tokenizer again"),
     "broken tokenizer_config": (write("tokenizer_config.json", "{"), "tokenizer_config.json: not JSON", "again"),
 }
@@ -294,7 +294,7 @@ def test_an_adapter_named_as_base_model_is_told_where_it_belongs(adapter_dir: Pa
 
 
 def test_a_base_model_named_as_adapter_is_refused(model_dir: Path) -> None:
-    with pytest.raises(ModelError, match=r"a whole model .*not an adapter"):
+    with pytest.raises(ModelError, match=r"a full model .*not an adapter"):
         basemodel.inspect_adapter(model_dir)
 
 
@@ -347,5 +347,5 @@ def test_a_revision_cannot_lead_out_of_the_cache(tmp_path: Path, revision: str) 
 
 def test_what_another_job_makes_is_found_when_it_is_there(tmp_path: Path) -> None:
     assert basemodel.resolve("job:stage1", cache_dir=tmp_path, allow_hub=False, jobs={"stage1": tmp_path}) == tmp_path
-    with pytest.raises(ModelError, match="'stage1' makes is not there yet"):
+    with pytest.raises(ModelError, match="the output of job 'stage1' does not exist yet"):
         basemodel.resolve("job:stage1", cache_dir=tmp_path, allow_hub=False)

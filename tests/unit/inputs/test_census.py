@@ -65,7 +65,7 @@ def test_a_job_that_began_before_keeps_its_split() -> None:
 
 
 def test_rows_that_all_say_the_same_cannot_be_split() -> None:
-    with pytest.raises(DatasetError, match="all 3 examples say the same"):
+    with pytest.raises(DatasetError, match="all 3 examples are identical"):
         dataset.split(texts("a", "a ", "a"), 0.5, 0)
 
 

@@ -56,7 +56,7 @@ def test_names_that_say_held_out_are_refused_with_the_line_that_helps(
 ) -> None:
     path = make(tmp_path / "rows", *names)
     for key, meant, other in (("datasets", train, held_out), ("eval_datasets", held_out, train)):
-        with pytest.raises(DatasetError, match="`split` does not say which") as refused:
+        with pytest.raises(DatasetError, match="`split` is not set") as refused:
             looked(path, key=key)
         assert f"write `split: {meant}` below its path" in refused.value.hint
         looked(path, key=key, split=meant)
@@ -89,14 +89,14 @@ def test_other_names_are_read_whole(tmp_path: Path, names: list[str]) -> None:
 
 def test_a_name_that_may_be_about_tests_is_read_and_told(tmp_path: Path) -> None:
     (told,) = looked(make(tmp_path / "rows", "test_generation.jsonl", "code.jsonl"))
-    assert "test_generation.jsonl is trained on, too, and its name may mean held-out data" in told
+    assert "test_generation.jsonl is trained on, too, but its name suggests held-out data" in told
 
 
 def test_held_out_data_alone_is_trained_on_with_a_word(tmp_path: Path) -> None:
     path = make(tmp_path / "rows", "test.jsonl")
     for each in (path, path / "test.jsonl"):
         (told,) = looked(each)
-        assert "its name says `test`" in told
+        assert "its name contains `test`" in told
     assert looked(path, key="eval_datasets") == []
 
 
@@ -104,12 +104,12 @@ def test_directories_beside_data_files_are_named_where_they_have_data_too(tmp_pa
     path = make(tmp_path / "rows", "a.jsonl", "more/b.jsonl", "test/c.jsonl", "notes/d.txt", ".git/e.jsonl")
     (path / "closed").mkdir(mode=0)
     (told,) = looked(path)
-    assert "more/ in it has data files, too, and is not read" in told
+    assert "more/ also contains data files, which are not read" in told
 
 
 def test_directories_of_several_subjects_are_refused_with_one_of_them(tmp_path: Path) -> None:
     path = make(tmp_path / "rows", "de/train.jsonl", "en/train.jsonl")
-    with pytest.raises(DatasetError, match="in several below it: de, en") as refused:
+    with pytest.raises(DatasetError, match="in several subdirectories, not in the directory itself: de, en") as refused:
         looked(path)
     assert f"- path: {path / 'de'}" in refused.value.hint
 
@@ -130,7 +130,7 @@ def test_what_datasets_saved_to_disk_is_read_in_its_order(tmp_path: Path) -> Non
     mixture = load([DatasetSpec(path=str(tmp_path / "one"))], seed=0, has_chat_template=True)
     assert [example.prompt for example in mixture.examples] == [row["prompt"] for row in rows]
     (tmp_path / "one/data-00001-of-00003.arrow").unlink()
-    with pytest.raises(DatasetError, match=r"00001.*no such file, and state\.json"):
+    with pytest.raises(DatasetError, match=r"00001.*no such file, although state\.json"):
         looked(tmp_path / "one")
 
 

@@ -141,20 +141,23 @@ def test_a_prompt_of_messages_keeps_its_own_answers_out_of_training(tmp_path: Pa
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"messages": TURNS[:1]}, "no turn of the assistant"),
+        ({"messages": TURNS[:1]}, "no assistant turn"),
         ({"messages": []}, "empty"),
         ({"messages": [TURNS[0], {"role": "assistant", "content": " "}]}, "empty"),
         ({"messages": [{"role": "User", "content": "a"}, TURNS[1]]}, "the role is 'User'"),
-        ({"messages": [TURNS[0], {"role": "assistant", "content": 4}]}, "content is a number"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, TURNS[1]]}, "nothing says which"),
+        (
+            {"messages": [TURNS[0], {"role": "assistant", "content": 4}]},
+            "the content must be a string, this is a number",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, TURNS[1]]}, "has no source"),
         ({"messages": [{"role": "user", "content": [{"type": "smell"}]}, TURNS[1]]}, "a part of type 'smell'"),
         ({"messages": [TURNS[0], "4"]}, "message 2 is a string"),
         ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "a function with a name"),
         ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "not JSON"),
         ({"messages": TURNS, "tools": "add"}, "`tools`"),
-        ({"other": 1}, "`messages` is a list"),
-        ([1, 2], "a row is an object"),
-        ("text", "a row is an object"),
+        ({"other": 1}, "`messages` must be a list"),
+        ([1, 2], "a row must be an object"),
+        ("text", "a row must be an object"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_counted_and_named(tmp_path: Path, row: Any, words: str) -> None:
@@ -171,9 +174,9 @@ def test_a_row_that_cannot_be_used_is_counted_and_named(tmp_path: Path, row: Any
     ("row", "words"),
     [
         ({"prompt": "a", "completion": ""}, "`completion` is empty"),
-        ({"prompt": "a", "completion": 4}, "`completion` is a number"),
-        ({"prompt": "a", "completion": TURNS[1:]}, "not one of each"),
-        ({"prompt": "a"}, "`completion` is missing"),
+        ({"prompt": "a", "completion": 4}, "`completion` must be a string, but is a number"),
+        ({"prompt": "a", "completion": TURNS[1:]}, "must both be strings or both"),
+        ({"prompt": "a"}, "`completion` must be a string, but is missing"),
     ],
 )
 def test_a_completion_that_is_missing_or_empty_is_named(tmp_path: Path, row: Any, words: str) -> None:
@@ -182,21 +185,21 @@ def test_a_completion_that_is_missing_or_empty_is_named(tmp_path: Path, row: Any
 
 
 def test_more_bad_rows_than_good_ones_are_an_error_that_names_the_first() -> None:
-    with pytest.raises(DatasetError, match=r"row 1: no turn of the assistant"):
+    with pytest.raises(DatasetError, match=r"row 1: no assistant turn"):
         dataset.convert(
             {"messages": TURNS[:1]}, "messages", columns=None, dataset_index=0, row_index=0, has_chat_template=True
         )
 
 
 def test_mostly_bad_rows_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"2 of 3 rows cannot be used as messages.*line 2: no turn"):
+    with pytest.raises(DatasetError, match=r"2 of 3 rows cannot be used as messages.*line 2: no assistant turn"):
         load_rows(tmp_path, [{"messages": TURNS}, {"messages": TURNS[:1]}, {"messages": TURNS[:1]}])
 
 
 def test_the_wrong_format_by_name_says_what_it_wants(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"`instruction` is missing") as caught:
+    with pytest.raises(DatasetError, match=r"`instruction` must be a string, but is missing") as caught:
         load_rows(tmp_path, [{"messages": TURNS}], format="alpaca")
-    assert "alpaca has `instruction` and `output`" in caught.value.hint
+    assert "alpaca needs `instruction` and `output`" in caught.value.hint
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -214,7 +217,7 @@ def test_jsonl_takes_a_byte_order_mark_blank_lines_and_no_last_line_break(tmp_pa
         (b'{"text": "a"}\n{"text": "b"\n', r"line 2, column 13: not JSON"),
         (b'{"text": "a"}\n\xff\xfe\n', r"line 2: not UTF-8"),
         (b"[" * 100_000, r"line 1.*nested too deeply"),
-        (b'{"text": "a"}\n[1]\n', r"line 2: a row is an object with columns, this is a list"),
+        (b'{"text": "a"}\n[1]\n', r"line 2: a row must be an object with columns, this is a list"),
     ],
 )
 def test_a_line_that_is_not_a_row_is_named_with_its_place(tmp_path: Path, content: bytes, words: str) -> None:
@@ -256,7 +259,7 @@ def test_csv_has_a_header_and_quoted_text(tmp_path: Path) -> None:
     path.write_text('prompt,completion\n"2+2, or\nmore?",4\n', encoding="utf-8-sig")
     assert list(dataset.read(path)) == [{"prompt": "2+2, or\nmore?", "completion": "4"}]
     path.write_text("prompt,completion\na,b,c\n")
-    with pytest.raises(DatasetError, match=r"line 2: .*number of fields \(2\)"):
+    with pytest.raises(DatasetError, match=r"line 2: .*number of fields differs from the header \(2\)"):
         list(dataset.read(path))
     path.write_text("")
     with pytest.raises(DatasetError, match="empty"):
@@ -316,7 +319,7 @@ def test_a_split_of_a_directory_is_its_subdirectory_or_the_files_that_begin_with
     [
         (lambda path: path / "nowhere", "no such file"),
         (lambda path: path, r"no data file in this directory \(there is: notes\.txt\)"),
-        (lambda path: path / "notes.txt", "not a kind of data file"),
+        (lambda path: path / "notes.txt", "not a supported kind of data file"),
     ],
 )
 def test_a_data_set_without_files_says_what_is_there(tmp_path: Path, make: Callable[[Path], Path], words: str) -> None:
@@ -449,12 +452,15 @@ def test_turns_of_sharegpt_and_of_a_completion_have_weights_too(tmp_path: Path) 
         (weighed({"loss": 0.37}), "message 2: `loss` is 0.37"),
         (weighed({"train": "no"}), "message 2: `train` is 'no'"),
         (weighed({"weight": 1, "train": False}), "`weight: 1` and `train: false` contradict each other"),
-        (weighed({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}), "`train_detail` is about"),
-        ({"messages": [TURNS[0] | {"weight": 1}, TURNS[1]]}, "message 1: `weight: 1` on a turn that is the user's"),
+        (
+            weighed({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}),
+            "`train_detail` applies to",
+        ),
+        ({"messages": [TURNS[0] | {"weight": 1}, TURNS[1]]}, "message 1: `weight: 1` on a turn of the user"),
         ({"messages": [TURNS[0] | {"masked": False}, TURNS[1]]}, "message 1: `masked: false` on a turn"),
         (
             {"prompt": [TURNS[0], TURNS[1] | {"weight": 1}, TURNS[0]], "completion": [TURNS[1]]},
-            "message 2 of the `prompt` is to be trained on",
+            "message 2 of the `prompt` is set to be trained on",
         ),
     ],
 )

@@ -181,28 +181,31 @@ def test_paths_start_from_the_directory_of_their_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (in_user({"type": "image"}), "nothing says which"),
+        (in_user({"type": "image"}), "has no source"),
         (in_user({"type": "image", "image": "https://a.b/c.png"}), "https://a.b/c.png is not fetched"),
         (in_user({"type": "image", "image": "s3://bucket/c.png"}), "is not fetched"),
         (in_user({"type": "image", "image": "data:image/png;base64,@@"}), "not base64"),
-        (in_user({"type": "image", "image": 7}), "a value of type int"),
+        (in_user({"type": "image", "image": 7}), "is of type int"),
         (in_user({"type": "image", "image": {"width": 7}}), "neither `path` nor `bytes`"),
         (in_user({"type": "image", "column": "photo"}), "the column `photo`, which is empty"),
         (in_user({"type": "image", "image": "a.png", "max_pixels": 100}), "`media: {max_pixels: …}`"),
         (in_user({"type": "audio", "audio": {"array": [0.0], "sampling_rate": 1}}), "decoded samples"),
-        (in_user({"type": "image"}) | {"images": ["a.png", "b.png"]}, "2 images, and 1 places"),
-        (in_user({"type": "image", "index": 2}) | {"images": ["a.png"]}, "the numbers [2]"),
-        (in_user({"type": "image", "image": "a.png"}) | {"images": ["a.png"]}, "one of the two is read"),
+        (in_user({"type": "image"}) | {"images": ["a.png", "b.png"]}, "2 images, but 1 placeholders"),
+        (in_user({"type": "image", "index": 2}) | {"images": ["a.png"]}, "the indices [2]"),
+        (in_user({"type": "image", "image": "a.png"}) | {"images": ["a.png"]}, "use only one of them"),
         (in_user("<image>?") | {"image": None}, "`image` is empty"),
-        (in_user("<image>?") | {"images": ["a", "b"]}, "2 images, and 1 places"),
-        (in_user("?") | {"images": ["a"], "image": "b"}, "both hold something"),
-        ({"messages": [ANSWER], "images": ["a"]}, "no turn of the user"),
+        (in_user("<image>?") | {"images": ["a", "b"]}, "2 images, but 1 placeholders"),
+        (in_user("?") | {"images": ["a"], "image": "b"}, "are both filled in"),
+        ({"messages": [ANSWER], "images": ["a"]}, "no user turn"),
         (in_user("?") | {"video": [{"bytes": None, "path": 3}]}, "neither"),
-        (in_user({"type": "image", "index": [0]}) | {"images": ["a"]}, "`index` of a part is a whole number"),
-        (in_user({"type": "image", "index": 5}, {"type": "image"}) | {"images": ["a", "b"]}, "all have one or none"),
-        (in_user({"type": "image", "column": ["a"]}) | {"images": ["a"]}, "`column` of a part is a column's name"),
-        (in_user("?") | {"image": "A" * 6000}, "6000 characters are no path; an embedded file is {base64: …}"),
-        (in_user("?") | {"image": "\ud800.png"}, "a character that none has: '\\ud800.png'"),
+        (in_user({"type": "image", "index": [0]}) | {"images": ["a"]}, "`index` must be an integer"),
+        (in_user({"type": "image", "index": 5}, {"type": "image"}) | {"images": ["a", "b"]}, "set it on all or none"),
+        (in_user({"type": "image", "column": ["a"]}) | {"images": ["a"]}, "`column` must be a column's name"),
+        (
+            in_user("?") | {"image": "A" * 6000},
+            "6000 characters are too long for a path; an embedded file is {base64: …}",
+        ),
+        (in_user("?") | {"image": "\ud800.png"}, "a path with an invalid character: '\\ud800.png'"),
     ],
 )
 def test_a_row_whose_media_make_no_sense_is_counted_and_named(tmp_path: Path, row: Any, words: str) -> None:
@@ -226,7 +229,7 @@ def test_a_list_of_animations_is_so_many_videos(tmp_path: Path) -> None:
 def test_embedded_frames_are_no_videos_of_one_frame_each(tmp_path: Path) -> None:
     rows = [{"prompt": "?", "completion": "A cat.", "video": [{"bytes": png(), "path": None}] * 2}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    with pytest.raises(DatasetError, match="frames that are embedded in the row"):
+    with pytest.raises(DatasetError, match="frames embedded in the row"):
         dataset.load([DatasetSpec(path=str(tmp_path / "rows.parquet"))], seed=0, has_chat_template=True)
 
 
@@ -238,8 +241,8 @@ def test_what_seems_to_be_media_and_is_not_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
     row = {"prompt": "<image>What is in a.png", "completion": "A cat."}
     column, words = overlooked(row | {"image_path": "a.png", "id": "7"})
-    assert column == "the column `image_path` seems to hold images, and is not read: `columns: {image: image_path}`"
-    assert words == "`<image>` in texts of rows without a column `image` or `images` is read as a word"
+    assert column == "the column `image_path` seems to contain images, but is not read: `columns: {image: image_path}`"
+    assert words == "`<image>` in the text of rows without a column `image` or `images` is treated as plain text"
     assert not overlooked(row | {"image_path": "a.png"}, columns={"image": "image_path"})
     assert not overlooked(row | {"image": "a.png", "file_name": "pictures/a.png"})  # the same, named twice
     (sound,) = overlooked(row | {"image": "a.png", "voice": ["a.wav"]})
@@ -247,7 +250,7 @@ def test_what_seems_to_be_media_and_is_not_read_is_told(tmp_path: Path) -> None:
 
 
 def test_media_beside_plain_text_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="no turn that it could stand in"):
+    with pytest.raises(DatasetError, match="no turn to put it in"):
         load_one(tmp_path, {"text": "a", "image": "a.png"})
     with pytest.raises(DatasetError, match="needs a chat template"):
         load_one(tmp_path, {"prompt": "a", "completion": "b", "image": "a.png"}, has_chat_template=False)
@@ -295,6 +298,6 @@ def test_a_look_opens_the_first_files_and_counts_what_is_broken(tmp_path: Path) 
     assert found.attached[0].texts == ("What is it?", "A cat.")
     assert found.broken == (
         f"rows.jsonl, line 2: {tmp_path}/gone.png: no such file",
-        f"rows.jsonl, line 4: {tmp_path}/text.png: not an image that can be read: it is text",
+        f"rows.jsonl, line 4: {tmp_path}/text.png: not a readable image: it is text",
     )
     assert found.columns == ("prompt", "completion", "image")

@@ -56,7 +56,7 @@ def test_names_of_files_say_the_splits_as_in_a_directory() -> None:
         "default/train/0000.parquet"
     ]
     said = refusal(names)
-    assert "`split` does not say which is meant (write `split: train` or `split: test`" in said
+    assert "`split` is not set (write `split: train` or `split: test`" in said
     assert said.startswith("datasets: org/rows at main ")
     assert "org/rows at main: no data file of split 'dev'" in refusal(names, split="dev")
 
@@ -72,7 +72,9 @@ def test_a_configuration_is_what_the_card_says_else_a_directory() -> None:
     both = CARD.replace(b"  default: true\n", b"")
     assert "has several configurations: main, odd, gone" in refusal(FILES, both)
     assert choose(["en/train.jsonl", "de/train.jsonl"], name="de") == ["de/train.jsonl"]
-    assert "several below it: de, en (write `name:`" in refusal(["en/train.jsonl", "de/train.jsonl"])
+    assert "several subdirectories, not in the directory itself: de, en (write `name:`" in refusal(
+        ["en/train.jsonl", "de/train.jsonl"]
+    )
     assert "its directories are: de, en" in refusal(["en/train.jsonl", "de/train.jsonl"], name="fr")
 
 
@@ -119,7 +121,7 @@ def test_no_pattern_takes_for_ever() -> None:
 def test_scripts_and_other_files_are_no_data() -> None:
     assert "only a loading script (rows.py)" in refusal(["rows.py", "README.md", "dataset_infos.json"])
     assert "revision: refs/convert/parquet" in refusal(["rows.py"])
-    assert "there is: images.zip, notes.txt" in refusal([".gitattributes", "images.zip", "notes.txt"])
+    assert "it has: images.zip, notes.txt" in refusal([".gitattributes", "images.zip", "notes.txt"])
     assert choose(["rows.py", "rows.jsonl"]) == ["rows.jsonl"]
     assert choose(["state.json", "dataset_info.json", "data-00000-of-00001.arrow"]) == ["data-00000-of-00001.arrow"]
 

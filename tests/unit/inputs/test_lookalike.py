@@ -33,9 +33,9 @@ def adapter(place: str, base: str | None) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("files", "place", "said", "hint", "fix"),
     [
-        ({"m/model.Q4_K_M.gguf": "GGUF"}, "m", "GGUF, which is for inference", "it was made from", {}),
-        ({"m.gguf": "GGUF"}, "m.gguf", "a file in GGUF", "it was made from", {}),
-        ({"m/model_index.json": "{}", "m/unet/config.json": "{}"}, "m", "diffusers", "not supported yet", {}),
+        ({"m/model.Q4_K_M.gguf": "GGUF"}, "m", "GGUF, which is for inference", "it was converted from", {}),
+        ({"m.gguf": "GGUF"}, "m.gguf", "a file in GGUF", "it was converted from", {}),
+        ({"m/model_index.json": "{}", "m/unet/config.json": "{}"}, "m", "diffusers", "not supported", {}),
         (
             model("m/checkpoint-500", "m/checkpoint-1000"),
             "m",
@@ -46,35 +46,35 @@ def adapter(place: str, base: str | None) -> dict[str, str]:
         (
             adapter("m/checkpoint-500", "org/base"),
             "m",
-            "an adapter lies in its checkpoints",
+            "with an adapter in its checkpoints",
             "base_model: org/base",
             {"base_model": "org/base", "adapter": "m/checkpoint-500", "lora": None},
         ),
         (
             {f"m/snapshots/{HASH}/config.json": "{}", f"m/snapshots/{'f' * 40}/config.json": "{}", "m/refs/main": HASH},
             "m",
-            "the cache of a model from the hub",
+            "the hub cache of a model",
             HASH,
             {"base_model": f"m/snapshots/{HASH}"},
         ),
         (
             {f"m/snapshots/{HASH}/config.json": "{}"},
             "m",
-            "the cache of a model",
+            "the hub cache of a model",
             HASH,
             {"base_model": f"m/snapshots/{HASH}"},
         ),
         (
             {f"hub/models--a--b/snapshots/{HASH}/config.json": "{}"},
             "hub",
-            "a cache of models",
+            "a hub cache of models",
             HASH,
             {"base_model": f"hub/models--a--b/snapshots/{HASH}"},
         ),
         (
             {f"hub/models--a--{n}/snapshots/{HASH}/config.json": "{}" for n in "bc"},
             "hub",
-            "a cache of models",
+            "a hub cache of models",
             "a/b, a/c",
             {},
         ),
@@ -85,9 +85,9 @@ def adapter(place: str, base: str | None) -> dict[str, str]:
             "base_model: /srv/models/base",
             {"base_model": "/srv/models/base", "adapter": "m", "lora": None},
         ),
-        (adapter("m", None), "m", "an adapter (adapter_config.json", "name it as `adapter:`", {}),
-        (model("m/qwen"), "m", "a directory with a model in it", "m/qwen", {"base_model": "m/qwen"}),
-        (model("m/qwen", "m/llama"), "m", "2 models in it", "name one", {}),
+        (adapter("m", None), "m", "an adapter (adapter_config.json", "set `adapter:`", {}),
+        (model("m/qwen"), "m", "a directory that contains a model", "m/qwen", {"base_model": "m/qwen"}),
+        (model("m/qwen", "m/llama"), "m", "2 models in it", "use one of them", {}),
         (
             {"m/config.json": "{}", "m/model.safetensors": "x"},
             "m/model.safetensors",
@@ -100,11 +100,11 @@ def adapter(place: str, base: str | None) -> dict[str, str]:
         (
             {"m/params.json": "{}", "m/consolidated.00.pth": "x"},
             "m",
-            "their maker's own format",
-            "Hugging Face form",
+            "the vendor's own format",
+            "Hugging Face format",
             {},
         ),
-        ({"m/model.onnx": "x"}, "m", "ONNX", "it was made from", {}),
+        ({"m/model.onnx": "x"}, "m", "ONNX", "it was converted from", {}),
         ({"m/weights.npz": "x"}, "m", "MLX's format", "converted from", {}),
         ({"m.zip": "x"}, "m.zip", "an archive", "unpack it", {}),
         ({"m/.hidden": "x"}, "m", "the directory is empty", "copy or fetch", {}),
@@ -123,7 +123,13 @@ def adapter(place: str, base: str | None) -> dict[str, str]:
             "lfs pull",
             {},
         ),
-        ({"m/README.md": "x", "m/gguf/it-Q4_K_M.gguf": "x"}, "m", "holds gguf/it-Q4_K_M.gguf, GGUF", "made from", {}),
+        (
+            {"m/README.md": "x", "m/gguf/it-Q4_K_M.gguf": "x"},
+            "m",
+            "contains gguf/it-Q4_K_M.gguf, GGUF",
+            "converted from",
+            {},
+        ),
         ({"m/readme.txt": "x"}, "m", "config.json: no such file", "save_pretrained", {}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -150,8 +156,8 @@ def test_what_is_no_base_model_is_named_and_the_model_with_it(
             "a Trainer's output",
             {"adapter": "m/checkpoint-20"},
         ),
-        (model("m"), "a whole model", {}),
-        (adapter("m/mine", "org/base"), "a directory with a model in it", {"adapter": "m/mine"}),
+        (model("m"), "a full model", {}),
+        (adapter("m/mine", "org/base"), "a directory that contains a model", {"adapter": "m/mine"}),
         ({}, "the directory is empty", {}),
     ],
 )
@@ -166,5 +172,5 @@ def test_what_is_no_adapter_is_named_too(tmp_path: Path, files: dict[str, str], 
 def test_missing_shards_are_counted(tmp_path: Path) -> None:
     shards = {f"w{n}": f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}
     make(tmp_path, {**CONFIG, "model.safetensors.index.json": json.dumps({"weight_map": shards})})
-    with pytest.raises(ModelError, match=r"00001-of-00003.*missing \(3 of 3 are\)"):
+    with pytest.raises(ModelError, match=r"00001-of-00003.*missing \(3 of 3 are missing\)"):
         basemodel.inspect(tmp_path)

@@ -154,7 +154,8 @@ def test_an_administrators_metric_comes_in_through_an_entry_point(plug_in: Calla
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [("1 / 0", "ZeroDivisionError"), ("7", "not from 0 to 1"), ("float('nan')", "not from 0 to 1")]
+    ("code", "words"),
+    [("1 / 0", "ZeroDivisionError"), ("7", "not between 0 and 1"), ("float('nan')", "not between 0 and 1")],
 )
 def test_a_metric_that_breaks_is_told_once_and_costs_no_run(
     plug_in: Callable[[str], None], code: str, words: str

@@ -106,7 +106,7 @@ def test_frames_and_pixels_are_only_touched_with_leave() -> None:
     seen = Media(("image", "video"), num_frames=4)
     assert steps(seen=seen, **spec) == []
     assert out_of_memory.leave(spec, Media(("image",))) == (
-        "retry.may_shrink_media: true, which lets honed go on with fewer frames and pixels"
+        "retry.may_shrink_media: true, which lets honed retry with fewer frames and pixels"
     )
     assert out_of_memory.leave(spec, Media()) is None
     assert out_of_memory.leave({**spec, "retry": {"may_shrink_media": True}}, Media(("image",))) is None
@@ -145,6 +145,7 @@ def test_an_entry_keeps_its_steps_and_an_old_one_has_none() -> None:
     )
     assert Job.from_json(job.to_json(), State.QUEUED) == job
     old = Job.from_json(
-        b'{"id": 1, "name": "a", "submitted_at": 0, "source": "a", "uid": 0, "output_dir": "/o"}', State.HELD
+        b'{"id": 1, "name": "a", "submitted_at": 0, "source": "a", "uid": 0, "output_dir": "/o", "attempts": []}',
+        State.HELD,
     )
     assert (old.adjustments, old.needs_bytes) == ((), 0)

@@ -55,7 +55,7 @@ def test_a_run_that_learns_is_never_told_of(loss_at: Callable[[float], float], e
 @pytest.mark.parametrize("epochs", [2, 3, 10])
 def test_a_loss_that_never_left_is_told_of_though_batches_differ(epochs: float, seed: int) -> None:
     told = run(lambda _: 2.3, steps=100, epochs=epochs, noise=0.002, spread=0.15, seed=seed)
-    assert remark(told).startswith("its loss never left where it began: 2.")
+    assert remark(told).startswith("the loss did not fall: 2.")
 
 
 def test_what_is_learned_in_the_first_steps_of_many_counts() -> None:
@@ -66,9 +66,9 @@ def test_what_is_learned_in_the_first_steps_of_many_counts() -> None:
 def test_a_loss_that_ended_higher_is_told_of() -> None:
     for epochs in (1, 3):
         told = run(lambda t: 2.0 + 5 * t, steps=60, epochs=epochs, noise=0.05)
-        assert remark(told).startswith("its loss ended higher than it began: ")
+        assert remark(told).startswith("the loss ended higher than it began: ")
     steady = run(lambda _: 2.0, steps=100, epochs=1, noise=0.005)
-    assert remark(steady) == "its loss never left where it began: 2 in the first steps, 1.999 in the last"
+    assert remark(steady) == "the loss did not fall: 2 in the first steps, 1.999 in the last"
 
 
 def test_what_cannot_be_judged_is_left_alone() -> None:

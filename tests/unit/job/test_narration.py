@@ -52,13 +52,13 @@ def test_no_words_of_a_row_are_in_the_log(tell: Tell) -> None:
     """Users who may read the journal may not read the data."""
     [record] = tell("example", segments=[{"text": "Why?\n", "trained": False}, {"text": "So.", "trained": True}])
     assert record.levelno == logging.DEBUG
-    assert record.getMessage() == "job 7 (capitals): the first example is rendered"
+    assert record.getMessage() == "job 7 (capitals): first example rendered"
     assert not [each for each in vars(record).values() if "Why?" in str(each) or "So." in str(each)]
 
 
 def test_rows_are_counted_in_words(tell: Tell) -> None:
     [record] = tell("data", num_train=3, num_unusable=8, lengths={})
-    assert record.getMessage() == "job 7 (capitals): rows: 3 to train on, 8 that cannot be read as rows"
+    assert record.getMessage() == "job 7 (capitals): rows: 3 to train on, 8 unreadable"
 
 
 @pytest.mark.parametrize(
@@ -88,4 +88,4 @@ def test_what_it_does_not_know_is_for_developers(tell: Tell) -> None:
 def test_rows_are_counted_in_words_without_what_there_is_none_of(tell: Tell) -> None:
     counts = {"num_twice": 48, "num_in_both": 0, "num_silenced": 0, "num_dropped": 2, "num_eval": 0, "num_train": 1384}
     [record] = tell("data", **counts, datasets=[], num_trained_tokens=None)
-    assert record.getMessage().endswith("rows: 1,384 to train on, 2 left out, 48 that repeat an earlier row")
+    assert record.getMessage().endswith("rows: 1,384 to train on, 2 skipped, 48 repeat an earlier row")

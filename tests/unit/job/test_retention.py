@@ -78,8 +78,8 @@ def test_what_an_unfinished_or_pinned_job_needs_stays_by_name_by_number_and_by_p
     ]
     needed = retention.needed_of(Needs(spool, spool.layout), spool, jobs)
     assert set(needed) == {1, 2, 3, 4}
-    assert needed[1] == "job 11 (job11) needs it, which is queued"
-    assert needed[4] == "the output of job 14 (job14) lies in its directory"
+    assert needed[1] == "job 11 (job11), which is queued, needs it"
+    assert needed[4] == "the output of job 14 (job14) is in its directory"
     assert retention.why_kept(jobs[4], needed) == "it is queued"
     assert retention.why_kept(jobs[6], needed) == "it is pinned"
     assert retention.why_kept(jobs[7], needed) is None

@@ -96,8 +96,8 @@ def test_a_damaged_sequence_stops_the_start_with_a_remedy(spool: Spool) -> None:
     ("make", "word"),
     [
         (lambda path: path.symlink_to("/etc/passwd"), "symbolic link"),
-        (lambda path: path.mkdir(), "not a plain file"),
-        (os.mkfifo, "not a plain file"),
+        (lambda path: path.mkdir(), "not a regular file"),
+        (os.mkfifo, "not a regular file"),
         (lambda path: path.write_text("x" * (MAX_BYTES + 1)), "larger than"),
         (
             lambda path: (path.parent / ".other").write_text("{}") and path.hardlink_to(path.parent / ".other"),
@@ -182,7 +182,7 @@ def test_a_reader_in_the_middle_of_a_move_sees_each_job_once_and_as_it_is_now(sp
     job = accept(spool)
     entry = spool.dir / "queued" / f"{job.id}.json"
     old = entry.read_bytes()
-    spool.move(job, State.RUNNING)
+    spool.move(job, State.RUNNING, attempts=(Attempt(number=1, backend="transformers", started_at=2.0),))
     entry.write_bytes(old)  # the moment between the rename and the removal
     assert [found.state for found in spool.all_jobs().values()] == [State.RUNNING]
 
@@ -246,7 +246,7 @@ def test_a_submitted_file_is_its_submitters_whoever_owns_it(spool: Spool) -> Non
 def test_where_no_drops_are_taken_a_dropped_file_is_refused_with_the_remedy(spool: Spool) -> None:
     claim = Arrivals(spool).claim(put(spool, "a.json"))
     assert claim is not None
-    with pytest.raises(SpecError, match="takes no files from incoming") as caught:
+    with pytest.raises(SpecError, match="files in incoming/ are not accepted") as caught:
         Arrivals(spool).copy(claim, max_bytes=MAX_BYTES, drops=False)
     assert caught.value.hint == "honectl submit FILE"
 
@@ -346,7 +346,7 @@ def life(spool: Spool, *, names: list[str]) -> None:
 
 def run(spool: Spool) -> None:
     for job in list(spool.jobs(State.QUEUED)):
-        spool.move(job, State.RUNNING, num_failures=job.num_failures)
+        spool.move(job, State.RUNNING, attempts=(Attempt(number=1, backend="transformers", started_at=2.0),))
     for job in list(spool.jobs(State.RUNNING)):
         spool.move(spool.update(job, outcome="succeeded"), State.SUCCEEDED)
 
@@ -386,7 +386,7 @@ def verify(spool: Spool, names: list[str]) -> None:
     unreadable = {
         name for name in refused if not name.startswith("bad")
     }  # honed takes one EACCES for a file that its owner made unreadable
-    assert all("may not read" in (spool.rejected_dir / f"{name}.reason").read_text() for name in unreadable)
+    assert all("honed cannot read it" in (spool.rejected_dir / f"{name}.reason").read_text() for name in unreadable)
     assert len(unreadable) <= 1
     for state in set(State) - {State.SUCCEEDED}:
         assert list(spool.state_dir(state).iterdir()) == [], state

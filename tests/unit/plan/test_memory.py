@@ -236,8 +236,8 @@ def test_a_job_that_fits_is_not_refused(mistral_7b: BaseModelInfo) -> None:
 def test_a_refusal_names_the_sum_its_parts_and_the_device(mistral_7b: BaseModelInfo) -> None:
     error = refused(mistral_7b, L4, make(full=True, master_weights="none"))
     assert re.match(
-        r"about [\d.]+ GiB are needed \(weights 13.5 GiB, gradients 13.5 GiB, optimizer 27.0 GiB, activations "
-        r"[\d.]+ GiB; 8 rows of 1024 tokens at a time\), and NVIDIA L4 has 23.5 GiB for a job",
+        r"about [\d.]+ GiB is needed \(weights 13.5 GiB, gradients 13.5 GiB, optimizer 27.0 GiB, activations "
+        r"[\d.]+ GiB; 8 rows of 1024 tokens at a time\), but NVIDIA L4 has only 23.5 GiB available for a job",
         error.message,
     )
     assert error.code == "memory_insufficient"
@@ -273,7 +273,7 @@ def test_what_is_only_taken_now_refuses_nothing(mistral_7b: BaseModelInfo) -> No
         ),
         (replace(T4, total_bytes=8 * GIB), {"training": {"per_device_train_batch_size": 1}}, ["quantization: 4bit"]),
         # Full fine-tuning does not fit however small its batch.
-        (L4, {"full": True}, ["lora: {r: 16} in place of full fine-tuning"]),
+        (L4, {"full": True}, ["lora: {r: 16} instead of full fine-tuning"]),
         (
             replace(H100, total_bytes=48 * GIB),
             {"full": True, "master_weights": "none", "training": {"per_device_train_batch_size": 1}},
@@ -298,11 +298,11 @@ def test_a_chunked_loss_is_proposed_where_logits_are_what_is_too_much(model: Bas
 
 def test_where_one_change_is_not_enough_several_are_proposed_together(llama_70b: BaseModelInfo) -> None:
     hint = refused(llama_70b, replace(H100, total_bytes=48 * GIB), make(full=True)).hint
-    assert hint.startswith("lora: {r: 16} in place of full fine-tuning, quantization: 4bit, ")
+    assert hint.startswith("lora: {r: 16} instead of full fine-tuning, quantization: 4bit, ")
 
 
 def test_where_nothing_helps_that_is_said(llama_70b: BaseModelInfo) -> None:
-    assert refused(llama_70b, T4, make()).hint.startswith("a smaller model")
+    assert refused(llama_70b, T4, make()).hint.startswith("use a smaller model")
 
 
 def test_on_an_apple_gpu_nothing_is_quantized_so_nothing_of_that_is_proposed(mistral_7b: BaseModelInfo) -> None:
@@ -484,7 +484,7 @@ def test_what_does_not_fit_is_helped_by_fewer_frames_and_smaller_images(seeing: 
             small,
             lambda changed: estimate(seeing, small, changed, rows=[CLIP]),
         )
-    assert "of them of video" in refused.value.message
+    assert "of which are for video" in refused.value.message
     assert "media: {num_frames:" in str(refused.value.hint)
     assert "media: {max_image_size:" in str(refused.value.hint)
     assert "max_length" not in str(refused.value.hint)

@@ -39,18 +39,46 @@ def test_the_steps_of_a_run(training: dict[str, Any], keys: dict[str, Any], num_
 EVALUATED: dict[str, Any] = {"eval_split": 0.1}
 #: The training settings, the job's other keys, and the beginning of the warning.
 UNFIT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"warmup_steps": 500}, {}, "training.warmup_steps: 500 of at most 20 steps: the learning rate gets to 4%"),
-    ({"warmup_steps": 15}, {}, "training.warmup_steps: 15 of at most 20 steps: more than half of the run, 75%, is"),
-    ({"warmup_steps": 0.7}, {}, "training.warmup_steps: 0.7 of at most 20 steps: more than half of the run, 70%, is"),
-    ({"eval_steps": 500}, EVALUATED, "training.eval_steps: 500 of at most 18 steps: there is no evaluation between"),
-    ({"save_steps": 1000}, {}, "training.save_steps: 1000 of at most 20 steps: there is no checkpoint before the last"),
-    ({"logging_steps": 50}, {}, "training.logging_steps: 50 of at most 20 steps: no loss is told"),
-    ({"max_steps": 20, "warmup_steps": 21}, {}, "training.warmup_steps: 21 of 20 steps: the learning rate gets to 95%"),
-    ({}, {"predictions": {"sample_frequency": 21}}, "predictions.sample_frequency: 21 of at most 20 steps: there are"),
-    ({"learning_rate": 0.2}, {}, "training.learning_rate: 0.2 is very high for an adapter: it is likely to destroy"),
-    ({"learning_rate": 1e-7}, {}, "training.learning_rate: 1e-07 is very low for an adapter: hardly anything"),
-    ({"learning_rate": 2e-3}, {"lora": None}, "training.learning_rate: 0.002 is very high for whole weights: it"),
-    ({"learning_rate": 1e-9}, {"lora": None}, "training.learning_rate: 1e-09 is very low for whole weights: hardly"),
+    (
+        {"warmup_steps": 500},
+        {},
+        "training.warmup_steps: 500 of at most 20 steps: the learning rate will reach at most 4%",
+    ),
+    ({"warmup_steps": 15}, {}, "training.warmup_steps: 15 of at most 20 steps: 75% of the run is"),
+    ({"warmup_steps": 0.7}, {}, "training.warmup_steps: 0.7 of at most 20 steps: 70% of the run is"),
+    (
+        {"eval_steps": 500},
+        EVALUATED,
+        "training.eval_steps: 500 of at most 18 steps: there will be no evaluation between",
+    ),
+    (
+        {"save_steps": 1000},
+        {},
+        "training.save_steps: 1000 of at most 20 steps: there will be no checkpoint before the last",
+    ),
+    ({"logging_steps": 50}, {}, "training.logging_steps: 50 of at most 20 steps: no loss will be reported"),
+    (
+        {"max_steps": 20, "warmup_steps": 21},
+        {},
+        "training.warmup_steps: 21 of 20 steps: the learning rate will reach at most 95%",
+    ),
+    (
+        {},
+        {"predictions": {"sample_frequency": 21}},
+        "predictions.sample_frequency: 21 of at most 20 steps: there will be",
+    ),
+    ({"learning_rate": 0.2}, {}, "training.learning_rate: 0.2 is very high for an adapter and likely to destroy"),
+    (
+        {"learning_rate": 1e-7},
+        {},
+        "training.learning_rate: 1e-07 is very low for an adapter: the model will hardly learn",
+    ),
+    ({"learning_rate": 2e-3}, {"lora": None}, "training.learning_rate: 0.002 is very high for full fine-tuning and"),
+    (
+        {"learning_rate": 1e-9},
+        {"lora": None},
+        "training.learning_rate: 1e-09 is very low for full fine-tuning: the model will hardly",
+    ),
 ]
 
 

@@ -74,8 +74,8 @@ def test_the_backend_is_chosen_with_a_reason(
     [
         (H100, STOCK, {}, "not installed"),
         (CPU, WITH_UNSLOTH, {"quantization": "8bit"}, "in 16 bits"),
-        (CPU, WITH_UNSLOTH, {"dtype": "float16"}, "in bfloat16 what was planned in float16"),
-        (CPU, WITH_UNSLOTH, {"full": True}, "adapters alone"),
+        (CPU, WITH_UNSLOTH, {"dtype": "float16"}, "in bfloat16 instead of the planned float16"),
+        (CPU, WITH_UNSLOTH, {"full": True}, "only adapters"),
     ],
 )
 def test_unsloth_by_name_is_refused_where_it_would_do_something_else(
@@ -93,8 +93,8 @@ def test_unsloth_by_name_is_refused_where_it_would_do_something_else(
         (H100, "qwen3", {"dtype": "float32", "quantization": "4bit"}, "computes float32 models in half precision"),
         (T4, "gemma2", {"dtype": "auto"}, "computes float32 models in half precision"),
         (H100, "gemma2", {"dtype": "float16"}, "known to overflow"),
-        (H100, "llama", {"lora": {"modules_to_save": ["lm_head", "q_proj"]}}, "modules_to_save names q_proj"),
-        (H100, "llama", {"lora": {"target_modules": ["q_proj", "embed_tokens"]}}, "trains embed_tokens whole"),
+        (H100, "llama", {"lora": {"modules_to_save": ["lm_head", "q_proj"]}}, "modules_to_save has q_proj"),
+        (H100, "llama", {"lora": {"target_modules": ["q_proj", "embed_tokens"]}}, "trains embed_tokens in full"),
         (H100, "qwen3", {}, ""),
         (H100, "qwen3", {"quantization": "4bit"}, ""),
         (T4, "llama", {"dtype": "float16"}, ""),

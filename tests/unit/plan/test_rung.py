@@ -145,13 +145,13 @@ def test_the_plan_has_each_rung_with_its_bytes_and_says_why_the_better_ones_were
         ("none", ADAMW_8BIT, 6.0),
     ]
     assert [each["is_chosen"] for each in made["rungs"]] == [False, False, True, False]
-    assert f"float32 with {ADAMW} would need 1" in made["precision"]["reasons"]["master_weights"]
+    assert f"float32 with {ADAMW} needs 1" in made["precision"]["reasons"]["master_weights"]
 
 
 def test_a_rung_by_name_is_compared_with_itself_where_its_first_optimizer_does_not_fit() -> None:
     made = make(model("8B"), replace(H100, total_bytes=60 * GIB), master_weights="none")
     assert chosen(made) == ("none", ADAMW_8BIT)
-    assert f": none with {ADAMW} would need " in made.precision.reasons["optim"]
+    assert f": none with {ADAMW} needs " in made.precision.reasons["optim"]
 
 
 def test_without_bitsandbytes_the_remainders_stand_beside_float32_moments() -> None:
@@ -171,7 +171,7 @@ def test_an_optimizer_that_the_job_names_is_never_replaced_and_is_warned_about_w
     assert {step.optim for step in make(model("8B"), H100, training=training).rungs} == {optim}
     made = make(model("8B"), H100, training=training, master_weights="none")
     assert chosen(made) == ("none", optim)
-    assert any(f"stepped by {optim}: updates below 1/256 of a weight" in warning for warning in made.warnings)
+    assert any(f"updated by {optim}: updates below 1/256 of a weight" in warning for warning in made.warnings)
     assert not any("updates below" in text for text in make(model("1B"), H100, training=training).warnings)
 
 
@@ -219,19 +219,23 @@ def test_what_the_output_is_saved_in_is_what_was_stored_unless_the_job_says() ->
 
 def test_a_rung_by_name_that_the_device_cannot_is_refused() -> None:
     for name in ("compensated", "none"):
-        with pytest.raises(SpecError, match="is for bfloat16, which Tesla T4"):
+        with pytest.raises(SpecError, match="needs bfloat16, which Tesla T4"):
             make(model("1B"), T4, master_weights=name)
 
 
 def test_many_gradients_that_are_added_up_in_bfloat16_are_warned_about() -> None:
     def told(num_accumulated: int, **keys: Any) -> list[str]:
         training = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": num_accumulated}
-        return [text for text in make(model("1B"), H100, training=training, **keys).warnings if "added up" in text]
+        return [
+            text
+            for text in make(model("1B"), H100, training=training, **keys).warnings
+            if "gradients are added" in text
+        ]
 
     for name in ("compensated", "none"):
         assert told(8, master_weights=name) == []
         [text] = told(64, master_weights=name)
-        assert "64 gradients are added up in bfloat16 for a step, which puts the sum off by about 0.8 %" in text
+        assert "64 gradients are added in bfloat16 for each step, with an error of about 0.8 %" in text
     assert told(64) == [], "float32 weights have float32 gradients"
 
 
@@ -261,10 +265,10 @@ def test_a_plan_that_is_made_again_keeps_the_rung(size: str, first: Device, then
 
 def test_a_rung_is_shown_with_who_chose_it() -> None:
     planned = make(model("1B"), H100)
-    assert planned.precision.reasons["master_weights"] == "the best that fits into the device's memory"
+    assert planned.precision.reasons["master_weights"] == "the best that fits in the device's memory"
     assert make(model("1B"), H100, master_weights="float32").precision.reasons["master_weights"] == "as the job asks"
     again = make(model("1B"), H100, pinned=rung.pinned(planned.precision))
-    assert "kept for its life" in again.precision.reasons["master_weights"]
+    assert "first planned, and kept" in again.precision.reasons["master_weights"]
 
 
 def test_a_job_planned_with_bfloat16_weights_does_not_move_to_a_gpu_without() -> None:
@@ -314,11 +318,11 @@ def test_an_adapters_plan_has_no_rung() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"lora": {}, "master_weights": "float32"}, "master_weights: is for full fine-tuning"),
-        ({"adapter": "/a", "save_dtype": "float32"}, "save_dtype: is for full fine-tuning"),
-        ({"dtype": "float32", "master_weights": "none"}, "the weights are float32 then"),
+        ({"lora": {}, "master_weights": "float32"}, "master_weights: is only for full fine-tuning"),
+        ({"adapter": "/a", "save_dtype": "float32"}, "save_dtype: is only for full fine-tuning"),
+        ({"dtype": "float32", "master_weights": "none"}, "the weights are then float32"),
         ({"dtype": "float16", "master_weights": "compensated"}, "float16 weights cannot be trained"),
-        ({"master_weights": "compensated", "training": {"optim": "adafactor"}}, "adafactor does not go with"),
+        ({"master_weights": "compensated", "training": {"optim": "adafactor"}}, "adafactor is not compatible with"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], words: str) -> None:

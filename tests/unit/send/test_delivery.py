@@ -18,7 +18,7 @@ def test_only_a_fault_of_the_content_refuses_it() -> None:
 
 def test_an_exchange_that_lasts_too_long_is_a_timeout_whatever_it_broke() -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(TimeoutError, match="no whole answer in time"), deadline(ours, 0.05):
+    with ours, theirs, pytest.raises(TimeoutError, match="no complete response in time"), deadline(ours, 0.05):
         ours.recv(1)
         raise ConnectionResetError
 

@@ -124,7 +124,7 @@ def test_what_has_no_room_is_counted_and_room_is_made_by_delivery(
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
     assert read_all(tmp_path) == [step for step, number in enumerate(lost) if not number]
     assert box.put(JOB, reading(10)) == 0
-    assert "there is room again" in caplog.text
+    assert "there is space again" in caplog.text
 
 
 def test_a_disk_that_takes_half_a_row_leaves_no_half_row(tmp_path: Path) -> None:

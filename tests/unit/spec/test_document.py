@@ -218,7 +218,7 @@ def test_a_key_that_holds_an_anchor_nobody_uses_is_a_key() -> None:
         ("a: &a {<<: *a}", "inside its own anchor"),
         ("a: {<<: 7}", "merge key"),
         ("a: {<<: [[]]}", "merge key"),
-        ("*a : 1", "a key is a word"),
+        ("*a : 1", "a key must be a word"),
         ("&a b: 1", "an anchor on a key"),
         ("a: {<<: {x: 1}, <<: {y: 1}}", "twice"),
     ],

@@ -87,7 +87,7 @@ def test_the_fault_of_what_a_file_names_has_key_and_line_of_their_own(message: s
 
 def test_a_reason_tells_the_edits() -> None:
     error = problem.fault("unknown key", key="load_in_4bit", fix={"load_in_4bit": None, "quantization": "4bit"})
-    assert "To be changed in the file:\n  load_in_4bit: taken out\n  quantization: 4bit\n" in refusal(
+    assert "Change in the file:\n  load_in_4bit: removed\n  quantization: 4bit\n" in refusal(
         Claim(7, Path("a.yaml")), error, when="now"
     )
 

@@ -105,7 +105,7 @@ def test_by_default_no_job_has_anybody_told() -> None:
     for notify in (NotifySpec(webhook="https://example.org/x"), NotifySpec(webhook="team"), NotifySpec(mail="a@b.org")):
         with pytest.raises(SpecError, match=r"^notify\.(webhook|mail): ") as caught:
             recipient.check(notify, NotifyConfig())
-        assert "the administrator allows it" in caught.value.hint
+        assert "ask the administrator to allow it" in caught.value.hint
 
 
 def test_a_named_webhook_has_its_address_in_a_file_that_no_error_shows(tmp_path: Path) -> None:

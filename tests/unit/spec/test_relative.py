@@ -153,7 +153,7 @@ def test_what_a_shell_would_have_expanded_is(tmp_path: Path, monkeypatch: pytest
     ]
     assert data["datasets"][0]["path"] == str(Path("~root").expanduser() / "d.jsonl")
     assert [each["path"] for each in data["datasets"][1:]] == ["~nobody-at-all/d.jsonl", "$UNSET/d.jsonl"]
-    assert "base_model: $HOME/m is read as /home/anna/m" in map(str, changes)
+    assert "base_model: $HOME/m is resolved to /home/anna/m" in map(str, changes)
 
 
 def test_paths_in_another_tools_section_are_taken_from_the_files_place(tmp_path: Path) -> None:
@@ -176,6 +176,6 @@ def test_what_nothing_expands_is_refused_with_the_reason(value: str) -> None:
         {"base_model": value, "datasets": [{"path": "/d"}]},
         {"base_model": "/m", "datasets": [{"path": value}]},
     ):
-        with pytest.raises(SpecError, match=r"begins with (a variable of the shell|~)") as refused:
+        with pytest.raises(SpecError, match=r"begins with (a shell variable|~)") as refused:
             spec.validate(data)
         assert "write it out" in refused.value.message

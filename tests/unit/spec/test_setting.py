@@ -29,8 +29,8 @@ from honed.system.layout import Layout
         ),
         ("spool = 3", "line 1: spool: expected a mapping, got 3"),
         ("[jobs]\nrunner = 'slurm'", "line 2: jobs.runner: expected one of auto, process, systemd, got 'slurm'"),
-        ("[policy]\nallowed_paths = ['/srv',\n 'srv']", "line 3: policy.allowed_paths: a directory is named from / on"),
-        ("[reporting]\nmetrics_api_url = 'ftp://x'", "reporting.metrics_api_url: not an http or https address, got"),
+        ("[policy]\nallowed_paths = ['/srv',\n 'srv']", "line 3: policy.allowed_paths: use an absolute path"),
+        ("[reporting]\nmetrics_api_url = 'ftp://x'", "reporting.metrics_api_url: not an HTTP or HTTPS URL, got"),
         ("[jobs]\nmax_running = 1\n[jobs]\n", "Cannot declare"),
         ("a = " + "[" * 5000, "nested too deeply"),
     ],
@@ -50,13 +50,13 @@ def test_what_is_wrong_is_told_with_its_key_its_line_and_the_right_name(text: st
     ("line", "told"),
     [
         ("max_checkpoint_jobs = 3", "`honectl prune --checkpoints --max-size SIZE --dry-run` shows what"),
-        ("max_rejected = 10_001", "10,000 rejected files are kept; until then nothing is removed"),
-        ("max_rejected = 'many'", "until then nothing is removed"),
-        ("interval_sec = 3600.5", "and after a reload; until then nothing is removed"),
+        ("max_rejected = 10_001", "10,000 rejected files are kept; until then honed removes nothing"),
+        ("max_rejected = 'many'", "until then honed removes nothing"),
+        ("interval_sec = 3600.5", "and after a reload; until then honed removes nothing"),
         ("max_rejected = 10_000", "delete this line: the newest 10,000 rejected files are kept"),
-        ("max_events = 99", "delete this line: events stay as long as their job"),
-        ("max_event_age_days = 9", "delete this line: events stay as long as their job"),
-        ("interval_sec = 9", "delete this line: honed looks once an hour"),
+        ("max_events = 99", "delete this line: events are kept as long as their job"),
+        ("max_event_age_days = 9", "delete this line: events are kept as long as their job"),
+        ("interval_sec = 9", "delete this line: honed checks once an hour"),
     ],
 )
 def test_a_key_of_an_earlier_version_is_ignored_with_a_warning(
@@ -70,11 +70,11 @@ def test_a_key_of_an_earlier_version_is_ignored_with_a_warning(
     assert loaded.retention.max_jobs == 7
     key = line.split(" ", maxsplit=1)[0]
     assert [each.split(" (")[0] for each in loaded.outdated] == [
-        f"{path}: line 3: retention.{key}: no longer a key, and ignored"
+        f"{path}: line 3: retention.{key}: is no longer a key; it is ignored"
     ]
     assert told in loaded.outdated[0]
-    assert loaded.may_remove is ("nothing is removed" not in told)
-    assert ("nothing is removed" in loaded.outdated[0]) is not loaded.may_remove
+    assert loaded.may_remove is ("honed removes nothing" not in told)
+    assert ("honed removes nothing" in loaded.outdated[0]) is not loaded.may_remove
     assert Configuration(layout, loaded).reload()
     assert [record.getMessage() for record in caplog.records] == 2 * list(loaded.outdated), "at the start and a reload"
 

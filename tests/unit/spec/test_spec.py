@@ -182,7 +182,7 @@ def test_predictions_have_a_share_of_the_run_unless_their_number_is_asked_for() 
 def test_metrics_are_auto_or_names() -> None:
     assert loads(LEAST).predictions.metrics == "auto"
     assert loads({**LEAST, "predictions": {"metrics": "rouge_l"}}).predictions.metrics == ["rouge_l"]
-    assert "metrics: expected auto, or a list of metrics' names" in refusal({**LEAST, "predictions": {"metrics": []}})
+    assert "metrics: expected auto, or a list of metric names" in refusal({**LEAST, "predictions": {"metrics": []}})
 
 
 def test_what_predictions_need_to_choose_or_to_be_measured_is_told() -> None:
@@ -190,8 +190,8 @@ def test_what_predictions_need_to_choose_or_to_be_measured_is_told() -> None:
     right = {**LEAST, "eval_split": 0.1, "training": best}
     loads(right)
     assert "sample_frequency: eval" in refusal({**right, "predictions": {"sample_frequency": "epoch"}})
-    assert "no ground truth" in refusal({**right, "predictions": {"prompts": ["Who?"]}})
-    assert "no ground truth" in refusal({**LEAST, "predictions": {"prompts": ["Who?"], "metrics": ["rouge_l"]}})
+    assert "no reference answers" in refusal({**right, "predictions": {"prompts": ["Who?"]}})
+    assert "no reference answers" in refusal({**LEAST, "predictions": {"prompts": ["Who?"], "metrics": ["rouge_l"]}})
     guard = {"metric": "exact_match", "patience": 2}
     never = {**LEAST, "eval_split": 0.1, "guard": guard, "training": {"eval_strategy": "no"}}
     assert "guard.patience: needs evaluations" in refusal(never)
@@ -218,7 +218,7 @@ def test_the_value_of_a_secret_is_never_shown() -> None:
         {**LEAST, "my_api_key": {"deep": "hf_secret123"}},
     ):
         said = refusal(data)
-        assert "secrets never stand in a spec" in said
+        assert "a job file must not contain secrets" in said
         assert "hf_secret123" not in said
 
 
@@ -271,7 +271,7 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path) -
 def test_a_file_over_the_limit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     path.write_text("a: " + "x" * 1000)
-    with pytest.raises(SpecError, match="a job file at most 100"):
+    with pytest.raises(SpecError, match="a job file may have at most 100"):
         spec.load(path, max_bytes=100)
 
 

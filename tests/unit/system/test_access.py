@@ -201,11 +201,11 @@ def test_who_can_put_something_else_in_a_paths_place(tmp_path: Path) -> None:
     hers = make("hers", STRANGER.uid)
     assert is_kept(hers), "its name is not hers"
     make("hers/roots")
-    assert access.replacer(hers / "roots") == f"the user {STRANGER.uid}, who owns {hers}"
+    assert access.replacer(hers / "roots") == f"the user {STRANGER.uid}, the owner of {hers}"
     assert access.replacer(hers / "missing" / "more").startswith("the user")
     assert is_kept(tmp_path / "missing" / "more")
     everybodys = make("everybodys", mode=0o777)
-    assert access.replacer(everybodys / "missing") == f"everybody, who can write {everybodys}"
+    assert access.replacer(everybodys / "missing") == f"everybody, with write permission for {everybodys}"
     sticky = make("sticky", mode=0o1777)
     make("sticky/hers", STRANGER.uid)
     make("sticky/roots")
@@ -222,7 +222,7 @@ def test_who_can_put_something_else_in_a_paths_place(tmp_path: Path) -> None:
     if supports_acls(listed := make("listed")):
         assert is_kept(listed / "x"), "who may enter and no more"
         access.set_acl(listed, Acl(7, 5, 5, {STRANGER.uid: 7}, {}))
-        assert access.replacer(listed / "x") == f"the user {STRANGER.uid}, who can write {listed}"
+        assert access.replacer(listed / "x") == f"the user {STRANGER.uid}, with write permission for {listed}"
     os.chown(grouped := make("grouped", mode=0o775), 0, 54322)
     assert is_kept(grouped / "x"), "a group without members"
     os.chown(grouped, 0, grp.getgrnam("nogroup").gr_gid)

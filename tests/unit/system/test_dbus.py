@@ -41,7 +41,7 @@ def test_a_bus_that_does_not_answer_is_left_alone_for_a_while(tmp_path: Path, mo
 
 
 def test_units_belong_to_the_instance_at_the_root(tmp_path: Path) -> None:
-    assert "below another directory" in str(why_not(Layout(tmp_path), Systemd()))
+    assert "another root directory" in str(why_not(Layout(tmp_path), Systemd()))
 
 
 def test_a_start_that_was_never_made_is_known_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,5 +56,5 @@ def test_who_asks_for_units_where_there_can_be_none_is_told_why(tmp_path: Path) 
     from honed.daemon.loop import Daemon
     from honed.spec.config import Config, JobsConfig
 
-    with pytest.raises(EnvironmentInvalidError, match="below another directory"):
+    with pytest.raises(EnvironmentInvalidError, match="another root directory"):
         Daemon(Layout(tmp_path), Config(jobs=JobsConfig(runner="systemd")))

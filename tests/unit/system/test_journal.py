@@ -196,7 +196,7 @@ def test_systemd_itself_can_read_the_catalog(tmp_path: Path) -> None:
         ["journalctl", f"--root={tmp_path}", "--list-catalog"], check=True, capture_output=True, text=True
     )
     assert len(done.stdout.splitlines()) == CATALOG.read_text().count("\n-- ")
-    assert f"{message.of_error('stalled')} honed: The job made no progress, and was ended" in done.stdout
+    assert f"{message.of_error('stalled')} honed: The job made no progress and was stopped" in done.stdout
 
 
 def test_where_there_is_no_journal_lines_have_their_priority_in_front() -> None:

@@ -126,15 +126,15 @@ def test_a_job_file_is_refused_with_its_keys_and_without_its_values() -> None:
     error = caught.value
     assert error.message.splitlines() == [
         "line 1: training.learning_rate: expected a number, more than 0 and at most 1, got … (without quotes)",
-        "line 1: predictions.prompts: expected a list of texts, or null, got …",
+        "line 1: predictions.prompts: expected a list of strings, or null, got …",
         "line 1: …: unknown key",
     ]
     assert "got 'Who is Ann?'" in error.evidence
     assert "'Who is Bob?': unknown key" in error.evidence
     _, prompts, _ = faults(error)
     assert (prompts["message"], prompts["evidence"]) == (
-        "expected a list of texts, or null, got …",
-        "expected a list of texts, or null, got 'Who is Ann?'",
+        "expected a list of strings, or null, got …",
+        "expected a list of strings, or null, got 'Who is Ann?'",
     )
 
 
@@ -287,7 +287,7 @@ def test_what_the_journal_does_not_quote_comes_behind_it_for_those_who_may_read_
         assert joblog._follow_journal(instance, job, options) == 0  # type: ignore[arg-type]
         first, heading, *quoted = capfd.readouterr().out.splitlines()
         assert first == f"the journal: {HIDDEN}"
-        assert heading == "-- attempt 1: what the journal does not quote"
+        assert heading == "-- attempt 1: text that the journal does not contain"
         assert [line.partition(" ")[2] for line in quoted] == [f"warning: {SHOWN}"]
 
 

@@ -32,10 +32,10 @@ def test_a_secret_is_one_line_without_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "holds no token of 7"),
-        (b"s3cret", "holds no token of 7"),
-        (b"s3cret s3cret", "holds no token of 7"),
-        (b"s3cret\ns3cret", "holds no token of 7"),
+        (b"", "contains no token of 7"),
+        (b"s3cret", "contains no token of 7"),
+        (b"s3cret s3cret", "contains no token of 7"),
+        (b"s3cret\ns3cret", "contains no token of 7"),
         ("s3cr\xe9t".encode(), "not plain text"),
         (None, "No such file"),
     ],

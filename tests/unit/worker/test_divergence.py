@@ -72,7 +72,7 @@ def test_a_run_that_is_lost_slowly_is_seen_once_it_knows_less_than_nothing() -> 
         if ended is not None:
             break
     assert ended is not None
-    assert "a guess has 11.92" in ended.message
+    assert "a random guess has 11.92" in ended.message
     assert 3.0 * 1.01**step < 2 * math.log(150_000)
 
 
@@ -114,9 +114,9 @@ def test_a_resumed_run_remembers_what_was_usual() -> None:
 
 
 def test_the_precision_is_named_where_it_is_a_suspect() -> None:
-    look = watch(suspect="float16 is a suspect: its numbers end at 65504")
+    look = watch(suspect="float16 may be the cause: its largest number is 65504")
     look.look(1, math.nan, None, was_skipped=False)
     problem = look.look(2, math.nan, None, was_skipped=False)
     assert problem is not None
-    assert "float16 is a suspect" in problem.message
-    assert problem.hint.startswith("dtype: bfloat16")
+    assert "float16 may be the cause" in problem.message
+    assert problem.hint.startswith("use dtype: bfloat16")

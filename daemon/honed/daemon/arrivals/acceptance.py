@@ -165,18 +165,18 @@ class Acceptance:
 
     def plan_of(self, job: Job, answer: Passed) -> PlanFile:
         """Return the content of plan.json."""
-        return answer.plan.accepted(job, answer.spec, self._spool.root)
+        return answer.plan.accepted(job, answer.spec, self._spool.layout.root)
 
     def _check_against_others(self, job: Job) -> None:
         ours = Path(os.path.realpath(job.output_dir))  # Path.resolve raises where a link leads to itself
         other = self._spool.catalog.owner_of(str(ours))
         if other is not None and other.id != job.id:  # itself, where its entry's last sync has failed
-            named = "that of a job of another user"
+            named = "that of another user's job"
             if is_seen_by(other, job, self.config):
                 named = f"job {other.id}'s ({other.name}, {other.state}: {other.output_dir})"
             raise SpecError(
-                f"output_dir: {ours} is {named}",
-                hint="give this job a directory of its own, or leave output_dir out",
+                f"output_dir: {ours} is already used: it is {named}",
+                hint="choose another directory, or remove output_dir",
                 fix={"output_dir": None},
             )
 
@@ -216,6 +216,6 @@ def _job(pending: Pending, answer: Passed) -> Job:
 
 def _planted(job: Job, problem: OSError) -> HonedError:
     return SpecError(
-        f"{problem.filename2 or problem.filename}: {problem.strerror}: it was put there while the job file was checked",
-        hint=f"leave the directory of job {job.id} alone until it is accepted",
+        f"{problem.filename2 or problem.filename}: {problem.strerror}: it was created while the job file was checked",
+        hint=f"do not write to the directory of job {job.id} before it is accepted",
     )

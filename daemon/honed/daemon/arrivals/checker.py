@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from honed.job.plan_file import Precision
 from honed.run import reply
@@ -34,7 +33,7 @@ class _Request:
     id: int
     spec_path: Path
     config: Config
-    rest: dict[str, Any]
+    rest: Mapping[str, object]
     is_sent: bool = False
     deadline: float = 0.0  #: by the client's clock, set when the request is sent
     num_helpers: int = 0  #: helpers that it was sent to
@@ -194,7 +193,7 @@ class Checker:
             if error.errno not in _FILE_FAULTS:  # e.g. no free descriptor
                 self._slot.fail(str(error))
                 return
-            fault = SpecError(f"{request.spec_path.name} cannot be read: {error.strerror}", hint="drop it again")
+            fault = SpecError(f"{request.spec_path.name} cannot be read: {error.strerror}", hint="submit it again")
             self._unread.append(Refused(request.id, fault))
             self._current = None
             return
@@ -209,7 +208,6 @@ class Checker:
         if answer is None:
             return self._revive()  # the helper has ended; an invalid answer is treated as a crash
         self._current = None
-        self._advance()
         return [answer]
 
     def _revive(self) -> list[Answer]:
@@ -224,8 +222,8 @@ class Checker:
             return []
         self._current = None
         error = EnvironmentInvalidError(
-            f"could not be checked: the checking process died {request.num_helpers} times, at: {self._slot.stage()}",
-            hint="see the journal; a file that the job names may be damaged",
+            f"the check failed: the checking process died {request.num_helpers} times during: {self._slot.stage()}",
+            hint="see the journal; a file named in the job may be damaged",
         )
         return [Refused(request.id, error)]
 
@@ -233,7 +231,7 @@ class Checker:
         self._slot.drop()
         self._current = None
         error = EnvironmentInvalidError(
-            f"could not be checked within {request.timeout_sec:g} s: it was at: {self._slot.stage()}",
-            hint="is a file that the job names on a slow or dead file system, or a pipe?",
+            f"the check did not finish within {request.timeout_sec:g} s; it was at: {self._slot.stage()}",
+            hint="check whether a file named in the job is a pipe, or on a slow or unreachable file system",
         )
         return Refused(request.id, error)

@@ -6,12 +6,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import cast
 
 from honed.daemon.arrivals.checks import Checks, Pending
 from honed.daemon.arrivals.rejection import Rejection
 from honed.daemon.arrivals.replanning import Replanning
 from honed.job.query import Asker
+from honed.job.shape import Arrival
 from honed.job.spool import Spool
 from honed.run.fetcher import Fetcher
 from honed.run.reply import Passed
@@ -50,11 +51,14 @@ class Waiting:
     total_bytes: int | None
     problem: str | None
 
-    def seen_by(self, asker: Asker) -> dict[str, Any]:
+    def as_dict(self) -> Arrival:
+        return cast("Arrival", asdict(self))
+
+    def seen_by(self, asker: Asker) -> Arrival:
         """Return the row for an asker; another user's without details."""
         if asker.reads_all or self.uid == asker.uid:
-            return asdict(self)
-        return {**asdict(self), "name": "", "source": None, "repo_id": None, "revision": None, "problem": None}
+            return self.as_dict()
+        return {**self.as_dict(), "name": "", "source": None, "repo_id": None, "revision": None, "problem": None}
 
 
 class Fetches:
@@ -90,13 +94,13 @@ class Fetches:
         counts = self._num_fetches.setdefault(number, Counter())
         counts[missing] += 1
         if counts[missing] > MAX_FETCHES_PER_ARRIVAL:
-            why = f"{missing.key}: {missing.repo_id} was fetched, and is not in the cache"
-            self._fail(number, waits, InternalError(why, hint="see the log"))
+            why = f"{missing.key}: {missing.repo_id} was fetched, but is not in the cache"
+            self._fail(number, waits, InternalError(why, hint="see the journal"))
             return
         self._fetching[number] = waits
         self._fetcher.want(number, missing)
         who = repr(pending.claim.name) if pending else "planned again"
-        log.info("job %d (%s): waits for %s at %s to be fetched", number, who, missing.repo_id, missing.revision)
+        log.info("job %d (%s): waiting for the fetch of %s at %s", number, who, missing.repo_id, missing.revision)
 
     def forget(self, number: int) -> None:
         """Forget how often something was fetched for an arrival or job: its last check asked for no fetch."""
@@ -121,7 +125,7 @@ class Fetches:
         waits = self._fetching.pop(number)
         self._fetcher.leave(number)
         what = "base model" if waits.missing.repo_type == MODEL else waits.missing.what
-        self._fail(number, waits, InterruptedRunError(f"cancelled, before its {what} was fetched"))
+        self._fail(number, waits, InterruptedRunError(f"cancelled before its {what} was fetched"))
 
     def rows(self) -> list[Waiting]:
         """Return a row for each arrival and job that waits for a fetch, with its progress."""
@@ -157,7 +161,7 @@ class Fetches:
             return None
         closed = [each for each in found if not (asker.reads_all or each.uid == asker.uid)]
         if any(str(each.id) == reference for each in closed):
-            raise NotPermittedError(f"job {reference} is another user's", hint="honectl list shows your own")
+            raise NotPermittedError(f"job {reference} belongs to another user", hint="honectl list shows your own jobs")
         is_a_jobs = any(not job.state.is_final for job in self._spool.named(reference))
         names = [each for each in found if each not in closed and reference in {str(each.id), each.name}]
         named = [each for each in names if not is_a_jobs or str(each.id) == reference]

@@ -102,7 +102,7 @@ class Listing:
         """Leave an arrival that cannot be taken (another user's directory) where it is, and log it once."""
         with contextlib.suppress(FileNotFoundError):
             self._left[path.name] = path.lstat().st_ino
-            log.warning("%r lies in %s and cannot be taken: %s", path.name, path.parent, error.strerror)
+            log.warning("%r in %s cannot be taken: %s", path.name, path.parent, error.strerror)
 
     def _is_left(self, path: Path) -> bool:
         try:
@@ -172,8 +172,8 @@ class Incoming:
             raise too_large(name, limit)
         if self._arrivals.num_submitted(uid) >= MAX_SUBMITTED:
             raise EnvironmentInvalidError(
-                f"{shown(name)}: {MAX_SUBMITTED} job files of yours wait to be checked",
-                hint="submit it again when there are fewer: honectl list",
+                f"{shown(name)}: you already have {MAX_SUBMITTED} job files waiting for their check",
+                hint="submit it again later; honectl list shows them",
             )
         claim = self._arrivals.submit(name, data, uid)
         self._submitted.setdefault(uid, deque()).append(claim)

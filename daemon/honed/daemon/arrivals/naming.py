@@ -173,20 +173,20 @@ class Naming:
         if self._names.newest(name, job):
             if not self._named_by([name], job.uid).isdisjoint({job.name, str(job.id)}):
                 return SpecError(
-                    f"{key}: {name!r} and this job wait for each other", hint="one of them has to come first"
+                    f"{key}: {name!r} and this job wait for each other", hint="remove one of the two references"
                 )
             return SpecError(
-                f"{key}: {name!r}, which this one names, waits itself for a job that is not there",
-                hint="see why it is refused, and drop them all again",
+                f"{key}: {name!r} waits for a job that does not exist",
+                hint="see why that job was rejected, and submit all of them again",
             )
         if (pruned := self._spool.pruned(name)) is not None and is_seen_by(pruned, job, self._config()):
             return SpecError(
-                f"{key}: job {pruned.id} ({pruned.name}), which this one names, {query.words_of_pruned(pruned)}",
-                hint="drop its job file again, before this one or together with it",
+                f"{key}: job {pruned.id} ({pruned.name}) {query.words_of_pruned(pruned)}",
+                hint="submit its job file again, before this one or together with it",
             )
         return SpecError(
-            f"{key}: there is no job {name!r}, which this one names",
-            hint="drop it first, or both together; honectl list",
+            f"{key}: there is no job {name!r}",
+            hint="submit that job first, or both together; see honectl list",
         )
 
     def _named_by(self, first: Iterable[str], uid: int) -> set[str]:
@@ -237,12 +237,12 @@ def _check_product(key: str, maker: Job, plan: PlanFile) -> None:
     who = f"{key}: job {maker.id} ({maker.name})"
     if key == "adapter" and not makes_adapter:
         raise SpecError(
-            f"{who} makes a whole checkpoint, not an adapter",
-            hint="name it as base_model, and leave adapter out",
+            f"{who} produces a complete checkpoint, not an adapter",
+            hint="set it as base_model, and remove adapter",
             fix={"base_model": spec["adapter"], "adapter": None},
         )
     if key == "base_model" and makes_adapter and spec.get("save_merged", "none") == "none":
         raise SpecError(
-            f"{who} makes an adapter, and no base model",
-            hint="put a job of kind: merge between the two, or save_merged: bfloat16 into that one",
+            f"{who} produces an adapter, not a base model",
+            hint="add a job of kind: merge between the two, or save_merged: bfloat16 to that one",
         )

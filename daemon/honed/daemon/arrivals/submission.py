@@ -9,6 +9,7 @@ from pathlib import Path
 from honed.daemon.arrivals.incoming import Incoming
 from honed.job.arrival import held_name
 from honed.job.query import Asker
+from honed.job.shape import Submitted
 from honed.system import access, durable
 from honed.system.access import ENTER, WRITE, Person
 from honed.system.control import Request
@@ -19,23 +20,23 @@ from honed.system.message import of_error
 log = logging.getLogger(__name__)
 
 
-def submit(incoming_dir: Path, incoming: Incoming, request: Request, _asker: Asker) -> dict[str, int | str]:
+def submit(incoming_dir: Path, incoming: Incoming, request: Request, _asker: Asker) -> Submitted:
     """Take a job file from any user who may write in incoming/. Raises NotPermittedError for the others."""
     who = Person(request.uid, request.gids, access.user_name(request.uid))
     if not access.may(incoming_dir, who, WRITE | ENTER):
         log.warning(
-            "submit refused to user %d: they may not write %s",
+            "submit refused for user %d: no write permission for %s",
             request.uid,
             incoming_dir,
             extra=about(None, of_error(NotPermittedError.code), code=NotPermittedError.code),
         )
         raise NotPermittedError(
-            f"you may not submit jobs: {incoming_dir} is closed to you",
+            f"you may not submit jobs: you have no write permission for {incoming_dir}",
             hint=f"join the group {access.DROPPERS_GROUP}, and log in again",
         )
     name, data = request.arguments.get("name"), request.arguments.get("data")
     if not isinstance(name, str) or not isinstance(data, str):
-        raise UsageError("submit takes a name, and the file's bytes as data, in base64")
+        raise UsageError("submit needs a name, and the file's bytes as data, in base64")
     try:
         content = base64.b64decode(data, validate=True)
     except ValueError as error:
@@ -44,6 +45,6 @@ def submit(incoming_dir: Path, incoming: Incoming, request: Request, _asker: Ask
         claim = incoming.submit(held_name(name) if request.arguments.get("hold") else name, content, request.uid)
     except OSError as error:
         raise EnvironmentInvalidError(
-            f"{name} was not taken: {durable.machine_fault(error) or error}", hint="honectl doctor"
+            f"{name} could not be submitted: {durable.machine_fault(error) or error}", hint="see honectl doctor"
         ) from error
     return {"id": claim.id, "name": claim.name}

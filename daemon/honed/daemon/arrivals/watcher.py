@@ -81,11 +81,11 @@ class Watcher:
             # inotify(7): ENOSPC and EMFILE are limits of a user's, fs.inotify.max_user_watches and _instances.
             fault = error.strerror or str(error)
             if fault != self._fault:
-                log.warning("%s: cannot be watched (%s); it is scanned instead", self._directory, fault)
+                log.warning("%s: cannot be watched (%s); scanning it instead", self._directory, fault)
             self._fault = fault
             return
         if self._fault:
-            log.info("%s: watched again", self._directory)
+            log.info("%s: watching it again", self._directory)
         self._fault = ""
         self._observer = observer
 

@@ -10,7 +10,7 @@ from honed.inputs.basemodel import read_header
 from honed.system.error import ModelError
 
 #: Advice for an adapter that does not fit.
-OTHER_BASE = "name the base_model that it was trained on: see base_model_name_or_path in its adapter_config.json"
+OTHER_BASE = "set base_model to the model it was trained on: see base_model_name_or_path in its adapter_config.json"
 
 
 def check_fits(empty: Any, adapter_dir: Path) -> None:
@@ -40,7 +40,7 @@ def wrap(model: Any, config: Any, state: dict[str, Any], adapter_dir: Path) -> A
         found = peft.set_peft_model_state_dict(wrapped, state, low_cpu_mem_usage=True)
     except (ValueError, RuntimeError, KeyError) as error:
         said = " ".join(str(error).split())[:300]
-        raise ModelError(f"{adapter_dir}: does not fit {type(model).__name__}: {said}", hint=OTHER_BASE) from error
+        raise ModelError(f"{adapter_dir}: does not match {type(model).__name__}: {said}", hint=OTHER_BASE) from error
     check_fitted(adapter_dir, wrapped, found)
     return wrapped
 
@@ -55,8 +55,8 @@ def check_fitted(adapter_dir: Path, wrapped: Any, found: Any) -> None:
     model = wrapped.get_base_model()
     homeless = sorted(name for name in found.unexpected_keys if not is_passed_over(model, name))
     for names, what in (
-        (homeless, "has weights that the base model has no place for"),
-        (lacking, "lacks weights that its own adapter_config.json asks for"),
+        (homeless, "has weights that do not exist in the base model"),
+        (lacking, "lacks weights that its own adapter_config.json requires"),
     ):
         if names:
             more = f" and {len(names) - 3} more" if names[3:] else ""

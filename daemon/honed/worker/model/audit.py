@@ -59,7 +59,7 @@ class Audit:
     quantization: str
     mended: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
     @property
@@ -114,9 +114,9 @@ class Auditor:
         if changed:
             more = f" and {len(changed) - MAX_NAMED} more" if changed[MAX_NAMED:] else ""
             raise PrecisionError(
-                f"weights were cast while it trained: {'; '.join(changed[:MAX_NAMED])}{more}",
-                hint="its last checkpoint is whole"
-                + ("; drop it again with backend: transformers" if self._is_other else ""),
+                f"weights changed their dtype during training: {'; '.join(changed[:MAX_NAMED])}{more}",
+                hint="its last checkpoint is not affected"
+                + ("; submit it again with backend: transformers" if self._is_other else ""),
             )
 
     @contextmanager
@@ -216,7 +216,7 @@ def _mend_parameters(model: Any, precision: Precision) -> list[str]:
         more = f" and {len(lost) - MAX_NAMED} more" if lost[MAX_NAMED:] else ""
         raise PrecisionError(
             f"planned {precision.load_dtype}, but {'; '.join(lost[:MAX_NAMED])}{more}",
-            hint="name the dtype in the job file",
+            hint="set the dtype in the job file",
         )
     return [f"{number} {kind} weights were {found}, now {wanted}" for (kind, found, wanted), number in changed.items()]
 
@@ -329,6 +329,6 @@ def check_accelerator(accelerator: Any, precision: Precision) -> None:
     if found != wanted:
         words = "mixed_precision={} autocast={} scaler={}".format
         raise PrecisionError(
-            f"planned {words(*wanted)}, but accelerate has {words(*found)}",
-            hint="an ACCELERATE_MIXED_PRECISION in the environment overrides the plan",
+            f"planned {words(*wanted)}, but accelerate uses {words(*found)}",
+            hint="ACCELERATE_MIXED_PRECISION in the environment overrides the plan",
         )

@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from honed import __version__
 from honed.system.error import plain
 from honed.worker.assignment import Assignment
 
 
-def made(assignment: Assignment, facts: dict[str, Any], *, manifest: str) -> str:
+class Facts(TypedDict):
+    """The facts of a run, for the card and the manifest of its output."""
+
+    started: float
+    versions: dict[str, str]
+    step: int
+    metrics: dict[str, float]
+    data: NotRequired[dict[str, str]]  #: sha256 of each file; not of a merge
+
+
+def made(assignment: Assignment, facts: Facts, *, manifest: str) -> str:
     """Return the model card of an output; `manifest` names the file beside it that has the rest."""
     spec, metrics = assignment.spec, facts["metrics"]
     if spec.kind == "merge":
@@ -43,11 +53,11 @@ def made(assignment: Assignment, facts: dict[str, Any], *, manifest: str) -> str
             "",
             *data,
             "",
-            "Figures at the end:",
+            "Final metrics:",
             "",
             *figures,
             "",
-            f"Everything else (spec, plan, versions, hashes of the data, seed) is in {manifest}.",
+            f"The spec, plan, versions, hashes of the data and seed are in {manifest}.",
             "",
         ]
     )
@@ -105,7 +115,7 @@ def _merged(assignment: Assignment, manifest: str) -> str:
             f"{_code(assignment.base_model_path)} with the adapter {_code(spec.adapter)} merged into it, every "
             f"parameter in {assignment.precision.load_dtype}, by honed {__version__} (job {assignment.job_id}).",
             "",
-            f"Everything else (spec, plan, versions) is in {manifest}.",
+            f"The spec, plan and versions are in {manifest}.",
             "",
         ]
     )

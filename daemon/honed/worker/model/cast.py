@@ -71,7 +71,7 @@ def cast(model: Any, precision: Precision, optimizer: Any = None) -> str:
         more = f" and {len(names) - MAX_NAMED} more" if names[MAX_NAMED:] else ""
         return (
             f"the output is saved in {precision.load_dtype}: {', '.join(names[:MAX_NAMED])}{more} grew beyond 65504, "
-            "where float16 ends; save_dtype: bfloat16 or float32 says so from the start"
+            "the largest number in float16; set save_dtype: bfloat16 or float32 to avoid this"
         )
     for tensor, dtype in _targets(model, str(precision.save_dtype)):
         tensor.data = master(tensor, optimizer).to(dtype)

@@ -23,6 +23,7 @@ from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
 from honed.worker.model import card, generation, merge
+from honed.worker.model.card import Facts
 from honed.worker.model.load import load_config
 
 MANIFEST = "honed.json"
@@ -35,7 +36,7 @@ def export(
     assignment: Assignment,
     model: Any,
     tokenizer: Any,
-    facts: dict[str, Any],
+    facts: Facts,
     *,
     progress: Callable[[int, int], None],
     is_regressed: bool = False,
@@ -123,7 +124,7 @@ def beside(target: Path) -> Iterator[Path]:
         raise
 
 
-def finish(assignment: Assignment, made: Path, facts: dict[str, Any], *, target: Path | None = None) -> None:
+def finish(assignment: Assignment, made: Path, facts: Facts, *, target: Path | None = None) -> None:
     """Add model card and manifest to an output made beside its place, sync it, and rename it into place."""
     (made / "README.md").write_text(card.made(assignment, facts, manifest=MANIFEST), encoding="utf-8")
     manifest = _manifest(assignment, facts)
@@ -167,7 +168,8 @@ def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise EnvironmentInvalidError(
-            f"{target} is not empty and not this job's; the output lies in {beside}", hint="move one of them away"
+            f"{target} is not empty and does not belong to this job; the output is in {beside}",
+            hint="move one of them away",
         ) from error
     durable.sync_dir(target.parent)
     shutil.rmtree(old, ignore_errors=True)
@@ -217,7 +219,7 @@ def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, i
     )
 
 
-def _manifest(assignment: Assignment, facts: dict[str, Any]) -> dict[str, Any]:
+def _manifest(assignment: Assignment, facts: Facts) -> dict[str, object]:
     plan = assignment.plan.document
     return {
         "honed": __version__,

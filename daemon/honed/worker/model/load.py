@@ -109,7 +109,7 @@ def freeze(model: Any, assignment: Assignment) -> None:
         raise ModelError(
             f"{key}: {type(model).__name__} has no such part among its modules: "
             f"{', '.join(name for name, _ in model.named_children())}",
-            hint="transformers may name modules otherwise than they are stored: a shorter expression fits both",
+            hint="transformers may name modules differently than the checkpoint: a shorter expression matches both",
         )
     for name, parameter in model.named_parameters():
         if is_adapted or modality.part(name) not in wanted:

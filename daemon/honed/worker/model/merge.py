@@ -28,6 +28,7 @@ from honed.system import durable, installed
 from honed.system.error import DivergedError, HonedError, ModelError, PrecisionError, TimeLimitError
 from honed.worker.assignment import Assignment
 from honed.worker.model import adapter
+from honed.worker.model.card import Facts
 from honed.worker.stop import Stop
 
 #: Largest size of one file of weights, in bytes.
@@ -62,7 +63,7 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
         nonlocal told_at
         stop.check()
         if deadline is not None and time.monotonic() > deadline:
-            raise TimeLimitError(f"time limit of {job.spec.time_limit_sec:g} s reached", hint="a higher time_limit_sec")
+            raise TimeLimitError(f"time limit of {job.spec.time_limit_sec:g} s reached", hint="increase time_limit_sec")
         if time.monotonic() - told_at >= TELL_INTERVAL_SEC or number == count:
             told_at = time.monotonic()
             events.emit("step", step=number, num_steps=count)
@@ -74,7 +75,7 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
     config = load.load_config(job)
 
     events.emit("stage", stage="merge")
-    events.log("info", f"merges {adapter_dir} into {job.base_model_path}, in {dtype}")
+    events.log("info", f"merging {adapter_dir} into {job.base_model_path}, in {dtype}")
     with export.beside(job.output_dir) as place:
         merged = merge(
             job.base_model_path,
@@ -90,7 +91,7 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
 
         stop.check()
         events.emit("stage", stage="export")
-        facts = {"started": started, "versions": versions(job.backend), "step": merged.num_tensors, "metrics": {}}
+        facts = Facts(started=started, versions=versions(job.backend), step=merged.num_tensors, metrics={})
         export.finish(job, place, facts)
     artifacts = {"output_dir": str(job.output_dir)}
     events.emit("artifact", name="output_dir", path=artifacts["output_dir"])
@@ -108,7 +109,7 @@ class Merged:
     is_untied: bool
 
     def __str__(self) -> str:
-        untied = "; the head is stored apart from the embeddings now" if self.is_untied else ""
+        untied = "; the head is now stored separately from the embeddings" if self.is_untied else ""
         files = "one file" if self.num_shards == 1 else f"{self.num_shards} files"
         return f"merged: {self.num_changed} of {self.num_tensors} tensors changed, all in {self.dtype}, {files}{untied}"
 
@@ -378,16 +379,14 @@ class _Mixture:
     def _check_stored(self, adapter_dir: Path) -> None:
         changed = [name for name in self._shapes if self._is_changed(name)]
         if not changed:
-            raise ModelError(
-                f"{adapter_dir}: the adapter changes nothing in {self.architecture}", hint=adapter.OTHER_BASE
-            )
+            raise ModelError(f"{adapter_dir}: the adapter does not change {self.architecture}", hint=adapter.OTHER_BASE)
         fused = {each.parameter for each in self._fused.values()}
         for name in changed:
             if self._stored_as(name) not in self._stored and name not in fused:
                 raise ModelError(
-                    f"{self._base.path}: {name} is in none of the files under a name that transformers "
-                    f"{installed.version('transformers')} knows, so the adapter's part in it cannot be merged",
-                    hint="leave such modules out of target_modules, or use base model and adapter side by side",
+                    f"{self._base.path}: none of its files contains {name} under a name that transformers "
+                    f"{installed.version('transformers')} uses, so the adapter's part for it cannot be merged",
+                    hint="remove such modules from target_modules, or use base model and adapter separately",
                 )
 
     def _untied(self) -> dict[str, str]:
@@ -446,12 +445,12 @@ def _attach(model: Any, adapter_dir: Path) -> str:
 
     config = peft.PeftConfig.from_pretrained(adapter_dir)
     if config.peft_type != peft.PeftType.LORA:
-        raise ModelError(f"{adapter_dir}: a {config.peft_type} adapter; LoRA is what can be merged")
+        raise ModelError(f"{adapter_dir}: a {config.peft_type} adapter; only LoRA can be merged")
     init, config.init_lora_weights = config.init_lora_weights, False  # nothing is drawn: the weights are loaded
     if isinstance(init, str) and init.startswith(("pissa_niter", "corda", "loftq", "lora_ga")):
         raise ModelError(
-            f"{adapter_dir}: init_lora_weights: {init} changed the base model when training began, which cannot be "
-            "done again alike",
+            f"{adapter_dir}: init_lora_weights: {init} changed the base model at the start of training, which cannot "
+            "be reproduced",
             hint="train with init_lora_weights: true, gaussian, pissa or olora",
         )
     config.inference_mode = True
@@ -484,8 +483,8 @@ def _parts(model: Any, adapter_dir: Path) -> Iterator[tuple[str, Any]]:
             yield name, module
         elif isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             raise ModelError(
-                f"{adapter_dir}: {name}: peft's {type(module).__name__} is not merged by this version",
-                hint="use base model and adapter side by side, or leave the module out of the adapter",
+                f"{adapter_dir}: {name}: merging peft's {type(module).__name__} is not supported",
+                hint="use base model and adapter separately, or remove the module from the adapter",
             )
 
 
@@ -549,7 +548,7 @@ def _bytes(planned: Tensor, value: Any, dtype: str) -> memoryview:
             raise PrecisionError(
                 f"{planned.name}: up to {value.abs().max():.3g}, which {dtype} cannot hold", hint="dtype: bfloat16"
             )
-        raise DivergedError(f"{planned.name}: not a number", hint="the adapter or the base model is broken")
+        raise DivergedError(f"{planned.name}: not a number", hint="the adapter or the base model is damaged")
     return memoryview(cast.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -593,11 +592,13 @@ def _check(target: Path, planned: list[Tensor], dtype: str) -> None:
     try:
         found = {each.name: each for each in basemodel.inspect(target).tensors}
     except HonedError as error:
-        raise PrecisionError(f"the merged checkpoint is not whole: {error.said}", hint=error.hint) from error
+        raise PrecisionError(f"the merged checkpoint is incomplete: {error.said}", hint=error.hint) from error
     wrong = [
         f"{each.name} is {each.dtype}" for each in found.values() if each.dtype != dtype and each.dtype in FLOAT_DTYPES
     ]
-    wrong += [f"{each.name} is not as planned" for each in planned if found.get(each.name) != each]
+    wrong += [f"{each.name} differs from the plan" for each in planned if found.get(each.name) != each]
     if wrong:
         more = f" and {len(wrong) - 5} more" if wrong[5:] else ""
-        raise PrecisionError(f"merged in {dtype}, but {'; '.join(wrong[:5])}{more}", hint="a bug: please report it")
+        raise PrecisionError(
+            f"merged in {dtype}, but {'; '.join(wrong[:5])}{more}", hint="this is a bug: please report it"
+        )

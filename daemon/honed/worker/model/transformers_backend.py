@@ -115,7 +115,7 @@ def incomplete(assignment: Assignment, missing: list[str]) -> ModelError:
     """Return the error for missing weights; transformers would only log a warning and train on random numbers."""
     return ModelError(
         f"{assignment.base_model_path}: no weights for {', '.join(missing[:5])}{' …' if missing[5:] else ''}",
-        hint="the checkpoint is incomplete, or is of another architecture than its config.json says",
+        hint="the checkpoint is incomplete, or has another architecture than its config.json",
     )
 
 
@@ -317,8 +317,8 @@ def check_parts(model: Any, assignment: Assignment) -> None:
                 {module.rpartition(".")[2] for module in every if not re.search(r"\.\d+(\.|$)", module)} - {""}
             )
             raise ModelError(
-                f"lora.modules_to_save: {assignment.base_model_path} has no module {name!r} once it is loaded",
-                hint=f"outside of its layers it has {', '.join(outer)}",
+                f"lora.modules_to_save: {assignment.base_model_path} has no module {name!r} after loading",
+                hint=f"outside its layers it has {', '.join(outer)}",
             )
     there = {modality.part(name) for name in _linear_names(model)}
     for kind in sorted(trained_parts(assignment.spec) - there):
@@ -328,7 +328,7 @@ def check_parts(model: Any, assignment: Assignment) -> None:
             raise ModelError(f"lora.{PART_KEYS[kind]}: {assignment.base_model_path} has no such part", hint=hint)
         raise ModelError(
             f"lora.{PART_KEYS[kind]}: {names[0]} of this model has no linear layer for an adapter",
-            hint=f"{hint}, with lora.modules_to_save: [{names[0].rpartition('.')[2]}], which trains it whole",
+            hint=f"{hint}, with lora.modules_to_save: [{names[0].rpartition('.')[2]}], which trains it in full",
         )
 
 
@@ -341,8 +341,8 @@ def check_adapted(model: Any, assignment: Assignment) -> None:
     for kind in sorted(trained_parts(assignment.spec) - reached):
         names = sorted({name.rpartition(".")[2] for name in _linear_names(model) if modality.part(name) == kind})
         raise ModelError(
-            f"lora.{PART_KEYS[kind]}: target_modules names no layer of that part of the model: {', '.join(names)}",
-            hint=f"target_modules: all-linear, or name some of them, or {PART_KEYS[kind]}: false",
+            f"lora.{PART_KEYS[kind]}: target_modules contains no layer of that part of the model: {', '.join(names)}",
+            hint=f"set target_modules to all-linear, or add some of them, or {PART_KEYS[kind]}: false",
         )
 
 

@@ -64,8 +64,8 @@ def _blamed(*, has_rows: bool) -> Iterator[None]:
         if is_out_of_memory(error):  # another backend would need no less
             raise
         raise BackendError(
-            f"Unsloth cannot train this model here: {type(error).__name__}: {said(error) if has_rows else error}",
-            hint="backend: transformers, or backend: auto, which falls back to it",
+            f"Unsloth cannot train this model: {type(error).__name__}: {said(error) if has_rows else error}",
+            hint="use backend: transformers, or backend: auto, which falls back to it",
         ) from error
 
 
@@ -162,8 +162,9 @@ def check_senses(model: Any) -> None:
 
     if names := quantized_senses(model):
         raise BackendError(
-            f"Unsloth has quantized eyes or ears, which the plan leaves alone: {names[0]} and {len(names) - 1} more",
-            hint="backend: transformers, or backend: auto, which falls back to it",
+            f"Unsloth has quantized the vision or audio encoder, which the plan does not: {names[0]} and "
+            f"{len(names) - 1} more",
+            hint="use backend: transformers, or backend: auto, which falls back to it",
         )
 
 

@@ -36,7 +36,7 @@ class MediaChangedError(DatasetError):
     def __init__(self, message: str, *, hint: str = "") -> None:
         if message.startswith("Caught "):
             message = message.rpartition("MediaChangedError: ")[2].strip()
-        super().__init__(message, hint=hint or "put the file back; honectl requeue goes on from the last checkpoint")
+        super().__init__(message, hint=hint or "restore the file; honectl requeue resumes from the last checkpoint")
 
 
 class Collator:
@@ -79,11 +79,13 @@ class Collator:
         try:
             processed = self._processor.process(source.text, source.media)
         except HonedError as error:
-            raise MediaChangedError(f"{source.name}: {error.said}, and it was good when the job began") from error
+            raise MediaChangedError(
+                f"{source.name}: {error.said}, although it was readable when the job started"
+            ) from error
         whole = processed.expanded.input_ids
         if len(whole) != source.num_tokens or whole[: len(ids)] != ids:
             raise MediaChangedError(
-                f"{source.name}: the tokens are others than when the job began: "
+                f"{source.name}: the tokens differ from those at the start of the job: "
                 f"{', '.join(each.named for each in source.media)} has changed"
             )
         by_token = set(self._processor.names_by_token)

@@ -19,6 +19,7 @@ from honed.inputs.census import Census
 from honed.inputs.datadir import files_of
 from honed.inputs.media import MediaError
 from honed.inputs.row import Example
+from honed.job.shape import Segment
 from honed.job.trial import NUM_ROWS
 from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import quote
@@ -50,7 +51,7 @@ class Rows:
     examples: list[Example]  #: as long as the dataset
     truncated: list[bool]
     by_ids: dict[int, int] = field(repr=False)  #: hash of a row's token ids -> its index
-    first_segments: list[dict[str, Any]]  #: the first row, in trained and untrained pieces
+    first_segments: list[Segment]  #: the first row
     num_tokens: int = 0
     num_trained_tokens: int = 0
     longest: int = 0  #: tokens of the longest row, as trained on
@@ -91,7 +92,7 @@ class Data:
 
     train: Rows
     held_out: Rows | None
-    counts: dict[str, Any]
+    counts: dict[str, object]  #: as in the event `data`
     hashes: dict[str, str]  #: sha256 of each file, as it was when it was read
     media: MediaRows | None  #: None where all rows are text
     read: tuple[dataset.Counts, ...]  #: of each data set, including those held out
@@ -123,7 +124,7 @@ class Data:
             told.append(f"{self.trained.num_twice} of {self.trained.num_rows} training rows repeat an earlier row")
         if num_in_both := self.measured.num_in(self.trained):
             told.append(
-                f"{num_in_both} of {self.measured.num_rows} held-out rows are also trained on: they measure "
+                f"{num_in_both} of {self.measured.num_rows} held-out rows are also trained on: the metrics measure "
                 "memorization"
             )
         num_shown = sum(len(rows.examples) for rows in both)
@@ -134,20 +135,22 @@ class Data:
         if self.num_dropped:
             num_cut_off = sum(rows.num_cut_off for rows in both)
             longer = (
-                f"; {num_cut_off} of them for a want of tokens: a longer training.max_length" if num_cut_off else ""
+                f"; {num_cut_off} of them because they are too long: increase training.max_length"
+                if num_cut_off
+                else ""
             )
-            told.append(f"{self.num_dropped} rows are left out; the first: {self.first_dropped}{longer}")
+            told.append(f"{self.num_dropped} rows are skipped; the first: {self.first_dropped}{longer}")
         num_cut, num_rows = sum(r.num_truncated for r in both), sum(len(r.examples) + r.num_dropped for r in both)
         if 2 * num_cut > num_rows:
             told.append(
-                f"{num_cut} of {num_rows} rows are cut after training.max_length tokens, and what lies behind is not "
+                f"{num_cut} of {num_rows} rows are truncated after training.max_length tokens, and the rest is not "
                 f"learned; the longest has {max(rows.longest_uncut for rows in both)}"
             )
         if num_broken:
-            told.append(f"{num_broken} rows have a file that cannot be used: {_listed(broken, num_broken)}")
+            told.append(f"{num_broken} rows have an unusable file: {_listed(broken, num_broken)}")
         if num_too_long:
             told.append(
-                f"{num_too_long} rows are left out, which would lose a part of their images, videos or sounds: "
+                f"{num_too_long} rows are skipped because truncation would cut their images, videos or sounds: "
                 + _listed(too_long, num_too_long)
             )
         return told
@@ -211,7 +214,7 @@ def build(
     num_dropped = sum(rows.num_dropped for rows in both)
     first_dropped = next((rows.first_dropped for rows in both if rows.num_dropped), "")
     mismatches = sum((rows.mismatches for rows in both), Mismatches())
-    counts = {
+    counts: dict[str, object] = {
         "num_train": len(train.examples),
         "num_eval": len(evaluated.examples) if evaluated else 0,
         "num_truncated": sum(rows.num_truncated for rows in both),
@@ -247,12 +250,12 @@ def build(
 def _hint(rows: Rows) -> str:
     """Return advice for the case that every row was skipped."""
     if rows.num_broken * 2 > rows.num_dropped:
-        return "put the files where the rows say, or name their directory with `media_dir`"
+        return "put the files at the paths in the rows, or set their directory with `media_dir`"
     if rows.num_silenced * 2 > rows.num_dropped:
         return SILENCED_HINT
     if rows.num_too_long * 2 > rows.num_dropped:
-        return "a longer training.max_length, fewer pixels and frames (`media:`), or shorter sounds"
-    return "a longer training.max_length, or rows with something for the assistant to say"
+        return "increase training.max_length, reduce pixels and frames (`media:`), or shorten the sounds"
+    return "increase training.max_length, or use rows with text of the assistant"
 
 
 def _check_silenced(both: Sequence[Rows]) -> None:
@@ -265,7 +268,7 @@ def _check_silenced(both: Sequence[Rows]) -> None:
     if num_silenced > MAX_SILENCED_SHARE * num_rows:
         first = next(rows.first_silenced for rows in both if rows.num_silenced)
         raise DatasetError(
-            f"{num_silenced} of {num_rows} rows would teach an empty answer; the first: {first}",
+            f"{num_silenced} of {num_rows} rows would train an empty answer; the first: {first}",
             hint=SILENCED_HINT,
         )
 
@@ -315,8 +318,9 @@ def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: 
     if max(used) >= num_embeddings:
         token = quote.mark(repr(tokenizer.convert_ids_to_tokens(max(used))))
         raise ModelError(
-            f"{base_model_path}: token {token} has the number {max(used)}, the embeddings only {num_embeddings} rows",
-            hint="the tokenizer is another model's, or tokens were added to it without resizing the model",
+            f"{base_model_path}: token {token} has the id {max(used)}, but the embeddings have only {num_embeddings} "
+            "rows",
+            hint="the tokenizer belongs to another model, or tokens were added without resizing the embeddings",
         )
 
 
@@ -420,7 +424,7 @@ def _drop(rows: Rows, example: Example, error: DatasetError, media: MediaRows | 
     match error:
         case MediaError() if media is not None:
             if media.spec.media.broken == "refuse":
-                raise DatasetError(reason, hint="mend or remove it, or leave such rows out: `media: {broken: drop}`")
+                raise DatasetError(reason, hint="fix or delete it, or skip such rows: `media: {broken: drop}`")
             rows.num_broken += 1
             rows.broken += [reason] if len(rows.broken) < MAX_NAMED else []
         case MediaCutError() if media is not None:

@@ -16,8 +16,8 @@ from honed.worker.train.prediction import random_state_kept
 
 #: The rows were encoded correctly; what a collator then does to them depends on its version and on packing.
 _HINT = (
-    "what lies between the rows and the model has changed them: leave out `training.packing` and "
-    "`training.padding_free`, look at the versions with `honectl doctor`, and report it"
+    "the rows were changed before training: remove `training.packing` and `training.padding_free`, check the "
+    "versions with `honectl doctor`, and report it"
 )
 #: Batches that are checked: enough to meet each kind of row of a mixture, and quick beside a step.
 NUM_BATCHES = 8
@@ -70,7 +70,7 @@ def _check_example(
         return
     if place is None:
         raise MaskError(
-            f"a batch holds tokens that are no row's: {quote.mark(repr(chat.tokens.decode(input_ids)[:200]))}",
+            f"a batch contains tokens that belong to no row: {quote.mark(repr(chat.tokens.decode(input_ids)[:200]))}",
             hint=_HINT,
         )
     # The first token is never predicted; packing masks it for its own reasons.
@@ -87,6 +87,6 @@ def _hint(batches: list[dict[str, Any]], rows: Rows, events: EventWriter) -> Non
     if share > 0.5:
         events.log(
             "warning",
-            f"{share:.0%} of a batch's tokens are trained on: usual for short questions with long answers, "
-            "suspicious otherwise; see honectl preview",
+            f"{share:.0%} of a batch's tokens are trained on: usual for short questions with long answers, but "
+            "otherwise suspicious; see honectl preview",
         )

@@ -73,9 +73,9 @@ class Processor:
         expanded = next((said for said, tokens in reversed(heard.told) if tokens == ids), None)
         if expanded is None:
             raise ModelError(
-                f"{type(self.processor).__name__} does not write out an image's tokens before it tokenizes a row: "
-                "what is trained on cannot be told from what is not",
-                hint="train this model on text rows alone, or with a processor as transformers 5 writes them",
+                f"{type(self.processor).__name__} does not insert an image's tokens before it tokenizes a row, so "
+                "trained and masked tokens cannot be told apart",
+                hint="train this model only on text rows, or use a transformers 5 processor",
             )
         for name, value in tensors.items():
             is_by_token = getattr(value, "shape", None) == (1, len(ids)) and not value.is_floating_point()
@@ -91,7 +91,7 @@ class Processor:
             raise
         except Exception as error:  # its own classes, and whatever it stumbles over
             words = f"{type(error).__name__}: {said(error)}" if str(error) else type(error).__name__
-            raise DatasetError(f"the processor does not take the row: {words}") from error
+            raise DatasetError(f"the processor rejects the row: {words}") from error
 
     def _check_sounds(
         self, text: str, media: Sequence[Media], options: Mapping[str, Any], tensors: Mapping[str, Any]
@@ -114,9 +114,9 @@ class Processor:
             if _are_equal(tensors, self._call(text, again, _Listener(self._tokenizer))):
                 limit = getattr(getattr(self.processor, "feature_extractor", None), "chunk_length", None)
                 raise MediaCutError(
-                    f"{file.named}: {len(sound) / rate:.1f} seconds of sound, and the processor "
-                    + (f"takes in the first {limit} alone" if limit else "passes over the end"),
-                    hint="cut long sounds into pieces, each with its own row",
+                    f"{file.named}: {len(sound) / rate:.1f} seconds of sound, but the processor "
+                    + (f"reads only the first {limit}" if limit else "ignores the end"),
+                    hint="split long sounds into several rows",
                 )
             self._num_heard = max(self._num_heard, len(sound))
 
@@ -124,7 +124,9 @@ class Processor:
         """Return the decoded media as arguments for the processor. Raises MediaError, which names the file."""
         for kind in dict.fromkeys(each.kind for each in media):
             if not any(hasattr(self.processor, part) for part in _PARTS[kind]):
-                raise DatasetError(f"{type(self.processor).__name__} takes no {kind}: it has no {_PARTS[kind][0]}")
+                raise DatasetError(
+                    f"{type(self.processor).__name__} does not support {kind}: it has no {_PARTS[kind][0]}"
+                )
         options: dict[str, Any] = {}
         images = [medias.image(each, self._limits) for each in media if each.kind == "image"]
         videos = [_video(each, self._limits) for each in media if each.kind == "video"]
@@ -178,18 +180,18 @@ def load(assignment: Assignment, tokenizer: Any, limits: MediaLimits) -> Process
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
     except ImportError as error:  # most video processors, and with them all of Qwen's, want torchvision
         raise EnvironmentInvalidError(
-            f"{path}: its processor cannot be loaded here: {str(error).strip().splitlines()[0]}",
-            hint="install what it names, for this torch; honectl doctor shows what is there",
+            f"{path}: its processor cannot be loaded: {str(error).strip().splitlines()[0]}",
+            hint="install the packages it names, for this torch; honectl doctor lists the installed ones",
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{path}: its processor cannot be loaded: {type(error).__name__}: {said(error)}",
-            hint="copy preprocessor_config.json and processor_config.json from where the model came from",
+            hint="copy preprocessor_config.json and processor_config.json from the model's source",
         ) from error
     if isinstance(processor, PreTrainedTokenizerBase) or not hasattr(processor, "tokenizer"):
         raise DatasetError(
-            f"the rows have images, videos or sounds, and the base model ({path}) has no processor for them",
-            hint="train a vision or audio model on them, with its processor's files",
+            f"the rows have images, videos or sounds, but the base model ({path}) has no processor for them",
+            hint="use a vision or audio model, with its processor's files",
         )
     return Processor(processor, tokenizer, limits)
 

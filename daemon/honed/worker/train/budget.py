@@ -45,7 +45,8 @@ class Budget:
         if would_sec <= self._share * elapsed_sec:
             return None
         return (
-            f"they would take {would_sec:.0f} s of {elapsed_sec:.0f} s with those at the end, above {self._share:.0%}"
+            f"they would take {would_sec:.0f} of {elapsed_sec:.0f} s including those at the end, more than "
+            f"{self._share:.0%}"
         )
 
     @contextlib.contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 
 from honed.system import durable
 from honed.worker.train import digest
+from honed.worker.train.divergence import Kept
 
 MANIFEST = "MANIFEST.json"
 #: Without this file a checkpoint cannot be resumed, whatever its manifest says.
@@ -49,7 +50,7 @@ class Progress:
     num_below: int = 0  #: consecutive evaluations with it below the line
     prediction_sec: float = 0.0  #: seconds that predictions have taken
     figures_before: dict[str, float] = field(default_factory=dict)  #: eval_loss and the predictions' scores at step 0
-    divergence: dict[str, Any] = field(default_factory=dict)  #: the last steps' losses and gradients, see divergence.py
+    divergence: Kept = field(default_factory=Kept)
     running_loss: float = 0.0  #: the sum of the losses since `logged_step`, which transformers forgets
     running_figures: dict[str, list[float]] = field(default_factory=dict)  #: TRL's metrics since then
     logged_step: int | None = None  #: the last step whose loss was logged
@@ -169,27 +170,27 @@ def find(checkpoints_dir: Path, *, beat: Callable[[], None] = _no_beat) -> tuple
 def read(path: Path, *, beat: Callable[[], None] = _no_beat) -> tuple[Progress | None, str]:
     """Return a checkpoint's progress if it is whole; else None, and the reason."""
     if path.is_symlink() or not path.is_dir():
-        return None, "it is no directory of its own"
+        return None, "it is not a directory of its own"
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         if (word := manifest.pop("sha256", None)) not in (None, _fingerprint(manifest)):
-            return None, f"{MANIFEST} is not what was written"
+            return None, f"{MANIFEST} was changed"
         entries = manifest["files"]
         if REQUIRED not in entries:
-            return None, f"{MANIFEST} does not name {REQUIRED}"
+            return None, f"{MANIFEST} does not list {REQUIRED}"
         if word is not None and path.name != f"checkpoint-{manifest['step']}":
             return None, f"it is of step {manifest['step']}"
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in entries):
-            return None, f"{MANIFEST} names a file elsewhere"
+            return None, f"{MANIFEST} refers to a file outside the checkpoint"
         progress = Progress.read(manifest["progress"])
         if (why := digest.fault(path, entries, beat=beat)) is not None:
             return None, why
     except FileNotFoundError:
-        return None, f"it has no {MANIFEST}: it was not finished"
+        return None, f"it has no {MANIFEST}: it is incomplete"
     except OSError as error:
         return None, f"{path.name}: {error.strerror or error}"
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None, f"{MANIFEST} cannot be understood"
+        return None, f"{MANIFEST} is not valid"
     return progress, ""
 
 

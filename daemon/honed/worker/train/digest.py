@@ -56,7 +56,7 @@ def fault(directory: Path, entries: Mapping[str, Mapping[str, Any]], *, beat: Be
         hashes = _hash(pool, directory, sizes, beat)
     for name, found in hashes.items():
         if found != entries[name]["sha256"]:
-            return f"{name} is not what was written"
+            return f"{name} was changed"
     return None
 
 
@@ -93,7 +93,7 @@ def _open_size(path: Path) -> int:
     """Return a file's size. Raises OSError unless it is a plain file: a link leads to what others may change."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(f"{path.name} is no plain file")
+        raise OSError(f"{path.name} is not a regular file")
     return found.st_size
 
 

@@ -67,7 +67,7 @@ def make(checkpoints_dir: Path, num_bytes: int, *, keep: set[Path], tell: Callab
         return
     for path in _spare(checkpoints_dir, keep):
         _give_up(path)
-        tell(f"{path.name} is removed: the disk is filling up")
+        tell(f"removing {path.name}: the disk is almost full")
         if free_bytes(checkpoints_dir) >= num_bytes:
             return
     raise short(checkpoints_dir, num_bytes)
@@ -75,8 +75,8 @@ def make(checkpoints_dir: Path, num_bytes: int, *, keep: set[Path], tell: Callab
 
 def short(checkpoints_dir: Path, num_bytes: int) -> DiskShortError:
     error = DiskShortError(
-        f"{checkpoints_dir}: a checkpoint needs {gib(num_bytes)}, and {gib(free_bytes(checkpoints_dir))} are free",
-        hint="make room; the job goes on by itself from its last checkpoint once there is enough",
+        f"{checkpoints_dir}: a checkpoint needs {gib(num_bytes)}, but only {gib(free_bytes(checkpoints_dir))} is free",
+        hint="free disk space; the job then resumes automatically from its last checkpoint",
     )
     error.needed_bytes = num_bytes
     return error

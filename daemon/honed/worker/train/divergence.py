@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 from honed.job.plan_file import Precision
 from honed.spec.spec import DivergenceSpec
@@ -34,17 +34,26 @@ MAX_SKIPPED = 40
 PLACES = 6
 
 
-class Divergence:
-    """Check of each step, made once. State that must outlive this attempt is in `kept`, as plain data."""
+class Kept(TypedDict, total=False):
+    """State that must outlive an attempt, as plain data."""
 
-    def __init__(self, spec: DivergenceSpec, kept: dict[str, Any], suspect: str, *, vocab_size: int) -> None:
+    steps: list[list[Any]]  #: [loss, gradient norm] of the last good steps
+    first: list[float]  #: losses of the first steps
+    num_bad: int
+    num_exploding: int
+
+
+class Divergence:
+    """Check of each step, made once."""
+
+    def __init__(self, spec: DivergenceSpec, kept: Kept, suspect: str, *, vocab_size: int) -> None:
         """Start the checks. `suspect` names the precision, where it may be to blame; see `suspicion`."""
         self._guess_loss = math.log(max(vocab_size, 2))
         self._spec = spec
         self._suspect = suspect
         self._kept = kept
-        kept.setdefault("steps", [])  # [loss, gradient norm] of the last good steps
-        kept.setdefault("first", [])  # losses of the first steps
+        kept.setdefault("steps", [])
+        kept.setdefault("first", [])
         kept.setdefault("num_bad", 0)
         kept.setdefault("num_exploding", 0)
         self._num_skipped = 0
@@ -87,23 +96,22 @@ class Divergence:
             return None
         first = sorted(self._kept["first"])[len(self._kept["first"]) * 3 // 4]
         if loss > max(GUESS_FACTOR * self._guess_loss, LOSS_FACTOR * first):
-            return f"the loss is {loss:.4g}, was {first:.4g} at first, and a guess has {self._guess_loss:.4g}"
+            return f"the loss is {loss:.4g}; it was {first:.4g} at first, and a random guess has {self._guess_loss:.4g}"
         norms = [norm for _, norm in steps if norm]
         if factor is None or grad_norm is None or len(norms) < MIN_RECENT:
             return None
         usual, before = median(norms), max(median(each for each, _ in steps), first)
         if grad_norm <= factor * usual or loss <= max(LOSS_FACTOR * before, GUESS_SHARE * self._guess_loss):
             return None
-        return (
-            f"the gradient's norm is {grad_norm:.4g}, and was {usual:.4g}; the loss is {loss:.4g}, and was {before:.4g}"
-        )
+        return f"the gradient's norm is {grad_norm:.4g}, after {usual:.4g}; the loss is {loss:.4g}, after {before:.4g}"
 
     def _keep(self, loss: float, grad_norm: float | None) -> None:
         kept = self._kept
-        figures = [float(f"{loss:.{PLACES}g}"), None if grad_norm is None else float(f"{grad_norm:.{PLACES}g}")]
+        short = float(f"{loss:.{PLACES}g}")
+        figures = [short, None if grad_norm is None else float(f"{grad_norm:.{PLACES}g}")]
         kept["steps"] = [*kept["steps"], figures][-NUM_RECENT:]
         if len(kept["first"]) < MIN_RECENT:
-            kept["first"] = [*kept["first"], figures[0]]
+            kept["first"] = [*kept["first"], short]
 
     def _lost(self, what: str, step: int, count: int) -> DivergedError:
         steps = self._kept["steps"]
@@ -116,15 +124,15 @@ class Divergence:
     def lost_weights(self, names: list[str], step: int) -> DivergedError:
         """Return the error for a run with weights that are no longer numbers."""
         return DivergedError(
-            f"{len(names)} trained weights are not numbers at step {step}, {names[0]} the first: none is saved"
-            f"{'; ' if self._suspect else ''}{self._suspect}",
+            f"{len(names)} trained weights are not finite at step {step}, the first is {names[0]}: nothing is "
+            f"saved{'; ' if self._suspect else ''}{self._suspect}",
             hint=_hint(self._suspect),
         )
 
 
 def _hint(suspect: str) -> str:
-    lower = "a lower learning_rate, more warmup_steps, or max_grad_norm; the last good checkpoint is kept"
-    return f"dtype: bfloat16 or float32; else {lower}" if suspect else lower
+    lower = "use a lower learning_rate, more warmup_steps, or max_grad_norm; the last good checkpoint is kept"
+    return f"use dtype: bfloat16 or float32; otherwise {lower}" if suspect else lower
 
 
 def suspicion(precision: Precision, model_type: str) -> str:
@@ -133,12 +141,12 @@ def suspicion(precision: Precision, model_type: str) -> str:
 
     dtypes = {precision.load_dtype, precision.compute_dtype}
     if precision.quantization == "8bit" and model_type.startswith(OVERFLOWS_FLOAT16):
-        return f"8bit takes every input through float16, in which {model_type} is known to overflow"
+        return f"8bit converts every input to float16, in which {model_type} is known to overflow"
     if not precision.fp16 and "float16" not in dtypes:
         return ""
     if model_type.startswith(OVERFLOWS_FLOAT16):
-        return f"float16 is the suspect: {model_type} is known to overflow in it"
-    return "float16 is a suspect: its numbers end at 65504"
+        return f"float16 is the likely cause: {model_type} is known to overflow in it"
+    return "float16 may be the cause: its largest number is 65504"
 
 
 def not_finite(parameters: Iterable[tuple[str, Any]]) -> list[str]:

@@ -65,7 +65,7 @@ class Examiner:
             self._questions = prediction.from_prompts(job.spec.predictions.prompts, chat)
         else:
             if not held_out and not job.is_trial:
-                log("warning", "no rows are held out: predictions are made on rows that are trained on")
+                log("warning", "no rows are held out: predictions use training rows")
             self._questions = prediction.choose(
                 examples, chat, num_samples=job.spec.predictions.num_samples, seed=job.seed
             )
@@ -102,9 +102,7 @@ class Examiner:
         if step in self._scores or (step == self._progress.predicted_step and not self._needs_scores):
             return self._scores.get(step, {})
         if may_wait and (why := self.budget.refusal(step, state.max_steps)) is not None:
-            self._log(
-                "info", f"step {step}: predictions are left out at this evaluation: {why} (predictions.max_share)"
-            )
+            self._log("info", f"step {step}: predictions are skipped at this evaluation: {why} (predictions.max_share)")
             return {}
         return self._round(model, step, state.epoch or 0.0)
 
@@ -160,7 +158,7 @@ class Examiner:
         if worse := self._worse(figures) if self.guard is None else []:
             self._events.emit("worse", found=worse)
             said = f"worse than it began: {', '.join(worse)}"
-            self._log("warning", f"the model ended {said}; with a guard: this would be no success")
+            self._log("warning", f"the model ended {said}; with a guard: the job would fail")
             return said
         training = self._spec.training
         if training.loss_type == "dft":
@@ -173,7 +171,7 @@ class Examiner:
         is_ordered = training.train_sampling_strategy == "sequential"
         before, after = self._progress.figures_before.get("eval_loss"), figures.get("eval_loss")
         if said := learning.remark(told, before, after, is_ordered=is_ordered):
-            self._log("warning", f"{said}; look at the learning rate, the trained tokens and the predictions")
+            self._log("warning", f"{said}; check the learning rate, the trained tokens and the predictions")
         return said
 
     def _worse(self, figures: dict[str, float]) -> list[str]:

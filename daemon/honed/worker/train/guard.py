@@ -49,7 +49,7 @@ class Guard:
 
     def __post_init__(self) -> None:
         if not self.questions:
-            raise DatasetError("guard: no held-out row has an answer to compare with", hint="leave the guard out")
+            raise DatasetError("guard: no held-out row has a reference answer", hint="remove the guard")
         # Of all attempts up to the checkpoint, by step.
         self._measured = {int(step): value for step, value in self.progress.guarded.items()}
 
@@ -87,7 +87,7 @@ class Guard:
         """Return the guard's error for the final metrics, or the error that kept it from measuring; else None."""
         guard, before = self.spec, self.progress.guard_before
         if before is None:
-            self.log("warning", "the guard has no figure from before training to compare with")
+            self.log("warning", "the guard has no value from before training to compare with")
             return None
         if (after := figures.get("guard_after")) is None:
             return self._unmeasured
@@ -95,7 +95,7 @@ class Guard:
             return None
         return RegressedError(
             f"{guard.metric} fell from {before:.3f} to {after:.3f}, by more than {guard.max_drop:g}",
-            hint="the output lies beside its place, as *.regressed; look at the predictions, the masks and the data",
+            hint="the output is next to its directory, as *.regressed; check the predictions, the masks and the data",
         )
 
     def _measure(self, model: Any, step: int, epoch: float) -> float | None:
@@ -116,15 +116,15 @@ class Guard:
         )
         num_asked, num_failed = len(answers.texts), answers.num_failed
         if guard.metric not in scores:
-            self.log("warning", f"step {step}: the guard cannot tell: {num_failed} of its {num_asked} answers failed")
+            self.log("warning", f"step {step}: the guard has no result: {num_failed} of its {num_asked} answers failed")
             self._unmeasured = self._why(answers, step)
             return None
         self._unmeasured = None
         if num_failed:
             self.log(
                 "warning",
-                f"step {step}: {num_failed} of the guard's {num_asked} answers failed: its {guard.metric} is that of "
-                f"the other {num_asked - num_failed}",
+                f"step {step}: {num_failed} of the guard's {num_asked} answers failed: its {guard.metric} covers "
+                f"only the other {num_asked - num_failed}",
             )
         self._measured[step] = self.progress.guarded[str(step)] = scores[guard.metric]
         return scores[guard.metric]
@@ -132,11 +132,9 @@ class Guard:
     def _why(self, answers: Answers, step: int) -> HonedError:
         assert answers.fault is not None
         fault = answers.fault
-        end = (
-            "; the output lies beside its place, as *.regressed; honectl requeue measures it once more" if step else ""
-        )
+        end = "; the output is next to its directory, as *.regressed; honectl requeue measures it again" if step else ""
         return BY_CODE[fault.code](
-            f"guard: {self.spec.metric} cannot be told {'after' if step else 'before'} training: "
+            f"guard: {self.spec.metric} could not be measured {'after' if step else 'before'} training: "
             f"{answers.num_failed} of {len(answers.texts)} answers failed; the first: {fault.said}",
-            hint=f"{fault.hint or 'mend what failed'}, or leave the guard out{end}",
+            hint=f"{fault.hint or 'fix the failure'}, or remove the guard{end}",
         )

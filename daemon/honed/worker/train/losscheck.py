@@ -63,8 +63,8 @@ class Comparison:
     @property
     def words(self) -> str:
         return (
-            f"on {self.num_tokens} tokens of a row it is {self.trained:.4f}, and by the model's own logits "
-            f"{self.expected:.4f}"
+            f"on {self.num_tokens} tokens of a row it is {self.trained:.4f}, but {self.expected:.4f} from the "
+            "model's own logits"
         )
 
 
@@ -94,7 +94,7 @@ def check(
     found = _compare(trainer, data, job, log)
     if isinstance(found, Comparison) and not found.agrees:
         _settle(
-            f"the loss to be trained ({taken}) is not the model's: {found.words}",
+            f"the training loss ({taken}) is not the model's: {found.words}",
             trainer,
             data,
             job,
@@ -105,7 +105,7 @@ def check(
     elif isinstance(found, Exception):
         if taken == "chunked_nll" and _may_choose(job) and not is_resumed:
             _settle(
-                f"the loss to be trained ({taken}) fails on this model: {type(found).__name__}: {said(found)}",
+                f"the training loss ({taken}) fails on this model: {type(found).__name__}: {said(found)}",
                 trainer,
                 data,
                 job,
@@ -119,7 +119,7 @@ def check(
                 f"the loss could not be compared with the model's logits: {type(found).__name__}: {said(found)}",
             )
     elif found is not None:
-        log("debug", f"the loss ({taken}) is the model's: {found.words}")
+        log("debug", f"the loss ({taken}) matches the model's: {found.words}")
     progress.loss_type = trainer.args.loss_type
 
 
@@ -133,12 +133,12 @@ def _settle(
     """Handle a difference: use the plain loss, warn, or raise LossError."""
     named, taken = job.spec.training.loss_type, str(trainer.args.loss_type)
     if is_resumed:
-        log("warning", f"{problem}; the run goes on with it as it began")
+        log("warning", f"{problem}; the run continues with the loss it started with")
         return
     if job.backend != "transformers":
-        raise LossError(problem, hint="backend: transformers, or backend: auto, which falls back to it")
+        raise LossError(problem, hint="use backend: transformers, or backend: auto, which falls back to it")
     if named == "nll":
-        log("warning", f"{problem}; training.loss_type says that the model's own way to a loss is meant")
+        log("warning", f"{problem}; but training.loss_type requests the model's own loss")
         return
     if taken != "chunked_nll" or not _may_choose(job):
         raise LossError(problem, hint=_hint(job, taken))
@@ -146,27 +146,27 @@ def _settle(
     if short:
         raise LossError(
             f"{problem}; the plain loss (nll) needs all logits at once, {short}",
-            hint="a smaller per_device_train_batch_size or max_length; or training.loss_type: nll, which tries it",
+            hint="use a smaller per_device_train_batch_size or max_length; or training.loss_type: nll, which tries it",
         )
     plain.take(trainer)
     found = _compare(trainer, data, job, log)
     if isinstance(found, Comparison) and not found.agrees:
-        raise LossError(f"neither loss is the model's: {problem}; with nll {found.words}", hint=_hint(job, "nll"))
-    log("warning", f"{problem}; the plain loss (nll) is taken instead")
+        raise LossError(f"neither loss matches the model's: {problem}; with nll {found.words}", hint=_hint(job, "nll"))
+    log("warning", f"{problem}; using the plain loss (nll) instead")
 
 
 def _hint(job: Assignment, taken: str) -> str:
     training = job.spec.training
     if training.use_liger_kernel:
-        return "leave training.use_liger_kernel out"
+        return "remove training.use_liger_kernel"
     if training.label_smoothing_factor:
-        return "leave training.label_smoothing_factor out"
+        return "remove training.label_smoothing_factor"
     if training.loss_type is not None:
-        return "training.loss_type: nll, or leave it out"
+        return "write training.loss_type: nll, or remove it"
     if taken == "nll":
         return (
-            "the model's code computes its loss otherwise than from its logits: training.loss_type: chunked_nll "
-            "computes it from them, and nll says that the model's own way is meant"
+            "the model's code does not compute its loss from its logits: use training.loss_type: chunked_nll to "
+            "compute it from them, or nll to use the model's own"
         )
     return "training.loss_type: nll"
 
@@ -188,7 +188,7 @@ def _lacking(trainer: Any, data: Data, job: Assignment) -> str:
     if needed <= memory.available_bytes:
         return ""
     gib = "{:.1f} GiB".format
-    return f"{gib(needed / 2**30)} in all by the estimate, of {gib(memory.available_bytes / 2**30)}"
+    return f"{gib(needed / 2**30)} in total by the estimate, of {gib(memory.available_bytes / 2**30)}"
 
 
 # --- The two ways -----------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
         if (taken := _slice(trainer, data)) is None:
             log(
                 "info",
-                f"the loss is not compared with the model's logits: no row has {MAX_MEDIA_TOKENS} tokens or less",
+                f"the loss is not compared with the model's logits: no row has at most {MAX_MEDIA_TOKENS} tokens",
             )
             return None
         inputs = trainer._prepare_inputs(taken)
@@ -219,7 +219,7 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
             seen = {name: value for name, value in inputs.items() if name != "labels"}
             logits: Any = getattr(model(**seen, use_cache=False), "logits", None)
             if not torch.is_tensor(logits) or logits.shape[:2] != labels.shape:
-                log("info", "the loss is not compared with the model's logits: it hands out none")
+                log("info", "the loss is not compared with the model's logits: the model does not return any")
                 return None
             is_trained = labels[0, 1:] != IGNORED
             targets, kept = labels[0, 1:][is_trained], logits[0, :-1][is_trained].float()

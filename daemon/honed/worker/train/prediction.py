@@ -171,8 +171,8 @@ class Batches:
         if longest > room and not self._has_told_cut:
             self._has_told_cut = True
             self.warn(
-                f"a prompt of {longest} tokens is asked without its beginning: beside an answer of "
-                f"{self.max_new_tokens} tokens the model has positions for {room}"
+                f"a prompt of {longest} tokens is truncated at its start: with an answer of {self.max_new_tokens} "
+                f"tokens the model has only {room} positions left for it"
             )
 
 
@@ -233,7 +233,7 @@ class Faults:
         if is_out_of_memory(error):
             return "a smaller predictions.batch_size or predictions.max_new_tokens needs less memory"
         if _DTYPES.search(str(error)) and self.may_match:
-            return "`predictions: {autocast: match}` gives predictions the autocast that training has"
+            return "set `predictions: {autocast: match}` to use the autocast of training"
         return "its traceback is in worker.log (honectl logs --raw)"
 
 

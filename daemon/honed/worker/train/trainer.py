@@ -77,8 +77,8 @@ def arguments(
     needs_preparing = asked.get("packing") or asked.get("shuffle_dataset") or asked.get("use_liger_kernel")
     if has_media and (unfit := [name for name in _NOT_BESIDE_MEDIA if asked.get(name)]):
         raise SpecError(
-            f"training.{unfit[0]}: not with rows that have images, videos or sounds",
-            hint="such rows are padded, one to a line of the batch; leave the key out",
+            f"training.{unfit[0]}: not supported for rows with images, videos or sounds",
+            hint="such rows are padded, one per line of the batch; remove the key",
         )
     settled: dict[str, Any] = {
         "output_dir": str(assignment.layout.checkpoints_dir),
@@ -108,7 +108,7 @@ def arguments(
     try:
         return SFTConfig(**{**_promised(), **defaults, **asked, **settled})
     except (TypeError, ValueError) as error:
-        raise SpecError(f"training: {said(error)}", hint="`man honed-job` has every key") from error
+        raise SpecError(f"training: {said(error)}", hint="`man honed-job` lists all keys") from error
 
 
 def _loss_type(assignment: Assignment, *, pinned: str | None, is_resumed: bool) -> str | None:
@@ -173,7 +173,7 @@ class TimeLimit:
     def error(self, step: int) -> TimeLimitError:
         return TimeLimitError(
             f"time limit of {self._seconds:g} s reached at step {step}",
-            hint="its checkpoint is kept; drop the job again with a higher time_limit_sec",
+            hint="its checkpoint is kept; submit the job again with a higher time_limit_sec",
         )
 
 
@@ -208,7 +208,7 @@ class _Before:
             if name in self._adapters and parameter.dtype != self._adapters[name].dtype:
                 parameter.data = self._adapters[name].to(parameter.device)
                 num_cast += 1
-        return [f"SFTTrainer had cast {num_cast} adapter weights to another dtype: put back"] if num_cast else []
+        return [f"SFTTrainer had cast {num_cast} adapter weights to another dtype; restored"] if num_cast else []
 
 
 def _changed(assignment: Assignment, args: SFTConfig) -> Iterator[str]:
@@ -216,7 +216,7 @@ def _changed(assignment: Assignment, args: SFTConfig) -> Iterator[str]:
     for name, asked in assignment.spec.training.as_kwargs().items():
         found = getattr(args, name)
         if name not in _SAID_OTHERWISE and isinstance(asked, bool | int | float | str) and found != asked:
-            yield f"training.{name}: the job says {asked}, but {assignment.backend} makes it {found}"
+            yield f"training.{name}: the job sets {asked}, but {assignment.backend} changes it to {found}"
 
 
 class Trainer(SFTTrainer):
@@ -290,7 +290,7 @@ class Trainer(SFTTrainer):
     def _end_early(self) -> None:
         if self._stop.is_set:
             raise InterruptedRunError(
-                f"stopped on request at step {self.state.global_step}", hint="it goes on from its last checkpoint"
+                f"stopped on request at step {self.state.global_step}", hint="it resumes from its last checkpoint"
             )
         raise self._limit.error(self.state.global_step)
 
@@ -457,7 +457,8 @@ class Trainer(SFTTrainer):
         path = Path(str(self.state.best_model_checkpoint))
         if (why := checkpoint.read(path, beat=self._stop.beat)[1]) != "":
             self._events.log(
-                "error", f"{path.name}, the best, is damaged ({why}): the result is the model of the last step instead"
+                "error",
+                f"{path.name}, the best checkpoint, is damaged ({why}): using the model of the last step instead",
             )
             return
         super()._load_best_model()

@@ -29,8 +29,8 @@ class WatchedTrainer(Trainer):
         is_divided = any("training.gradient_accumulation_steps" in each.changes for each in assignment.adjustments)
         if is_divided and not self.model_accepts_loss_kwargs:
             self._tell(
-                f"{model_type} averages its loss batch by batch: the parts of a divided batch count the same, "
-                "however many tokens they have"
+                f"{model_type} averages its loss per batch: the parts of a divided batch count the same, regardless "
+                "of their number of tokens"
             )
 
     # --- divergence -------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class WatchedTrainer(Trainer):
                 is_full = isinstance(problem, RuntimeError) and left < max(num_bytes, disk_reserve.SPARE_BYTES)
                 if not (is_full or disk_reserve.is_no_room(problem)):
                     raise
-                self._tell(f"checkpoint-{self.state.global_step} found no room on the way: {problem}")
+                self._tell(f"checkpoint-{self.state.global_step} could not be written: {problem}")
                 # Others write there, too, or the checkpoint is larger than the last one.
                 num_bytes = max(num_bytes, disk_reserve.free_bytes(checkpoints_dir)) + disk_reserve.SPARE_BYTES
                 if is_last:

@@ -1,0 +1,123 @@
+"""Fencing: a worker that lives, and of which no entry says so, keeps its device until it ends.
+
+live workers ── compared with ── running/ ── missing there ──► an entry, from its copy, from plan.json, or bare
+                                                                  └──► adopted, shown, cancelled as any other
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+
+from honed.job import recovery
+from honed.job.corrupt import copy_of
+from honed.job.job import Attempt, Job, State
+from honed.job.plan_file import PlanFile
+from honed.job.spool import Spool
+from honed.run.runner import Live, Runner
+from honed.system.layout import JobLayout
+from honed.system.log import about
+from honed.system.message import ENTRY_DAMAGED
+
+log = logging.getLogger(__name__)
+
+#: The device of a worker whose own is not known: no device is free while it lives.
+UNKNOWN_DEVICE = "unknown"
+#: Seconds before workers that could not be listed are listed again.
+RETRY_SEC = 5.0
+#: Digits of an attempt's number, at most.
+MAX_DIGITS = 4
+
+
+class Fence:
+    """Finds the live workers that no running entry knows of, once. `clock` is monotonic seconds."""
+
+    def __init__(self, spool: Spool, runner: Runner, *, clock: Callable[[], float]) -> None:
+        self._spool = spool
+        self._runner = runner
+        self._clock = clock
+        self._look_at = -math.inf
+        self.fault = ""  #: why they are not known yet; until they are, no job may be started
+
+    def look(self) -> list[Job]:
+        """Give every live worker a running entry. Returns the jobs that got one; looks again later if that failed."""
+        if self._clock() < self._look_at:
+            return []
+        try:
+            found = self._runner.live()
+        except OSError as error:
+            self.fault = f"running workers cannot be listed, so no job is started: {error}"
+            self._look_at = self._clock() + RETRY_SEC
+            return []
+        self.fault, self._look_at = "", math.inf
+        return [job for live in found if (job := self._fence(live)) is not None]
+
+    def _fence(self, live: Live) -> Job | None:
+        job = self._spool.job(live.job_id)
+        number = live.attempt[0] if live.attempt is not None else None
+        if job is not None and job.state is State.RUNNING and number in {None, job.attempt.number}:
+            return None
+        if job is not None and job.state.is_final and number in {None, *(each.number for each in job.attempts)}:
+            return None  # settled; its process is about to end
+        rebuilt = recovery.rebuild(self._spool, _entry_of(self._spool.job_layout(live.job_id), job, live))
+        log.error(
+            "job %d (%s): its worker lives, but its entry did not say so; the entry was rebuilt, and is running",
+            rebuilt.id,
+            rebuilt.name,
+            extra=about(rebuilt, ENTRY_DAMAGED, attempt=rebuilt.attempt.number),
+        )
+        return rebuilt
+
+
+def _entry_of(files: JobLayout, job: Job | None, live: Live) -> Job:
+    """Return an entry for a live worker, from the best that there is."""
+    job = job or copy_of(files) or _planned(files, live)
+    job = dataclasses.replace(job, outcome=None, error=None)
+    numbers = [each.number for each in job.attempts]
+    number, start = live.attempt or (numbers[-1] if numbers else _last_attempt(files), 1)
+    if number in numbers:
+        job = dataclasses.replace(job, attempts=job.attempts[: numbers.index(number) + 1])
+        return job.with_attempt(ended_at=None, outcome=None, took_sec=None)
+    attempt = Attempt(number, "", time.time(), num_starts=start, device=live.device or UNKNOWN_DEVICE)
+    return dataclasses.replace(job, attempts=(*job.attempts, attempt))
+
+
+def _last_attempt(files: JobLayout) -> int:
+    """Return the last attempt's number by its directory, which the worker itself could have made."""
+    with contextlib.suppress(OSError):
+        names = (path.name for path in files.attempts_dir.iterdir())
+        return max((int(name) for name in names if name.isdecimal() and len(name) <= MAX_DIGITS), default=1)
+    return 1
+
+
+def _planned(files: JobLayout, live: Live) -> Job:
+    """Return an entry from plan.json, or a bare one of honed's own user; its job is not tried again."""
+    owner, submitted_at = os.geteuid(), time.time()
+    with contextlib.suppress(OSError):
+        info = files.dir.stat()
+        owner, submitted_at = info.st_uid, info.st_mtime
+    bare = Job(
+        id=live.job_id,
+        name=f"job-{live.job_id}",
+        submitted_at=submitted_at,
+        source="",
+        uid=owner,
+        output_dir=str(files.output_dir),
+        max_attempts=1,
+        num_gpus=int(live.device != "cpu"),
+    )
+    try:
+        if files.plan_path.lstat().st_uid != owner:
+            return bare
+        document = PlanFile.read(files.plan_path).document
+        name, uid, output_dir = document["job"]["name"], int(document["job"]["user_id"]), document["output_dir"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return bare
+    if not (isinstance(name, str) and isinstance(output_dir, str) and document["job"].get("id") == live.job_id):
+        return bare
+    return dataclasses.replace(bare, name=name, uid=uid, output_dir=output_dir)

@@ -1,0 +1,58 @@
+"""The spool at the start of honed: what a crash interrupted is finished, and damaged entries are set aside."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from honed.job.corrupt import copy_of
+from honed.job.job import Job, State
+from honed.job.spool import Spool
+from honed.system import durable
+from honed.system.log import about
+from honed.system.message import ENTRY_DAMAGED
+
+log = logging.getLogger(__name__)
+
+
+def recover(spool: Spool) -> None:
+    """Recover the spool. A damaged entry goes into corrupt/; that of a job that was running is rebuilt."""
+    for path, problem in spool.recover():
+        _set_aside(spool, path, problem)
+
+
+def _set_aside(spool: Spool, path: Path, problem: ValueError | OSError) -> None:
+    number, files = int(path.stem), spool.job_layout(int(path.stem))
+    known = spool.job(number)
+    job = copy_of(files) if known is None and path.parent == spool.state_dir(State.RUNNING) else None
+    if known is not None:
+        done = f"Job {number} has another, whole entry, which is in {known.state}."
+    elif job is not None:
+        done = f"Job {number} ({job.name}) was running: its entry was rebuilt from {files.entry_path}."
+    else:
+        done = (
+            f"Job {number} is in no queue or list any more. Its directory was left as it is, with its job file, which "
+            f"its submitter can submit again: honectl submit {files.dir}/spec.*"
+        )
+    spool.corrupt.add(path, problem, done)
+    log.error("%s: damaged entry: %s. %s", path, problem, done, extra=about(number, ENTRY_DAMAGED))
+    if job is not None:
+        rebuild(spool, job)
+    else:
+        path.unlink(missing_ok=True)
+        durable.sync_dir(path.parent)
+
+
+def rebuild(spool: Spool, job: Job) -> Job:
+    """Make a job whose worker lives a running one, whatever its entry says, and even if it was pruned."""
+    spool.forget_pruned({job.id})
+    old = spool.job(job.id)
+    revision = max(job.revision, old.revision if old is not None else 0) + 1
+    rebuilt = dataclasses.replace(job, state=State.RUNNING, revision=revision)
+    durable.write(spool.entries.path(job.id, State.RUNNING), rebuilt.to_json())
+    if old is not None and old.state is not State.RUNNING:
+        spool.entries.path(job.id, old.state).unlink(missing_ok=True)
+        durable.sync_dir(spool.state_dir(old.state))
+    spool.note(rebuilt)
+    return rebuilt

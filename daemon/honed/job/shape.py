@@ -1,0 +1,260 @@
+"""The shapes of `--json` and of the control socket's answers: query.py and retention.py make them, honectl, the report
+and honed-web read them.
+
+A specification and a plan have the keys that a user and the preflight gave them, and an event those that its worker
+gave it: they stay mappings of any value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, TypedDict
+
+from honed.system.error import ErrorRecord
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+class Progress(TypedDict):
+    """A job's progress as last reported; None where it is not known."""
+
+    step: float | None
+    num_steps: float | None
+    epoch: float | None
+    loss: float | None
+    eta_sec: float | None
+
+
+class Wait(TypedDict):
+    """The reason why a job does not run: a code for programs, a text for people."""
+
+    reason: str
+    detail: str
+
+
+class Row(TypedDict):
+    """One row of `list`."""
+
+    id: int
+    name: str
+    state: str
+    outcome: str | None
+    remark: str
+    priority: int
+    submitted_at: str
+    uid: int
+    source: str | None  #: None for another user's job
+    is_pinned: bool
+    waiting_for: Wait | None
+    progress: Progress
+    needs_bytes: int | None
+
+
+class Begin(TypedDict, total=False):
+    """Where a requeued job begins, in words; empty for other verbs."""
+
+    goes_on_from: str
+
+
+class ChangedRow(Row, Begin):
+    """The answer to a verb that changes a job."""
+
+
+class Overview(TypedDict):
+    """The first jobs of each group, and the number of jobs in each state."""
+
+    jobs: list[Row]
+    counts: dict[str, int]
+
+
+class AttemptRow(TypedDict):
+    """One attempt of a job."""
+
+    number: int
+    backend: str
+    started_at: str
+    ended_at: str | None
+    outcome: str | None
+    step: int
+    num_starts: int
+    device: str | None
+
+
+class AdjustmentRow(TypedDict):
+    """One out-of-memory adjustment; see job.Adjustment."""
+
+    attempt: int
+    text: str
+    changes: dict[str, Any]
+
+
+class Segment(TypedDict):
+    """A piece of a row's text."""
+
+    text: str
+    trained: bool
+
+
+class Artifacts(TypedDict):
+    """The paths of what a job has made."""
+
+    output_dir: str
+    report: str | None
+    merged: str | None
+
+
+class MemoryShown(TypedDict):
+    """Memory in bytes: the plan's estimate, and the worker's use as last reported."""
+
+    estimated: dict[str, Any]
+    used: dict[str, int]
+
+
+class Shown(Row):
+    """The answer to `show`."""
+
+    spec: dict[str, Any]
+    plan: dict[str, Any]
+    attempts: list[AttemptRow]
+    error: ErrorRecord | None
+    adjustments: list[AdjustmentRow]
+    artifacts: Artifacts
+    metrics: dict[str, float]
+    memory: MemoryShown
+    depends_on: list[str]
+    job_dir: str
+    events: list[dict[str, Any]]
+
+
+class Answer(TypedDict):
+    """A prediction for a held-out example."""
+
+    sample_index: int
+    prompt: str | None
+    ground_truth: str | None
+    prediction: str | None
+
+
+class Prediction(Answer):
+    """One row of `predictions`."""
+
+    epoch: float | None
+    step: int
+
+
+class LastPrediction(TypedDict):
+    """A prediction of the last step that has any, with its texts truncated."""
+
+    step: int
+    sample_index: int
+    ground_truth: str | None
+    prediction: str | None
+
+
+class Glance(Row):
+    """The answer to `glance`."""
+
+    stage: str | None
+    course: list[float]  #: the loss, averaged to some points
+    predictions: list[LastPrediction]
+    eval_loss: float | None
+    resident_bytes: int | None
+    cpu_sec: float | None
+    estimated_bytes: int | None
+    device: str | None
+    error: ErrorRecord | None
+
+
+# -- arrivals ----------------------------------------------------------------------------------------------------------
+
+
+class Submitted(TypedDict):
+    """The number and the name that a job file was given."""
+
+    id: int
+    name: str
+
+
+class Refusal(TypedDict):
+    """The reason of a rejection."""
+
+    file: str
+    reason: str
+    refused_at: float  #: seconds since the epoch
+
+
+class Arrival(TypedDict):
+    """An arrival or a job that waits for a fetch; see daemon.arrivals.fetches."""
+
+    id: int
+    name: str
+    uid: int | None
+    source: str | None
+    state: str
+    repo_id: str | None
+    revision: str | None
+    repo_type: str
+    num_bytes: int
+    total_bytes: int | None
+    problem: str | None
+
+
+class Status(TypedDict):
+    """The answer to `status`."""
+
+    status: str
+    pid: int
+    version: str
+    is_watching: bool
+    is_paused: bool
+    takes_drops: bool
+    num_arriving: int
+    arrivals: list[Arrival]
+
+
+# -- removal -----------------------------------------------------------------------------------------------------------
+
+
+class _Named(TypedDict):
+    id: int
+    name: str
+    state: str
+
+
+class PrunedRow(_Named):
+    """A job that is to be removed."""
+
+    num_bytes: int | None  #: None until it is measured
+
+
+class KeptRow(PrunedRow):
+    """A job that was requested or is beyond a limit, but stays."""
+
+    why: str
+
+
+class RefusedRow(TypedDict):
+    """A rejected file that is to be removed."""
+
+    file: str
+    num_bytes: int
+
+
+class PruneAnswer(TypedDict):
+    """The answer to `prune`: jobs or, with `--rejected`, files."""
+
+    jobs: NotRequired[list[PrunedRow]]
+    kept: NotRequired[list[KeptRow]]
+    rejected: NotRequired[list[RefusedRow]]
+    is_measured: bool  #: False while sizes are missing: ask again
+
+
+class Removed(TypedDict):
+    """What a removal has freed; `problem` is its first failure."""
+
+    num_bytes: int
+    num_files: int
+    problem: str | None
+
+
+class RemovedRow(_Named, Removed):
+    """A job that was removed."""

@@ -1,0 +1,161 @@
+"""A worker lives and its entry is damaged: one worker, one device, a word of it, and a way out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import Instance, wait_for
+
+from honed.job.job import Job, State
+from honed.system.layout import JobLayout
+
+
+@pytest.fixture
+def instance(instance: Instance) -> Instance:
+    """Its shims are processes of their own, as the machine shows them: none is forked from a warm one."""
+    instance.is_warm = False
+    return instance
+
+
+def start_slow(instance: Instance, name: str) -> tuple[Job, int]:
+    """Start honed and a job that trains for a while. Returns the job and its worker's pid."""
+    instance.drop(name)
+    instance.start()
+    job = instance.wait_state(name, State.RUNNING)
+    wait_for(lambda: instance.show(name)["progress"]["step"], what="a step")
+    return job, worker_pid(instance.layout.job(job.id))
+
+
+def worker_pid(files: JobLayout) -> int:
+    return int(json.loads((files.attempt(1).dir / "lock").read_text())["worker_pid"])
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+
+
+def workers(instance: Instance) -> list[int]:
+    """Return the pids of all shims of the instance."""
+    found = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdecimal():
+            try:
+                words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if any(word.endswith("shim.py") for word in words) and str(instance.layout.jobs_dir) in " ".join(words):
+                found.append(int(path.name))
+    return found
+
+
+def status(instance: Instance) -> str:
+    return str(instance.client.ask("status")["status"])
+
+
+def degraded(instance: Instance) -> bool:
+    found = json.loads(instance.honectl("doctor", "--json").stdout)
+    [entries] = [each for each in found if each["check"] == "entries"]
+    return bool(entries["status"] == "error")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def entry_alone(_instance: Instance, _files: JobLayout) -> None:
+    pass
+
+
+def its_copy(_instance: Instance, files: JobLayout) -> None:
+    cut(files.entry_path)
+
+
+def its_plan(_instance: Instance, files: JobLayout) -> None:
+    cut(files.entry_path)
+    cut(files.plan_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [(entry_alone, "slow-100"), (its_copy, "slow-100"), (its_plan, "job-1")],
+    ids=["entry", "copy", "plan"],
+)
+def test_a_worker_whose_entry_is_damaged_is_followed_on_its_device_to_its_end(
+    instance: Instance, more: Callable[[Instance, JobLayout], None], name: str
+) -> None:
+    job, pid = start_slow(instance, "slow-100")
+    files = instance.layout.job(job.id)
+    instance.kill(signal.SIGKILL)
+    cut(instance.layout.spool_dir / "running/1.json")
+    more(instance, files)
+    instance.drop("succeed.other")
+    instance.start()
+    assert worker_pid(files) == pid
+    assert is_alive(pid)
+    assert len(workers(instance)) == 1
+    rebuilt = instance.job(name)
+    assert rebuilt is not None
+    assert (rebuilt.id, rebuilt.state, rebuilt.uid, rebuilt.attempt.number) == (1, State.RUNNING, os.getuid(), 1)
+    assert rebuilt.attempt.device == "cpu"
+    assert degraded(instance)
+    assert (instance.layout.spool_dir / "corrupt/1.running.json.reason").exists()
+    done = instance.wait_state(name, State.SUCCEEDED)
+    assert [attempt.outcome for attempt in done.attempts] == ["succeeded"]
+    other = instance.wait_state("succeed.other", State.SUCCEEDED)
+    assert other.attempt.started_at >= (done.attempt.ended_at or 0), "the device was its worker's until then"
+
+
+def test_it_can_be_cancelled_and_the_way_out_is_told(instance: Instance) -> None:
+    job, pid = start_slow(instance, "slow-4000")
+    files = instance.layout.job(job.id)
+    instance.kill(signal.SIGKILL)
+    (instance.layout.spool_dir / "running/1.json").unlink()
+    its_copy(instance, files)
+    instance.start()
+    assert instance.honectl("cancel", "1").returncode == 0
+    instance.wait_state("slow-4000", State.CANCELLED)
+    wait_for(lambda: not is_alive(pid), what="its end")
+    assert "its worker lives, but its entry did not say so" in instance.log
+
+
+def test_one_that_waits_and_whose_worker_lives_is_not_started_a_second_time(instance: Instance) -> None:
+    """As a backup of the spool that was put back, or a person's hand, leaves it."""
+    _job, pid = start_slow(instance, "slow-100")
+    instance.kill(signal.SIGKILL)
+    running = instance.layout.spool_dir / "running/1.json"
+    entry = json.loads(running.read_text())
+    (instance.layout.spool_dir / "queued/1.json").write_text(json.dumps({**entry, "attempts": [], "revision": 1}))
+    cut(running)
+    instance.start()
+    assert len(workers(instance)) == 1
+    assert is_alive(pid)
+    done = instance.wait_state("slow-100", State.SUCCEEDED)
+    assert [attempt.number for attempt in done.attempts] == [1]
+
+
+def test_a_damaged_entry_of_a_job_that_waits_costs_no_other_and_says_how_to_submit_it_again(
+    instance: Instance,
+) -> None:
+    start_slow(instance, "slow-100")
+    instance.drop("succeed.waits")
+    instance.wait_state("succeed.waits", State.QUEUED)
+    instance.kill(signal.SIGKILL)
+    cut(instance.layout.spool_dir / "queued/2.json")
+    instance.start()
+    instance.wait_state("slow-100", State.SUCCEEDED)
+    corrupt = instance.layout.spool_dir / "corrupt"
+    assert degraded(instance)
+    reason = (corrupt / "2.queued.json.reason").read_text()
+    spec = instance.layout.job(2).spec_path
+    assert f"honectl submit {spec.parent}/spec.*" in reason
+    again = shutil.copy(spec, instance.root / "succeed.again.json")  # our worker does what its job's name says
+    assert instance.honectl("submit", "--wait", str(again)).returncode == 0
+    for path in corrupt.iterdir():
+        path.unlink()
+    assert not degraded(instance)

@@ -1,0 +1,151 @@
+"""Damaged entries: set aside with a reason, and done without."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from honed.job.corrupt import copy_of
+from honed.job.job import Attempt, Job, State
+from honed.job.recovery import recover
+from honed.job.spool import Spool
+from honed.system import durable
+from honed.system.layout import Layout
+from honed.system.log import FIELDS
+from honed.system.message import ENTRY_DAMAGED
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut short": lambda data: data[: len(data) // 2],
+    "empty": lambda _data: b"",
+    "zeros": lambda data: bytes(len(data)),
+    "noise": lambda data: bytes(byte ^ 0xA5 for byte in data),
+    "not an entry": lambda _data: b"[]",
+    "nested too deeply": lambda _data: b"[" * 100_000,
+    "without a name": lambda data: json.dumps({**json.loads(data), "attempts": 7}).encode(),
+    "without its attempts": lambda data: data.replace(b'"attempts"', b'"cttempts"'),
+    "another job's": lambda data: json.dumps({**json.loads(data), "id": 99}).encode(),
+}
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Iterator[Spool]:
+    made = Spool(Layout(tmp_path))
+    recover(made)
+    yield made
+    made.close()
+
+
+def add(spool: Spool, number: int, state: State) -> Job:
+    files = spool.job_layout(number)
+    durable.make_dir(files.dir)
+    job = Job(number, f"job {number}", 1.0, "a.json", os.getuid(), str(files.output_dir), state=State.QUEUED)
+    durable.finish(spool.adding(job))
+    if state is State.QUEUED:
+        return job
+    if state is State.HELD:
+        return spool.move(job, State.HELD)
+    job = spool.move(job, State.RUNNING, attempts=(Attempt(1, "transformers", 2.0, device="cpu"),))
+    return job if state is State.RUNNING else spool.move(job, state)
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_entry_is_kept_with_its_reason_and_a_running_job_goes_on(
+    spool: Spool, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes], state: State
+) -> None:
+    others = [add(spool, number, other) for number, other in enumerate(State, start=1)]
+    job = add(spool, 9, state)
+    path = spool.entries.path(9, state)
+    damaged = damage(path.read_bytes())
+    path.write_bytes(damaged)
+    with caplog.at_level(logging.ERROR):
+        recover(spool)
+    assert [getattr(record, FIELDS)["MESSAGE_ID"] for record in caplog.records] == [ENTRY_DAMAGED]
+    assert (spool.corrupt.dir / f"9.{state}.json").read_bytes() == damaged
+    reason = (spool.corrupt.dir / f"9.{state}.json.reason").read_text()
+    assert spool.corrupt.names() == [f"9.{state}.json"]
+    assert [spool.job(other.id) for other in others] == others
+    found = spool.job(9)
+    if state is State.RUNNING:
+        assert found is not None
+        assert (found.state, found.attempts, found.uid) == (State.RUNNING, job.attempts, job.uid)
+        assert f"rebuilt from {spool.job_layout(9).entry_path}" in reason
+    else:
+        assert found is None
+        assert not path.exists()
+        assert f"honectl submit {spool.job_layout(9).dir}/spec.*" in reason
+    caplog.clear()
+    recover(spool)
+    assert caplog.records == []
+    assert spool.job(9) == found
+
+
+def test_a_damaged_copy_beside_a_whole_entry_changes_nothing(spool: Spool) -> None:
+    job = add(spool, 1, State.RUNNING)
+    spool.entries.path(1, State.QUEUED).write_text("{")
+    recover(spool)
+    assert spool.job(1) == job
+    assert "has another, whole entry, which is in running" in (spool.corrupt.dir / "1.queued.json.reason").read_text()
+
+
+def test_the_copy_is_of_the_last_start(spool: Spool) -> None:
+    job = add(spool, 1, State.RUNNING)
+    files = spool.job_layout(1)
+    assert copy_of(files) == job
+    job = spool.update(job.with_attempt(num_starts=2))
+    assert copy_of(files) == job
+    spool.update(job, is_pinned=True)
+    assert copy_of(files) == job, "it is written at a start, and not at each change"
+
+
+def test_a_copy_that_honed_has_not_written_is_not_believed(spool: Spool) -> None:
+    add(spool, 1, State.RUNNING)
+    files = spool.job_layout(1)
+    text = files.entry_path.read_text()
+    for wrong in ("{", text.replace('"id": 1', '"id": 2'), json.dumps({**json.loads(text), "attempts": []})):
+        files.entry_path.write_text(wrong)
+        assert copy_of(files) is None
+    files.entry_path.unlink()
+    elsewhere = files.dir.parent / "elsewhere"
+    elsewhere.write_text(text)
+    files.entry_path.symlink_to(elsewhere)
+    assert copy_of(files) is None
+    if os.geteuid() == 0:
+        files.entry_path.unlink()
+        files.entry_path.write_text(text)
+        os.chown(files.entry_path, 65534, -1)
+        assert copy_of(files) is None, "its worker may be another user, and can write there"
+
+
+def test_an_entry_that_cannot_be_read_is_damaged_too(spool: Spool) -> None:
+    """Here a directory in its place; a faulty disk says EIO."""
+    job = add(spool, 1, State.RUNNING)
+    path = spool.entries.path(1, State.RUNNING)
+    path.unlink()
+    path.mkdir()
+    recover(spool)
+    assert spool.corrupt.names() == ["1.running.json"]
+    assert "Is a directory" in (spool.corrupt.dir / "1.running.json.reason").read_text()
+    found = spool.job(1)
+    assert found is not None
+    assert found.attempts == job.attempts
+
+
+def test_the_rows_of_a_job_whose_entry_is_damaged_are_kept_until_it_is_removed(spool: Spool) -> None:
+    add(spool, 7, State.SUCCEEDED)
+    spool.entries.path(7, State.SUCCEEDED).write_text("{")
+    recover(spool)
+    assert spool.corrupt.numbers() == {7}
+    assert "keeps the job's rows" in (spool.corrupt.dir / "7.succeeded.json.reason").read_text()
+
+
+def test_a_copy_that_cannot_be_kept_keeps_no_job_from_starting(spool: Spool, caplog: pytest.LogCaptureFixture) -> None:
+    durable.make_dir(spool.job_layout(1).entry_path)
+    with caplog.at_level(logging.WARNING):
+        assert add(spool, 1, State.RUNNING).state is State.RUNNING
+    assert "no copy of its entry is kept" in caplog.text
