@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crash.scene import KILL, Hit, Point
+from crash.scene import KILL, Hit, Point, environment
 from honed.system.layout import JobLayout, Layout
 from honed.worker import assignment
 from honed.worker.assignment import Assignment
 from honed.worker.model import export
 from honed.worker.train import checkpoint
 
-HERE = Path(__file__).parent
 #: What changes something, or makes it durable. Opening for reading is in it, too: it can fail.
 CALLS = (
     "openat",
@@ -211,12 +210,8 @@ def fault_of(directory: Path, names: Sequence[str], save: Save, *, but: set[str]
 def run(root: Path, *, before: Sequence[str] = (), mutant: str | None = None) -> int:
     """The whole story in a process of its own; see mutant/sitecustomize.py for `mutant`. Returns how many saves it said
     were done."""
-    path = os.pathsep.join([str(HERE / "mutant"), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path}
-    if mutant is not None:
-        environment["HONED_TEST_MUTANT"] = mutant
     command = [*before, sys.executable, str(Path(__file__)), str(job_layout(root).dir)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment(mutant), check=False)
     return len(ended.stdout.split())
 
 

@@ -95,10 +95,7 @@ class Scene:
         """`mutant`: the bug that is planted in its honed; see mutant/sitecustomize.py."""
         self.root = root
         self.layout = Layout(root)
-        path = os.pathsep.join([str(HERE / "mutant"), *filter(None, sys.path)])
-        self.environment = {**os.environ, "PYTHONPATH": path}
-        if mutant is not None:
-            self.environment["HONED_TEST_MUTANT"] = mutant
+        self.environment = environment(mutant)
         self.log_path = root / "log"
 
     def prepare(self) -> None:
@@ -127,15 +124,15 @@ class Scene:
         `shim_hit`: what its first shim is run under strace with.
         """
         command = [*before, sys.executable, str(HERE / "quickhoned.py"), str(self.root), "--drain"]
-        environment = dict(self.environment)
+        variables = dict(self.environment)
         if shim_hit:
-            environment |= {
+            variables |= {
                 "HONED_TEST_HIT": " ".join(shim_hit),
                 "HONED_TEST_PYTHON": sys.executable,
                 "HONED_TEST_ROOT": str(self.root),
             }
         with self.log_path.open("ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, start_new_session=True)
             try:
                 return process.wait(DEADLINE_SEC)
             except subprocess.TimeoutExpired:
@@ -219,6 +216,17 @@ class Scene:
 
     def clear(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def environment(mutant: str | None = None) -> dict[str, str]:
+    """What a process is traced with. Its modules are not compiled into files: the first process alone would do that,
+    and each of its renames and writes would shift the numbers of all later calls.
+
+    `mutant`: the bug that is planted in its honed; see mutant/sitecustomize.py.
+    """
+    path = os.pathsep.join([str(HERE / "mutant"), *filter(None, sys.path)])
+    found = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    return found if mutant is None else {**found, "HONED_TEST_MUTANT": mutant}
 
 
 def counted(trace_path: Path, root: Path) -> list[Point]:

@@ -6,19 +6,17 @@ What must hold, whatever happens to that process, is in `violations`.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from crash.scene import Hit, Point, counted
+from crash.scene import Hit, Point, counted, environment
 from honed.job.arrival import Arrivals, Claim
 from honed.job.spool import Spool
 from honed.system.layout import Layout
 
-HERE = Path(__file__).parent
 CALLS = ("openat", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "close")
 #: Name, submitter and content, each of its own.
 FILES = tuple(
@@ -42,11 +40,8 @@ def prepare(root: Path) -> None:
 
 def run(root: Path, *, before: Sequence[str] = (), mutant: str | None = None) -> int:
     """Submit all in a process of its own. Returns how many were said to be taken."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE / "mutant"), *filter(None, sys.path)])}
-    if mutant is not None:
-        environment["HONED_TEST_MUTANT"] = mutant
     command = [*before, sys.executable, str(Path(__file__)), str(Layout(root).spool_dir)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment(mutant), check=False)
     return len(ended.stdout.split())
 
 
