@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -159,3 +160,18 @@ def test_a_damaged_entry_of_a_job_that_waits_costs_no_other_and_says_how_to_subm
     for path in corrupt.iterdir():
         path.unlink()
     assert not degraded(instance)
+
+
+def test_whoever_waits_for_honed_to_be_ready_reads_that_it_is_degraded(instance: Instance) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(str(instance.root / "notify"))
+        told.settimeout(60)
+        start_slow(instance, "slow-100")
+        instance.kill(signal.SIGKILL)
+        cut(instance.layout.spool_dir / "running/1.json")
+        instance.environment["NOTIFY_SOCKET"] = str(instance.root / "notify")
+        instance.start()
+        before = []
+        while "READY=1" not in (message := told.recv(4096).decode()):
+            before.append(message)
+    assert "STATUS=degraded: 1 damaged entry" in before[-1]

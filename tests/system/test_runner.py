@@ -118,6 +118,15 @@ class Honed:
         assert entry is not None
         return entry
 
+    def clear(self) -> None:
+        """End what a test that failed has left: all later jobs would wait for its device."""
+        ended = ("succeeded", "failed", "cancelled")
+        if left := [str(number) for number, entry in self.entries().items() if entry["state"] not in ended]:
+            self.machine.run("systemctl", "start", "honed")
+            self.honectl("cancel", *left)
+            for number in left:
+                self.wait(int(number), *ended)
+
     def wait_step(self, job_id: int) -> None:
         """Wait until the job's worker has reported a step."""
         wait_for(lambda: "step " in self.machine.property(f"honed-job@{job_id}", "StatusText"), what="a step")
@@ -142,10 +151,16 @@ class Honed:
 
 
 @pytest.fixture(scope="module")
-def honed(machine: Machine) -> Iterator[Honed]:
-    installed = Honed(machine)
+def installed(machine: Machine) -> Honed:
+    made = Honed(machine)
     machine.wait_message("workers are units", "--unit=honed")
+    return made
+
+
+@pytest.fixture
+def honed(installed: Honed) -> Iterator[Honed]:
     yield installed
+    installed.clear()
 
 
 def test_the_unit_of_a_job_says_how_far_it_is_and_keeps_its_chatter_to_itself(honed: Honed) -> None:

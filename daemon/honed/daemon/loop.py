@@ -156,14 +156,14 @@ class Daemon:
         """Run until a signal, or until all is done with `--drain`. Returns the exit status."""
         self._wake.catch_signals()
         self._recover()
-        self._notifier.status(self._status.public_line())  # before READY=1: then it is read at once
-        self._notifier.ready()
-        log.info("honed %s ready: %s", __version__, self._status.line(), extra=about(message=message.READY))
-        self._note_fault("")
         placement = self._dispatch.placement
         placement.tell()
         if placement.fault:
             self._publishing.notices.tell_of_machine(placement.fault)
+        self._note_fault("")
+        self._status.report()  # before READY=1: whoever waited for that reads it, and what is wrong
+        self._notifier.ready()
+        log.info("honed %s ready: %s", __version__, self._status.line(), extra=about(message=message.READY))
         try:
             while not self._is_over():
                 self._turn()
@@ -192,10 +192,12 @@ class Daemon:
                 self._housekeeper.tend,
             ]
         )
-        self._note_fault(fault or self._dispatch.fence.fault or self._attempts.fault or self._intake.acceptance.fault)
+        self._note_fault(fault)
         self._status.report()
 
     def _note_fault(self, fault: str) -> None:
+        """Note the machine's fault that kept a step from working, or one that a part of the daemon has found."""
+        fault = fault or self._dispatch.fence.fault or self._attempts.fault or self._intake.acceptance.fault
         self._health.note(fault, self._publishing.notices.tell_of_machine)
 
     def _patience(self) -> float:
