@@ -44,7 +44,7 @@ from honed.check import datacheck, modelcheck, packagecheck, placecheck, rowchec
 from honed.check.policy import Policy, inputs
 from honed.inputs import basemodel, hubdata, modality
 from honed.inputs.basemodel import UncachedError
-from honed.job.plan_file import DatasetPlace, PlanFile, Precision
+from honed.job import entitlement
 from honed.plan import loss, pace, plan, position, remedy, rung
 from honed.plan.plan import Plan
 from honed.run.helper import READY, STAGE_BYTES
@@ -156,6 +156,7 @@ def check(
         parsed = spec.read(spec_path, data, max_bytes=config.spool.max_spec_bytes)
         try:
             job_spec = spec.of(parsed)
+            entitlement.require_class(config, job_spec.job_class, os.getuid() if uid is None else uid)
             with modality.naming(job_spec.parts.patterns):
                 job_spec, places, missing = hubdata.located(
                     job_spec, layout.cache_dir, allow_hub=config.policy.hub, commits=asked.dataset_commits

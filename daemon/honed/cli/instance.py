@@ -141,6 +141,10 @@ class Instance:
         """Return the arrivals that wait for a fetch; only a running daemon fetches."""
         return list(self._client.ask("status")["arrivals"]) if self.is_up else []
 
+    def limit(self) -> str:
+        """Return why job files of the calling user wait to be taken, in words; empty if none does."""
+        return str(self._client.ask("status").get("limit", "")) if self.is_up else ""
+
     def pause(self, paused: bool) -> None:
         if self.is_up:
             self._client.ask("pause" if paused else "resume")

@@ -67,6 +67,8 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         terminal.say(f"… and {left}: honectl list --all", style="dim")
     for arrival in instance.arrivals():
         terminal.say(_fetch_line(arrival))
+    if limit := instance.limit():
+        terminal.say(limit)
     return 0
 
 

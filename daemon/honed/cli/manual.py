@@ -27,7 +27,7 @@ from honed import __version__
 from honed.cli import command_line
 from honed.daemon import loop
 from honed.page import server
-from honed.spec.field import describe, kinds
+from honed.spec.field import describe, keys, kinds
 from honed.system.layout import Layout
 
 #: A section's name, its note, and the model with its keys.
@@ -234,7 +234,7 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
             match statement, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = inspect.cleandoc(text)
-    return found
+    return {info.alias or name: found[name] for name, info in model.model_fields.items() if name in found}
 
 
 def _keys(name: str, what: str, introduction: str, sections: Iterable[Section]) -> str:
@@ -242,7 +242,7 @@ def _keys(name: str, what: str, introduction: str, sections: Iterable[Section]) 
     for title, note, model in sections:
         parts += [f'.SH "{_text(title.upper())}"', *([_text(" ".join(note.split()))] if note else [])]
         annotations, told = kinds(model), docstrings(model)
-        for key, info in model.model_fields.items():
+        for key, info in keys(model).items():
             takes = describe(annotations[key]).removesuffix(", or null")
             parts += [f'.TP\n.BR {_text(key)} " ({_text(takes)}{_default(info)})"', _text(told.get(key))]
     parts += [".SH SEE ALSO\n.BR honed (8),\n.BR honectl (1)"]

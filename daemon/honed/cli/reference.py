@@ -22,8 +22,9 @@ from pydantic_core import PydanticUndefined
 from honed.cli import manual
 from honed.cli.manual import docstrings
 from honed.job import views
+from honed.spec import setting
 from honed.spec.config import Config
-from honed.spec.field import MANY, choices, describe, kinds, members
+from honed.spec.field import MANY, choices, describe, keys, kinds, members
 from honed.spec.spec import JobSpec
 from honed.spec.training import OWNED
 
@@ -157,7 +158,7 @@ def pages(root: Path) -> dict[Path, str]:
         **{
             root / "docs/man" / name: text
             for name, text in manual.man_pages(
-                ((f"[{name}]", "", model) for name, model in _config_sections()), _spec_sections()
+                ((f"[{name}]", _note(model), model) for name, model in _config_sections()), _spec_sections()
             ).items()
         },
         **{root / "etc/completions" / name: text for name, text in manual.completions().items()},
@@ -176,7 +177,7 @@ def job_spec(sample: str) -> str:
 
 
 def configuration() -> str:
-    sections = (_section(f"[{name}]", "", model) for name, model in _config_sections())
+    sections = (_section(f"[{name}]", f"{_note(model)}\n", model) for name, model in _config_sections())
     return "\n".join([_CONFIG_INTRODUCTION, *sections])
 
 
@@ -184,7 +185,8 @@ def configuration_sample() -> str:
     """Return honed.toml with every key commented out."""
     lines = [_TOML_INTRODUCTION]
     for section, model in _config_sections():
-        lines.append(f"[{section}]")
+        lines += [f"# {note}" for note in [_note(model)] if note]
+        lines.append(f"[{section}]" if section in Config.model_fields else f"#[{section}]")
         told = docstrings(model)
         for name, info in model.model_fields.items():
             default = info.get_default(call_default_factory=True)
@@ -210,15 +212,21 @@ def _inner_sections(model: type[BaseModel], above: str) -> Iterator[tuple[str, s
 
 
 def _config_sections() -> Iterator[tuple[str, type[BaseModel]]]:
-    for name, info in Config.model_fields.items():
-        assert isinstance(info.annotation, type)
-        yield name, info.annotation
+    for name, section in setting.sections(Config):
+        yield (f"{name}.NAME" if get_origin(Config.model_fields[name].annotation) is dict else name), section
+
+
+def _note(section: type[BaseModel]) -> str:
+    """Return the description of a section of honed.toml, without its name."""
+    note = " ".join(inspect.cleandoc(section.__doc__ or "").partition("]: ")[2].split())
+    return note[:1].upper() + note[1:]
 
 
 def _section(title: str, note: str, model: type[BaseModel]) -> str:
     annotations, told = kinds(model), docstrings(model)
-    lines = [f"## {title}\n", *([note] if note else []), "| Key | Value | Default | Meaning |", "|---|---|---|---|"]
-    lines += [_row(name, annotations[name], info, told.get(name)) for name, info in model.model_fields.items()]
+    above = [note] if note.strip() else []
+    lines = [f"## {title}\n", *above, "| Key | Value | Default | Meaning |", "|---|---|---|---|"]
+    lines += [_row(name, annotations[name], info, told.get(name)) for name, info in keys(model).items()]
     lines += [
         f"\nValues of `{name}`: {', '.join(f'`{word}`' for word in words)}."
         for name, annotation in annotations.items()

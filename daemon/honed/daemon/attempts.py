@@ -22,6 +22,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from honed.daemon.following import Following
+from honed.daemon.shares import Use
 from honed.job.database import Database
 from honed.job.job import Attempt, Fallback, Job, State, Stop
 from honed.job.spool import Spool
@@ -252,6 +253,13 @@ class Attempts:
 
     def devices_in_use(self) -> set[str]:
         return {running.job.attempt.device or "" for running in self.running.values()}
+
+    def in_use(self) -> Iterator[Use]:
+        """Yield what each running job takes of the devices."""
+        now = Moment.now()
+        for running in self.running.values():
+            sec = now.since(running.job.attempt.began) * max(1, running.job.num_gpus)
+            yield Use(running.job.uid, sec)
 
     def has_room(self, job: Job) -> bool:
         """Return True if the free disk space that a job waits for is available."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
-from heapq import merge
+from collections.abc import Callable, Container, Iterable, Iterator
+from heapq import heapify, heappop, heappush, merge
 
 from honed.daemon.dependencies import Dependencies
+from honed.daemon.shares import Place, Shares
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.spool import Spool
@@ -26,21 +27,29 @@ _WAITING = (State.QUEUED, State.HELD)
 
 
 class Backlog:
-    """The queued and held jobs. `has_room` tells whether the disk space that a job waits for is there; `clock` is
-    monotonic seconds."""
+    """The queued and held jobs. `shares` orders them, `has_room` tells whether the disk space that a job waits for is
+    there; `clock` is monotonic seconds."""
 
     def __init__(
-        self, spool: Spool, database: Database, *, has_room: Callable[[Job], bool], clock: Callable[[], float]
+        self,
+        spool: Spool,
+        database: Database,
+        shares: Shares,
+        *,
+        has_room: Callable[[Job], bool],
+        clock: Callable[[], float],
     ) -> None:
         self._spool = spool
         self._database = database
+        self._shares = shares
         self._has_room = has_room
         self._clock = clock
         self.dependencies = Dependencies(spool, database)
         self._jobs: dict[int, Job] = {}
         self._num_queued = 0
-        # (-priority, number) of jobs that wait for nothing but a device, by whether they want a GPU
-        self._ready: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        # places of jobs that wait for nothing but a device, in order, by whether they want a GPU, and by user
+        self._ready: dict[bool, dict[int, list[Place]]] = {True: {}, False: {}}
+        self._places: dict[int, Place] = {}  # job number → its place in _ready
         self._unplanned: set[int] = set()  # deferred jobs whose inputs exist
         self._users: dict[int, set[int]] = {}  # job number → the jobs here that depend on it
         self._unsure: set[int] = set()  # to be checked again
@@ -70,11 +79,33 @@ class Backlog:
         """Return a queued or held job."""
         return self._jobs.get(job_id)
 
-    def ready(self, *, for_gpu: Iterable[bool]) -> Iterator[Job]:
-        """Yield the jobs that waited for nothing but a device at the last look: highest priority first, then first
-        come. `for_gpu`: jobs that want a GPU, jobs that want none, or both."""
-        for _, number in merge(*(self._ready[wants_gpu] for wants_gpu in for_gpu)):
-            yield self._jobs[number]
+    def ready(self, *, for_gpu: Iterable[bool], but: Container[int] = ()) -> Iterator[Job]:
+        """Yield the jobs that waited for nothing but a device at the last look, in the order of `Shares`. `for_gpu`:
+        jobs that want a GPU, jobs that want none, or both. `but`: users who are left out; it may grow meanwhile."""
+        kinds = [self._ready[wants_gpu] for wants_gpu in for_gpu]
+        levels = self._shares.levels({*self._ready[True], *self._ready[False]})
+        places = {uid: merge(*(of.get(uid, ()) for of in kinds)) for uid in {uid for of in kinds for uid in of}}
+        heap = [(self._shares.turn(place := next(of_user), levels[uid]), place, uid) for uid, of_user in places.items()]
+        heapify(heap)
+        while heap:
+            _, place, uid = heappop(heap)
+            if uid in but:
+                continue
+            yield self._jobs[place.job_id]
+            if (following := next(places[uid], None)) is not None:
+                heappush(heap, (self._shares.turn(following, levels[uid]), following, uid))
+
+    def first_of(self, job: Job) -> Job | None:
+        """Return the first of the same user's jobs that wait for nothing but the same kind of device."""
+        places = self._ready[job.num_gpus > 0].get(job.uid)
+        return self._jobs[places[0].job_id] if places else None
+
+    def reorder(self) -> None:
+        """Order the jobs by a new configuration."""
+        for number in list(self._places):
+            job = self._jobs[number]
+            self._unready(job)
+            self._make_ready(job)
 
     def unplanned(self) -> list[Job]:
         """Return the deferred jobs whose inputs exist by now, by number."""
@@ -158,11 +189,15 @@ class Backlog:
 
     def _unready(self, job: Job) -> None:
         self._unplanned.discard(job.id)
-        place = (-job.priority, job.id)
-        ready = self._ready[job.num_gpus > 0]
-        at = bisect_left(ready, place)
-        if ready[at : at + 1] == [place]:
-            del ready[at]
+        if (place := self._places.pop(job.id, None)) is not None:
+            ready = self._ready[job.num_gpus > 0]
+            del ready[job.uid][bisect_left(ready[job.uid], place)]
+            if not ready[job.uid]:
+                del ready[job.uid]
+
+    def _make_ready(self, job: Job) -> None:
+        self._places[job.id] = place = self._shares.place(job)
+        insort(self._ready[job.num_gpus > 0].setdefault(job.uid, []), place)
 
     def delay(self, job: Job, seconds: float) -> None:
         """Delay the next start of a job that ran, or could not be started, if it is to run again."""
@@ -211,4 +246,4 @@ class Backlog:
         if is_free and job.is_deferred:
             self._unplanned.add(job.id)
         elif is_free:
-            insort(self._ready[job.num_gpus > 0], (-job.priority, job.id))
+            self._make_ready(job)

@@ -18,6 +18,7 @@ from honed.daemon.backlog import Backlog
 from honed.daemon.fencing import Fence
 from honed.daemon.placement import DEVICE_PROBE_INTERVAL_SEC, Placement
 from honed.daemon.plans import Plans
+from honed.daemon.shares import Shares
 from honed.job import unstage
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
@@ -49,6 +50,7 @@ class Selection:
         backlog: Backlog,
         plans: Plans,
         placement: Placement,
+        shares: Shares,
     ) -> None:
         self._spool = spool
         self._config = config
@@ -56,6 +58,7 @@ class Selection:
         self._backlog = backlog
         self._plans = plans
         self._placement = placement
+        self._shares = shares
         self._waiting: set[int] = set()  # jobs whose wait for a GPU was logged
 
     @property
@@ -65,10 +68,14 @@ class Selection:
         return limit is not None and len(self._attempts.running) >= limit
 
     def next_that_fits(self) -> tuple[Job, Device] | None:
-        """Return the job to start on a free device: highest priority first, then first come."""
+        """Return the job to start on a free device, in the order of `Shares`."""
         self._backlog.look_again()
         with_device = [wants_gpu for wants_gpu in (True, False) if self._placement.is_any_free(wants_gpu)]
-        for job in self._backlog.ready(for_gpu=with_device):
+        beyond: set[int] = set()  # users who have reached a limit
+        for job in self._backlog.ready(for_gpu=with_device, but=beyond):
+            if self._shares.obstacle(job.uid):
+                beyond.add(job.uid)
+                continue
             if self._backlog.delay_sec(job) > 0 or job.id in self._plans.numbers or self._backlog.is_short(job):
                 continue
             if (free := self._placement.free_device(job)) is not None:
@@ -115,10 +122,15 @@ class Selection:
         if self.is_full:
             limit = self._config().jobs.max_running
             return "device", f"{limit} jobs are running, the maximum of jobs.max_running"
-        return self._placement.obstacles(job) or (
-            "turn",
-            "it is about to start, or jobs with higher priority come first",
-        )
+        if reached := self._shares.obstacle(job.uid):
+            return "limit", reached
+        return self._placement.obstacles(job) or ("turn", self._why_not_next(job))
+
+    def _why_not_next(self, job: Job) -> str:
+        first = self._backlog.first_of(job)
+        if first is not None and first.id != job.id:
+            return f"job {first.id} ({first.name}) of the same user comes first"
+        return "it is about to start, or jobs of other users come first: by their class, or as they have used less"
 
 
 class Dispatch:
@@ -136,6 +148,7 @@ class Dispatch:
         backlog: Backlog,
         placement: Placement,
         fence: Fence,
+        shares: Shares,
         *,
         unfinished: Callable[[], Iterable[Job]],
         is_stopping: Callable[[], bool],
@@ -146,6 +159,7 @@ class Dispatch:
         self._acceptance = acceptance
         self._attempts = attempts
         self._backlog = backlog
+        self._shares = shares
         self._unfinished = unfinished
         self._is_stopping = is_stopping
         self._clock = clock
@@ -153,7 +167,7 @@ class Dispatch:
         self.placement = placement
         self.fence = fence
         self.plans = Plans(spool, backlog, placement, acceptance)
-        self.selection = Selection(spool, config, attempts, backlog, self.plans, placement)
+        self.selection = Selection(spool, config, attempts, backlog, self.plans, placement, shares)
 
     def patience(self) -> float:
         """Return the seconds until a step is due."""
@@ -166,15 +180,21 @@ class Dispatch:
             waits.append(retry_at - self._clock())
         return min(waits)
 
+    def recover(self) -> None:
+        """Take up the queue, and the use of the devices as far as it was not counted. Raises OSError."""
+        self._shares.recover(self._spool.all_jobs().values())
+        self._backlog.recover()
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Settle the attempts that have ended."""
-        settled = self._attempts.reap()
-        for job in self._attempts.put_back():
+        settled, put_back = self._attempts.reap(), self._attempts.put_back()
+        for job in put_back:
             self._backlog.delay(job, NOT_NOW_SEC)
         for job in settled:
             self._backlog.delay(job, self._retry_delay_sec(job))
+        self._shares.charge([*settled, *put_back])
         for job in settled:
             if job.state is State.SUCCEEDED:
                 unstage.remove_copies(self._spool.layout, job, self._unfinished())

@@ -37,6 +37,7 @@ from honed.daemon.housekeeper import Housekeeper
 from honed.daemon.placement import Placement
 from honed.daemon.publishing import Publishing
 from honed.daemon.rebuild import catch_up, rebuild, tend
+from honed.daemon.shares import Shares
 from honed.daemon.signals import Configuration, Shutdown
 from honed.daemon.status import Status
 from honed.daemon.verbs import Answers
@@ -45,6 +46,7 @@ from honed.job import recovery
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.spool import Spool
+from honed.job.usage import Usage
 from honed.run.choice import choose_runner
 from honed.run.fetcher import FetchRunner
 from honed.run.runner import Runner
@@ -103,7 +105,8 @@ class Daemon:
         self._database = Database(layout.database_path)
         self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
         self._shutdown = Shutdown(self._attempts, in_force, drain=drain)
-        self._backlog = Backlog(self._spool, self._database, has_room=self._attempts.has_room, clock=clock)
+        shares = Shares(Usage(layout.usage_path), in_force, self._attempts.in_use)
+        self._backlog = Backlog(self._spool, self._database, shares, has_room=self._attempts.has_room, clock=clock)
         self._dispatch = Dispatch(
             self._spool,
             in_force,
@@ -112,6 +115,7 @@ class Daemon:
             self._backlog,
             Placement(layout, in_force, self._attempts, probe=probe, clock=clock),
             Fence(self._spool, runner, clock=clock),
+            shares,
             unfinished=self._unfinished,
             is_stopping=lambda: self._shutdown.is_asked,
             clock=clock,
@@ -222,7 +226,7 @@ class Daemon:
             alive = functools.partial(self._notifier.extend_timeout, START_EXTENSION_SEC)
             rebuild(self._database, self._spool, self._spool.layout, outbox=self._attempts.outbox, alive=alive)
         catch_up(self._database, self._spool, self._spool.layout)
-        self._backlog.recover()
+        self._dispatch.recover()
         for job in list(self._spool.jobs(State.RUNNING)):
             self._attempts.adopt(job)
         self._intake.start(self._backlog.jobs())
@@ -266,6 +270,7 @@ class Daemon:
             self._housekeeper.reload(self._configuration.get())
             self._intake.reload()
             self._answers.reload()
+            self._backlog.reorder()
             self._publishing.reload(self._configuration.get())
             log.info("configuration reloaded", extra=about(message=message.RELOADED))
         self._notifier.ready()

@@ -46,6 +46,7 @@ class Status:
             "is_paused": self.spool.is_paused,
             "takes_drops": self.configuration.get().policy.arrivals == "spool",
             "num_arriving": self.intake.acceptance.incoming.num_seen,
+            "limit": self.intake.acceptance.incoming.beyond(asker.uid),
             "arrivals": [each.seen_by(asker) for each in self.intake.acceptance.fetches.rows()],
         }
 

@@ -222,6 +222,10 @@ class Arrivals:
         """Count one user's files from the control socket that are neither jobs nor rejected yet."""
         return sum(submitter == uid for _, submitter, _ in self._places())
 
+    def num_queued(self, uid: int) -> int:
+        """Return the number of one user's queued jobs."""
+        return self._spool.catalog.num_queued(uid)
+
     def copy(self, claim: Claim, **rules: Any) -> Copy:
         """Copy a claimed file into jobs/<id>/ by the rules of `copy_all`. Raises the exception of one that failed."""
         (copied,) = self.copy_all([claim], **rules)

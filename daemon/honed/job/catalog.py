@@ -34,6 +34,7 @@ class Catalog:
         self._jobs = {job.id: job for job in jobs}
         self._order = sorted((*key(job), job.id) for job in self._jobs.values())
         self._num = Counter(job.state for job in self._jobs.values())
+        self._num_queued = Counter(job.uid for job in self._jobs.values() if job.state is State.QUEUED)
         self._named: dict[str, list[int]] = {}
         for job in self._jobs.values():
             self._named.setdefault(job.name, []).append(job.id)
@@ -62,12 +63,14 @@ class Catalog:
         if old is not None:
             del self._jobs[old.id]
             self._num[old.state] -= 1
+            self._num_queued[old.uid] -= old.state is State.QUEUED
             del self._order[bisect_left(self._order, (*key(old), old.id))]
             self._rename(old, is_there=False)
             self.give_back(old)
         if new is not None:
             self._jobs[new.id] = new
             self._num[new.state] += 1
+            self._num_queued[new.uid] += new.state is State.QUEUED
             insort(self._order, (*key(new), new.id))
             self._rename(new, is_there=True)
             if not new.state.is_final:
@@ -99,6 +102,10 @@ class Catalog:
 
     def num(self, state: State) -> int:
         return self._num[state]
+
+    def num_queued(self, uid: int) -> int:
+        """Return the number of a user's queued jobs."""
+        return self._num_queued[uid]
 
     def named(self, name: str) -> list[Job]:
         """Return the jobs with this name, oldest first."""

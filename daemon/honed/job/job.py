@@ -120,6 +120,7 @@ class Job:
     uid: int  #: the user who submitted it
     output_dir: str
     priority: int = 0
+    job_class: str | None = None  #: a class of the administrator's [classes]; None: the default class
     max_attempts: int = 3
     num_gpus: int = 1
     depends_on: tuple[str, ...] = ()

@@ -202,6 +202,7 @@ def summary(job: Job, progress: Progress = NO_PROGRESS) -> Row:
         "outcome": job.outcome,
         "remark": job.remark,
         "priority": job.priority,
+        "class": job.job_class,
         "submitted_at": timestamp(job.submitted_at),
         "uid": job.uid,
         "source": job.source,

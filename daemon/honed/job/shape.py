@@ -31,7 +31,10 @@ class Wait(TypedDict):
     detail: str
 
 
-class Row(TypedDict):
+_Class = TypedDict("_Class", {"class": str | None})
+
+
+class Row(_Class):
     """One row of `list`."""
 
     id: int
@@ -208,6 +211,7 @@ class Status(TypedDict):
     is_paused: bool
     takes_drops: bool
     num_arriving: int
+    limit: str  #: the asker's limit that keeps their job files waiting, in words; empty without one
     arrivals: list[Arrival]
 
 

@@ -98,6 +98,8 @@ class JobRow(_Answer):
     remark: str = ""
     "Remark on a success: its loss did not fall, or the model ended worse."
     priority: int
+    job_class: str | None = Field(default=None, alias="class")
+    """Class of the administrator's [classes]; null: the default class."""
     submitted_at: str
     """ISO 8601, UTC."""
     uid: int

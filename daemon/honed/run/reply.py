@@ -114,7 +114,10 @@ class _Resources(TypedDict):
     gpus: _Integer
 
 
-class _Spec(TypedDict):
+_Class = TypedDict("_Class", {"class": NotRequired[_Name | None]})
+
+
+class _Spec(_Class):
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     kind: str

@@ -312,6 +312,58 @@ class WebConfig(_Section):
     forwards. Any other is rejected, or else a foreign page could point its own name to our address."""
 
 
+def _class_name(value: str) -> str:
+    if not CLASS_NAME.fullmatch(value):
+        raise ValueError("the name of a class may contain letters, digits, - and _")
+    return value
+
+
+#: A class's name.
+CLASS_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class ClassConfig(_Section):
+    """[classes.NAME]: a class of jobs, which a job file names with `class: NAME`."""
+
+    rank: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    """Jobs of a class with a higher rank start first, whoever submitted them."""
+    default: bool = False
+    """Class of jobs that name none. Without a default class, such jobs have rank 0 and the other defaults below."""
+    users: list[str] | None = None
+    """Users who may submit jobs of this class, and groups, as `@group`; by default everybody."""
+    preempts: bool = False
+    """Let jobs of this class take a device from jobs of classes with a lower rank: those write a checkpoint, return to
+    the queue, and resume later."""
+    min_run_sec: Annotated[float, Field(ge=0)] = 600.0
+    """Seconds that an attempt of this class's own jobs runs at least before a job of a higher class may preempt it."""
+
+
+class UserConfig(_Section):
+    """[users.NAME]: share and limits of a user, of each member of a group (`[users."@group"]`), or of everybody else
+    (`[users."*"]`). A key of the user's own table precedes one of a group, where the most generous group counts, and
+    that one precedes `"*"`. A job beyond a limit waits; none is rejected or ended for it."""
+
+    weight: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Share of the devices, in relation to other users with waiting jobs; 1 if not set."""
+    max_queued: Annotated[int, Field(ge=1)] | None = None
+    """Maximum number of a user's queued jobs; further files wait in incoming/; 10000 if not set."""
+    max_running: Annotated[int, Field(ge=0)] | None = None
+    """Maximum number of a user's running jobs; unlimited if not set."""
+    max_job_bytes: Annotated[int, Field(gt=0)] | None = None
+    """Maximum bytes of a user's directories below jobs/; beyond it no job of theirs starts; unlimited if not set."""
+    max_device_sec: Annotated[float, Field(gt=0)] | None = None
+    """Maximum seconds of use of devices within fair_share.window_sec, all devices together; unlimited if not set."""
+
+
+class FairShareConfig(_Section):
+    """[fair_share]"""
+
+    window_sec: Annotated[float, Field(ge=60, le=30 * 86400)] = 7 * 86400.0
+    """Seconds of the sliding window of users' max_device_sec."""
+    priority_across_users: bool = False
+    """Let `priority` of job files count between users of one class, before their shares do."""
+
+
 class Config(_Section):
     """All of honed.toml."""
 
@@ -324,6 +376,9 @@ class Config(_Section):
     web: WebConfig = WebConfig()
     retention: RetentionConfig = RetentionConfig()
     notify: NotifyConfig = NotifyConfig()
+    fair_share: FairShareConfig = FairShareConfig()
+    classes: dict[Annotated[str, AfterValidator(_class_name)], ClassConfig] = {}
+    users: dict[str, UserConfig] = {}
 
     _outdated: tuple[tuple[Path, Gone], ...] = ()
 
@@ -345,8 +400,14 @@ def load(layout: Layout) -> Config:
     for path in [layout.config_path, *sorted(layout.config_dropin_dir.glob("*.toml"))]:
         merged = _merge(merged, _read(path, outdated))
     config = Config.model_validate(merged)
+    _require_one_default(config)
     config._outdated = tuple(outdated)
     return config
+
+
+def _require_one_default(config: Config) -> None:
+    if len(names := [name for name, each in config.classes.items() if each.default]) > 1:
+        raise SpecError(f"classes: {' and '.join(names)} are the default", hint="set default = true in one of them")
 
 
 def _read(path: Path, outdated: list[tuple[Path, Gone]]) -> dict[str, Any]:

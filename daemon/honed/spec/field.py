@@ -32,7 +32,7 @@ MEMBER = "\0"
 class Section(BaseModel):
     """A mapping with known keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, serialize_by_alias=True)
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,15 @@ def choices(annotation: Any) -> tuple[str, ...]:
     return tuple(word for member in members(annotation) if get_origin(member) is Literal for word in get_args(member))
 
 
+def keys(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return a section's keys, as they are written in files, with their fields."""
+    return {info.alias or name: info for name, info in section.model_fields.items()}
+
+
 def kinds(section: type[BaseModel]) -> Mapping[str, Any]:
     """Return a section's keys with their full annotations."""
     hints = typing.get_type_hints(section, include_extras=True)
-    return {name: hints[name] for name in section.model_fields}
+    return {info.alias or name: hints[name] for name, info in section.model_fields.items()}
 
 
 def _apart(annotation: Any) -> tuple[Any, list[Any]]:

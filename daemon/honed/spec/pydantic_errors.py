@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from honed.spec.advice import Asked, Synonym, is_off, is_on
-from honed.spec.field import MEMBER, REFUSED, Section, choices, describe, kinds, members
+from honed.spec.field import MEMBER, REFUSED, Section, choices, describe, keys, kinds, members
 from honed.spec.problem import (
     MAX_PROBLEMS,
     KeyPath,
@@ -480,7 +480,7 @@ def _known(model: type[BaseModel]) -> dict[str, tuple[str, ...]]:
 
 
 def _sections(model: type[BaseModel], name: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    yield name, tuple(model.model_fields)
+    yield name, tuple(keys(model))
     for key, annotation in kinds(model).items():
         for member in members(annotation):
             inner = get_args(member)[0] if get_origin(member) is list else member

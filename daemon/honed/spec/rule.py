@@ -591,6 +591,7 @@ MERGE_KEYS = frozenset(
     {
         "name",
         "kind",
+        "job_class",
         "priority",
         "base_model",
         "model_type",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from honed.spec import toml_lines
-from honed.spec.field import describe, kinds
+from honed.spec.field import describe, keys, kinds
 from honed.spec.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
 
 _STAYS = (
@@ -71,7 +71,7 @@ def problems(error: ValidationError, model: type[BaseModel], lines: Mapping[KeyP
         path = details["loc"]
         line = next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), None)
         # Each member of a union reports an error; report the key once.
-        key = path[:2]
+        key = path[: 3 if _is_table_of_tables(model, path) else 2]
         found.setdefault(key, _problem(key, line, details, model))
     return sorted(found.values(), key=lambda problem: problem.line or 0)
 
@@ -84,7 +84,7 @@ def _problem(path: KeyPath, line: int | None, details: ErrorDetails, model: type
         return Problem(dotted(path), line, f"{details['ctx']['error']}, got {got}")
     annotation: Any = model
     for part in path:
-        annotation = kinds(annotation)[str(part)]
+        annotation = section_of(annotation) if get_origin(annotation) is dict else kinds(annotation)[str(part)]
     return Problem(dotted(path), line, f"expected {describe(annotation)}, got {got}")
 
 
@@ -93,7 +93,7 @@ def _hint(path: KeyPath, model: type[BaseModel]) -> str:
     import difflib  # noqa: PLC0415 - the daemon, which stays small, mostly has a valid configuration
 
     key = str(path[-1])[:64].replace("-", "_").lower()
-    section, known = str(path[0]) if len(path) > 1 else "", dict(_sections(model))
+    section, known = str(path[0]) if len(path) > 1 else "", {name: tuple(keys(each)) for name, each in sections(model)}
     if len(path) == 1 and (near := difflib.get_close_matches(key, known, n=1)):
         return f"did you mean [{near[0]}]?"
     if near := difflib.get_close_matches(key, known.get(section, ()), n=1):
@@ -106,6 +106,16 @@ def _hint(path: KeyPath, model: type[BaseModel]) -> str:
     return ""
 
 
-def _sections(model: type[BaseModel]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for name, section in kinds(model).items():
-        yield name, tuple(section.model_fields)
+def sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield each section's name and type; for a table of tables, such as [classes.NAME], the type of one of them."""
+    for name, annotation in kinds(model).items():
+        yield name, section_of(annotation)
+
+
+def section_of(annotation: Any) -> Any:
+    """Return the type of a section, or of each table in a table of tables."""
+    return get_args(annotation)[1] if get_origin(annotation) is dict else annotation
+
+
+def _is_table_of_tables(model: type[BaseModel], path: KeyPath) -> bool:
+    return get_origin(kinds(model).get(str(path[0]))) is dict

@@ -597,8 +597,14 @@ class JobSpec(Section):
     """Name for people; honectl accepts it where it is unambiguous."""
     kind: Literal["sft", "merge"] = "sft"
     """Task: supervised fine-tuning, or the merge of an adapter into its base model, on the CPU."""
+    job_class: Annotated[str, form(r"[A-Za-z0-9_-]{1,64}"), Expected("the name of a class")] | None = Field(
+        default=None, alias="class"
+    )
+    """Class of the administrator's `[classes]`, such as one whose jobs start before all others; by default the class
+    that the administrator has made the default."""
     priority: Annotated[int, Ge(-1_000_000), Le(1_000_000)] = 0
-    """Jobs with a higher value run first, equal ones in order of arrival."""
+    """Jobs with a higher value start before the same user's others, equal ones in order of arrival. Between users
+    their classes decide, then the use of devices so far, then the order of arrival."""
     base_model: Annotated[
         str, AfterValidator(_base_model), Expected("an absolute directory, a hub id (org/name), or job:NAME"), Place()
     ]

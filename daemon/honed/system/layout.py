@@ -50,6 +50,10 @@ class Layout(NamedTuple):
         return self.root / "var/lib/honed"
 
     @property
+    def usage_path(self) -> Path:
+        return self.state_dir / "usage.jsonl"
+
+    @property
     def database_path(self) -> Path:
         return self.state_dir / "honed.db"
 

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from honed.daemon.backlog import Backlog
+from honed.daemon.shares import Shares
 from honed.job.arrival import Arrivals
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
+from honed.job.usage import Usage
+from honed.spec.config import Config
 from honed.system import durable
 from honed.system.error import InternalError
 from honed.system.layout import Layout
@@ -29,7 +32,13 @@ class Desk:
         self.spool = Spool(Layout(path))
         self.spool.recover()
         self.database = Database(Layout(path).database_path)
-        self.backlog = Backlog(self.spool, self.database, has_room=lambda _job: False, clock=lambda: self.now)
+        self.backlog = Backlog(
+            self.spool,
+            self.database,
+            Shares(Usage(Layout(path).usage_path), Config, lambda: ()),
+            has_room=lambda _job: False,
+            clock=lambda: self.now,
+        )
         self.backlog.recover()
 
     def admit(self, **fields: Any) -> Job:

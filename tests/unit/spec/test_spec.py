@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from honed.cli import reference
-from honed.spec import rule, spec
-from honed.spec.config import Config
+from honed.spec import rule, setting, spec
+from honed.spec.config import ClassConfig, Config
 from honed.spec.spec import JobSpec
 from honed.system import quote
 from honed.system.error import SpecError
@@ -418,9 +418,11 @@ def test_the_sample_configuration_has_every_key_with_its_default() -> None:
             if line.startswith("[") or (line.startswith("#") and not line.startswith("# ") and "(not set)" not in line)
         )
     )
+    assert told.pop("classes") == {"NAME": ClassConfig().model_dump(exclude_none=True)}
+    assert told.pop("users") == {"NAME": {}}  # all of its keys are not set
     assert Config.model_validate(told) == Config()
-    for name, section in Config.model_fields.items():
-        for key in section.annotation.model_fields:  # type: ignore[union-attr]
+    for name, section in setting.sections(Config):
+        for key in section.model_fields:
             assert f"\n#{key} = " in text, f"{name}.{key}"
 
 

@@ -94,6 +94,11 @@ class Acceptance:
         return len(self._checkers.stuck()) + self.incoming.num_stuck
 
     @property
+    def num_beyond(self) -> int:
+        """Number of arrivals of users who have as many queued jobs as they may."""
+        return self.incoming.num_beyond
+
+    @property
     def num_waiting(self) -> int:
         """Number of checked arrivals that name jobs which may still arrive."""
         return len(self.naming.numbers)
@@ -204,6 +209,7 @@ def _job(pending: Pending, answer: Passed) -> Job:
         uid=pending.copy.uid,
         output_dir=answer.output_dir,
         priority=spec.get("priority", 0),
+        job_class=spec.get("class"),
         max_attempts=spec["retry"]["max_attempts"],
         num_gpus=spec["resources"]["gpus"],
         depends_on=tuple(map(str, spec.get("depends_on") or ())),

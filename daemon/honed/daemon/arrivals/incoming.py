@@ -22,6 +22,7 @@ from honed.daemon.arrivals.checks import MAX_TOGETHER, Checks, Pending
 from honed.daemon.arrivals.rejection import Rejection
 from honed.daemon.arrivals.watcher import Watcher
 from honed.job.arrival import Arrivals, Claim, Copy, Dropped, shown, too_large
+from honed.job.entitlement import Entitlements
 from honed.job.job import Job
 from honed.spec.config import Config
 from honed.system.error import EnvironmentInvalidError, HonedError
@@ -132,6 +133,7 @@ class Incoming:
         self._rejection = rejection
         self._config = config
         self._clock = clock
+        self._entitlements = Entitlements(config)
         self._listing = Listing(arrivals, watcher)
         self._submitted: dict[int, deque[Claim]] = {}  # came over the control socket and not copied yet, by submitter
         self._list_at = 0.0
@@ -142,7 +144,9 @@ class Incoming:
     @property
     def num_unsettled(self) -> int:
         """Number of arrivals that can be taken, plus one if more may have arrived since the last listing."""
-        arrivals = sum(len(waiting) for uid, waiting in self._lists() if not self._checkers.is_stuck(uid))
+        arrivals = sum(
+            len(waiting) for uid, waiting in self._lists() if not (self._checkers.is_stuck(uid) or self.is_full(uid))
+        )
         return self._listing.num_unsettled + arrivals + self._must_list
 
     @property
@@ -154,6 +158,25 @@ class Incoming:
     def num_stuck(self) -> int:
         """Number of arrivals that were not looked at, as they cannot be checked for now."""
         return sum(len(waiting) for uid, waiting in self._lists() if self._checkers.is_stuck(uid))
+
+    @property
+    def num_beyond(self) -> int:
+        """Number of arrivals of users who have as many queued jobs as they may."""
+        return sum(len(waiting) for uid, waiting in self._lists() if self.is_full(uid))
+
+    def is_full(self, uid: int) -> bool:
+        """Return True if a user has as many queued jobs as they may: further arrivals are not looked at."""
+        return self._room_of(uid) <= 0
+
+    def beyond(self, uid: int) -> str:
+        """Return how many of a user's arrivals wait for their queued jobs, as a sentence; empty if none does."""
+        num = sum(len(waiting) for owner, waiting in self._lists() if owner == uid and self.is_full(uid))
+        limit = self._entitlements.max_queued(uid)
+        return f"{num} job files wait: {limit} jobs are queued, the maximum (max_queued)" if num else ""
+
+    def _room_of(self, uid: int) -> int:
+        """Return how many more jobs of a user may be queued."""
+        return self._entitlements.max_queued(uid) - self._arrivals.num_queued(uid)
 
     @property
     def has_late(self) -> bool:
@@ -216,7 +239,11 @@ class Incoming:
         """
         counts = self._checks.num_by_user()
         while len(taken) < limit:
-            having = (uid for uid in lists if counts[uid] < MAX_PENDING and not self._checkers.is_stuck(uid))
+            having = (
+                uid
+                for uid in lists
+                if counts[uid] < min(MAX_PENDING, self._room_of(uid)) and not self._checkers.is_stuck(uid)
+            )
             if (uid := next(having, None)) is None:
                 return
             waiting, num_taken = lists.pop(uid), len(taken)

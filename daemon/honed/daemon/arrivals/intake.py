@@ -59,13 +59,17 @@ class Intake:
     def is_empty(self) -> bool:
         """True if nothing is being taken or waits to be taken."""
         acceptance = self.acceptance
-        on_their_way = acceptance.num_waiting + len(acceptance.fetches.numbers) + acceptance.num_stuck
+        on_their_way = (
+            acceptance.num_waiting + len(acceptance.fetches.numbers) + acceptance.num_stuck + acceptance.num_beyond
+        )
         return not acceptance.is_busy and not on_their_way
 
     def status(self, *, is_named: bool) -> list[str]:
         """Return a short text for each thing that holds up arrivals. `is_named`: with the names of models."""
         num_stuck = self.acceptance.num_stuck
         stuck = [f"{num_stuck} not checked: {self._checkers.fault}"] if num_stuck else []
+        num_beyond = self.acceptance.num_beyond
+        stuck += [f"{num_beyond} files wait until fewer jobs of their users are queued"] if num_beyond else []
         return stuck + self._fetcher.status(is_named=is_named)
 
     def patience(self) -> float:

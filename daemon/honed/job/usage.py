@@ -1,0 +1,179 @@
+"""Use of the devices by each user, durable apart from jobs: a prune or a rebuilt database does not lower it.
+
+    var/lib/honed/usage.jsonl    a line for each attempt that has ended, with its user's level after it; appended
+
+A user's level is the device-seconds that their jobs have taken, divided by their weight. It only grows: users are
+compared by it. A user who comes back is raised to the lowest level of those who are there (`raise_to`): time in which
+nothing was asked for is not saved up. Lines older than MAX_AGE_SEC are dropped at the next start, levels are kept.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+from honed.job.job import Attempt, Job
+from honed.system import durable
+
+log = logging.getLogger(__name__)
+
+#: Seconds for which attempts are remembered, by the time of their end: the longest window of fair_share.window_sec.
+MAX_AGE_SEC = 30 * 86400.0
+#: Attempts by which the duration of the next one is estimated, and the estimate without any, in seconds.
+NUM_RECENT = 20
+TYPICAL_SEC = 600.0
+
+
+class _Line(TypedDict):
+    uid: int
+    level: float
+    ended_at: NotRequired[float]  # seconds since the epoch; this and the rest only where an attempt has ended
+    sec: NotRequired[float]  # device-seconds
+    job: NotRequired[int]
+    attempt: NotRequired[int]
+
+
+class Usage:
+    """The use of the devices of one instance. `now` is seconds since the epoch.
+
+    Each attempt counts once, although its entry and its line are two files: what a crash leaves out is added at the
+    next start (`catch_up`).
+    """
+
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._now = now
+        self._levels: dict[int, float] = {}
+        self._ended: dict[int, deque[tuple[float, float]]] = collections.defaultdict(deque)  # (ended_at, seconds)
+        self._counted: set[tuple[int, int]] = set()  # (job, attempt)
+        self._recent: deque[float] = deque(maxlen=NUM_RECENT)
+        self._unwritten: list[_Line] = []
+        self._is_new = True
+        self._read()
+
+    # -- what was used ------------------------------------------------------------------------------------------------
+
+    @property
+    def typical_sec(self) -> float:
+        """Estimate of the device-seconds of an attempt: the mean of the last ones."""
+        return sum(self._recent) / len(self._recent) if self._recent else TYPICAL_SEC
+
+    def level(self, uid: int) -> float:
+        """Return a user's device-seconds, divided by their weight; see the module."""
+        return self._levels.get(uid, 0.0)
+
+    def used_sec(self, uid: int, window_sec: float) -> float:
+        """Return the device-seconds of a user's attempts that have ended, so far as they lie in the window."""
+        since, total = self._now() - window_sec, 0.0
+        for ended_at, sec in reversed(self._ended.get(uid, ())):
+            total += min(sec, max(0.0, ended_at - since))
+        return total
+
+    # -- what is added ------------------------------------------------------------------------------------------------
+
+    def charge(self, job: Job, weight: float) -> None:
+        """Count the attempts of a job that have ended and were not counted yet; `flush` writes them."""
+        for attempt in job.attempts:
+            self._charge(job, attempt, weight)
+
+    def raise_to(self, level: float, uids: Iterable[int]) -> None:
+        """Raise these users to a level, if theirs is lower; `flush` writes it."""
+        for uid in uids:
+            if self.level(uid) < level:
+                self._add({"uid": uid, "level": level})
+
+    def catch_up(self, jobs: Iterable[Job], weight_of: Callable[[int], float]) -> None:
+        """Count what a crash has left out, and where there was no file, all attempts that are known: those change no
+        level, or else users without a history would come before all others for a long time. Raises OSError."""
+        for job in jobs:
+            for attempt in job.attempts:
+                self._charge(job, attempt, weight_of(job.uid) if not self._is_new else None)
+        self.flush()
+        self._is_new = False
+
+    def _charge(self, job: Job, attempt: Attempt, weight: float | None) -> None:
+        ended_at = attempt.ended_at
+        if ended_at is None or (job.id, attempt.number) in self._counted or self._now() - ended_at > MAX_AGE_SEC:
+            return
+        sec = attempt.spent_sec * max(1, job.num_gpus)
+        level = self.level(job.uid) + (sec / weight if weight is not None else 0.0)
+        line: _Line = {"uid": job.uid, "level": level, "ended_at": ended_at, "sec": sec, "job": job.id}
+        self._add({**line, "attempt": attempt.number})
+
+    def _add(self, line: _Line) -> None:
+        self._apply(line)
+        self._unwritten.append(line)
+
+    def _apply(self, line: _Line) -> None:
+        uid = line["uid"]
+        self._levels[uid] = line["level"]
+        if "job" in line and (key := (line["job"], line["attempt"])) not in self._counted:
+            self._counted.add(key)
+            self._ended[uid].append((line["ended_at"], line["sec"]))
+            self._recent.append(line["sec"])
+
+    # -- the file -----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write what was added. Raises OSError; what was not written then is written by the next call."""
+        if not self._unwritten:
+            return
+        data = b"".join(map(_bytes, self._unwritten))
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(fd).st_size
+            try:
+                if os.write(fd, data) != len(data):
+                    raise OSError(28, os.strerror(28), str(self._path))
+                os.fsync(fd)
+            except OSError:
+                os.ftruncate(fd, size)
+                raise
+        finally:
+            os.close(fd)
+        self._unwritten.clear()
+
+    def _read(self) -> None:
+        try:
+            lines = self._path.read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            return
+        self._is_new = False
+        since, num_bad, kept = self._now() - MAX_AGE_SEC, 0, []
+        for text in lines:
+            try:
+                line = _line(text)
+            except (ValueError, KeyError, TypeError):
+                num_bad += 1
+                continue
+            self._apply(line)
+            if line.get("ended_at", 0.0) > since:
+                kept.append(line)
+        if num_bad:
+            log.warning("%s: %d damaged lines were left out", self._path, num_bad)
+        if num_bad or len(lines) > 2 * (len(kept) + len(self._levels)):
+            last: list[_Line] = [{"uid": uid, "level": level} for uid, level in self._levels.items()]
+            durable.write(self._path, b"".join(map(_bytes, [*kept, *last])))
+
+
+def _bytes(line: _Line) -> bytes:
+    return (json.dumps(line) + "\n").encode()
+
+
+def _line(text: bytes) -> _Line:
+    """Parse a line. Raises ValueError, KeyError or TypeError."""
+    raw = json.loads(text)
+    found: _Line = {"uid": int(raw["uid"]), "level": float(raw["level"])}
+    if not text.endswith(b"\n"):
+        raise ValueError("cut off")
+    if "job" not in raw:
+        return found
+    ended_at, sec = float(raw["ended_at"]), float(raw["sec"])
+    return {**found, "ended_at": ended_at, "sec": sec, "job": int(raw["job"]), "attempt": int(raw["attempt"])}

@@ -1,0 +1,179 @@
+"""Users take turns by class, by what they have used, and by arrival; what is beyond a limit waits with its numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_backlog import Desk
+
+from honed.daemon import backlog
+from honed.daemon.shares import Shares, Use
+from honed.job.job import Job, State
+from honed.job.usage import Usage
+from honed.spec.config import Config
+from honed.system import access
+
+Fair = Callable[..., "House"]
+
+
+class House(Desk):
+    """A backlog of several users, ordered by a configuration."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        super().__init__(path)
+        self.config = Config.model_validate(config)
+        self.in_use: list[Use] = []
+        self.num_bytes: dict[int, int] = {}
+        usage = Usage(path / "own.jsonl", now=lambda: 1e9)
+        self.shares = Shares(usage, lambda: self.config, lambda: self.in_use, self.num_bytes.get)
+        self.backlog = backlog.Backlog(
+            self.spool, self.database, self.shares, has_room=lambda _job: False, clock=lambda: 0.0
+        )
+        self.backlog.recover()
+
+    def use(self, uid: int, sec: float) -> None:
+        """Let a user have used the devices for so long."""
+        self.shares.usage.raise_to(self.shares.usage.level(uid) + sec, [uid])
+
+    def users(self, count: int = 10) -> list[int]:
+        """Return whose jobs come next, in order."""
+        return [job.uid for _, job in zip(range(count), self.order(), strict=False)]
+
+    def order(self) -> list[Job]:
+        self.backlog.look_again()
+        return list(self.backlog.ready(for_gpu=(True, False)))
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Fair:
+    made = []
+
+    def make(**config: Any) -> House:
+        made.append(House(tmp_path / str(len(made)), config))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.database.close()
+        each.spool.close()
+
+
+def test_whoever_has_used_least_comes_first_and_then_whoever_came_first(house: Fair) -> None:
+    fair = house()
+    for uid in (1, 1, 2, 3):
+        fair.admit(uid=uid)
+    assert fair.users() == [1, 1, 2, 3]
+    fair.use(1, 10.0)
+    assert fair.users() == [2, 3, 1, 1]
+    fair.use(2, 5.0)
+    assert fair.users() == [3, 2, 1, 1]
+
+
+def test_a_weight_of_two_lets_a_user_use_twice_as_much(house: Fair) -> None:
+    fair = house(users={"2": {"weight": 2.0}})
+    for uid in (1, 2):
+        fair.admit(uid=uid)
+    fair.in_use = [Use(1, 1000.0), Use(2, 1900.0)]
+    assert fair.users() == [2, 1]
+    fair.in_use = [Use(1, 1000.0), Use(2, 2100.0)]
+    assert fair.users() == [1, 2]
+
+
+def test_a_running_job_counts_for_at_least_as_long_as_jobs_mostly_take(house: Fair) -> None:
+    fair = house()
+    for uid in (1, 1, 2):
+        fair.admit(uid=uid)
+    assert fair.users(1) == [1]
+    fair.in_use = [Use(1, 0.0)]  # it started this moment
+    assert fair.users(1) == [2]
+
+
+def test_a_user_who_comes_back_is_level_with_the_lowest_and_does_not_take_all_devices(house: Fair) -> None:
+    fair = house()
+    for uid in (1, 1, 1, 2, 2, 2):
+        fair.admit(uid=uid)
+    fair.use(1, 1000.0)
+    fair.use(2, 900.0)
+    assert fair.users(1) == [2]
+    fair.admit(uid=3)
+    fair.admit(uid=3)
+    assert fair.users(1) == [2]  # as level as 3, and there before
+    assert fair.shares.usage.level(3) == 900.0
+    fair.use(2, 50.0)
+    assert fair.users(2) == [3, 3]
+
+
+def test_the_rank_of_a_class_precedes_shares_and_the_priority_counts_among_a_users_own_jobs(house: Fair) -> None:
+    fair = house(classes={"urgent": {"rank": 10}, "night": {"rank": -1}, "normal": {"default": True}})
+    one = fair.admit(uid=1, priority=1_000_000).id
+    two = [fair.admit(uid=2, **fields).id for fields in ({}, {"priority": 5}, {"job_class": "urgent"})]
+    night = fair.admit(uid=3, job_class="night").id
+    gone = fair.admit(uid=4, job_class="removed").id  # from the configuration since: as the default
+    fair.use(2, 10.0)
+    fair.use(4, 20.0)
+    assert [job.id for job in fair.order()] == [two[2], one, two[1], two[0], gone, night]
+
+
+def test_an_administrator_may_let_the_priority_count_across_users(house: Fair) -> None:
+    fair = house(fair_share={"priority_across_users": True})
+    low, high, other = (fair.admit(uid=uid, priority=priority).id for uid, priority in ((1, 0), (2, 7), (3, 0)))
+    fair.use(2, 100.0)
+    assert [job.id for job in fair.order()] == [high, low, other]
+
+
+def test_with_one_user_nothing_but_priority_and_arrival_counts(house: Fair) -> None:
+    fair = house()
+    numbers = [fair.admit(uid=os.getuid(), priority=priority).id for priority in (0, 3, 0, -1)]
+    fair.in_use = [Use(os.getuid(), 99.0)]
+    assert [job.id for job in fair.order()] == [numbers[1], numbers[0], numbers[2], numbers[3]]
+
+
+def test_a_reload_orders_the_queue_anew(house: Fair) -> None:
+    fair = house()
+    first, second = fair.admit(uid=1).id, fair.admit(uid=1, job_class="urgent").id
+    assert [job.id for job in fair.order()] == [first, second]
+    fair.config = Config.model_validate({"classes": {"urgent": {"rank": 1}}})
+    fair.backlog.reorder()
+    assert [job.id for job in fair.order()] == [second, first]
+    fair.spool.move(fair.order()[0], State.CANCELLED)
+    assert [job.id for job in fair.order()] == [first]
+
+
+def test_a_user_who_is_left_out_costs_the_others_nothing(house: Fair) -> None:
+    fair = house()
+    for uid in (1, 1, 1, 2):
+        fair.admit(uid=uid)
+    fair.backlog.look_again()
+    out: set[int] = set()
+    seen = []
+    for job in fair.backlog.ready(for_gpu=(True, False), but=out):
+        seen.append(job.uid)
+        out.add(job.uid)
+    assert seen == [1, 2]
+
+
+def test_each_limit_is_told_with_its_numbers(house: Fair) -> None:
+    day = 86400.0
+    fair = house(
+        users={
+            "1": {"max_running": 2},
+            "2": {"max_device_sec": 7200.0},
+            "3": {"max_job_bytes": 2**30},
+            "*": {"max_running": 5},
+        },
+        fair_share={"window_sec": day},
+    )
+    assert [fair.shares.obstacle(uid) for uid in (1, 2, 3, 4)] == [""] * 4
+    fair.in_use = [Use(1, 10.0), Use(1, 10.0), Use(2, 7199.0), *([Use(4, 1.0)] * 5)]
+    fair.num_bytes[3] = 2**30
+    assert fair.shares.obstacle(1) == f"2 jobs of {access.user_name(1)} are running, the maximum (max_running)"
+    assert (fair.shares.obstacle(2), fair.shares.obstacle(3)) == ("", "")
+    assert fair.shares.obstacle(4).startswith("5 jobs of ")
+    fair.in_use = [Use(2, 7200.0)]
+    fair.num_bytes[3] += 2**29
+    assert "has used 2.0 h of the devices within 24.0 h, and the maximum is 2.0 h" in fair.shares.obstacle(2)
+    assert "take 1.5 GiB of disk space, and the maximum is 1.0 GiB" in fair.shares.obstacle(3)
