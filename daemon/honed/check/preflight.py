@@ -45,6 +45,7 @@ from honed.check.policy import Policy, inputs
 from honed.inputs import basemodel, hubdata, modality
 from honed.inputs.basemodel import UncachedError
 from honed.job import entitlement
+from honed.job.plan_file import DatasetPlace, PlanFile, Precision
 from honed.plan import loss, pace, plan, position, remedy, rung
 from honed.plan.plan import Plan
 from honed.run.helper import READY, STAGE_BYTES

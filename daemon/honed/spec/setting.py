@@ -98,7 +98,7 @@ def _hint(path: KeyPath, model: type[BaseModel]) -> str:
         return f"did you mean [{near[0]}]?"
     if near := difflib.get_close_matches(key, known.get(section, ()), n=1):
         return f"did you mean {near[0]}?"
-    homes = {name: home for home, names in known.items() for name in names}
+    homes = {name: home for home, names in reversed(known.items()) for name in names}
     if key in homes:
         return f"belongs under [{homes[key]}]"
     if near := difflib.get_close_matches(key, homes, n=1, cutoff=0.75):

@@ -1,0 +1,122 @@
+"""Users share one daemon: whose job starts next, what waits for a limit, and that nothing lowers what was used."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Instance, wait_for
+
+from honed.job.job import State
+from zoo import plain
+
+ANNA, BERTA, CARL = 23001, 23002, 23003
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to drop files as several users")
+
+
+@pytest.fixture
+def instance() -> Iterator[Instance]:
+    """An instance whose model and data every user may read: pytest's directories are root's alone."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        instance = Instance(Path(made))
+        yield instance
+        instance.end()
+
+
+def drop(instance: Instance, uid: int, name: str, **keys: Any) -> None:
+    """Drop a job file as a user."""
+    hidden = instance.layout.spool_dir / f"incoming/.{name}.json"
+    hidden.write_text(json.dumps(plain.spec(instance.model, instance.dataset, name=name, **keys)))
+    os.chown(hidden, uid, uid)
+    hidden.rename(hidden.with_name(f"{name}.json"))
+
+
+def order(instance: Instance) -> list[str]:
+    """Return the names of the jobs in the order of their first starts."""
+    jobs = [job for job in instance.spool.all_jobs().values() if job.attempts]
+    return [job.name for job in sorted(jobs, key=lambda job: job.attempts[0].started_at)]
+
+
+def waits(instance: Instance, name: str) -> str:
+    found = instance.client.ask("show", id=name)["waiting_for"]
+    return f"{found['reason']}: {found['detail']}" if found else ""
+
+
+def test_one_job_beside_a_flood_starts_next_and_a_higher_class_before_it(instance: Instance) -> None:
+    instance.configure(f"[classes.urgent]\nrank = 5\nusers = ['{CARL}']\n")
+    instance.start()
+    instance.client.ask("pause")
+    for number in range(6):
+        drop(instance, ANNA, f"succeed.a{number}", priority=1_000_000)
+    wait_for(lambda: len(instance.spool.all_jobs()) == 6, what="a flood")
+    drop(instance, BERTA, "succeed.b")
+    drop(instance, CARL, "succeed.c", **{"class": "urgent"})
+    drop(instance, BERTA, "succeed.no", **{"class": "urgent"})
+    wait_for(lambda: len(instance.spool.all_jobs()) == 8 and instance.rejected(), what="all")
+    (reason,) = instance.rejected().values()
+    assert "class: urgent is not for your jobs; there are none for you" in reason
+    assert instance.client.ask("show", id="succeed.c")["class"] == "urgent"
+    instance.client.ask("resume")
+    wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 8, what="all")
+    names = order(instance)
+    assert names[0] == "succeed.c"
+    assert names.index("succeed.b") <= 2  # anna's first one may come before hers, and no second one
+    assert [name for name in names if ".a" in name] == [f"succeed.a{number}" for number in range(6)]
+
+
+def test_what_is_beyond_a_limit_waits_with_its_numbers_and_is_taken_when_there_is_room(instance: Instance) -> None:
+    instance.configure('[users."*"]\nmax_queued = 2\n')
+    instance.start()
+    drop(instance, ANNA, "slow-400")
+    instance.wait_state("slow-400", State.RUNNING)
+    for number in range(5):
+        drop(instance, ANNA, f"succeed.a{number}")
+    wait_for(lambda: "3 files wait until fewer jobs of their users are queued" in status(instance), what="the limit")
+    drop(instance, BERTA, "succeed.b")
+    instance.wait_state("succeed.b", State.QUEUED)  # nobody else is held up
+    assert len(list(instance.spool.jobs(State.QUEUED))) == 3
+    instance.client.ask("cancel", id="slow-400")
+    wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 6, what="all")
+    assert instance.rejected() == {}
+
+
+def status(instance: Instance) -> str:
+    return str(instance.client.ask("status")["status"])
+
+
+def test_nothing_lowers_what_was_used_and_the_limit_says_how_much(instance: Instance) -> None:
+    instance.start()
+    drop(instance, ANNA, "succeed.one")
+    instance.wait_state("succeed.one", State.SUCCEEDED)
+    lines = wait_for(lambda: used(instance), what="its use")  # it is counted after the job has moved
+    assert [(line["uid"], line["job"], line["attempt"]) for line in lines] == [(ANNA, 1, 1)]
+    instance.honectl("prune", "1", "--yes", check=True)
+    instance.kill(signal.SIGKILL)
+    for path in instance.layout.state_dir.glob("honed.db*"):
+        path.unlink()
+    instance.configure(f"[users.{ANNA}]\nmax_device_sec = {lines[0]['sec'] / 2}\n")
+    instance.start()
+    drop(instance, ANNA, "succeed.two")
+    drop(instance, BERTA, "succeed.b")
+    instance.wait_state("succeed.b", State.SUCCEEDED)
+    assert waits(instance, "succeed.two").startswith(f"limit: {ANNA} has used ")
+    assert used(instance)[0] == lines[0]
+    instance.configure("")
+    instance.client.ask("status")
+    os.kill(instance.process.pid, signal.SIGHUP)  # type: ignore[union-attr]
+    instance.wait_state("succeed.two", State.SUCCEEDED)
+
+
+def used(instance: Instance) -> list[dict[str, Any]]:
+    path: Path = instance.layout.usage_path
+    if not path.exists():
+        return []
+    return [line for line in map(json.loads, path.read_text().splitlines()) if "job" in line]
