@@ -46,6 +46,7 @@ class Status:
             "is_paused": self.spool.is_paused,
             "takes_drops": self.configuration.get().policy.arrivals == "spool",
             "num_arriving": self.intake.acceptance.incoming.num_seen,
+            "devices": self.placement.availability.rows(self.placement.all()),
             "arrivals": [each.seen_by(asker) for each in self.intake.acceptance.fetches.rows()],
         }
 
@@ -89,6 +90,11 @@ class Status:
         parts += [f"{self.backlog.num_short} waiting for disk space"] if self.backlog.num_short else []
         parts += self.intake.status(is_named=asker.reads_all)
         parts += ["paused"] if self.spool.is_paused else []
+        parts += [
+            obstacle["detail"]
+            for row in self.placement.availability.rows(self.placement.all())
+            for obstacle in row["obstacles"]
+        ]
         parts += ["stopping"] if self.shutdown.is_asked else []
         parts += (
             [] if self.configuration.get().may_remove else ["retention is off until keys are deleted: honectl doctor"]

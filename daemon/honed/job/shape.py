@@ -31,6 +31,14 @@ class Wait(TypedDict):
     detail: str
 
 
+class PreemptionRow(TypedDict):
+    """A request to give up the device, and its cost."""
+
+    reason: str
+    stop_sec: float | None  #: seconds from the request to the end of the worker; None before that
+    lost_steps: int | None  #: 0 if it wrote a checkpoint; None if it did not, or not yet
+
+
 class Row(TypedDict):
     """One row of `list`."""
 
@@ -45,6 +53,7 @@ class Row(TypedDict):
     source: str | None  #: None for another user's job
     is_pinned: bool
     waiting_for: Wait | None
+    preemption: PreemptionRow | None  #: of a job that has not started again since
     progress: Progress
     needs_bytes: int | None
 
@@ -77,6 +86,7 @@ class AttemptRow(TypedDict):
     step: int
     num_starts: int
     device: str | None
+    preemption: PreemptionRow | None
 
 
 class AdjustmentRow(TypedDict):
@@ -117,6 +127,7 @@ class Shown(Row):
     attempts: list[AttemptRow]
     error: ErrorRecord | None
     adjustments: list[AdjustmentRow]
+    num_preemptions: int
     artifacts: Artifacts
     metrics: dict[str, float]
     memory: MemoryShown
@@ -198,6 +209,15 @@ class Arrival(TypedDict):
     problem: str | None
 
 
+class DeviceRow(TypedDict):
+    """A device, and why no job, or only some jobs, may start on it."""
+
+    device: str  #: a GPU's UUID, or the kind of another device
+    label: str  #: `GPU 0`
+    name: str | None  #: the model; None if it does not respond
+    obstacles: list[Wait]  #: drained, hours, reserved
+
+
 class Status(TypedDict):
     """The answer to `status`."""
 
@@ -209,6 +229,7 @@ class Status(TypedDict):
     takes_drops: bool
     num_arriving: int
     arrivals: list[Arrival]
+    devices: list[DeviceRow]
 
 
 # -- removal -----------------------------------------------------------------------------------------------------------
