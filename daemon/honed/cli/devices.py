@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import time
 from datetime import datetime, timedelta
 
 from honed.cli import terminal
@@ -32,8 +31,7 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
     if options.verb == "drain":
         arguments = {"reason": options.reason, "now": options.now}
     elif options.verb == "reserve":
-        until = options.until if options.for_sec is None else time.time() + options.for_sec
-        arguments = {"owner": options.owner, "job": options.job, "until": until}
+        arguments = {key: getattr(options, key) for key in ("owner", "job", "until", "for_sec")}
     rows = instance.change_devices(options.verb, options.device, **arguments)
     if options.json:
         terminal.console.print_json(json.dumps(rows))

@@ -209,11 +209,14 @@ class Availability:
         OSError if that cannot be made durable."""
         self._put(drains=_without(self._standing.drains, keys, "drained"))
 
-    def reserve(self, devices: Iterable[Device], *, until: float | None, **whom: Any) -> None:
+    def reserve(
+        self, devices: Iterable[Device], *, until: float | None = None, for_sec: float | None = None, **whom: Any
+    ) -> None:
         """Reserve devices, in place of earlier reservations. `whom`: a `uid` and a `user`, or a `job`.
 
         Raises UsageError if `until` is over, and OSError if that cannot be made durable.
         """
+        until = until if for_sec is None else self._now() + for_sec
         if until is not None and not until > self._now():
             raise UsageError("a reservation cannot end in the past", hint="give --until a later time, or --for")
         reservation = Reservation(self._now(), until=until, **whom)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from honed.daemon.availability import ALL
 from honed.daemon.placement import Placement
 from honed.job import query
+from honed.job.event import MAX_TIME
 from honed.job.query import Asker
 from honed.job.shape import DeviceRow
 from honed.job.spool import Spool
@@ -42,11 +42,9 @@ class Maintenance:
         """Reserve a device for one user or one job, for a time or until somebody ends it."""
         found = self.placement.find(request.reference)
         whom = self._whom(request, asker)
-        until = request.arguments.get("until")
-        if until is not None and not (isinstance(until, int | float) and math.isfinite(until)):
-            raise UsageError("until must be seconds since the epoch")
+        until, for_sec = (_seconds(request, key) for key in ("until", "for_sec"))
         with _durably():
-            self.placement.availability.reserve(found, until=until, **whom)
+            self.placement.availability.reserve(found, until=until, for_sec=for_sec, **whom)
         labels = ", ".join(each.label for each in found)
         log.info("reserved by user %d: %s", request.uid, labels)
         return self._rows({each.key for each in found})
@@ -90,6 +88,13 @@ class Maintenance:
     def _rows(self, keys: set[str]) -> list[DeviceRow]:
         rows = self.placement.availability.rows(self.placement.all())
         return [row for row in rows if row["device"] in keys or ALL in keys]
+
+
+def _seconds(request: Request, key: str) -> float | None:
+    value = request.arguments.get(key)
+    if value is not None and not (isinstance(value, int | float) and 0 <= value <= MAX_TIME):
+        raise UsageError(f"{key} must be a number of seconds")
+    return value
 
 
 @contextlib.contextmanager

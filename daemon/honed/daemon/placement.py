@@ -88,6 +88,7 @@ class Placement:
 
         Raises UsageError, which lists the devices.
         """
+        self._look()
         if reference == ALL:
             return self.all()
         here = self.all()
