@@ -84,7 +84,7 @@ def test_a_job_writes_a_checkpoint_when_the_hours_end_and_resumes_when_they_begi
     wait_steps(clocked, "until-30", 3)
     set_clock(clocked, DAY)
     job = preempted(clocked, "until-30")
-    reason, opens = "the hours of the CPU ended", "the CPU is outside its hours: opens Tue 20:00, in 12 h"
+    reason, opens = "the hours of the CPU ended", "the CPU is closed until Tue 20:00 (in 12 h): device.hours"
     assert job.preemption is not None
     assert job.preemption.reason == reason
     assert waits_for(clocked, "until-30", "hours") == opens
@@ -164,7 +164,7 @@ def test_a_reload_changes_the_hours_of_one_device_and_the_other_stays_open(clock
     assert second.preemption is not None
     assert second.preemption.reason == "the hours of GPU 1 ended"
     detail = waits_for(clocked, "until-40.b", "device")
-    assert detail == "job 1 runs on test GPU; GPU 1 is outside its hours: opens Tue 20:00, in 13 h"
+    assert detail == "job 1 runs on test GPU; GPU 1 is closed until Tue 20:00 (in 13 h): device.hours"
     assert "device.hours_of: no device 'GPU-c3'; there are: 0 (GPU-a1), 1 (GPU-b2), cpu" in clocked.log
     go(clocked, "until-40.a")
     clocked.wait_state("until-40.a", State.SUCCEEDED)
@@ -180,8 +180,8 @@ def test_a_drain_ends_no_job_and_lets_none_start_also_after_a_restart(clocked: I
     wait_steps(clocked, "until-9")
     [row] = clocked.client.ask("drain", id="GPU-a", reason="a new fan\x1b[2J")
     said = "GPU 0 is drained: a new fan"
-    assert row["obstacles"][0]["detail"].startswith(said)
-    assert "\x1b" not in row["obstacles"][0]["detail"]
+    assert row["closures"][0]["detail"].startswith("drained: a new fan")
+    assert "\x1b" not in row["closures"][0]["detail"]
     clocked.drop("b", name="succeed.b")
     assert waits_for(clocked, "succeed.b", "drained").startswith(said)
     go(clocked, "until-9")
@@ -231,9 +231,9 @@ def test_a_person_outranks_a_preemption(clocked: Instance, verb: str) -> None:
 
 def test_a_reserved_device_is_for_one_users_jobs_until_the_time_is_over(clocked: Instance) -> None:
     clocked.start()
-    said = "the CPU is reserved for user daemon until Tue 09:00, in 2 h"
+    said = "the CPU is reserved for user daemon until Tue 09:00 (in 2 h)"
     done = clocked.client.ask("reserve", id="cpu", owner="daemon", until=_moment("2026-11-24 09:00"))
-    assert done[0]["obstacles"] == [{"reason": "reserved", "detail": said}]
+    assert done[0]["closures"] == [{"reason": "reserved", "detail": said.removeprefix("the CPU is ")}]
     clocked.drop("a", name="succeed.a")
     assert waits_for(clocked, "succeed.a", "reserved") == said
     clocked.kill(signal.SIGKILL)
@@ -249,7 +249,7 @@ def test_a_reserved_device_is_for_one_users_jobs_until_the_time_is_over(clocked:
     clocked.drop("b", name="succeed.b")
     clocked.wait_state("succeed.b", State.SUCCEEDED)
     clocked.client.ask("unreserve", id="cpu")
-    assert clocked.client.ask("status")["devices"][0]["obstacles"] == []
+    assert clocked.client.ask("status")["devices"][0]["closures"] == []
 
 
 def _moment(text: str) -> float:
@@ -263,13 +263,13 @@ def test_a_device_reserved_for_a_job_is_free_again_when_that_has_ended(clocked: 
         clocked.drop(name, name=name)
         wait_for(lambda name=name: clocked.job(name), what=name)  # type: ignore[misc]
     done = clocked.honectl("reserve", "cpu", "--job", "until-9", "--for", "2h", check=True).stdout
-    assert done == "the CPU is reserved for job 2 until Tue 09:00, in 2 h\n"
+    assert done == "the CPU is reserved for job 2 until Tue 09:00 (in 2 h)\n"
     clocked.client.ask("resume")
     clocked.wait_state("until-9", State.RUNNING)
     waits_for(clocked, "succeed.a", "reserved")
     go(clocked, "until-9")
     clocked.wait_state("succeed.a", State.SUCCEEDED)
-    assert clocked.client.ask("status")["devices"][0]["obstacles"] == []
+    assert clocked.client.ask("status")["devices"][0]["closures"] == []
 
 
 def test_a_wrong_device_user_job_or_time_is_named(clocked: Instance) -> None:
@@ -296,7 +296,7 @@ def test_a_wrong_device_user_job_or_time_is_named(clocked: Instance) -> None:
         with pytest.raises(HonedError) as caught:
             clocked.client.ask(**request)
         assert (caught.value.message, hint in caught.value.hint) == (message, True)
-    assert all(row["obstacles"] == [] for row in clocked.client.ask("status")["devices"])
+    assert all(row["closures"] == [] for row in clocked.client.ask("status")["devices"])
     assert "Traceback" not in clocked.log
 
 

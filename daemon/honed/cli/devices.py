@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 
 from honed.cli import terminal
 from honed.cli.instance import Instance
+from honed.job.progress import together
 
 
 def moment(text: str) -> float:
@@ -36,7 +37,7 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
     if options.json:
         terminal.console.print_json(json.dumps(rows))
         return 0
-    for row in rows:
-        details = [obstacle["detail"] for obstacle in row["obstacles"]]
-        terminal.say(terminal.plain("; ".join(details) or f"{row['label']} is open", limit=400))
+    closures = ((row["label"], [closure["detail"] for closure in row["closures"]] or ["open"]) for row in rows)
+    for words in together((label, detail) for label, details in closures for detail in details):
+        terminal.say(terminal.plain(words, limit=400))
     return 0

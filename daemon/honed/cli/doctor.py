@@ -654,10 +654,10 @@ def _devices(layout: Layout) -> list[Finding]:
         rows = Client(layout.control_path, timeout_sec=10.0).ask("status")["devices"]
     except (HonedError, KeyError):
         return []
-    found = [(row["device"], obstacle) for row in rows for obstacle in row["obstacles"]]
     return [
-        Finding("device", "warning", obstacle["detail"], f"honectl undrain {device}")
-        if obstacle["reason"] == "drained"
-        else Finding("device", "ok", obstacle["detail"])
-        for device, obstacle in found
+        Finding("device", "warning", f"{row['label']} is {closure['detail']}", f"honectl undrain {row['device']}")
+        if closure["reason"] == "drained"
+        else Finding("device", "ok", f"{row['label']} is {closure['detail']}")
+        for row in rows
+        for closure in row["closures"]
     ]

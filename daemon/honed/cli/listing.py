@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.job.job import MAX_PRIORITY
-from honed.job.progress import duration
+from honed.job.progress import duration, together
 from honed.system.error import EnvironmentInvalidError, NotPermittedError
 
 if TYPE_CHECKING:
@@ -69,8 +69,9 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     if (status := instance.status()) is not None:
         for arrival in status["arrivals"]:
             terminal.say(_fetch_line(arrival))
-        for obstacle in (each for row in status.get("devices", ()) for each in row["obstacles"]):
-            terminal.say(terminal.plain(obstacle["detail"], limit=400), style="yellow")
+        devices = status.get("devices", ())
+        for words in together((row["label"], closure["detail"]) for row in devices for closure in row["closures"]):
+            terminal.say(terminal.plain(words, limit=400), style="yellow")
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from honed.job.job import Job
-from honed.job.shape import DeviceRow, Wait
+from honed.job.shape import Closure, DeviceRow
 from honed.job.spool import Spool
 from honed.spec.config import Config
 from honed.spec.hours import Hours
@@ -95,18 +95,18 @@ class Availability:
     # -- what holds now -----------------------------------------------------------------------------------------------
 
     def obstacle(self, job: Job, found: Device) -> tuple[str, str] | None:
-        """Return why a job may not start on a device: a code for programs and a text; None if it may."""
-        return self.closed(found) or self._reserved(found, job)
+        """Return why a job may not start on a device: a code for programs, and a text that follows `GPU 0 is`; None if
+        it may."""
+        return self.closed(found) or self.reserved(found, job)
 
     def closed(self, found: Device) -> tuple[str, str] | None:
-        """Return why no job may start on a device: `drained` or `hours`, with a text; None if jobs may."""
+        """Return why no job may start on a device, as `obstacle` does: `drained` or `hours`; None if jobs may."""
         if (drain := self._drain(found.key)) is not None:
-            return "drained", f"{found.label} is drained{f': {drain.reason}' if drain.reason else ''}"
+            return "drained", f"drained{f': {drain.reason}' if drain.reason else ''}"
         hours = self._hours_of(found)
         if not self._is_open(hours):
             opens = hours.next_change(self._now())
-            when = f"opens {self._when(opens)}" if opens is not None else "never opens"
-            return "hours", f"{found.label} is outside its hours: {when}"
+            return "hours", f"closed{f' until {self._when(opens)}' if opens is not None else ''}: device.hours"
         return None
 
     def why_vacate(self, found: Device) -> str | None:
@@ -115,16 +115,16 @@ class Availability:
             return f"{found.label} was drained{f': {drain.reason}' if drain.reason else ''}"
         return None if self._is_open(self._hours_of(found)) else f"the hours of {found.label} ended"
 
-    def _reserved(self, found: Device, job: Job | None) -> tuple[str, str] | None:
-        """Return why a device is reserved for others than this job, or for anybody if it is None."""
+    def reserved(self, found: Device, job: Job | None) -> tuple[str, str] | None:
+        """Return for whom a device is reserved, as `obstacle` does; None if it is not, or for this job."""
         reservation = self._reservation(found.key)
         if reservation is None or (job is not None and _is_for(reservation, job)):
             return None
         until = f" until {self._when(reservation.until)}" if reservation.until is not None else ""
-        return "reserved", f"{found.label} is reserved for {_whom(reservation)}{until}"
+        return "reserved", f"reserved for {_whom(reservation)}{until}"
 
     def rows(self, devices: Iterable[Device]) -> list[DeviceRow]:
-        """Return all devices, and those that do not respond but are drained or reserved, each with its obstacles."""
+        """Return all devices, and those that do not respond but are drained or reserved, each with what closes it."""
         present = {found.key: found for found in devices}
         keys = {**self._standing.drains, **self._standing.reservations}
         absent = [Device("cuda", key, uuid=key) for key in keys if key not in {*present, ALL}]
@@ -133,9 +133,9 @@ class Availability:
                 "device": found.key,
                 "label": found.label,
                 "name": found.name if found.key in present else None,
-                "obstacles": [
-                    Wait(reason=code, detail=text)
-                    for code, text in filter(None, (self.closed(found), self._reserved(found, None)))
+                "closures": [
+                    Closure(reason=code, detail=text)
+                    for code, text in filter(None, (self.closed(found), self.reserved(found, None)))
                 ],
             }
             for found in [*present.values(), *absent]
@@ -185,12 +185,12 @@ class Availability:
         return is_open
 
     def _when(self, moment: float) -> str:
-        """Return a moment for people: `Mon 20:00, in 3 h`; beyond a week with its date."""
+        """Return a moment for people: `Mon 20:00 (in 3 h)`; almost a week ahead, and later, with its date."""
         left = moment - self._now()
         words = time.strftime("%a %H:%M" if left < 6 * 86400 else "%Y-%m-%d %H:%M", time.localtime(moment))
         # Rounded up to minutes: each change of the text is an event for all who watch the queue.
         minutes = max(1, math.ceil(left / 60))
-        return f"{words}, in {minutes} min" if minutes < 90 else f"{words}, in {round(minutes / 60)} h"
+        return f"{words} (in {f'{minutes} min' if minutes < 90 else f'{round(minutes / 60)} h'})"
 
     # -- what changes -------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from honed.daemon.availability import ALL, Availability
 from honed.daemon.fencing import UNKNOWN_DEVICE
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile
+from honed.job.progress import together
 from honed.spec.config import Config
 from honed.system import device, message
 from honed.system.device import Device
@@ -126,7 +127,7 @@ class Placement:
         """
         taken = self._attempts.devices_in_use() | self._unfit.get(job.id, {}).keys()
         free = [
-            found for found in self._free(job.num_gpus > 0, taken) if self.availability.obstacle(job, found) is None
+            found for found in self._free(job.num_gpus > 0, taken) if self.availability.reserved(found, job) is None
         ]
         return next((found for found in free if self.holds_on(job, found)), free[0] if free else None)
 
@@ -168,6 +169,7 @@ class Placement:
         users = {running.job.attempt.device: running.job.id for running in self._attempts.running.values()}
         if UNKNOWN_DEVICE in users:
             return "device", f"job {users[UNKNOWN_DEVICE]} runs on a device that honed does not know"
+        closed: dict[str, list[tuple[str, str]]] = {"hours": [], "reserved": [], "drained": []}
         why: dict[str, list[str]] = {code: [] for code in ("device", "hours", "reserved", "drained", "unfit")}
         for found in self.all():
             if (found.kind == "cuda") != wants_gpu:
@@ -175,13 +177,14 @@ class Placement:
             if (problem := self._unfit.get(job.id, {}).get(found.key)) is not None:
                 why["unfit"].append(f"it cannot run on {found.name}: {problem}")
             elif (obstacle := self.availability.obstacle(job, found)) is not None:
-                why[obstacle[0]].append(obstacle[1])
+                closed[obstacle[0]].append((found.label, obstacle[1]))
             elif found.key in users:
                 why["device"].append(f"job {users[found.key]} runs on {found.name}")
             elif found.kind == "cuda" and not device.is_free(found, self._config().device.busy_bytes):
                 why["device"].append(f"other processes use the memory of {found.name}")
             else:
                 return None
+        why |= {code: together(facts) for code, facts in closed.items()}
         reason = next((code for code, texts in why.items() if texts), "unfit")
         return reason, "; ".join(dict.fromkeys(text for texts in why.values() for text in texts))
 

@@ -14,6 +14,7 @@ from honed.daemon.health import Health
 from honed.daemon.placement import Placement
 from honed.daemon.signals import Configuration, Shutdown
 from honed.job import query, shape
+from honed.job.progress import together
 from honed.job.spool import Spool
 from honed.system.control import Request
 from honed.system.notify import Notifier
@@ -90,11 +91,8 @@ class Status:
         parts += [f"{self.backlog.num_short} waiting for disk space"] if self.backlog.num_short else []
         parts += self.intake.status(is_named=asker.reads_all)
         parts += ["paused"] if self.spool.is_paused else []
-        parts += [
-            obstacle["detail"]
-            for row in self.placement.availability.rows(self.placement.all())
-            for obstacle in row["obstacles"]
-        ]
+        rows = self.placement.availability.rows(self.placement.all())
+        parts += together((row["label"], closure["detail"]) for row in rows for closure in row["closures"])
         parts += ["stopping"] if self.shutdown.is_asked else []
         parts += (
             [] if self.configuration.get().may_remove else ["retention is off until keys are deleted: honectl doctor"]

@@ -209,13 +209,20 @@ class Arrival(TypedDict):
     problem: str | None
 
 
+class Closure(TypedDict):
+    """A reason why no job, or only some jobs, may start on a device."""
+
+    reason: str  #: drained, hours or reserved
+    detail: str  #: a text that follows `GPU 0 is`
+
+
 class DeviceRow(TypedDict):
-    """A device, and why no job, or only some jobs, may start on it."""
+    """A device, and what closes it."""
 
     device: str  #: a GPU's UUID, or the kind of another device
     label: str  #: `GPU 0`
     name: str | None  #: the model; None if it does not respond
-    obstacles: list[Wait]  #: drained, hours, reserved
+    closures: list[Closure]
 
 
 class Status(TypedDict):

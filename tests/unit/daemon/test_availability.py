@@ -48,9 +48,9 @@ class Desk:
     def ask(self, verb: str, reference: str, **arguments: Any) -> Any:
         return self.daemon._answers.answer(Request(verb, {"id": reference, **arguments}, os.getuid()))
 
-    def obstacles(self) -> dict[str, list[str]]:
+    def closures(self) -> dict[str, list[str]]:
         rows = self.placement.availability.rows(self.placement.all())
-        return {row["device"]: [each["detail"] for each in row["obstacles"]] for row in rows if row["obstacles"]}
+        return {row["device"]: [each["detail"] for each in row["closures"]] for row in rows if row["closures"]}
 
     def change_in(self) -> float:
         return self.placement.availability.next_change(self.placement.all())
@@ -69,18 +69,18 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 def test_the_hours_of_one_device_take_the_place_of_those_of_all(desk: Desk) -> None:
     desk.again(hours="20:00-08:00", hours_of={"GPU-1": "12:00-14:00", "1": "00:00-24:00", "cpu": "00:00-24:00"})
-    assert desk.obstacles() == {"GPU-0": ["GPU 0 is outside its hours: opens Mon 20:00, in 8 h"]}
+    assert desk.closures() == {"GPU-0": ["closed until Mon 20:00 (in 8 h): device.hours"]}
     assert desk.change_in() == 2 * 3600
     desk.now = at("2026-11-23 19:59:30")
-    assert desk.obstacles() == {
-        "GPU-0": ["GPU 0 is outside its hours: opens Mon 20:00, in 1 min"],
-        "GPU-1": ["GPU 1 is outside its hours: opens Tue 12:00, in 16 h"],
+    assert desk.closures() == {
+        "GPU-0": ["closed until Mon 20:00 (in 1 min): device.hours"],
+        "GPU-1": ["closed until Tue 12:00 (in 16 h): device.hours"],
     }
     assert desk.change_in() == 30
     desk.now = at("2026-11-23 20:00")
-    assert list(desk.obstacles()) == ["GPU-1"]
+    assert list(desk.closures()) == ["GPU-1"]
     desk.now = at("2026-11-23 12:00")  # the clock is set back
-    assert list(desk.obstacles()) == ["GPU-0"]
+    assert list(desk.closures()) == ["GPU-0"]
 
 
 def test_without_hours_and_reservations_nothing_changes_by_itself(desk: Desk) -> None:
@@ -94,24 +94,26 @@ def test_without_hours_and_reservations_nothing_changes_by_itself(desk: Desk) ->
 def test_all_closes_every_device_and_opens_it_again(desk: Desk) -> None:
     desk.ask("drain", "all", reason="the cooling is off")
     desk.again()
-    assert desk.obstacles() == {
-        "GPU-0": ["GPU 0 is drained: the cooling is off"],
-        "GPU-1": ["GPU 1 is drained: the cooling is off"],
-        "cpu": ["the CPU is drained: the cooling is off"],
+    assert desk.closures() == {
+        "GPU-0": ["drained: the cooling is off"],
+        "GPU-1": ["drained: the cooling is off"],
+        "cpu": ["drained: the cooling is off"],
     }
+    line = desk.ask("status", "")["status"]
+    assert "; GPU 0, GPU 1, the CPU are drained: the cooling is off" in line
     desk.ask("undrain", "1")
-    assert list(desk.obstacles()) == ["GPU-0", "cpu"]
+    assert list(desk.closures()) == ["GPU-0", "cpu"]
     desk.ask("undrain", "all")
-    assert not desk.obstacles()
+    assert not desk.closures()
 
 
 def test_a_device_that_has_vanished_is_still_listed_and_can_be_undrained(desk: Desk) -> None:
     desk.ask("drain", "GPU-1")
     desk.gpus = GPUS[:1]
     desk.again()
-    assert desk.obstacles() == {"GPU-1": ["GPU GPU-1 is drained"]}
+    assert desk.closures() == {"GPU-1": ["drained"]}
     desk.ask("undrain", "GPU-1")
-    assert not desk.obstacles()
+    assert not desk.closures()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
@@ -120,7 +122,7 @@ def test_a_full_disk_changes_nothing_and_is_told_in_a_sentence(
 ) -> None:
     desk.ask("drain", "0", reason="a fan")
     desk.ask("reserve", "1", owner="0", for_sec=60)
-    before = desk.obstacles()
+    before = desk.closures()
 
     def fails(path: Path, *_arguments: Any, **_keys: Any) -> None:
         raise OSError(number, os.strerror(number), str(path))
@@ -131,14 +133,14 @@ def test_a_full_disk_changes_nothing_and_is_told_in_a_sentence(
             with pytest.raises(EnvironmentInvalidError, match=r"nothing was changed: .*devices\.json: ") as caught:
                 desk.ask(verb, "0" if "drain" in verb else "1", **keys)
             assert os.strerror(number) in caught.value.message
-            assert desk.obstacles() == before
+            assert desk.closures() == before
         desk.now += 60
         with pytest.raises(OSError, match=r"devices\.json"):  # a step of the loop, which tells a fault once
             desk.daemon._dispatch.vacate()
-        assert list(desk.obstacles()) == ["GPU-0"], "the reservation is over whether it can be removed or not"
+        assert list(desk.closures()) == ["GPU-0"], "the reservation is over whether it can be removed or not"
     desk.daemon._dispatch.vacate()
     desk.again()
-    assert list(desk.obstacles()) == ["GPU-0"]
+    assert list(desk.closures()) == ["GPU-0"]
 
 
 def test_an_entry_keeps_its_preemptions_and_one_of_an_earlier_honed_has_none() -> None:

@@ -117,7 +117,7 @@ def closed(honed: Daemon) -> list[str]:
     """Return the reasons for which the one device is closed or reserved."""
     placement = honed._dispatch.placement
     [row] = placement.availability.rows(placement.all())
-    return [obstacle["reason"] for obstacle in row["obstacles"]]
+    return [closure["reason"] for closure in row["closures"]]
 
 
 def test_the_table_has_these_verbs_with_these_rights(honed: Daemon) -> None:
