@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Instance, RealInstance, said_on_terminal, wait_for
+from harness import Instance, said_on_terminal, wait_for
 
 from honed.job import query
 from honed.job.job import Job, State
 from honed.system.error import HonedError
-from zoo.model import build_checkpoint, write_facts
 
 NIGHT = '[device]\nhours = "Mon..Fri 20:00-08:00"\n'
 #: In the hours of NIGHT, and outside of them.
@@ -315,25 +314,3 @@ def test_a_damaged_record_of_drains_closes_every_device(clocked: Instance, spoil
     assert caught.value.hint == "honectl undrain all"
     clocked.client.ask("undrain", id="all")
     clocked.wait_state("succeed.a", State.SUCCEEDED)
-
-
-def test_a_real_training_job_that_was_preempted_has_the_losses_of_an_undisturbed_one(real: RealInstance) -> None:
-    keys: dict[str, Any] = {
-        "base_model": str(build_checkpoint(real.root / "llama", "llama")),
-        "datasets": [{"path": str(write_facts(real.root / "facts.jsonl", 12))}],
-        "training": {"max_steps": 40, "per_device_train_batch_size": 2, "eval_strategy": "no"},
-    }
-    real.start()
-    real.drop("calm", name="calm", **keys)
-    assert real.wait_state("calm", State.SUCCEEDED, State.FAILED).error is None
-    real.drop("cut", name="cut", **keys)
-    wait_steps(real, "cut", 2)
-    real.client.ask("drain", id="all", now=True)
-    job = real.wait_state("cut", State.QUEUED, State.SUCCEEDED)
-    assert job.state is State.QUEUED, "it ended before it was preempted"
-    real.client.ask("undrain", id="all")
-    assert real.wait_state("cut", State.SUCCEEDED).num_preemptions == 1
-    calm, cut = (query.losses(real.spool, real.layout, name) for name in ("calm", "cut"))
-    assert calm == cut
-    weights = [real.layout.job(number).output_dir / "adapter_model.safetensors" for number in (1, 2)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
