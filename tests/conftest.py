@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the whole of the sampled matrices")
     parser.addoption("--quick", action="store_true", help="run what takes two minutes")
     parser.addoption("--races", type=int, default=35, help="races of each kind for another user's files")
+    parser.addoption("--preemptions", type=int, default=5, help="preemptions of one training job")
 
 
 def has_gpu() -> bool:

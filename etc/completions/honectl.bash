@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/honectl
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_honectl_subparsers=(submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume predictions report sandbox doctor)
+_shtab_honectl_subparsers=(submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox doctor)
 
 _shtab_honectl_submit_option_strings=(-h --help --json --hold --stage --wait)
 _shtab_honectl_check_option_strings=(-h --help --json)
@@ -25,6 +25,10 @@ _shtab_honectl_unpin_option_strings=(-h --help --json)
 _shtab_honectl_prune_option_strings=(-h --help --json --older-than --keep --max-size --state --checkpoints --rejected --dry-run)
 _shtab_honectl_pause_option_strings=(-h --help)
 _shtab_honectl_resume_option_strings=(-h --help)
+_shtab_honectl_drain_option_strings=(-h --help --json --reason --now)
+_shtab_honectl_undrain_option_strings=(-h --help --json)
+_shtab_honectl_reserve_option_strings=(-h --help --json --owner --job --until --for)
+_shtab_honectl_unreserve_option_strings=(-h --help --json)
 _shtab_honectl_predictions_option_strings=(-h --help --json --sample --step --jsonl --csv)
 _shtab_honectl_report_option_strings=(-h --help --json --open)
 _shtab_honectl_sandbox_option_strings=(-h --help --dry-run)
@@ -48,13 +52,14 @@ _shtab_honectl_requeue_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_pin_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_unpin_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_prune_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
+_shtab_honectl_reserve___job_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_predictions_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_report_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl___root_COMPGEN=_shtab_compgen_dirs
 
 _shtab_honectl_list___state_choices=(queued held running succeeded failed cancelled)
 _shtab_honectl_prune___state_choices=(succeeded failed cancelled)
-_shtab_honectl_pos_0_choices=(submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume predictions report sandbox doctor)
+_shtab_honectl_pos_0_choices=(submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox doctor)
 
 _shtab_honectl_submit_pos_0_nargs=+
 _shtab_honectl_submit__h_nargs=0
@@ -131,6 +136,19 @@ _shtab_honectl_pause__h_nargs=0
 _shtab_honectl_pause___help_nargs=0
 _shtab_honectl_resume__h_nargs=0
 _shtab_honectl_resume___help_nargs=0
+_shtab_honectl_drain__h_nargs=0
+_shtab_honectl_drain___help_nargs=0
+_shtab_honectl_drain___json_nargs=0
+_shtab_honectl_drain___now_nargs=0
+_shtab_honectl_undrain__h_nargs=0
+_shtab_honectl_undrain___help_nargs=0
+_shtab_honectl_undrain___json_nargs=0
+_shtab_honectl_reserve__h_nargs=0
+_shtab_honectl_reserve___help_nargs=0
+_shtab_honectl_reserve___json_nargs=0
+_shtab_honectl_unreserve__h_nargs=0
+_shtab_honectl_unreserve___help_nargs=0
+_shtab_honectl_unreserve___json_nargs=0
 _shtab_honectl_predictions__h_nargs=0
 _shtab_honectl_predictions___help_nargs=0
 _shtab_honectl_predictions___json_nargs=0

@@ -50,8 +50,8 @@ function _shtab_honectl_using
   test "$_shtab_honectl_cmdpath" = "$argv"
 end
 
-set -g _shtab_honectl_commands submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume predictions report sandbox doctor
-set -g _shtab_honectl_opts_with_value --after --keep --limit --max-size --older-than --root --rows --sample --state --step
+set -g _shtab_honectl_commands submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox doctor
+set -g _shtab_honectl_opts_with_value --after --for --job --keep --limit --max-size --older-than --owner --reason --root --rows --sample --state --step --until
 
 complete -c honectl -e
 complete -c honectl -f
@@ -147,6 +147,24 @@ complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 
 complete -c honectl -n '_shtab_honectl_using pause' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a resume -d 'start queued jobs again'
 complete -c honectl -n '_shtab_honectl_using resume' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a drain -d 'start no further jobs on a device; running ones end by themselves (administrators)'
+complete -c honectl -n '_shtab_honectl_using drain' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using drain' -l json -d 'print JSON'
+complete -c honectl -n '_shtab_honectl_using drain' -l reason -x -d 'reason, for those whose jobs wait'
+complete -c honectl -n '_shtab_honectl_using drain' -l now -d 'let running jobs write a checkpoint and queue them'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a undrain -d 'start jobs on a device again (administrators)'
+complete -c honectl -n '_shtab_honectl_using undrain' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using undrain' -l json -d 'print JSON'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a reserve -d 'start only the jobs of one user, or one job, on a device (administrators)'
+complete -c honectl -n '_shtab_honectl_using reserve' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using reserve' -l json -d 'print JSON'
+complete -c honectl -n '_shtab_honectl_using reserve' -l owner -x -d 'user whose jobs may start'
+complete -c honectl -n '_shtab_honectl_using reserve' -l job -xka "(honectl --job-numbers 2>/dev/null)" -d 'job that may start'
+complete -c honectl -n '_shtab_honectl_using reserve' -l until -x -d 'end, in local time: 18:00, '"'"'2026-12-24 18:00'"'"''
+complete -c honectl -n '_shtab_honectl_using reserve' -l for -x -d 'duration: 45m, 12h, 2d'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a unreserve -d 'end the reservation of a device (administrators)'
+complete -c honectl -n '_shtab_honectl_using unreserve' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using unreserve' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a predictions -d 'show predictions for held-out examples, step by step, next to the reference'
 complete -c honectl -n '_shtab_honectl_using predictions' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using predictions' -l json -d 'print JSON'

@@ -13,6 +13,7 @@ _shtab_honectl_commands() {
     cancel:'cancel queued, held or running jobs'
     check:'check job files as honed does before it accepts them'
     doctor:'check this machine: versions, GPU, disk, permissions'
+    drain:'start no further jobs on a device; running ones end by themselves (administrators)'
     hold:'keep a queued job from starting, or stop a running one at a checkpoint'
     list:'list jobs and their progress: the first of each kind, or with --json all'
     logs:'show the log of a job'"'"'s attempts; with --json one line of JSON per event'
@@ -25,12 +26,15 @@ _shtab_honectl_commands() {
     release:'queue a held job again'
     report:'print the path of a job'"'"'s report, or of the index of all jobs'
     requeue:'queue a finished job again; unless it succeeded, it resumes from its last checkpoint, if any'
+    reserve:'start only the jobs of one user, or one job, on a device (administrators)'
     resume:'start queued jobs again'
     sandbox:'give the units access to policy.allowed_paths (as root)'
     show:'show a job'"'"'s details'
     submit:'check and submit job files; relative paths become absolute'
     trial:'run a job on eight rows, ahead of the queue, and report learning, duration and memory'
+    undrain:'start jobs on a device again (administrators)'
     unpin:'allow prune and retention to remove a job again'
+    unreserve:'end the reservation of a device (administrators)'
     watch:'show live progress of all jobs, or of one; with --json one line of JSON per change'
   )
   _describe 'honectl commands' _commands
@@ -71,6 +75,17 @@ _shtab_honectl_doctor_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_doctor_defaults_added=0
+
+_shtab_honectl_drain_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON]"
+  "--reason[reason, for those whose jobs wait]:TEXT:"
+  "--now[let running jobs write a checkpoint and queue them]"
+  ":GPU\'s index, UUID or its beginning, cpu, or all:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_drain_defaults_added=0
 
 _shtab_honectl_hold_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -199,6 +214,19 @@ _shtab_honectl_requeue_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_requeue_defaults_added=0
 
+_shtab_honectl_reserve_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON]"
+  "--owner[user whose jobs may start]:NAME:"
+  "--job[job that may start]:ID:_honectl_jobs"
+  "--until[end, in local time\: 18\:00, \'2026-12-24 18\:00\']:TIME:"
+  "--for[duration\: 45m, 12h, 2d]:DURATION:"
+  ":GPU\'s index, UUID or its beginning, cpu, or all:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_reserve_defaults_added=0
+
 _shtab_honectl_resume_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
 )
@@ -244,6 +272,15 @@ _shtab_honectl_trial_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_trial_defaults_added=0
 
+_shtab_honectl_undrain_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON]"
+  ":GPU\'s index, UUID or its beginning, cpu, or all:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_undrain_defaults_added=0
+
 _shtab_honectl_unpin_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print JSON]"
@@ -252,6 +289,15 @@ _shtab_honectl_unpin_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_unpin_defaults_added=0
+
+_shtab_honectl_unreserve_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON]"
+  ":GPU\'s index, UUID or its beginning, cpu, or all:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_unreserve_defaults_added=0
 
 _shtab_honectl_watch_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -284,6 +330,7 @@ _shtab_honectl() {
         cancel) _arguments -C -s $_shtab_honectl_cancel_options ;;
         check) _arguments -C -s $_shtab_honectl_check_options ;;
         doctor) _arguments -C -s $_shtab_honectl_doctor_options ;;
+        drain) _arguments -C -s $_shtab_honectl_drain_options ;;
         hold) _arguments -C -s $_shtab_honectl_hold_options ;;
         list) _arguments -C -s $_shtab_honectl_list_options ;;
         logs) _arguments -C -s $_shtab_honectl_logs_options ;;
@@ -296,12 +343,15 @@ _shtab_honectl() {
         release) _arguments -C -s $_shtab_honectl_release_options ;;
         report) _arguments -C -s $_shtab_honectl_report_options ;;
         requeue) _arguments -C -s $_shtab_honectl_requeue_options ;;
+        reserve) _arguments -C -s $_shtab_honectl_reserve_options ;;
         resume) _arguments -C -s $_shtab_honectl_resume_options ;;
         sandbox) _arguments -C -s $_shtab_honectl_sandbox_options ;;
         show) _arguments -C -s $_shtab_honectl_show_options ;;
         submit) _arguments -C -s $_shtab_honectl_submit_options ;;
         trial) _arguments -C -s $_shtab_honectl_trial_options ;;
+        undrain) _arguments -C -s $_shtab_honectl_undrain_options ;;
         unpin) _arguments -C -s $_shtab_honectl_unpin_options ;;
+        unreserve) _arguments -C -s $_shtab_honectl_unreserve_options ;;
         watch) _arguments -C -s $_shtab_honectl_watch_options ;;
       esac
   esac

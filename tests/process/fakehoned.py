@@ -1,6 +1,7 @@
 """The real daemon with the fake worker, whose processes start with their imports done.
 
-`HONED_TEST_GPUS` names a file that lists the GPUs and how full they are.
+`HONED_TEST_GPUS` names a file that lists the GPUs and how full they are, `HONED_TEST_NOW` one with the wall clock's
+time, in seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -38,12 +40,17 @@ def probe(_gpus: list[int] | None) -> list[device.Device]:
     ]
 
 
+def now() -> float:
+    path = os.environ.get("HONED_TEST_NOW")
+    return time.time() if path is None else float(Path(path).read_text())
+
+
 def main() -> int:
     layout = Layout(Path(sys.argv[1]))
     log.set_up(verbose=False)
     command = [sys.executable, str(Path(__file__).with_name("fakeworker.py"))]
     runner = ProcessRunner(layout, command=command, popen=warm.Popen if warm.warm_children() else subprocess.Popen)
-    return loop.start(layout, runner=runner, probe=probe, drain="--drain" in sys.argv)
+    return loop.start(layout, runner=runner, probe=probe, now=now, drain="--drain" in sys.argv)
 
 
 if __name__ == "__main__":

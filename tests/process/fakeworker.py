@@ -2,6 +2,7 @@
 
 succeed[-N]      N steps (5), then success           slow         200 steps of 50 ms; SIGTERM: checkpoint, exit 75
 slow-N[-M]       as slow, N steps; the checkpoint that it writes when it is asked to stop takes M seconds
+begin            takes no step until it is asked to stop; ends without a checkpoint
 until[-N]        N steps (20); takes the last when a file `go` is in its directory
 eat              waits for a file `eat` in its directory, then takes all the memory that there is
 spill            prints the first row, warns of it, and dies of it after two steps
@@ -12,7 +13,7 @@ crash            exit 1 without a word               abort        SIGABRT
 die-N[-M]        kills itself with SIGKILL at step N of its first attempt, then resumes; M ms for each step after that
 killer           kills itself in every attempt       exit0        exit 0 without a result
 liar             exit 3 with a result of success     garbage      noise among its events, then success
-hang             never says a word                   deaf         as slow, but ignores SIGTERM
+hang             never says a word                   deaf[-N]     as slow, but ignores SIGTERM
 freeze           15 quick steps, then nothing more   plod         15 quick steps, then one of six seconds
 fallback         backend_unavailable under unsloth, success under transformers
 mismatch[-N]     precision_mismatch under unsloth, after N steps (none), success under transformers
@@ -102,7 +103,7 @@ def main() -> int:
     pulse = Pulse(path=attempt.pulse_path)
     events = EventWriter(attempt.events_path, tell=pulse.tell)
     asked: list[int] = []
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if name == "deaf" else lambda *_: asked.append(1))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if name.startswith("deaf") else lambda *_: asked.append(1))
     with (job_dir / "starts.txt").open("a") as file:
         file.write(f"{number} {backend} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     print("the libraries chatter")
@@ -181,6 +182,12 @@ def main() -> int:
                 pulse.beat()
                 time.sleep(0.05)
             result("succeeded", steps(int(argument or 20)))
+        case "begin":
+            while not asked:
+                pulse.beat()
+                time.sleep(0.05)
+            result("interrupted", 0, {"code": "interrupted", "message": "stopped on request", "hint": ""})
+            return 75
         case "eat":
             steps(1)
             while not (job_dir / "eat").exists():

@@ -98,7 +98,7 @@ def test_nothing_lowers_what_was_used_and_the_limit_says_how_much(instance: Inst
     instance.wait_state("succeed.one", State.SUCCEEDED)
     lines = wait_for(lambda: used(instance), what="its use")  # it is counted after the job has moved
     assert [(line["uid"], line["job"], line["attempt"]) for line in lines] == [(ANNA, 1, 1)]
-    instance.honectl("prune", "1", "--yes", check=True)
+    instance.honectl("prune", "1", check=True)
     instance.kill(signal.SIGKILL)
     for path in instance.layout.state_dir.glob("honed.db*"):
         path.unlink()

@@ -379,6 +379,21 @@ def test_a_job_that_is_cancelled_is_cancelled(honed: Honed) -> None:
     honed.machine.wait_property(f"honed-job@{job}", "ActiveState", "inactive")
 
 
+def test_a_job_on_a_device_that_is_drained_at_once_is_queued_and_a_restart_keeps_the_drain(honed: Honed) -> None:
+    job_id = honed.drop("slow-400.drained")
+    honed.wait_step(job_id)
+    honed.honectl("drain", "all", "--now", "--reason", "a new fan")
+    entry = honed.wait(job_id, "queued")
+    assert (entry["num_failures"], entry["outcome"], entry["stop"]) == (0, "interrupted", None)
+    assert entry["attempts"][0]["preemption"]["reason"].endswith(" was drained: a new fan")
+    honed.machine.run("systemctl", "restart", "honed")
+    wait_for(lambda: "drained: a new fan" in honed.machine.property("honed", "StatusText"), what="still drained")
+    honed.honectl("undrain", "all")
+    assert honed.wait(job_id, "running", "succeeded")["attempts"][1]["number"] == 2
+    honed.honectl("cancel", str(job_id))
+    honed.wait(job_id, "cancelled", "succeeded")
+
+
 def test_a_stop_of_the_slice_waits_until_checkpoints_are_written(honed: Honed) -> None:
     job = honed.drop("slow-400-3")
     honed.wait_step(job)

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
             verb.add_argument("--json", action="store_true", help="print JSON")
         return verb
 
-    for group in (_add_files, _add_jobs, _add_changes, _add_results, _add_machine):
+    for group in (_add_files, _add_jobs, _add_changes, _add_devices, _add_results, _add_machine):
         group(add)
     return made
 
@@ -189,6 +189,34 @@ def _add_changes(add: Add) -> None:
     verb.add_argument("--dry-run", action="store_true", help="show what would be removed; remove nothing")
     add("pause", "changes:pause", "stop starting jobs; running jobs continue", as_json=False)
     add("resume", "changes:pause", "start queued jobs again", as_json=False)
+
+
+def _add_devices(add: Add) -> None:
+    """Add the verbs that close devices."""
+    verbs = {
+        name: add(name, "devices:change", words)
+        for name, words in (
+            ("drain", "start no further jobs on a device; running ones end by themselves (administrators)"),
+            ("undrain", "start jobs on a device again (administrators)"),
+            ("reserve", "start only the jobs of one user, or one job, on a device (administrators)"),
+            ("unreserve", "end the reservation of a device (administrators)"),
+        )
+    }
+    for verb in verbs.values():
+        verb.add_argument("device", metavar="DEVICE", help="GPU's index, UUID or its beginning, cpu, or all")
+    drain, reserve = verbs["drain"], verbs["reserve"]
+    drain.add_argument("--reason", metavar="TEXT", default="", help="reason, for those whose jobs wait")
+    drain.add_argument("--now", action="store_true", help="let running jobs write a checkpoint and queue them")
+    whom = reserve.add_mutually_exclusive_group(required=True)
+    whom.add_argument("--owner", metavar="NAME", help="user whose jobs may start")
+    whom.add_argument("--job", metavar="ID", help="job that may start")
+    end = reserve.add_mutually_exclusive_group()
+    end.add_argument(
+        "--until", type=later("devices:moment"), metavar="TIME", help="end, in local time: 18:00, '2026-12-24 18:00'"
+    )
+    end.add_argument(
+        "--for", dest="for_sec", type=later("pruning:span"), metavar="DURATION", help="duration: 45m, 12h, 2d"
+    )
 
 
 def _add_results(add: Add) -> None:

@@ -31,6 +31,7 @@ from honed.send import notification, outbox
 from honed.spec import config as configs
 from honed.spec.config import Config
 from honed.system import access, device, installed, message
+from honed.system.client import Client
 from honed.system.error import EnvironmentInvalidError, HonedError
 from honed.system.layout import Layout
 
@@ -126,6 +127,7 @@ def _instance(layout: Layout, config: Config) -> list[Finding]:
         _systemd(),
         *(_machine(config) if layout.root == Path("/") and Path("/run/systemd/system").is_dir() else ()),
         _daemon(layout),
+        *_devices(layout),
     ]
 
 
@@ -644,3 +646,18 @@ def _daemon(layout: Layout) -> Finding:
             detail = f"does not respond at {layout.control_path}: {error.strerror or error}"
             return Finding("honed", "warning", detail, "systemctl start honed")
     return Finding("honed", "ok", "running")
+
+
+def _devices(layout: Layout) -> list[Finding]:
+    """Return the devices that are closed or reserved, as honed sees them."""
+    try:
+        rows = Client(layout.control_path, timeout_sec=10.0).ask("status")["devices"]
+    except (HonedError, KeyError):
+        return []
+    return [
+        Finding("device", "warning", f"{row['label']} is {closure['detail']}", f"honectl undrain {row['device']}")
+        if closure["reason"] == "drained"
+        else Finding("device", "ok", f"{row['label']} is {closure['detail']}")
+        for row in rows
+        for closure in row["closures"]
+    ]

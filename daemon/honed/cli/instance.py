@@ -14,7 +14,7 @@ from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
 
 if TYPE_CHECKING:
-    from honed.job.shape import Arrival, ChangedRow, Overview, Refusal, Row, Shown, Submitted
+    from honed.job.shape import ChangedRow, DeviceRow, Overview, Refusal, Row, Shown, Status, Submitted
     from honed.job.spool import Spool
 
 
@@ -137,13 +137,15 @@ class Instance:
         finally:
             spool.close()
 
-    def arrivals(self) -> list[Arrival]:
-        """Return the arrivals that wait for a fetch; only a running daemon fetches."""
-        return list(self._client.ask("status")["arrivals"]) if self.is_up else []
+    def status(self) -> Status | None:
+        """Return the daemon's status; None if it is down."""
+        found: Status | None = self._client.ask("status") if self.is_up else None
+        return found
 
-    def limit(self) -> str:
-        """Return why job files of the calling user wait to be taken, in words; empty if none does."""
-        return str(self._client.ask("status").get("limit", "")) if self.is_up else ""
+    def change_devices(self, verb: str, device: str, **arguments: Any) -> list[DeviceRow]:
+        """Drain, undrain, reserve or unreserve a device; only the daemon knows the devices."""
+        changed: list[DeviceRow] = self._client.ask(verb, id=device, **arguments)
+        return changed
 
     def pause(self, paused: bool) -> None:
         if self.is_up:

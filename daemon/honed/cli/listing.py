@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.job.job import MAX_PRIORITY
+from honed.job.progress import duration, together
 from honed.system.error import EnvironmentInvalidError, NotPermittedError
 
 if TYPE_CHECKING:
-    from honed.job.shape import Arrival, Row
+    from honed.job.shape import Arrival, Row, Shown
 
 #: Characters of an outcome and its remark in a line of the list.
 MAX_OUTCOME = 60
@@ -65,10 +66,14 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         terminal.table(columns, rows, right=[*RIGHT])
     if left := _left_out(jobs, counts):
         terminal.say(f"… and {left}: honectl list --all", style="dim")
-    for arrival in instance.arrivals():
-        terminal.say(_fetch_line(arrival))
-    if limit := instance.limit():
-        terminal.say(limit)
+    if (status := instance.status()) is not None:
+        for arrival in status["arrivals"]:
+            terminal.say(_fetch_line(arrival))
+        devices = status.get("devices", ())
+        for words in together((row["label"], closure["detail"]) for row in devices for closure in row["closures"]):
+            terminal.say(terminal.plain(words, limit=400), style="yellow")
+        if limit := status.get("limit"):
+            terminal.say(limit)
     return 0
 
 
@@ -125,7 +130,9 @@ def _left_out(jobs: list[Row], counts: dict[str, int]) -> str:
 
 def _outcome(job: Row) -> str:
     remark = f"but {job['remark']}" if job.get("remark") else ""
-    return ", ".join(filter(None, [job["outcome"], remark, "pinned" if job.get("is_pinned") else ""]))
+    preemption = job.get("preemption")
+    outcome = f"preempted: {preemption['reason']}" if preemption else job["outcome"]
+    return ", ".join(filter(None, [outcome, remark, "pinned" if job.get("is_pinned") else ""]))
 
 
 def _fetch_line(arrival: Arrival) -> str:
@@ -156,6 +163,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         ["submitted", job["submitted_at"]],
         ["from", job["source"]],
         ["waits", terminal.why_waiting(job)],
+        ["preempted", _preempted(job)],
         ["pinned", "yes" if job.get("is_pinned") else None],
         ["step", step],
         ["loss", loss],
@@ -180,6 +188,11 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         terminal.say()
         columns = ["attempt", "backend", "device", "started (UTC)", "ended", *_ATTEMPT_KEYS[5:]]
         terminal.table(columns, map(_attempt_cells, job["attempts"]))
+    for attempt in job["attempts"]:
+        if preemption := attempt.get("preemption"):
+            stop_sec = preemption["stop_sec"]
+            cost = f"; stopped after {duration(stop_sec)}" if stop_sec is not None else "; writing a checkpoint"
+            terminal.say(f"attempt {attempt['number']} was preempted: {preemption['reason']}{cost}", style="yellow")
     for item in job["events"]:
         if item["event"] == "fallback":
             words = f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}"
@@ -192,6 +205,15 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     if audits := [item for item in job["events"] if item["event"] == "audit"]:
         _say_audit(audits)
     return 0
+
+
+def _preempted(job: Shown) -> str:
+    """Describe the current preemption and the number of all of them; empty without any."""
+    if not (num := job.get("num_preemptions")):
+        return ""
+    preemption = job.get("preemption")
+    times = f"{num} {'time' if num == 1 else 'times'}"
+    return f"{preemption['reason']} ({times} so far)" if preemption else times
 
 
 _ATTEMPT_KEYS = ("number", "backend", "device", "started_at", "ended_at", "outcome", "step")

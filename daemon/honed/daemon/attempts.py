@@ -24,7 +24,7 @@ from typing import Any
 from honed.daemon.following import Following
 from honed.daemon.shares import Use
 from honed.job.database import Database
-from honed.job.job import Attempt, Fallback, Job, State, Stop
+from honed.job.job import Attempt, Fallback, Job, Preemption, State, Stop
 from honed.job.spool import Spool
 from honed.run import ending
 from honed.run.deadline import Deadlines
@@ -140,14 +140,24 @@ class Running:
         if job.stop is not None:
             self.deadlines.ask(job.stop)
 
-    def stop(self, why: Stop) -> None:
-        """Ask it to stop; the reason is durable first. Cancel outranks hold, hold outranks shutdown."""
-        rank = [Stop.SHUTDOWN, Stop.HOLD, Stop.CANCEL]
-        if self.job.stop is None or rank.index(why) > rank.index(self.job.stop):
+    def stop(self, why: Stop, preemption: str = "") -> None:
+        """Ask it to stop; the reason is durable first. Cancel outranks hold, hold preempt, and that shutdown.
+
+        `preemption`: the reason of one, for people.
+        """
+        rank = [Stop.SHUTDOWN, Stop.PREEMPT, Stop.HOLD, Stop.CANCEL]
+        if self.job.stop is not None and rank.index(why) <= rank.index(self.job.stop):
+            return
+        if why is Stop.PREEMPT:
+            preempted = Preemption(preemption, Moment.now().since(self.job.attempt.began))
+            self.job = self._spool.update(self.job.with_attempt(preemption=preempted), stop=why)
+            kind: dict[str, object] = about(self.job, message.PREEMPTED)
+            log.info("job %d (%s): preempted: %s", self.job.id, self.job.name, preemption, extra=kind)
+        else:
             self.update(stop=why)
             log.info("job %d (%s): stop requested (%s)", self.job.id, self.job.name, why)
-            if self.is_alive:
-                self.deadlines.ask(why)
+        if self.is_alive:
+            self.deadlines.ask(why)
 
     def enforce(self, now: float) -> None:
         """Enforce its deadlines."""
@@ -177,7 +187,8 @@ class Running:
             self._fall_back(outcome)
             self.ended = None
             return None
-        if self.job.stop in {Stop.HOLD, Stop.SHUTDOWN} and ending.may_fall_back(self._layout, self.job, outcome):
+        continues_later = self.job.stop in {Stop.HOLD, Stop.PREEMPT, Stop.SHUTDOWN}
+        if continues_later and ending.may_fall_back(self._layout, self.job, outcome):
             # Unsloth gave up while the job was asked to stop: the job continues without Unsloth when it starts again.
             self.job = self._spool.update(self.job.with_attempt(backend="transformers", num_starts=2))
             stopped = error.InterruptedRunError("stopped on request, before falling back from Unsloth to transformers")
@@ -322,6 +333,11 @@ class Attempts:
     def stop(self, job_id: int, why: Stop) -> None:
         """Ask a running job to stop; see `Running.stop`."""
         self.running[job_id].stop(why)
+
+    def preempt(self, job_id: int, reason: str) -> None:
+        """Ask a running job to write a checkpoint and return to the queue. `reason`, for people, becomes durable first:
+        `the hours of GPU 0 ended`. Without effect if the job was preempted, held or cancelled before."""
+        self.running[job_id].stop(Stop.PREEMPT, reason)
 
     def enforce(self) -> None:
         """Kill workers that were asked to stop and did not; dump the stacks of hanging workers, then kill them."""

@@ -9,7 +9,6 @@ goes whose attempt has ended.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable
 
 from honed.daemon.arrivals.acceptance import Acceptance
@@ -90,7 +89,8 @@ class Selection:
         return None
 
     def _tell_waits(self, job: Job) -> None:
-        if job.id not in self._waiting:
+        obstacles = self._placement.obstacles(job)
+        if job.id not in self._waiting and obstacles is not None and obstacles[0] == "device":
             self._waiting.add(job.id)
             log.info("job %d (%s): waiting for a GPU: other processes use their memory", job.id, job.name)
 
@@ -171,7 +171,7 @@ class Dispatch:
 
     def patience(self) -> float:
         """Return the seconds until a step is due."""
-        waits = [math.inf]
+        waits = [self.placement.availability.next_change(self.placement.all())]
         if self._attempts.running:
             waits.append(self._config().jobs.poll_interval_sec)
         if self._backlog.num_queued and not self._spool.is_paused:
@@ -201,7 +201,7 @@ class Dispatch:
 
     def _retry_delay_sec(self, job: Job) -> float:
         """Return the delay before a retry: none before the first, then twice as long each time."""
-        if job.state is not State.QUEUED or job.num_failures <= 1:
+        if job.state is not State.QUEUED or job.num_failures <= 1 or job.outcome == "interrupted":
             return 0.0
         delay: float = self._config().jobs.retry_delay_sec * 2 ** (job.num_failures - 2)
         log.info("job %d (%s): retrying in %.0f s", job.id, job.name, delay)
@@ -212,6 +212,13 @@ class Dispatch:
         self.plans.settle()
         if not self._is_stopping():
             self.plans.ask_deferred()
+
+    def vacate(self) -> None:
+        """Preempt the jobs on devices whose hours have ended, or that were drained at once."""
+        self.placement.availability.expire()
+        if not self._is_stopping():
+            for job_id, reason in list(self.placement.overstays()):
+                self._attempts.preempt(job_id, reason)
 
     def start_next(self) -> None:
         """Start what can be started; nothing while it is not known which workers live."""

@@ -2,8 +2,8 @@
 
 The loop is a list of named steps. Each does what can be done now, and never blocks:
 
-    obey signals · settle what ended · follow events · take arrivals · plan what waited for others · start what can ·
-    end what must · notify · have rows sent and pages made · keep house ·
+    obey signals · settle what ended · follow events · take arrivals · plan what waited for others ·
+    vacate closed devices · start what can · end what must · notify · have rows sent and pages made · keep house ·
     report
 
 Signals, arrivals, the preflight helpers and the control socket only wake it.
@@ -29,11 +29,13 @@ from honed import __version__
 from honed.daemon import verbs
 from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
+from honed.daemon.availability import Availability
 from honed.daemon.backlog import Backlog
 from honed.daemon.dispatch import Dispatch
 from honed.daemon.fencing import Fence
 from honed.daemon.health import Health, start_again_later
 from honed.daemon.housekeeper import Housekeeper
+from honed.daemon.maintenance import Maintenance
 from honed.daemon.placement import Placement
 from honed.daemon.publishing import Publishing
 from honed.daemon.rebuild import catch_up, rebuild, tend
@@ -68,7 +70,7 @@ START_EXTENSION_SEC = 60.0
 
 
 class Daemon:
-    """One instance. Clock, device probe and runners are parameters, so that tests can replace them."""
+    """One instance. Clocks, device probe and runners are parameters, so that tests can replace them."""
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class Daemon:
         fetch_runner: FetchRunner | None = None,
         probe: Callable[[list[int] | None], list[Device]] = device.probe,
         clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
         drain: bool = False,
     ) -> None:
         for path in (layout.state_dir, layout.runtime_dir, layout.cache_dir, layout.jobs_dir):
@@ -113,7 +116,14 @@ class Daemon:
             self._intake.acceptance,
             self._attempts,
             self._backlog,
-            Placement(layout, in_force, self._attempts, probe=probe, clock=clock),
+            Placement(
+                layout,
+                in_force,
+                self._attempts,
+                Availability(self._spool, in_force, now=now),
+                probe=probe,
+                clock=clock,
+            ),
             Fence(self._spool, runner, clock=clock),
             shares,
             unfinished=self._unfinished,
@@ -145,6 +155,7 @@ class Daemon:
                 self._backlog,
                 self._housekeeper,
                 self._status,
+                Maintenance(self._spool, self._dispatch.placement),
                 self._dispatch.selection.waits_for,
             ),
             self._wake,
@@ -188,6 +199,7 @@ class Daemon:
                 self._attempts.follow,
                 self._take_arrivals,
                 self._dispatch.plan_deferred,
+                self._dispatch.vacate,
                 self._dispatch.start_next,
                 self._attempts.enforce,
                 self._publishing.notices.tend,
@@ -271,6 +283,7 @@ class Daemon:
             self._intake.reload()
             self._answers.reload()
             self._backlog.reorder()
+            self._dispatch.placement.reload()
             self._publishing.reload(self._configuration.get())
             log.info("configuration reloaded", extra=about(message=message.RELOADED))
         self._notifier.ready()

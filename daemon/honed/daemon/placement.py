@@ -1,19 +1,22 @@
-"""The choice of a job's device: which exist, which are free, and which the job was planned for."""
+"""The choice of a job's device: which exist, which are free and open, and which the job was planned for."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from honed.daemon.attempts import Attempts
+from honed.daemon.availability import ALL, Availability
 from honed.daemon.fencing import UNKNOWN_DEVICE
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile
+from honed.job.progress import together
 from honed.spec.config import Config
 from honed.system import device, message
 from honed.system.device import Device
+from honed.system.error import UsageError
 from honed.system.layout import Layout
 from honed.system.log import about
 
@@ -33,6 +36,7 @@ class Placement:
         layout: Layout,
         config: Callable[[], Config],
         attempts: Attempts,
+        availability: Availability,
         *,
         probe: Callable[[list[int] | None], list[Device]],
         clock: Callable[[], float],
@@ -40,10 +44,12 @@ class Placement:
         self._layout = layout
         self._config = config
         self._attempts = attempts
+        self.availability = availability
         self._probe = probe
         self._clock = clock
         self._probed_at = -DEVICE_PROBE_INTERVAL_SEC
-        self._devices: list[Device] = []
+        self._devices: list[Device] = []  # GPUs, if there are any
+        self._processor = Device("cpu", "CPU")  # or a device that is no NVIDIA GPU: for jobs that want none
         self._planned_for: dict[int, Device | None] = {}  # read from each plan once
         self._unfit: dict[int, dict[str, str]] = {}  # devices on which a job does not fit, and why
         self.fault = ""  #: the devices' fault
@@ -59,9 +65,58 @@ class Placement:
             log.error("%s; jobs train on %s", self.fault, names, extra=about(message=message.DEGRADED))
         else:
             log.info("no NVIDIA GPU: jobs train on %s", names)
+        self._check_names()
+
+    def reload(self) -> None:
+        """Apply a new configuration."""
+        self.availability.reload()
+        self._check_names()
+
+    def _check_names(self) -> None:
+        for name in self.availability.unknown_names(self.all()):
+            log.warning("device.hours_of: no device %r; there are: %s", name, self._names())
+
+    def all(self) -> list[Device]:
+        """Return the devices as last probed, with the one for jobs that want no GPU."""
+        return [*(found for found in self._devices if found.kind == "cuda"), self._processor]
+
+    def _names(self) -> str:
+        return ", ".join(f"{found.index} ({found.uuid})" if found.uuid else found.kind for found in self.all())
+
+    def find(self, reference: str) -> list[Device]:
+        """Return the device with a UUID, its beginning, an index or the name cpu; all of them for `all`. A device that
+        no longer responds counts if it is drained or reserved.
+
+        Raises UsageError, which lists the devices.
+        """
+        self._look()
+        if reference == ALL:
+            return self.all()
+        here = self.all()
+        gone = set(self.availability.standing_keys()) - {found.key for found in here}
+        known = [*here, *(Device("cuda", key, uuid=key) for key in sorted(gone))]
+        exact = [found for found in known if reference in {found.key, str(found.index)}]
+        match exact or [found for found in known if reference and found.key.startswith(reference)]:
+            case [found]:
+                return [found]
+            case []:
+                raise UsageError(f"no device {reference!r}", hint=f"there are: {self._names()}, {ALL}")
+            case several:
+                keys = ", ".join(found.key for found in several)
+                raise UsageError(f"{len(several)} devices begin with {reference!r}", hint=f"give more of it: {keys}")
+
+    def overstays(self) -> Iterator[tuple[int, str]]:
+        """Yield the running jobs that have to give up their devices now, each with the reason."""
+        known = {found.key: found for found in self.all()}
+        for job_id, running in self._attempts.running.items():
+            key = running.job.attempt.device or UNKNOWN_DEVICE
+            if key != UNKNOWN_DEVICE:
+                found = known.get(key) or Device("cuda", key, uuid=key)
+                if (reason := self.availability.why_vacate(found)) is not None:
+                    yield job_id, reason
 
     def is_any_free(self, wants_gpu: bool) -> bool:
-        """Return True if any device is free: else a long queue need not be searched."""
+        """Return True if any device is free and open: else a long queue need not be searched."""
         return bool(self._free(wants_gpu, self._attempts.devices_in_use()))
 
     def free_device(self, job: Job) -> Device | None:
@@ -70,7 +125,10 @@ class Placement:
 
         GPUs are probed again every few seconds.
         """
-        free = self._free(job.num_gpus > 0, self._attempts.devices_in_use() | self._unfit.get(job.id, {}).keys())
+        taken = self._attempts.devices_in_use() | self._unfit.get(job.id, {}).keys()
+        free = [
+            found for found in self._free(job.num_gpus > 0, taken) if self.availability.reserved(found, job) is None
+        ]
         return next((found for found in free if self.holds_on(job, found)), free[0] if free else None)
 
     def _free(self, wants_gpu: bool, taken: set[str]) -> list[Device]:
@@ -81,9 +139,10 @@ class Placement:
             return []
         return [
             found
-            for found in (self._devices if wants_gpu else [_cpu(self._devices)])
-            if (found.uuid or found.kind) not in taken
+            for found in self.all()
+            if found.key not in taken
             and (found.kind == "cuda") == wants_gpu
+            and self.availability.closed(found) is None
             and (found.kind != "cuda" or device.is_free(found, self._config().device.busy_bytes))
         ]
 
@@ -101,29 +160,33 @@ class Placement:
 
     def rule_out(self, job: Job, found: Device, why: str) -> None:
         """Record that a job cannot run on a device: the job is not offered that device again while it is queued."""
-        self._unfit.setdefault(job.id, {})[found.uuid or found.kind] = why
+        self._unfit.setdefault(job.id, {})[found.key] = why
 
     def obstacles(self, job: Job) -> tuple[str, str] | None:
-        """Return why no device is available for a job, as last probed: `unfit` if none will ever be, else `device`;
-        with a text for people. None if one is available."""
+        """Return why no device is available for a job, as last probed, with a text for people: `device` if one is in
+        use, else `hours`, `reserved` or `drained` if one will be open again, else `unfit`. None if one is available."""
         wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
         users = {running.job.attempt.device: running.job.id for running in self._attempts.running.values()}
         if UNKNOWN_DEVICE in users:
             return "device", f"job {users[UNKNOWN_DEVICE]} runs on a device that honed does not know"
-        unfit, taken = [], []
-        for found in self._devices if wants_gpu else [_cpu(self._devices)]:
-            key = found.uuid or found.kind
+        closed: dict[str, list[tuple[str, str]]] = {"hours": [], "reserved": [], "drained": []}
+        why: dict[str, list[str]] = {code: [] for code in ("device", "hours", "reserved", "drained", "unfit")}
+        for found in self.all():
             if (found.kind == "cuda") != wants_gpu:
                 continue
-            if (why := self._unfit.get(job.id, {}).get(key)) is not None:
-                unfit.append(f"it cannot run on {found.name}: {why}")
-            elif key in users:
-                taken.append(f"job {users[key]} runs on {found.name}")
+            if (problem := self._unfit.get(job.id, {}).get(found.key)) is not None:
+                why["unfit"].append(f"it cannot run on {found.name}: {problem}")
+            elif (obstacle := self.availability.obstacle(job, found)) is not None:
+                closed[obstacle[0]].append((found.label, obstacle[1]))
+            elif found.key in users:
+                why["device"].append(f"job {users[found.key]} runs on {found.name}")
             elif found.kind == "cuda" and not device.is_free(found, self._config().device.busy_bytes):
-                taken.append(f"other processes use the memory of {found.name}")
+                why["device"].append(f"other processes use the memory of {found.name}")
             else:
                 return None
-        return ("device" if taken else "unfit"), "; ".join(dict.fromkeys([*taken, *unfit]))
+        why |= {code: together(facts) for code, facts in closed.items()}
+        reason = next((code for code, texts in why.items() if texts), "unfit")
+        return reason, "; ".join(dict.fromkeys(text for texts in why.values() for text in texts))
 
     def reread_plan(self, job: Job) -> None:
         """Forget a job's old plan: the next question reads the new one."""
@@ -136,7 +199,4 @@ class Placement:
 
     def _look(self) -> None:
         self._devices, self._probed_at = self._probe(self._config().device.gpus), self._clock()
-
-
-def _cpu(devices: list[Device]) -> Device:
-    return next((found for found in devices if found.kind != "cuda"), None) or device.cpu()
+        self._processor = next((found for found in self._devices if found.kind != "cuda"), None) or device.cpu()

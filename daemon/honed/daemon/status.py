@@ -14,6 +14,7 @@ from honed.daemon.health import Health
 from honed.daemon.placement import Placement
 from honed.daemon.signals import Configuration, Shutdown
 from honed.job import query, shape
+from honed.job.progress import together
 from honed.job.spool import Spool
 from honed.system.control import Request
 from honed.system.notify import Notifier
@@ -47,6 +48,7 @@ class Status:
             "takes_drops": self.configuration.get().policy.arrivals == "spool",
             "num_arriving": self.intake.acceptance.incoming.num_seen,
             "limit": self.intake.acceptance.incoming.beyond(asker.uid),
+            "devices": self.placement.availability.rows(self.placement.all()),
             "arrivals": [each.seen_by(asker) for each in self.intake.acceptance.fetches.rows()],
         }
 
@@ -90,6 +92,8 @@ class Status:
         parts += [f"{self.backlog.num_short} waiting for disk space"] if self.backlog.num_short else []
         parts += self.intake.status(is_named=asker.reads_all)
         parts += ["paused"] if self.spool.is_paused else []
+        rows = self.placement.availability.rows(self.placement.all())
+        parts += together((row["label"], closure["detail"]) for row in rows for closure in row["closures"])
         parts += ["stopping"] if self.shutdown.is_asked else []
         parts += (
             [] if self.configuration.get().may_remove else ["retention is off until keys are deleted: honectl doctor"]

@@ -16,6 +16,7 @@ from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
 from honed.daemon.changes import Changes
 from honed.daemon.housekeeper import Housekeeper
+from honed.daemon.maintenance import Maintenance
 from honed.daemon.reading import Reading
 from honed.daemon.status import Status
 from honed.daemon.wake import Wake
@@ -61,6 +62,7 @@ def table(
     backlog: Backlog,
     housekeeper: Housekeeper,
     status: Status,
+    maintenance: Maintenance,
     waits_for: Callable[[int], Wait | None],
 ) -> dict[str, Verb]:
     """Return the verbs by name. `waits_for` returns why a queued job does not run."""
@@ -90,6 +92,10 @@ def table(
         "unpin": changing(changes.pin),
         "pause": Verb(Right.ADMINISTRATOR, status.pause, wakes=True),
         "resume": Verb(Right.ADMINISTRATOR, status.pause, wakes=True),
+        "drain": Verb(Right.ADMINISTRATOR, maintenance.drain, wakes=True),
+        "undrain": Verb(Right.ADMINISTRATOR, maintenance.undrain, wakes=True),
+        "reserve": Verb(Right.ADMINISTRATOR, maintenance.reserve, wakes=True),
+        "unreserve": Verb(Right.ADMINISTRATOR, maintenance.unreserve, wakes=True),
     }
 
 

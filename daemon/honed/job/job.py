@@ -52,6 +52,7 @@ class Stop(StrEnum):
 
     CANCEL = "cancel"  #: to cancelled
     HOLD = "hold"  #: to held
+    PREEMPT = "preempt"  #: to queued: its device is needed for something else, or its hours are over
     SHUTDOWN = "shutdown"  #: to queued: honed or the machine is shutting down
 
 
@@ -61,6 +62,14 @@ class Fallback:
 
     time: float  #: seconds since the epoch
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """The reason why an attempt was asked to give up its device; its end is that of the attempt."""
+
+    reason: str  #: for people: `the hours of GPU 0 ended`
+    after_sec: float  #: seconds from the attempt's start to the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,7 @@ class Attempt:
     started_monotonic: float | None = None  #: seconds of CLOCK_MONOTONIC; None if an older honed wrote it
     boot_id: str | None = None  #: the boot that started_monotonic belongs to
     took_sec: float | None = None  #: duration until the worker ended, unaffected by clock changes; None while it runs
+    preemption: Preemption | None = None  #: why honed asked it to give up its device
 
     @property
     def began(self) -> Moment:
@@ -147,6 +157,15 @@ class Job:
         """The latest attempt. Raises IndexError if there is none."""
         return self.attempts[-1]
 
+    @property
+    def preemption(self) -> Preemption | None:
+        """The preemption of the latest attempt; None once the job has started again, or if there was none."""
+        return self.attempts[-1].preemption if self.attempts else None
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(attempt.preemption is not None for attempt in self.attempts)
+
     def with_attempt(self, **changes: Any) -> Job:
         """Return the same job with its latest attempt changed."""
         return dataclasses.replace(
@@ -185,6 +204,8 @@ def _attempt(raw: dict[str, Any]) -> Attempt:
     known = _known(Attempt, raw)
     if known.get("fallback") is not None:
         known["fallback"] = Fallback(**_known(Fallback, known["fallback"]))
+    if known.get("preemption") is not None:
+        known["preemption"] = Preemption(**_known(Preemption, known["preemption"]))
     return Attempt(**known)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -27,6 +27,14 @@ def duration(seconds: float) -> str:
 def gib(num_bytes: float) -> str:
     """Format bytes for people: 24.0 GiB, 12 MiB; rounded up to whole MiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{math.ceil(num_bytes / 2**20)} MiB"
+
+
+def together(facts: Iterable[tuple[str, str]]) -> list[str]:
+    """Return sentences about devices, one for all that have the same fact: `GPU 0, GPU 1 are drained: a new fan`."""
+    labels: dict[str, list[str]] = {}
+    for label, fact in facts:
+        labels.setdefault(fact, []).append(label)
+    return [f"{', '.join(those)} {'is' if len(those) == 1 else 'are'} {fact}" for fact, those in labels.items()]
 
 
 def figure(value: Any) -> str:

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from honed.job import arrival
+from honed.job import arrival, preemption
 from honed.job.catalog import Catalog
 from honed.job.database import Reader, figures, progress_of, timestamp
 from honed.job.event import Event
@@ -189,7 +189,7 @@ def _row(job: Job, progress: Progress, asker: Asker) -> Row:
     if asker.may_read(job):
         return summary(job, progress)
     row = summary(job, {**progress, "epoch": None, "loss": None})
-    row |= {"name": "", "outcome": None, "remark": "", "source": None}
+    row |= {"name": "", "outcome": None, "remark": "", "source": None, "preemption": None}
     return row if row["waiting_for"] is None else {**row, "waiting_for": {**row["waiting_for"], "detail": ""}}
 
 
@@ -208,6 +208,7 @@ def summary(job: Job, progress: Progress = NO_PROGRESS) -> Row:
         "source": job.source,
         "is_pinned": job.is_pinned,
         "waiting_for": _waiting_for(job),
+        "preemption": preemption.current(job),
         "progress": progress,
         "needs_bytes": job.needs_bytes or None,
     }
@@ -248,6 +249,7 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         "adjustments": [
             {"attempt": each.attempt, "text": each.text, "changes": each.changes} for each in job.adjustments
         ],
+        "num_preemptions": job.num_preemptions,
         "artifacts": {
             "output_dir": _text(artifacts.get("output_dir")) or job.output_dir,
             "report": report,
@@ -287,6 +289,7 @@ def _attempt(attempt: Attempt) -> AttemptRow:
         "step": attempt.step,
         "num_starts": attempt.num_starts,
         "device": attempt.device,
+        "preemption": preemption.row(attempt),
     }
 
 

@@ -34,6 +34,14 @@ class Wait(TypedDict):
 _Class = TypedDict("_Class", {"class": str | None})
 
 
+class PreemptionRow(TypedDict):
+    """A request to give up the device, and its cost."""
+
+    reason: str
+    stop_sec: float | None  #: seconds from the request to the end of the worker; None before that
+    lost_steps: int | None  #: 0 if it wrote a checkpoint; None if it did not, or not yet
+
+
 class Row(_Class):
     """One row of `list`."""
 
@@ -48,6 +56,7 @@ class Row(_Class):
     source: str | None  #: None for another user's job
     is_pinned: bool
     waiting_for: Wait | None
+    preemption: PreemptionRow | None  #: of a job that has not started again since
     progress: Progress
     needs_bytes: int | None
 
@@ -80,6 +89,7 @@ class AttemptRow(TypedDict):
     step: int
     num_starts: int
     device: str | None
+    preemption: PreemptionRow | None
 
 
 class AdjustmentRow(TypedDict):
@@ -120,6 +130,7 @@ class Shown(Row):
     attempts: list[AttemptRow]
     error: ErrorRecord | None
     adjustments: list[AdjustmentRow]
+    num_preemptions: int
     artifacts: Artifacts
     metrics: dict[str, float]
     memory: MemoryShown
@@ -201,6 +212,22 @@ class Arrival(TypedDict):
     problem: str | None
 
 
+class Closure(TypedDict):
+    """A reason why no job, or only some jobs, may start on a device."""
+
+    reason: str  #: drained, hours or reserved
+    detail: str  #: a text that follows `GPU 0 is`
+
+
+class DeviceRow(TypedDict):
+    """A device, and what closes it."""
+
+    device: str  #: a GPU's UUID, or the kind of another device
+    label: str  #: `GPU 0`
+    name: str | None  #: the model; None if it does not respond
+    closures: list[Closure]
+
+
 class Status(TypedDict):
     """The answer to `status`."""
 
@@ -213,6 +240,7 @@ class Status(TypedDict):
     num_arriving: int
     limit: str  #: the asker's limit that keeps their job files waiting, in words; empty without one
     arrivals: list[Arrival]
+    devices: list[DeviceRow]
 
 
 # -- removal -----------------------------------------------------------------------------------------------------------

@@ -80,7 +80,8 @@ class WaitingFor(_Answer):
     """The reason why a job does not run."""
 
     reason: str
-    """Reason for programs: person, dependency, plan, retry, disk, paused, device, turn, honed, …"""
+    """Reason for programs: person, dependency, plan, retry, disk, paused, device, hours, drained, reserved, turn,
+    honed, …"""
     detail: str
     "Reason as text; empty for another user's job, and if it changes every second."
 
@@ -112,6 +113,8 @@ class JobRow(_Answer):
     """Reason for waiting; given for held jobs and the first 500 of the queue."""
     needs_bytes: int | None
     """Free disk space in bytes that it needs to be started again."""
+    preemption: dict[str, Any] | None = None
+    """Request to give up its device, of a job that has not started again since: reason, stop_sec, lost_steps."""
     progress: Progress
 
 
@@ -166,6 +169,8 @@ class JobShown(JobRow):
     """Last value of each metric."""
     adjustments: list[dict[str, Any]]
     """Changes since the job ran out of memory, one per step: attempt, text, changes."""
+    num_preemptions: int = 0
+    """Number of requests to give up its device."""
     depends_on: list[str]
     """Numbers and names of the jobs that it waits for."""
     job_dir: str

@@ -171,6 +171,8 @@ def outcome(story: Story) -> tuple[str, str]:
             return "bad", f"{job.outcome or 'failed'}{why}"
         case "cancelled":
             return "warn", "cancelled"
+        case "queued" | "running" if preemption := story.shown["preemption"]:
+            return "warn", f"{job.state}; preempted: {preemption['reason']}"
         case "running":
             progress = story.shown["progress"]
             return "", f"running: {progress_text(progress) if progress.get('step') is not None else _stage(story)}"
@@ -205,6 +207,7 @@ def _overview(story: Story, *, now: float) -> Iterable[tuple[str, Any]]:
         if name.startswith("predictions/"):
             yield f"{name.removeprefix('predictions/').replace('_', ' ')} of predictions", figure(value)
     yield "time", duration(seconds) if job.attempts else None
+    yield "preemptions", job.num_preemptions or None
     yield "base model", spec.get("base_model")
     yield "backend", job.attempt.backend if job.attempts else (plan.get("backend") or {}).get("name")
     yield "device", (plan.get("device") or {}).get("name")

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from honed.job import out_of_memory
+from honed.job import out_of_memory, preemption
 from honed.job.job import Adjustment, Job, State, Stop
 from honed.job.plan_file import PlanFile
 from honed.run.outcome import Outcome
@@ -100,7 +100,7 @@ def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[
             return State.CANCELLED, {"outcome": "cancelled", "error": None, "stop": None}
         case Stop.HOLD if outcome.code in {"interrupted", "killed"}:
             return State.HELD, {"outcome": "interrupted", "error": None, "stop": None}
-        case Stop.SHUTDOWN if outcome.code in {"interrupted", "killed"}:
+        case Stop.PREEMPT | Stop.SHUTDOWN if outcome.code in {"interrupted", "killed"}:
             return State.QUEUED, {"outcome": "interrupted", "error": None, "stop": None}
         case None if outcome.code == "interrupted":
             # Somebody stopped the worker without honed: a person, so a person has to release the job.
@@ -121,9 +121,12 @@ def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[
 
 def tell(job: Job, outcome: Outcome, step: int, remedy: Remedy) -> None:
     """Log the end of an attempt. `job` is in its new state."""
-    is_well = (outcome.is_success and not job.remark) or job.state in {State.HELD, State.CANCELLED}
+    preempted = job.state is State.QUEUED and job.outcome == "interrupted" and job.preemption
+    is_well = (outcome.is_success and not job.remark) or job.state in {State.HELD, State.CANCELLED} or preempted
     level = logging.INFO if is_well else logging.WARNING
     why = f": {outcome.error.message}" if outcome.error is not None else f", but {job.remark}" * bool(job.remark)
+    if preempted:
+        why = f": preempted because {preempted.reason}; {preemption.cost(job)}"
     log.log(
         level,
         "job %d (%s): attempt %d: %s%s; now %s",

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from honed.spec import setting
+from honed.spec import hours, setting
+from honed.spec.hours import Hours
 from honed.spec.problem import MAX_PROBLEMS
 from honed.spec.setting import Gone
 from honed.system import quote
@@ -84,6 +85,20 @@ def _webhook_or_name(value: str) -> str:
     return value if WEBHOOK_NAME.fullmatch(value) else _web_address(value)
 
 
+def _hours(value: str | list[str]) -> str | list[str]:
+    hours.parse(value)
+    return value
+
+
+def _hours_of(value: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
+    for name, texts in value.items():
+        try:
+            hours.parse(texts)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return value
+
+
 #: An absolute path of a directory.
 Directory = Annotated[str, AfterValidator(_absolute)]
 
@@ -144,6 +159,18 @@ class DeviceConfig(_Section):
     """Bytes of a device's memory that plans never use."""
     busy_bytes: Annotated[int, Field(ge=0)] = 1024 * 1024 * 1024
     """Bytes of memory that others may hold on a free GPU; above that, a job waits for it."""
+    hours: Annotated[str | list[str], AfterValidator(_hours)] | None = None
+    """Hours during which jobs may run, or a list of them: `Mon..Fri 20:00-08:00`, in local time. Weekdays are as in
+    systemd.time(7), every day without any; a range that passes midnight belongs to the day on which it begins. When the
+    hours end, running jobs write a checkpoint and return to the queue. By default always."""
+    hours_of: Annotated[dict[str, str | list[str]], AfterValidator(_hours_of)] = {}
+    """Hours of single devices, in place of device.hours: a GPU's index or UUID, or cpu = hours. `00:00-24:00` is
+    always."""
+
+    def hours_for(self, *names: str) -> Hours:
+        """Return the hours of a device that has these names, the most specific first."""
+        found = next((self.hours_of[name] for name in names if name in self.hours_of), self.hours)
+        return hours.parse(found) if found is not None else Hours()
 
 
 class PolicyConfig(_Section):

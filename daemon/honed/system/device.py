@@ -32,6 +32,18 @@ class Device:
     free_bytes: int = 0  #: excludes memory held by other processes
     has_bfloat16: bool = True  #: False for an Apple GPU before macOS 14
 
+    @property
+    def key(self) -> str:
+        """The device's name in entries: a GPU's UUID, or the kind."""
+        return self.uuid or self.kind
+
+    @property
+    def label(self) -> str:
+        """The device's short name for people."""
+        if self.kind == "cuda":
+            return f"GPU {self.index if self.index is not None else self.uuid}"
+        return "the CPU" if self.kind == "cpu" else "the GPU"
+
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 

@@ -66,6 +66,10 @@ USES = {
     "unpin": CHANGES,
     "pause": Use(Right.ADMINISTRATOR, THEIRS, arguments={}),
     "resume": Use(Right.ADMINISTRATOR, THEIRS, arguments={}),
+    "drain": Use(Right.ADMINISTRATOR, THEIRS, arguments={"id": "cpu"}),
+    "undrain": Use(Right.ADMINISTRATOR, THEIRS, arguments={"id": "cpu"}),
+    "reserve": Use(Right.ADMINISTRATOR, THEIRS, arguments={"id": "cpu", "job": "1"}),
+    "unreserve": Use(Right.ADMINISTRATOR, THEIRS, arguments={"id": "cpu"}),
 }
 
 
@@ -109,6 +113,13 @@ def answered(honed: Daemon, verb: str, uid: int, arguments: dict[str, Any]) -> s
     return json.dumps(list(answer.rows) if isinstance(answer, Rows) else answer)
 
 
+def closed(honed: Daemon) -> list[str]:
+    """Return the reasons for which the one device is closed or reserved."""
+    placement = honed._dispatch.placement
+    [row] = placement.availability.rows(placement.all())
+    return [closure["reason"] for closure in row["closures"]]
+
+
 def test_the_table_has_these_verbs_with_these_rights(honed: Daemon) -> None:
     assert {name: verb.right for name, verb in honed._answers.verbs.items()} == {
         name: use.right for name, use in USES.items()
@@ -127,8 +138,9 @@ def test_a_verb_is_answered_for_those_who_may_use_it_and_changes_nothing_for_the
     use = USES[verb]
     job = admit(honed, use.state)
     if uid in use.may:
-        if verb in {"resume", "unpin"}:
-            answered(honed, verb.removeprefix("un").replace("resume", "pause"), ADMINISTRATOR, use.arguments)
+        if verb in {"resume", "unpin", "undrain", "unreserve"}:
+            opposite = verb.removeprefix("un").replace("resume", "pause")
+            answered(honed, opposite, ADMINISTRATOR, use.arguments | ({"job": "1"} if opposite == "reserve" else {}))
         answer = answered(honed, verb, uid, use.arguments)
         assert ("secret" in answer) is (uid in use.sees) or (uid != STRANGER and not use.sees)
         after = honed._spool.job(job.id)
@@ -139,11 +151,13 @@ def test_a_verb_is_answered_for_those_who_may_use_it_and_changes_nothing_for_the
             assert after is not None
             assert after.is_pinned is (verb == "pin")
         assert honed._spool.is_paused is (verb == "pause")
+        assert closed(honed) == {"drain": ["drained"], "reserve": ["reserved"]}.get(verb, [])
         return
     with pytest.raises(NotPermittedError) as caught:
         answered(honed, verb, uid, use.arguments)
     assert honed._spool.job(job.id) == job
     assert not honed._spool.is_paused
+    assert not closed(honed)
     match use.right:
         case Right.OWNER:
             assert caught.value.message == "job 1 belongs to another user"

@@ -160,7 +160,7 @@ def test_every_outcome_leads_somewhere_that_there_is_a_move_to(code: str, stop: 
     elif stop is Stop.CANCEL:
         assert state is State.CANCELLED
     elif code == "interrupted":
-        assert state is (State.QUEUED if stop is Stop.SHUTDOWN else State.HELD)
+        assert state is (State.QUEUED if stop in {Stop.PREEMPT, Stop.SHUTDOWN} else State.HELD)
         assert "num_failures" not in changes, "a clean stop uses up no attempt"
 
 

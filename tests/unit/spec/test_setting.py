@@ -32,6 +32,11 @@ from honed.system.layout import Layout
         ("[policy]\nallowed_paths = ['/srv',\n 'srv']", "line 3: policy.allowed_paths: use an absolute path"),
         ("[reporting]\nmetrics_api_url = 'ftp://x'", "reporting.metrics_api_url: not an HTTP or HTTPS URL, got"),
         ("[jobs]\nmax_running = 1\n[jobs]\n", "Cannot declare"),
+        ("[device]\nhours = 'Mo 8:00-9:00'", "line 2: device.hours: 'Mo 8:00-9:00': 'Mo' is not a weekday; expected"),
+        ("[device]\nhours = ['8:00-9:00',\n'8:00']", "device.hours: '8:00': expected weekdays and a range of times"),
+        ("[device]\nhours = []", "line 2: device.hours: an empty list: without the key a device is always open"),
+        ("[device]\nhours = 8", "line 2: device.hours: expected text or a list, each item text, or null, got 8"),
+        ("[device.hours_of]\n0 = '24:00-8:00'", "device.hours_of: 0: '24:00-8:00': 24:00 can only be an end"),
         ("a = " + "[" * 5000, "nested too deeply"),
     ],
 )
