@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from honed.daemon.availability import Availability
 from honed.daemon.backlog import Backlog
 from honed.daemon.dispatch import Selection
 from honed.daemon.placement import Placement
@@ -159,7 +160,10 @@ def simulate(workload: Workload, directory: Path, *, shares_of: type[Shares] = S
     backlog = Backlog(spool, database, shares, has_room=lambda _job: True, clock=lambda: clock[0])
     backlog.recover()
     gpus = [Device("cuda", f"GPU {n}", n, f"GPU-{n}", (9, 0), 80 * 2**30, 80 * 2**30) for n in range(NUM_DEVICES)]
-    placement = Placement(layout, lambda: config, attempts, probe=lambda _gpus: gpus, clock=lambda: clock[0])
+    availability = Availability(spool, lambda: config, now=lambda: clock[0])
+    placement = Placement(
+        layout, lambda: config, attempts, availability, probe=lambda _gpus: gpus, clock=lambda: clock[0]
+    )
     acceptance: Any = _Replanning()
     selection = Selection(
         spool, lambda: config, attempts, backlog, Plans(spool, backlog, placement, acceptance), placement, shares

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to drop f
 @pytest.fixture
 def instance() -> Iterator[Instance]:
     """An instance whose model and data every user may read: pytest's directories are root's alone."""
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
         Path(made).chmod(0o755)
         instance = Instance(Path(made))
         yield instance
@@ -120,3 +120,56 @@ def used(instance: Instance) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [line for line in map(json.loads, path.read_text().splitlines()) if "job" in line]
+
+
+CLASSES = """
+[classes.urgent]
+rank = 5
+preempts = true
+[classes.high]
+rank = 4
+[classes.low]
+default = true
+min_run_sec = {}
+"""
+
+
+def test_a_job_of_a_class_that_preempts_takes_the_device_and_the_other_resumes(instance: Instance) -> None:
+    instance.configure(CLASSES.format(0))
+    instance.start()
+    drop(instance, ANNA, "slow-60")
+    wait_for(lambda: instance.job("slow-60") and instance.show("slow-60")["progress"]["step"], what="a step")
+    drop(instance, BERTA, "succeed.high", **{"class": "high"})
+    wait_for(lambda: instance.job("succeed.high") and waits(instance, "succeed.high"), what="a wait")
+    assert waits(instance, "succeed.high").startswith("device: job 1 ")
+    drop(instance, BERTA, "slow-20", **{"class": "urgent"})
+    drop(instance, CARL, "succeed.second", **{"class": "urgent"})
+    wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 4, what="all")
+    low, urgent = instance.job("slow-60"), instance.job("slow-20")
+    assert low is not None
+    assert urgent is not None
+    reason = f"job {urgent.id}, of class urgent, needs its device"
+    assert [attempt.preemption and attempt.preemption.reason for attempt in low.attempts] == [reason, None]
+    assert (low.num_failures, low.num_preemptions, len(urgent.attempts)) == (0, 1, 1)
+    # Neither the second urgent job nor the one of a class that does not preempt has ended anything.
+    assert order(instance) == ["slow-60", "slow-20", "succeed.second", "succeed.high"]
+    assert f"preempted: {reason}" in instance.honectl("show", "slow-60", check=True).stdout
+
+
+@pytest.mark.parametrize("kept", ["min_run", "merge", "rank"])
+def test_what_has_just_begun_or_could_not_resume_or_is_as_high_is_not_preempted(instance: Instance, kept: str) -> None:
+    instance.configure(CLASSES.format(3600 if kept == "min_run" else 0))
+    instance.start()
+    instance.client.ask("pause")
+    drop(instance, ANNA, "slow-60", **({"class": "urgent"} if kept == "rank" else {}))
+    job = instance.wait_state("slow-60", State.QUEUED)
+    if kept == "merge":
+        path = instance.layout.job(job.id).plan_path
+        plan = json.loads(path.read_text())
+        path.write_text(json.dumps({**plan, "spec": {**plan["spec"], "kind": "merge"}}))
+    instance.client.ask("resume")
+    instance.wait_state("slow-60", State.RUNNING)
+    drop(instance, BERTA, "succeed.urgent", **{"class": "urgent"})
+    wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 2, what="both")
+    assert [job.num_preemptions for job in instance.spool.all_jobs().values()] == [0, 0]
+    assert order(instance) == ["slow-60", "succeed.urgent"]

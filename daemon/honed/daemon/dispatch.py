@@ -9,7 +9,7 @@ goes whose attempt has ended.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from honed.daemon.arrivals.acceptance import Acceptance
 from honed.daemon.attempts import Attempts
@@ -17,6 +17,7 @@ from honed.daemon.backlog import Backlog
 from honed.daemon.fencing import Fence
 from honed.daemon.placement import DEVICE_PROBE_INTERVAL_SEC, Placement
 from honed.daemon.plans import Plans
+from honed.daemon.preempting import Preempting
 from honed.daemon.shares import Shares
 from honed.job import unstage
 from honed.job.job import Job, State
@@ -70,13 +71,7 @@ class Selection:
         """Return the job to start on a free device, in the order of `Shares`."""
         self._backlog.look_again()
         with_device = [wants_gpu for wants_gpu in (True, False) if self._placement.is_any_free(wants_gpu)]
-        beyond: set[int] = set()  # users who have reached a limit
-        for job in self._backlog.ready(for_gpu=with_device, but=beyond):
-            if self._shares.obstacle(job.uid):
-                beyond.add(job.uid)
-                continue
-            if self._backlog.delay_sec(job) > 0 or job.id in self._plans.numbers or self._backlog.is_short(job):
-                continue
+        for job in self._startable(with_device):
             if (free := self._placement.free_device(job)) is not None:
                 if self._placement.holds_on(job, free):
                     return job, free
@@ -87,6 +82,21 @@ class Selection:
         if first is not None and not self._attempts.running and not self._placement.is_any_free(wants_gpu=True):
             self._tell_waits(first)
         return None
+
+    def startable(self) -> Iterator[Job]:
+        """Yield the jobs that wait for nothing but a device, in the order of `Shares`."""
+        self._backlog.look_again()
+        return self._startable((True, False))
+
+    def _startable(self, for_gpu: Iterable[bool]) -> Iterator[Job]:
+        beyond: set[int] = set()  # users who have reached a limit
+        for job in self._backlog.ready(for_gpu=for_gpu, but=beyond):
+            if self._shares.obstacle(job.uid):
+                beyond.add(job.uid)
+                continue
+            if self._backlog.delay_sec(job) > 0 or job.id in self._plans.numbers or self._backlog.is_short(job):
+                continue
+            yield job
 
     def _tell_waits(self, job: Job) -> None:
         obstacles = self._placement.obstacles(job)
@@ -168,6 +178,7 @@ class Dispatch:
         self.fence = fence
         self.plans = Plans(spool, backlog, placement, acceptance)
         self.selection = Selection(spool, config, attempts, backlog, self.plans, placement, shares)
+        self._preempting = Preempting(spool.layout, config, attempts, placement, self.selection.startable)
 
     def patience(self) -> float:
         """Return the seconds until a step is due."""
@@ -214,11 +225,14 @@ class Dispatch:
             self.plans.ask_deferred()
 
     def vacate(self) -> None:
-        """Preempt the jobs on devices whose hours have ended, or that were drained at once."""
+        """Preempt the jobs on devices whose hours have ended, or that were drained at once, and those that have to make
+        room for jobs of a higher class."""
         self.placement.availability.expire()
         if not self._is_stopping():
             for job_id, reason in list(self.placement.overstays()):
                 self._attempts.preempt(job_id, reason)
+            if not (self._spool.is_paused or self.fence.fault):
+                self._preempting.tend()
 
     def start_next(self) -> None:
         """Start what can be started; nothing while it is not known which workers live."""

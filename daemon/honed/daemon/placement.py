@@ -158,6 +158,16 @@ class Placement:
         is_alike = planned.compute_capability == found.compute_capability
         return is_alike and found.total_bytes >= planned.total_bytes * (1 - DEVICE_TOLERANCE)
 
+    def suits(self, job: Job, found: Device) -> bool:
+        """Return True if a job could start on a device, were it free."""
+        wants_gpu = job.num_gpus > 0 and any(each.kind == "cuda" for each in self._devices)
+        return (
+            (found.kind == "cuda") == wants_gpu
+            and found.key not in self._unfit.get(job.id, {})
+            and self.availability.obstacle(job, found) is None
+            and self.holds_on(job, found)
+        )
+
     def rule_out(self, job: Job, found: Device, why: str) -> None:
         """Record that a job cannot run on a device: the job is not offered that device again while it is queued."""
         self._unfit.setdefault(job.id, {})[found.key] = why
