@@ -252,9 +252,8 @@ class Finding:
     """How far one run was from ideal sharing."""
 
     workload: str
-    worst_share: (
-        float  #: by which a backlogged user's share was off at the end of a day; 0 if by one longest job or less
-    )
+    worst_off: float  #: by which a backlogged user's share was off at the end of a day; 0 for one longest job or less
+    last_off: float  #: the same at the end of the last day, however small
     latest: float  #: seconds by which a job started later than ideally
     allowed: float  #: seconds
 
