@@ -188,10 +188,9 @@ class Counters:
         self._is_behind = True
 
     def _observe(self, name: str, seconds: float, label: str = "") -> None:
-        bounds = HISTOGRAMS[name].bounds
         seconds = max(0.0, seconds)  # the clock was set back
-        value = self._values["histograms"][name].setdefault(label, {"counts": [0] * (len(bounds) + 1), "sum": 0.0})
-        value["counts"][bisect.bisect_left(bounds, seconds)] += 1
+        value = self._values["histograms"][name].setdefault(label, _nothing(name))
+        value["counts"][bisect.bisect_left(HISTOGRAMS[name].bounds, seconds)] += 1
         value["sum"] += seconds
         self._is_behind = True
 
@@ -272,9 +271,14 @@ def values_of(data: Mapping[str, Any]) -> Values:
 
 
 def _zero() -> Values:
-    """Return the values at the start; a counter without a label is there from the start."""
+    """Return the values at the start: zero where there is no label."""
     counters: dict[str, dict[str, float]] = {name: {} if kind.label else {"": 0.0} for name, kind in COUNTERS.items()}
-    return {"counters": counters, "histograms": {name: {} for name in HISTOGRAMS}}
+    histograms = {name: {} if kind.label else {"": _nothing(name)} for name, kind in HISTOGRAMS.items()}
+    return {"counters": counters, "histograms": histograms}
+
+
+def _nothing(name: str) -> Observed:
+    return {"counts": [0] * (len(HISTOGRAMS[name].bounds) + 1), "sum": 0.0}
 
 
 def _spans(numbers: Iterable[int]) -> str:

@@ -75,7 +75,8 @@ class Figures(Collector):
             yield from self._running()
         yield from self._outbox()
         yield from self._file_systems()
-        yield from _counted(counters.read(self._source.layout.counters_path))
+        if (values := counters.read(self._source.layout.counters_path)) is not None:
+            yield from _counted(values)
         if (told := self._source.telemetry()) is not None:
             degraded = GaugeMetricFamily(
                 "honed_degraded", "Whether honed is degraded, by kind of fault", labels=("kind",)
@@ -163,14 +164,13 @@ class Figures(Collector):
         yield from (size, free)
 
 
-def _counted(values: counters.Values | None) -> Iterator[Metric]:
-    """Yield the counters and histograms; none if their file does not exist yet."""
-    for name, counter in counters.COUNTERS.items() if values is not None else ():
+def _counted(values: counters.Values) -> Iterator[Metric]:
+    for name, counter in counters.COUNTERS.items():
         family = CounterMetricFamily(name, counter.words, labels=(counter.label,) if counter.label else ())
         for label, value in sorted(values["counters"][name].items()):
             family.add_metric((label,) if counter.label else (), value)
         yield family
-    for name, histogram in counters.HISTOGRAMS.items() if values is not None else ():
+    for name, histogram in counters.HISTOGRAMS.items():
         buckets = HistogramMetricFamily(name, histogram.words, labels=(histogram.label,) if histogram.label else ())
         for label, observed in sorted(values["histograms"][name].items()):
             bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
@@ -191,7 +191,7 @@ def _loads(gpus: Sequence[Gpu]) -> Iterator[Metric]:
 def _process(prefix: str, used: Usage) -> Iterator[Metric]:
     """Yield the standard metrics of a process. prometheus_client's own collector needs files that the sandbox hides."""
     for key, words in _PROCESS.items():
-        yield GaugeMetricFamily(f"{prefix}_{key}", words, value=used.get(key))
+        yield GaugeMetricFamily(f"{prefix}_{key}", words, value=used[key])  # type: ignore[literal-required]
     yield CounterMetricFamily(
         f"{prefix}_cpu_seconds", "Total user and system CPU time spent in seconds.", value=used["cpu_seconds"]
     )

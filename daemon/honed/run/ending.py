@@ -108,8 +108,8 @@ def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[
     again = State.HELD if job.stop is Stop.HOLD else State.QUEUED
     if remedy.adjustment is not None:  # a ladder has its own end, and uses up no attempt
         adjustments, attempts = (*job.adjustments, remedy.adjustment), job.with_attempt(is_adjusted=True).attempts
-        changes = {"outcome": outcome.code, "error": problem, "stop": None, "adjustments": adjustments}
-        return again, {**changes, "attempts": attempts}
+        told = {"outcome": outcome.code, "error": problem, "stop": None}
+        return again, {**told, "adjustments": adjustments, "attempts": attempts}
     if remedy.needs_bytes:
         return again, {"outcome": outcome.code, "error": problem, "stop": None, "needs_bytes": remedy.needs_bytes}
     num_failures = job.num_failures + 1
