@@ -7,11 +7,12 @@ import sys
 
 from honed.cli.instance import Instance
 from honed.job import query
-from honed.page.metrics import scrape
-from honed.page.source import Source
 
 
 def metrics(instance: Instance, _options: argparse.Namespace) -> int:
-    """Print the metrics. Those of honed's state that the user cannot read are left out."""
+    """Print the metrics. Raises PermissionError for a user who may not read honed's files."""
+    from honed.page.metrics import scrape  # loads prometheus_client, which no other verb needs
+    from honed.page.source import Source
+
     sys.stdout.write(scrape(Source(instance.layout), query.ANYBODY, with_process=False).decode())
     return 0
