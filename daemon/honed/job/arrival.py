@@ -438,10 +438,13 @@ def submission_of(reason: str) -> tuple[int, int] | None:
 
 
 def refused(path: Path) -> tuple[int, str] | None:
-    """Return the number and the error's code of a rejected file, from its `.reason`; None if it has none of honed's."""
+    """Return the number and the error's code of a rejected file, from its `.reason`; None if it has none of honed's.
+
+    Raises OSError if it cannot be read.
+    """
     try:
         reason = path.with_name(f"{path.name}.reason").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except FileNotFoundError:
         return None
     match [*reason.split("\n", 4), "", "", "", ""][1:4]:
         case [second, "", code] if match := SUBMITTED.fullmatch(second) or TAKEN.fullmatch(second):

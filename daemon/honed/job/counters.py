@@ -201,7 +201,7 @@ class Counters:
         self._values = _zero()
         self._marks = {job.id: Mark.of(job) for job in self._spool.catalog}
         self._pruned = self._spool.pruned_ids()
-        self._rejected = {number for number, _ in self._refused()}
+        self._rejected = set(self._refused()[0])
         self._is_behind = True
         self.tend(is_last=True)  # at once, as later nobody could tell what is not to be counted
 
@@ -214,20 +214,28 @@ class Counters:
         self._pruned |= pruned
         for job in self._spool.catalog:
             self._count(job)
-        found = dict(self._refused())
+        found, are_all = self._refused()
         for number, code in found.items():
             self.count_rejection(number, code, None)
         # Numbers are never used again: those of which nothing is left need not be kept.
-        self._rejected &= found.keys()
+        self._rejected = self._rejected & found.keys() if are_all else self._rejected
         self._pruned &= pruned
         known = {*pruned, *self._spool.corrupt.numbers(), *(job.id for job in self._spool.catalog)}
         self._marks = {number: mark for number, mark in self._marks.items() if number in known}
 
-    def _refused(self) -> Iterator[tuple[int, str]]:
-        """Yield the number and the code of each file in rejected/. One that only has its reason is not rejected yet."""
-        for name in set(names_in(directory := self._spool.rejected_dir)):
-            if not name.endswith(".reason") and (found := refused(directory / name)) is not None:
-                yield found
+    def _refused(self) -> tuple[dict[int, str], bool]:
+        """Return the code of each file in rejected/ by its number, and whether all could be read. A file that only has
+        its reason is not rejected yet."""
+        found: dict[int, str] = {}
+        are_all = True
+        for name in names_in(directory := self._spool.rejected_dir):
+            try:
+                if not name.endswith(".reason") and (one := refused(directory / name)) is not None:
+                    found[one[0]] = one[1]
+            except OSError as error:
+                log.warning("%s: not counted: %s", directory / name, error)
+                are_all = False
+        return found, are_all
 
     def _read(self, data: Mapping[str, Any]) -> None:
         """Take the file's content. Raises ValueError, KeyError, TypeError or AttributeError if it is damaged."""

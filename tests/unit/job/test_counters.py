@@ -283,3 +283,22 @@ def test_an_arrivals_time_is_that_of_its_drop_and_reaches_the_entry(tmp_path: Pa
     arrivals.admit(job, claim, PlanFile({}))
     assert job_of(spool, claim.id).arrived_at == dropped_at
     spool.close()
+
+
+def test_a_reason_that_cannot_be_read_once_is_not_counted_twice(tmp_path: Path) -> None:
+    with honed(tmp_path) as (spool, _):
+        reject(3, SpecError("no"))(spool)
+        reason = spool.rejected_dir / "bad.json.reason"
+    with honed(tmp_path) as (_, made):
+        made.tend(is_last=True)
+    text = reason.read_text()
+    reason.unlink()
+    reason.mkdir()
+    with honed(tmp_path) as (spool, made):
+        accept(4, 100.0)(spool)
+        made.tend(is_last=True)
+    reason.rmdir()
+    reason.write_text(text)
+    with honed(tmp_path) as (_, made):
+        made.tend(is_last=True)
+    assert values(tmp_path)["counters"]["honed_jobs_rejected_total"] == {"spec_invalid": 1}
