@@ -31,8 +31,8 @@ from honed.system import durable
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two writes of the file, at least.
-WRITE_INTERVAL_SEC = 5.0
+#: Seconds between two writes of the file, at least, and that as a multiple of a write's duration.
+WRITE_INTERVAL_SEC, WRITE_REST = 5.0, 100
 
 
 class Counter(NamedTuple):
@@ -137,8 +137,10 @@ class Counters:
         """Write the file if something was counted and the last write is long enough ago. Raises OSError if that is
         impossible; nothing is lost then."""
         if self._is_behind and (is_last or self._clock() >= self._write_at):
+            began = self._clock()
             durable.write(self._path, (json.dumps(self._data()) + "\n").encode())
-            self._is_behind, self._write_at = False, self._clock() + WRITE_INTERVAL_SEC
+            ended = self._clock()
+            self._is_behind, self._write_at = False, ended + max(WRITE_INTERVAL_SEC, WRITE_REST * (ended - began))
 
     def count_rejection(self, number: int, code: str, arrived_at: float | None) -> None:
         """Count a rejected arrival, unless it was counted before."""
