@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/honectl
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_honectl_subparsers=(submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox doctor)
+_shtab_honectl_subparsers=(submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor)
 
 _shtab_honectl_submit_option_strings=(-h --help --json --hold --stage --wait)
 _shtab_honectl_check_option_strings=(-h --help --json)
@@ -32,6 +32,7 @@ _shtab_honectl_unreserve_option_strings=(-h --help --json)
 _shtab_honectl_predictions_option_strings=(-h --help --json --sample --step --jsonl --csv)
 _shtab_honectl_report_option_strings=(-h --help --json --open)
 _shtab_honectl_sandbox_option_strings=(-h --help --dry-run)
+_shtab_honectl_metrics_option_strings=(-h --help)
 _shtab_honectl_doctor_option_strings=(-h --help --json)
 _shtab_honectl_option_strings=(-h --help --root --user --version)
 
@@ -59,7 +60,7 @@ _shtab_honectl___root_COMPGEN=_shtab_compgen_dirs
 
 _shtab_honectl_list___state_choices=(queued held running succeeded failed cancelled)
 _shtab_honectl_prune___state_choices=(succeeded failed cancelled)
-_shtab_honectl_pos_0_choices=(submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox doctor)
+_shtab_honectl_pos_0_choices=(submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor)
 
 _shtab_honectl_submit_pos_0_nargs=+
 _shtab_honectl_submit__h_nargs=0
@@ -161,6 +162,8 @@ _shtab_honectl_report___open_nargs=0
 _shtab_honectl_sandbox__h_nargs=0
 _shtab_honectl_sandbox___help_nargs=0
 _shtab_honectl_sandbox___dry_run_nargs=0
+_shtab_honectl_metrics__h_nargs=0
+_shtab_honectl_metrics___help_nargs=0
 _shtab_honectl_doctor__h_nargs=0
 _shtab_honectl_doctor___help_nargs=0
 _shtab_honectl_doctor___json_nargs=0

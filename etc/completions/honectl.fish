@@ -50,7 +50,7 @@ function _shtab_honectl_using
   test "$_shtab_honectl_cmdpath" = "$argv"
 end
 
-set -g _shtab_honectl_commands submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox doctor
+set -g _shtab_honectl_commands submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor
 set -g _shtab_honectl_opts_with_value --after --for --job --keep --limit --max-size --older-than --owner --reason --root --rows --sample --state --step --until
 
 complete -c honectl -e
@@ -181,6 +181,8 @@ complete -c honectl -n '_shtab_honectl_using report; and test $_shtab_honectl_np
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a sandbox -d 'give the units access to policy.allowed_paths (as root)'
 complete -c honectl -n '_shtab_honectl_using sandbox' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using sandbox' -l dry-run -d 'print the drop-ins; write nothing'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a metrics -d 'print the metrics of /metrics in Prometheus'"'"' text format, also while honed-web is off'
+complete -c honectl -n '_shtab_honectl_using metrics' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a doctor -d 'check this machine: versions, GPU, disk, permissions'
 complete -c honectl -n '_shtab_honectl_using doctor' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using doctor' -l json -d 'print JSON'

@@ -17,6 +17,7 @@ _shtab_honectl_commands() {
     hold:'keep a queued job from starting, or stop a running one at a checkpoint'
     list:'list jobs and their progress: the first of each kind, or with --json all'
     logs:'show the log of a job'"'"'s attempts; with --json one line of JSON per event'
+    metrics:'print the metrics of /metrics in Prometheus'"'"' text format, also while honed-web is off'
     pause:'stop starting jobs; running jobs continue'
     pin:'protect a job from removal by prune and retention'
     plan:'show what a job would do and why; no model is loaded'
@@ -120,6 +121,13 @@ _shtab_honectl_logs_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_logs_defaults_added=0
+
+_shtab_honectl_metrics_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_metrics_defaults_added=0
 
 _shtab_honectl_pause_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -334,6 +342,7 @@ _shtab_honectl() {
         hold) _arguments -C -s $_shtab_honectl_hold_options ;;
         list) _arguments -C -s $_shtab_honectl_list_options ;;
         logs) _arguments -C -s $_shtab_honectl_logs_options ;;
+        metrics) _arguments -C -s $_shtab_honectl_metrics_options ;;
         pause) _arguments -C -s $_shtab_honectl_pause_options ;;
         pin) _arguments -C -s $_shtab_honectl_pin_options ;;
         plan) _arguments -C -s $_shtab_honectl_plan_options ;;

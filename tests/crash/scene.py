@@ -17,6 +17,7 @@ from pathlib import Path
 
 from honed.daemon.rebuild import rebuild
 from honed.job.arrival import Arrivals
+from honed.job.counters import Counters
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.spool import Spool
@@ -192,7 +193,7 @@ class Scene:
         found += [f"left in claimed/: {path.name}" for path in spool.claimed_dir.iterdir()]
         known = {str(job.id) for job in jobs}
         found += [f"of no job: {path}" for path in self.layout.jobs_dir.iterdir() if path.name not in known]
-        return found + self.database_faults(spool)
+        return found + self.counter_faults(jobs, len(refused)) + self.database_faults(spool)
 
     @staticmethod
     def _is_unreadable(spool: Spool, name: str) -> bool:
@@ -201,6 +202,21 @@ class Scene:
     def _has_succeeded(self, job: Job, number: int) -> bool:
         path = self.layout.job(job.id).attempt(number).result_path
         return path.exists() and json.loads(path.read_bytes())["outcome"] == "succeeded"
+
+    def counter_faults(self, jobs: Sequence[Job], num_refused: int) -> list[str]:
+        """Counters that differ from the entries; the last write may have failed, and is then made up for at a start."""
+        spool = Spool(self.layout)
+        spool.recover()
+        counters = Counters(self.layout.counters_path, spool)
+        counters.recover()
+        spool.close()
+        ours = {name: sum(values.values()) for name, values in counters._values["counters"].items()}
+        theirs = {
+            "honed_jobs_finished_total": sum(job.state.is_final for job in jobs),
+            "honed_jobs_rejected_total": num_refused,
+            "honed_attempts_finished_total": sum(each.ended_at is not None for job in jobs for each in job.attempts),
+        }
+        return [f"{name}: {ours[name]} and not {count}" for name, count in theirs.items() if ours[name] != count]
 
     def database_faults(self, spool: Spool) -> list[str]:
         """How honed.db differs from the one that is made anew from the spool and the jobs' directories."""

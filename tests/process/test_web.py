@@ -545,7 +545,7 @@ def test_prometheus_gets_the_queue_the_running_job_and_the_outcomes(instance: In
         assert status == 200
         assert headers["content-type"].startswith("text/plain; version=")
         families = list(text_string_to_metric_families(body.decode()))
-        assert all(each.documentation and each.type in {"gauge", "counter"} for each in families)
+        assert all(each.documentation and each.type in {"gauge", "counter", "histogram"} for each in families)
         return {each.name: {tuple(one.labels.values()): one.value for one in each.samples} for each in families}
 
     with serving(instance) as web:
@@ -559,6 +559,8 @@ def test_prometheus_gets_the_queue_the_running_job_and_the_outcomes(instance: In
         assert found["honed_job_loss"] == found["honed_job_tokens"] == {}  # results are not shared
         assert found["honed_outbox_waiting_bytes"] == {(): 0}
         assert found["process_resident_memory_bytes"][()] > 1e6
+        assert found["honed_process_resident_memory_bytes"][()] > 1e6
+        assert found["honed_jobs_waiting"] == {("device",): 1}
         instance.configure(SHARED)
         web.process.send_signal(signal.SIGHUP)
         wait_for(lambda: "configuration reloaded" in web.log, what="a reload")

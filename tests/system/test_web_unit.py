@@ -95,7 +95,12 @@ def test_over_loopback_everybody_sees_numbers_and_states(machine: Machine) -> No
     for path in ("/api/jobs/1", "/api/jobs/1/metrics", "/api/jobs/1/predictions", "/jobs/1", "/api/jobs/1/events"):
         assert ask(machine, LOOPBACK, path)[0] == 403, path
     assert ask(machine, LOOPBACK, "/api/jobs", "Host: evil.example")[0] == 421
-    assert 'honed_jobs{state="succeeded"} 1.0' in ask(machine, LOOPBACK, "/metrics")[1]
+    ended = 'honed_jobs_finished_total{outcome="succeeded"} 1.0'  # from a file, which its user can read
+    wait_for(lambda: ended in ask(machine, LOOPBACK, "/metrics")[1], what="the counters")
+    metrics = ask(machine, LOOPBACK, "/metrics")[1]
+    assert 'honed_jobs{state="succeeded"} 1.0' in metrics
+    assert 'honed_degraded{kind="machine"} 0.0' in metrics  # from the control socket
+    assert "\nprocess_resident_memory_bytes " in metrics  # its own, although the unit hides most of /proc
 
 
 def test_over_the_unix_socket_people_read_what_is_theirs(machine: Machine) -> None:

@@ -241,4 +241,10 @@ def _add_machine(add: Add) -> None:
     """Add the verbs for the machine."""
     verb = add("sandbox", "sandbox:sandbox", "give the units access to policy.allowed_paths (as root)", as_json=False)
     verb.add_argument("--dry-run", action="store_true", help="print the drop-ins; write nothing")
+    add(
+        "metrics",
+        "metrics:metrics",
+        "print the metrics of /metrics in Prometheus' text format, also while honed-web is off",
+        as_json=False,
+    )
     add("doctor", "doctor:doctor", "check this machine: versions, GPU, disk, permissions")

@@ -421,7 +421,8 @@ class Attempts:
         told = running.following.narrator.progress.get("step")
         step = outcome.step if outcome.step is not None else told if isinstance(told, int) else 0
         took_sec = running.deadlines.took_sec(running.ended)
-        job = running.job.with_attempt(ended_at=time.time(), outcome=outcome.code, step=step, took_sec=took_sec)
+        ended = {"ended_at": time.time(), "outcome": outcome.code, "step": step, "took_sec": took_sec}
+        job = running.job.with_attempt(**ended, is_resumed=running.following.is_resumed(running.job))
         remedy = ending.remedy_for(self._layout, job, outcome, running.phase)
         if remedy.error is not None:
             outcome = replace(outcome, error=remedy.error)

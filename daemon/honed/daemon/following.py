@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 from collections.abc import Callable
 
 from honed.daemon import rebuild
@@ -110,6 +111,14 @@ class Following:
             pass
         except OSError as problem:
             log.warning("job %d (%s): its events may be lost in a power cut: %s", job.id, job.name, problem)
+
+    def is_resumed(self, job: Job) -> bool:
+        """Return True if the attempt has resumed from a checkpoint. If honed.db fails, only events since honed's start
+        are known."""
+        try:
+            return self.narrator.is_resumed or self._database.has_event(job, "resumed")
+        except sqlite3.Error:
+            return False
 
     def tell_fallback(self, job: Job) -> None:
         """Record the fallback of the latest attempt in the database, once."""

@@ -182,7 +182,8 @@ class Daemon:
         try:
             while not self._is_over():
                 self._turn()
-            self._health.run([self._tend_database])  # writes that the database did not take in the last turn
+            # What could not be written in the last turn, or was not due.
+            self._health.run([self._tend_database, functools.partial(self._publishing.counters.tend, is_last=True)])
         finally:
             self._close()
         log.info("honed is stopping: %s", self._status.line())
@@ -205,6 +206,7 @@ class Daemon:
                 self._publishing.notices.tend,
                 self._publishing.tend_sender,
                 self._publishing.tend_reporter,
+                self._publishing.counters.tend,
                 self._housekeeper.tend,
             ]
         )
@@ -232,6 +234,8 @@ class Daemon:
 
     def _recover(self) -> None:
         recovery.recover(self._spool)
+        self._publishing.counters.recover()
+        self._intake.acceptance.listen(self._publishing.counters.count_rejection)
         self._dispatch.fence.look()  # before anything is started; what it finds is adopted below
         self._intake.recover()
         if self._database.is_new:

@@ -1,4 +1,5 @@
-"""Publishing of jobs' data: rows for a metrics API, notices, report pages, and the processes that send or make them."""
+"""Publishing of jobs' data: rows for a metrics API, notices, report pages, counters, and the processes that send or
+make them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable
 
 from honed.daemon.attempts import Attempts
 from honed.daemon.reporter import Reporter
+from honed.job.counters import Counters
 from honed.job.database import Database
 from honed.job.spool import Spool
 from honed.run.sender_process import SendProcess, is_a_unit
@@ -34,6 +36,7 @@ class Publishing:
         self._database = database
         self._attempts = attempts
         self._spool = spool
+        self.counters = Counters(layout.counters_path, spool, clock=clock)
         self.notices = Notices(layout, config.notify, spool)
         self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
         self._reporter = Reporter(layout, clock=clock)
@@ -68,8 +71,8 @@ class Publishing:
         self._offline_runs.tend(moved=moved, job_of=self._spool.job, is_wanted=self._config.reporting.sync_wandb)
 
     def patience(self) -> float:
-        """Return the seconds until a page is due, or a running child is to be checked."""
-        return self._reporter.patience()
+        """Return the seconds until a page or the counters are due, or a running child is to be checked."""
+        return min(self._reporter.patience(), self.counters.patience())
 
     def close(self, *, is_last: bool) -> None:
         """Stop the sender and finish the reports. `is_last`: rows left behind may never be sent, so the sender gets

@@ -19,6 +19,7 @@ from honed.daemon.housekeeper import Housekeeper
 from honed.daemon.maintenance import Maintenance
 from honed.daemon.reading import Reading
 from honed.daemon.status import Status
+from honed.daemon.telemetry import Observer
 from honed.daemon.wake import Wake
 from honed.job.database import Database
 from honed.job.query import Asker
@@ -81,6 +82,7 @@ def table(
         "accepted": Verb(Right.ANYBODY, reading.accepted),
         "refusal": Verb(Right.ANYBODY, reading.refusal),
         "status": Verb(Right.ANYBODY, status.answer),
+        "metrics": Verb(Right.ANYBODY, Observer(status).answer),
         "submit": Verb(Right.ANYBODY, partial(submit, spool.incoming_dir, incoming), wakes=True),
         "prune": Verb(Right.ANYBODY, housekeeper.prune),  # of their own jobs, administrators of all
         "pruned": Verb(Right.ANYBODY, housekeeper.pruned),

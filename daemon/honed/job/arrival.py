@@ -20,8 +20,9 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ HOLD_SUFFIX = ".hold"
 MAX_NAME_BYTES = 255
 #: A claim's directory: its number and, for files from the control socket, the user who submitted it.
 PLACE = re.compile(r"([0-9]+)(?:\.([0-9]+))?")
-#: The second line in the `.reason` of a file submitted over the control socket.
+#: The second line in the `.reason` of a file submitted over the control socket, and that of a dropped file.
 SUBMITTED = re.compile(r"Submitted as ([0-9]+) by the user ([0-9]+)\.")
+TAKEN = re.compile(r"Taken from incoming/ as ([0-9]+)\.")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Claim:
     id: int
     path: Path  #: claimed/<id>/<name>, or claimed/<id>.<uid>/<name>
     submitter: int | None = None  #: the user who submitted it over the control socket; None if it was dropped
+    #: seconds since the epoch; for one that an earlier daemon claimed, when it was claimed
+    arrived_at: float = field(default=0.0, compare=False)
 
     @property
     def uid(self) -> int:
@@ -189,6 +193,7 @@ class Arrivals:
         place.mkdir(mode=0o700)
         try:
             yield [self._spool.claimed_dir]
+            arrived_at = arrival.lstat().st_ctime  # before the rename, which changes it
             arrival.rename(place / arrival.name)
         except FileNotFoundError:
             place.rmdir()
@@ -198,7 +203,7 @@ class Arrivals:
             raise
         yield [place]
         yield [self._spool.incoming_dir]
-        return Claim(job_id, place / arrival.name)
+        return Claim(job_id, place / arrival.name, arrived_at=arrived_at)
 
     def submit(self, name: str, data: bytes, uid: int) -> Claim:
         """Store a submitted job file under a new number. The rename to its final name is the commit: a crash before it
@@ -216,7 +221,7 @@ class Arrivals:
         except BaseException:
             shutil.rmtree(place, ignore_errors=True)  # the submitter gets an error: nothing was accepted
             raise
-        return Claim(job_id, place / name, uid)
+        return Claim(job_id, place / name, uid, time.time())
 
     def num_submitted(self, uid: int) -> int:
         """Count one user's files from the control socket that are neither jobs nor rejected yet."""
@@ -339,7 +344,8 @@ class Arrivals:
             if limit is not None and len(found) >= limit:
                 break
             if number not in but and place.is_dir():
-                found += [Claim(number, path, submitter) for path in place.iterdir() if not path.name.startswith(".")]
+                names = [path for path in place.iterdir() if not path.name.startswith(".")]
+                found += [Claim(number, path, submitter, place.stat().st_mtime) for path in names]
         return found
 
     def _places(self) -> Iterator[tuple[int, int | None, Path]]:
@@ -416,7 +422,8 @@ def refusal(claim: Claim, error: HonedError, *, when: str) -> str:
     """Return the text of `<file>.reason`: the reason and, for a file from the control socket, who submitted it."""
     is_dropped = claim.submitter is None
     lines = [f"{shown(claim.name)} was refused at {when}."]
-    lines += [] if is_dropped else [f"Submitted as {claim.id} by the user {claim.submitter}."]
+    taken = f"Taken from incoming/ as {claim.id}."
+    lines += [taken if is_dropped else f"Submitted as {claim.id} by the user {claim.submitter}."]
     lines += ["", f"{error.code}:"]
     lines += [f"  {line}" for line in error.told.splitlines()]
     if error.hint:
@@ -432,6 +439,22 @@ def submission_of(reason: str) -> tuple[int, int] | None:
     """Return the number and the user of a rejected file that came over the control socket, parsed from its reason."""
     match = SUBMITTED.fullmatch([*reason.split("\n", 2), ""][1])
     return (int(match[1]), int(match[2])) if match else None
+
+
+def refused(path: Path) -> tuple[int, str] | None:
+    """Return the number and the error's code of a rejected file, from its `.reason`; None if it has none of honed's.
+
+    Raises OSError if it cannot be read.
+    """
+    try:
+        reason = path.with_name(f"{path.name}.reason").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    match [*reason.split("\n", 4), "", "", "", ""][1:4]:
+        case [second, "", code] if match := SUBMITTED.fullmatch(second) or TAKEN.fullmatch(second):
+            return int(match[1]), code.removesuffix(":")
+        case _:
+            return None
 
 
 def refused_uid(path: Path) -> int:

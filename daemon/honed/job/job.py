@@ -87,6 +87,8 @@ class Attempt:
     fallback: Fallback | None = None  #: between its two starts
     started_monotonic: float | None = None  #: seconds of CLOCK_MONOTONIC; None if an older honed wrote it
     boot_id: str | None = None  #: the boot that started_monotonic belongs to
+    is_resumed: bool = False  #: ended, and had resumed from a checkpoint
+    is_adjusted: bool = False  #: ended, and its lack of memory was answered with an Adjustment
     took_sec: float | None = None  #: duration until the worker ended, unaffected by clock changes; None while it runs
     preemption: Preemption | None = None  #: why honed asked it to give up its device
 
@@ -150,6 +152,8 @@ class Job:
     time_limit_sec: float | None = None  #: limit in seconds for all attempts together, from its spec
     held_for: int | None = None  #: the failed dependency it is held for: it is released when that job succeeds
     notify: Notify | None = None  #: from its spec
+    arrived_at: float | None = None  #: seconds since the epoch; None if an older honed accepted it
+    ends: tuple[str, ...] = ()  #: the outcome of each time it finished: a requeued job finishes again
     state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: the state in which the entry was found
 
     @property
@@ -191,6 +195,7 @@ class Job:
             known["attempts"] = tuple(_attempt(item) for item in raw["attempts"])
             known["adjustments"] = tuple(Adjustment(**_known(Adjustment, item)) for item in raw.get("adjustments", ()))
             known["depends_on"] = tuple(raw.get("depends_on", ()))
+            known["ends"] = tuple(raw.get("ends", ()))
             known["stop"] = Stop(raw["stop"]) if raw.get("stop") else None
             job = cls(**{**known, "state": state})
         except (KeyError, TypeError, AttributeError) as error:

@@ -60,6 +60,7 @@ class Narrator:
     clock: Callable[[], float]  #: monotonic seconds
     progress: dict[str, Any] = field(default_factory=dict)
     stage: str = "starting"
+    is_resumed: bool = False
     _logged_at: float = 0.0
 
     def words(self) -> str:
@@ -92,6 +93,7 @@ class Narrator:
                 words = f"checkpoint at step {data.get('step')}"
                 self._say(job, logging.INFO, words, message.CHECKPOINT, step=data.get("step"))
             case "resumed":
+                self.is_resumed = True
                 self._say(job, logging.INFO, f"resumes from step {data.get('step')}", step=data.get("step"))
             case "data":
                 self._say(job, logging.INFO, f"rows: {row_counts(data)}", stage="data")

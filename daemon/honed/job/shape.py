@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NotRequired, TypedDict
 
 from honed.system.error import ErrorRecord
+from honed.system.usage import Usage
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
@@ -241,6 +242,29 @@ class Status(TypedDict):
     limit: str  #: the asker's limit that keeps their job files waiting, in words; empty without one
     arrivals: list[Arrival]
     devices: list[DeviceRow]
+
+
+class Gpu(TypedDict):
+    """The current load of a GPU; None for what it does not report."""
+
+    index: int
+    uuid: str
+    name: str
+    busy_percent: int | None
+    used_bytes: int
+    total_bytes: int
+    power_watts: float | None
+    temperature_celsius: int | None
+    num_jobs: int  #: jobs of honed's on it
+
+
+class Telemetry(TypedDict):
+    """The answer to `metrics`."""
+
+    faults: dict[str, bool]  #: by kind, True while honed is degraded by it
+    num_damaged: int  #: entries in corrupt/
+    gpus: list[Gpu]
+    process: Usage
 
 
 # -- removal -----------------------------------------------------------------------------------------------------------

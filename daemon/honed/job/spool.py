@@ -236,6 +236,8 @@ class Spool:
     def move(self, job: Job, to: State, **changes: Any) -> Job:
         """Move an entry to another state and change it; asserts that the move is allowed."""
         assert to in MOVES[job.state], f"a job cannot move from {job.state} to {to}"
+        if to.is_final:
+            changes["ends"] = (*job.ends, changes.get("outcome", job.outcome) or to.value)
         with self._changed(job, to, changes) as moved:
             if to.is_final and (self.tells_every_end or job.notify):
                 durable.write(self.ended_dir / str(job.id), f"{moved.revision}\n".encode())

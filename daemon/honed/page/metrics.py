@@ -1,22 +1,27 @@
-"""Metrics of honed-web for Prometheus: current queue, running jobs, outcomes and outbox."""
+"""Metrics for Prometheus: the queue and running jobs, counters and histograms, honed's health, GPUs, outbox."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from honed import __version__
+from honed.job import counters
 from honed.job.job import State
 from honed.job.query import Asker
+from honed.job.shape import Gpu
 from honed.page.source import Source
 from honed.send import outbox
 from honed.system.error import HonedError
+from honed.system.usage import Usage, usage
 
 #: The progress of a running job: key in `progress`, metric name, help text.
 _PROGRESS = (
@@ -28,17 +33,35 @@ _PROGRESS = (
     ("num_trained", "honed_job_tokens", "Tokens that a running job had trained on at its last evaluation"),
     ("num_tokens", "honed_job_data_tokens", "Tokens of a running job's training data"),
 )
+#: The load of a GPU: key in `Gpu`, factor, metric name, help text.
+_GPU = (
+    ("busy_percent", 0.01, "honed_gpu_utilization_ratio", "Share of the last second in which a GPU was busy, 0 to 1"),
+    ("used_bytes", 1, "honed_gpu_memory_used_bytes", "Used memory of a GPU"),
+    ("total_bytes", 1, "honed_gpu_memory_total_bytes", "Memory of a GPU"),
+    ("power_watts", 1, "honed_gpu_power_watts", "Power draw of a GPU"),
+    ("temperature_celsius", 1, "honed_gpu_temperature_celsius", "Temperature of a GPU"),
+    ("num_jobs", 1, "honed_gpu_jobs", "Jobs of honed on a GPU"),
+)
+#: The resource use of a process: key in `Usage`, help text.
+_PROCESS = {
+    "resident_memory_bytes": "Resident memory size in bytes.",
+    "virtual_memory_bytes": "Virtual memory size in bytes.",
+    "start_time_seconds": "Start time of the process since unix epoch in seconds.",
+    "open_fds": "Number of open file descriptors.",
+    "max_fds": "Maximum number of open file descriptors.",
+}
 
 
 class Figures(Collector):
     """The metrics of one scrape. For jobs that the asker may not read, it has only that they run, and their
     progress."""
 
-    def __init__(self, source: Source, asker: Asker) -> None:
+    def __init__(self, source: Source, asker: Asker, *, with_process: bool) -> None:
         self._source = source
         self._asker = asker
+        self._with_process = with_process
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         health = self._source.health()
         yield GaugeMetricFamily("honed_up", "Whether honed responds", value=health["honed"]["is_up"])
         yield GaugeMetricFamily(
@@ -51,8 +74,24 @@ class Figures(Collector):
             yield from self._queue()
             yield from self._running()
         yield from self._outbox()
+        yield from self._file_systems()
+        if (values := counters.read(self._source.layout.counters_path)) is not None:
+            yield from _counted(values)
+        if (told := self._source.telemetry()) is not None:
+            degraded = GaugeMetricFamily(
+                "honed_degraded", "Whether honed is degraded, by kind of fault", labels=("kind",)
+            )
+            for kind, is_wrong in told["faults"].items():
+                degraded.add_metric((kind,), is_wrong)
+            yield degraded
+            yield GaugeMetricFamily("honed_damaged_entries", "Damaged entries in corrupt/", value=told["num_damaged"])
+            yield from _loads(told["gpus"])
+            yield from _process("honed_process", told["process"])
+        if self._with_process:
+            with contextlib.suppress(OSError):
+                yield from _process("process", usage())
 
-    def _queue(self) -> Iterator[GaugeMetricFamily]:
+    def _queue(self) -> Iterator[Metric]:
         jobs = self._source.entries.all_jobs().values()
         states = Counter(job.state for job in jobs)
         by_state = GaugeMetricFamily("honed_jobs", "Jobs by state", labels=("state",))
@@ -66,9 +105,15 @@ class Figures(Collector):
         waiting = [job.submitted_at for job in jobs if job.state is State.QUEUED]
         age = max(0.0, time.time() - min(waiting)) if waiting else 0.0
         yield GaugeMetricFamily("honed_queue_age_seconds", "Age of the job that has been queued the longest", value=age)
+        reasons = GaugeMetricFamily(
+            "honed_jobs_waiting", "Why the first 500 queued jobs wait, by the code of the reason", labels=("reason",)
+        )
+        for reason, count in sorted(self._source.waiting().items()):
+            reasons.add_metric((reason,), count)
+        yield reasons
         yield GaugeMetricFamily("honed_paused", "Whether the queue is paused", value=self._source.entries.is_paused)
 
-    def _running(self) -> Iterator[GaugeMetricFamily]:
+    def _running(self) -> Iterator[Metric]:
         running = {job.id: job for job in self._source.entries.all_jobs().values() if job.state is State.RUNNING}
         told = self._source.running(sorted(running))
         for key, name, words in _PROGRESS:
@@ -86,7 +131,7 @@ class Figures(Collector):
                 started.add_metric((str(job_id),), job.attempt.started_at)
         yield started
 
-    def _outbox(self) -> Iterator[GaugeMetricFamily]:
+    def _outbox(self) -> Iterator[Metric]:
         path = self._source.layout.outbox_dir
         refused = outbox.refused_dir(path)
         num_refused = sum(1 for _ in refused.glob("*.json")) if refused.is_dir() else 0
@@ -106,10 +151,54 @@ class Figures(Collector):
         ):
             yield GaugeMetricFamily(f"honed_outbox_{name}", words, value=value)
 
+    def _file_systems(self) -> Iterator[Metric]:
+        size = GaugeMetricFamily("honed_filesystem_size_bytes", "Size of a file system", labels=("directory",))
+        free = GaugeMetricFamily(
+            "honed_filesystem_avail_bytes", "Bytes that honed can still write", labels=("directory",)
+        )
+        for directory in (self._source.layout.state_dir, self._source.layout.spool_dir):
+            with contextlib.suppress(OSError):
+                found = os.statvfs(directory)
+                size.add_metric((str(directory),), found.f_blocks * found.f_frsize)
+                free.add_metric((str(directory),), found.f_bavail * found.f_frsize)
+        yield from (size, free)
 
-def scrape(source: Source, asker: Asker) -> bytes:
-    """Return all metrics, and honed-web's own resource use, in Prometheus' text format."""
+
+def _counted(values: counters.Values) -> Iterator[Metric]:
+    for name, counter in counters.COUNTERS.items():
+        family = CounterMetricFamily(name, counter.words, labels=(counter.label,) if counter.label else ())
+        for label, value in sorted(values["counters"][name].items()):
+            family.add_metric((label,) if counter.label else (), value)
+        yield family
+    for name, histogram in counters.HISTOGRAMS.items():
+        buckets = HistogramMetricFamily(name, histogram.words, labels=(histogram.label,) if histogram.label else ())
+        for label, observed in sorted(values["histograms"][name].items()):
+            bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+            sums = list(zip(bounds, itertools.accumulate(observed["counts"]), strict=True))
+            buckets.add_metric((label,) if histogram.label else (), sums, observed["sum"])
+        yield buckets
+
+
+def _loads(gpus: Sequence[Gpu]) -> Iterator[Metric]:
+    for key, factor, name, words in _GPU:
+        family = GaugeMetricFamily(name, words, labels=("gpu", "uuid", "name"))
+        for gpu in gpus:
+            if isinstance(value := gpu.get(key), int | float):
+                family.add_metric((str(gpu["index"]), gpu["uuid"], gpu["name"]), value * factor)
+        yield family
+
+
+def _process(prefix: str, used: Usage) -> Iterator[Metric]:
+    """Yield the standard metrics of a process. prometheus_client's own collector needs files that the sandbox hides."""
+    for key, words in _PROCESS.items():
+        yield GaugeMetricFamily(f"{prefix}_{key}", words, value=used[key])  # type: ignore[literal-required]
+    yield CounterMetricFamily(
+        f"{prefix}_cpu_seconds", "Total user and system CPU time spent in seconds.", value=used["cpu_seconds"]
+    )
+
+
+def scrape(source: Source, asker: Asker, *, with_process: bool = True) -> bytes:
+    """Return all metrics in Prometheus' text format; `with_process`: those of this process, too."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Figures(source, asker))
-    ProcessCollector(registry=registry)
+    registry.register(Figures(source, asker, with_process=with_process))
     return generate_latest(registry)

@@ -516,12 +516,16 @@ def write(layout: Layout, job_ids: Sequence[int], *, is_shared: bool, admin_grou
     finally:
         reader.close()
     page = render_index(rows, layout, now=now, counts=counts)
-    path = durable.write_beside(layout.index_path, page, mode=0o644 if is_shared else 0o600)
-    path.chmod(0o644 if is_shared else 0o600)
-    administrators = access.group_id(admin_group)
-    if not is_shared and administrators is not None:
-        access.set_acl(path, access.Acl(6, 0, 0, users={}, groups={administrators: access.READ}))
-    path.rename(layout.index_path)
+    try:
+        path = durable.write_beside(layout.index_path, page, mode=0o644 if is_shared else 0o600)
+        path.chmod(0o644 if is_shared else 0o600)
+        administrators = access.group_id(admin_group)
+        if not is_shared and administrators is not None:
+            access.set_acl(path, access.Acl(6, 0, 0, users={}, groups={administrators: access.READ}))
+        path.rename(layout.index_path)
+    except OSError as error:
+        print(f"{layout.index_path}: {error}", file=sys.stderr)
+        num_failed += 1
     return num_failed
 
 

@@ -16,6 +16,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from honed.job import query
 from honed.job.database import connect_read_only, progress_of
 from honed.job.job import Job, State
 from honed.job.query import Asker
-from honed.job.shape import Progress, Row, Shown, Status, Wait
+from honed.job.shape import Progress, Row, Shown, Status, Telemetry, Wait
 from honed.job.spool import Spool, read_entry
 from honed.system.client import Client
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
@@ -366,6 +367,18 @@ class Source:
             found = {"is_open": False, "num_jobs": None, "detail": error.message}
         is_well = daemon["is_up"] and found["is_open"]
         return {"status": "ok" if is_well else "failing", "honed": daemon, "database": found}
+
+    def telemetry(self) -> Telemetry | None:
+        """Return what honed tells of itself and of the GPUs; None if it does not answer."""
+        try:
+            told: Telemetry = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("metrics")
+        except (HonedError, ValueError):
+            return None
+        return told
+
+    def waiting(self) -> dict[str, int]:
+        """Return how many of the queue's first jobs wait, by reason; empty if honed does not answer."""
+        return Counter(why["reason"] for why in (self._reasons.get() or {}).values())
 
     def running(self, job_ids: list[int]) -> dict[int, RunningRow]:
         """Return the progress of each of these jobs, with its number of training tokens, and the number trained on at

@@ -107,8 +107,9 @@ def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[
             return State.HELD, {"outcome": "interrupted", "error": problem, "stop": None}
     again = State.HELD if job.stop is Stop.HOLD else State.QUEUED
     if remedy.adjustment is not None:  # a ladder has its own end, and uses up no attempt
-        adjustments = (*job.adjustments, remedy.adjustment)
-        return again, {"outcome": outcome.code, "error": problem, "stop": None, "adjustments": adjustments}
+        adjustments, attempts = (*job.adjustments, remedy.adjustment), job.with_attempt(is_adjusted=True).attempts
+        told = {"outcome": outcome.code, "error": problem, "stop": None}
+        return again, {**told, "adjustments": adjustments, "attempts": attempts}
     if remedy.needs_bytes:
         return again, {"outcome": outcome.code, "error": problem, "stop": None, "needs_bytes": remedy.needs_bytes}
     num_failures = job.num_failures + 1

@@ -6,6 +6,8 @@
 A request is limited to 64 KiB plus the largest job file in base64; a longer one is read to its end and rejected. A long
 list is built while it is read, some rows at a time, between the loop's other tasks.
 
+A fault of the machine, such as a full disk, is answered with the code `degraded`, and logged once per verb.
+
 The client's user is known from the socket (SO_PEERCRED), never from the text.
 """
 
@@ -23,9 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed.system import quote
+from honed.system import durable, message, quote
 from honed.system.client import address_of
-from honed.system.error import HonedError, InternalError, UsageError, said
+from honed.system.error import DegradedError, HonedError, InternalError, UsageError, said
+from honed.system.log import about
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ MAX_CONNECTIONS_PER_USER = 16
 #: From Linux' asm-generic/socket.h; Python 3.11 does not define it.
 SO_PEERGROUPS = 59
 MAX_GROUPS = 256  # socket.getsockopt returns 1024 bytes at most
+DEGRADED_HINT = "fix the disk or file system (honectl doctor names the fault), then try again"
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Server:
         self._selector = selector
         self._answer = answer
         self._connections: dict[int, _Connection] = {}
+        self._faults: dict[str, str] = {}  # of the machine, by the verb that met it last
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         path.unlink(missing_ok=True)
         with address_of(path) as address:
@@ -215,9 +220,24 @@ class Server:
             request = json.loads(line)
             if not isinstance(request, dict) or not isinstance(request.get("verb"), str):
                 raise UsageError("a request must be an object with a verb")
-            return self._answer(Request(request.pop("verb"), request, asking.uid, asking.gids))
+            return self._ask(Request(request.pop("verb"), request, asking.uid, asking.gids))
         except (ValueError, RecursionError) as error:
             raise UsageError(f"not a valid request: {error}") from error
+
+    def _ask(self, request: Request) -> Any:
+        """Answer a request. Raises DegradedError for a fault of the machine, which is logged once, until the verb
+        succeeds or meets another one."""
+        try:
+            answer = self._answer(request)
+        except Exception as error:
+            if (fault := durable.machine_fault(error)) is None:
+                raise
+            if self._faults.get(request.verb) != fault:
+                self._faults[request.verb] = fault
+                log.error("control: %s failed: %s", request.verb, fault, extra=about(message=message.DEGRADED))  # noqa: TRY400
+            raise DegradedError(fault, hint=DEGRADED_HINT) from error
+        self._faults.pop(request.verb, None)
+        return answer
 
     def _close(self, connection: _Connection) -> None:
         fd = connection.socket.fileno()

@@ -83,10 +83,14 @@ class Load:
     busy_percent: int | None  #: of about the last second; None if the GPU does not report it
     used_bytes: int
     total_bytes: int
+    index: int = 0  #: as nvidia-smi numbers it
+    power_watts: float | None = None  #: None if the GPU does not report it, as the next one
+    temperature_celsius: int | None = None
 
 
 def gpu_loads() -> list[Load]:
-    """Return the utilisation and memory use of each GPU that answers; empty without NVML's library or driver."""
+    """Return the utilisation, memory use, power and temperature of each GPU that answers; empty without NVML's
+    library or driver."""
     try:
         nvml = _nvml()
     except EnvironmentInvalidError:
@@ -103,11 +107,24 @@ def gpu_loads() -> list[Load]:
 def _load(nvml: Any, index: int) -> Load | None:
     if (gpu := _cuda(nvml, index)) is None:
         return None
-    try:
-        busy_percent = int(nvml.nvmlDeviceGetUtilizationRates(nvml.nvmlDeviceGetHandleByIndex(index)).gpu)
-    except nvml.NVMLError:  # a MIG slice does not report it
-        busy_percent = None
-    return Load(gpu.uuid or "", gpu.name, busy_percent, gpu.total_bytes - gpu.free_bytes, gpu.total_bytes)
+
+    def told(name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, name)(nvml.nvmlDeviceGetHandleByIndex(index), *arguments)
+        except nvml.NVMLError:  # a MIG slice does not report it
+            return None
+
+    rates, milliwatts = told("nvmlDeviceGetUtilizationRates"), told("nvmlDeviceGetPowerUsage")
+    return Load(
+        gpu.uuid or "",
+        gpu.name,
+        int(rates.gpu) if rates is not None else None,
+        gpu.total_bytes - gpu.free_bytes,
+        gpu.total_bytes,
+        index,
+        milliwatts / 1000 if milliwatts is not None else None,
+        told("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+    )
 
 
 def driver_version() -> str:

@@ -19,6 +19,7 @@
     ├── InterruptedRunError   interrupted          transient
     ├── KilledError           killed               transient
     ├── EnvironmentInvalidError environment_invalid
+    ├── DegradedError         degraded
     └── InternalError         error
 
 The code is stable and public; so is the exit status with which a worker ends. An error has a message for people (what
@@ -250,6 +251,13 @@ class EnvironmentInvalidError(HonedError):
 
     code = "environment_invalid"
     exit_status = 72  #: EX_OSFILE
+
+
+class DegradedError(HonedError):
+    """A fault of the machine, such as a full disk, keeps honed from answering a request."""
+
+    code = "degraded"
+    exit_status = 74  #: EX_IOERR
 
 
 class NotPermittedError(HonedError):

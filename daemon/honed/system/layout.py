@@ -6,6 +6,7 @@ var/spool/honed/                               the spool, see spool.py and arriv
 var/lib/honed/honed.db                         SQLite, derived from the rest
 var/lib/honed/jobs/<id>/                       everything of one job, see JobLayout
 var/lib/honed/index.html                       a page with all jobs, see report.py
+var/lib/honed/counters.json                    counters for Prometheus, see counters.py
 var/lib/honed/outbox/                          metrics and predictions to be sent, see outbox.py
 run/honed/control.sock                         the control socket for honectl
 var/lib/honed/fetch/                           running fetches from the hub, see fetch.py
@@ -56,6 +57,11 @@ class Layout(NamedTuple):
     @property
     def database_path(self) -> Path:
         return self.state_dir / "honed.db"
+
+    @property
+    def counters_path(self) -> Path:
+        """Counters and histograms; see counters.py."""
+        return self.state_dir / "counters.json"
 
     @property
     def jobs_dir(self) -> Path:

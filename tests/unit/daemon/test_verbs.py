@@ -55,6 +55,7 @@ USES = {
     "accepted": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "secret.json", "number": 1}, sees=OWN),
     "refusal": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "bad-secret.json"}, sees=OWN),
     "status": Use(Right.ANYBODY, EVERYBODY, arguments={}),
+    "metrics": Use(Right.ANYBODY, EVERYBODY, arguments={}),
     "submit": Use(Right.ANYBODY, (ADMINISTRATOR,), arguments=FILE),  # incoming/ is closed to the others
     "prune": Use(Right.ANYBODY, OWN, State.FAILED, {"ids": ["1"], "dry_run": False}),
     "pruned": Use(Right.ANYBODY, EVERYBODY, State.FAILED, {"ids": [1]}),

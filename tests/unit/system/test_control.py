@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
 import selectors
@@ -19,7 +20,7 @@ from honed.job.job import Job, State
 from honed.job.spool import Spool
 from honed.system.client import Client
 from honed.system.control import MAX_REQUEST_BYTES, Request, Server, with_file
-from honed.system.error import NotPermittedError
+from honed.system.error import HonedError, NotPermittedError
 from honed.system.layout import Layout
 
 
@@ -32,6 +33,8 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, list[Request]]]:
         asked.append(request)
         if request.verb == "forbidden":
             raise NotPermittedError("it is another user's", hint="ask them")
+        if (number := request.arguments.get("errno")) is not None:
+            raise OSError(number, os.strerror(number), "/var/spool/honed")
         return request.arguments
 
     server = Server(tmp_path / "control.sock", selector, answer)
@@ -60,6 +63,30 @@ def test_what_is_not_permitted_keeps_its_code(served: tuple[Path, list[Request]]
     with pytest.raises(Exception, match="another user's") as caught:
         Client(served[0]).ask("forbidden")
     assert caught.value.code == "not_permitted"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
+def test_a_fault_of_the_machine_is_answered_degraded_and_logged_once_until_it_is_over(
+    served: tuple[Path, list[Request]], caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    client = Client(served[0])
+
+    def fail(verb: str) -> None:
+        with pytest.raises(HonedError, match=f"/var/spool/honed: {os.strerror(number)}") as caught:
+            client.ask(verb, errno=number)
+        assert caught.value.code == "degraded"
+
+    for verb in ("hold", "hold", "pin"):
+        fail(verb)
+    assert [record.getMessage().split()[1] for record in caplog.records] == ["hold", "pin"]
+    client.ask("hold")
+    fail("hold")
+    assert len(caplog.records) == 3
+    assert not any(record.exc_info for record in caplog.records)
+    with pytest.raises(HonedError) as caught:
+        client.ask("hold", errno=errno.ENOTDIR)  # no fault that an administrator could mend: a bug
+    assert caught.value.code == "error"
+    assert caplog.records[-1].exc_info
 
 
 def test_one_who_asks_and_does_not_read_is_not_listened_to(served: tuple[Path, list[Request]]) -> None:

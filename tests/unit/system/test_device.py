@@ -35,6 +35,11 @@ class Rates: gpu = 93
 def nvmlDeviceGetUtilizationRates(handle):
     if handle == 2: raise NVMLError_NotSupported("Not Supported")
     return Rates
+NVML_TEMPERATURE_GPU = 0
+def nvmlDeviceGetPowerUsage(handle):
+    if handle == 2: raise NVMLError_NotSupported("Not Supported")
+    return 312500
+def nvmlDeviceGetTemperature(handle, sensor): return 61 - handle
 def nvmlSystemGetDriverVersion(): return "570.1"
 '''
 
@@ -70,6 +75,9 @@ def test_how_busy_a_gpu_is_where_it_says_so(tmp_path: Path) -> None:
         "print([(d.uuid, d.busy_percent, d.used_bytes >> 30) for d in gpu_loads()][:1])"
     )
     assert probe_with(tmp_path, code) == "[('GPU-0', 93, 20)]"
+    told = "(d.index, d.power_watts, d.temperature_celsius)"
+    code = f"from honed.system.device import *; print([{told} for d in gpu_loads()])"
+    assert probe_with(tmp_path, code) == "[(0, 312.5, 61), (2, None, 59)]"
     code = "from honed.system.device import *; print([d.busy_percent for d in gpu_loads()])"
     assert probe_with(tmp_path, code) == "[93, None]"
     assert probe_with(tmp_path, code, no_driver=True) == "[]"

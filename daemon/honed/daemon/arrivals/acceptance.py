@@ -103,6 +103,10 @@ class Acceptance:
         """Number of checked arrivals that name jobs which may still arrive."""
         return len(self.naming.numbers)
 
+    def listen(self, told: Callable[[int, str, float], None]) -> None:
+        """Register a callback for each rejection: it gets the number, the error's code and the time of arrival."""
+        self._rejection.listeners.append(told)
+
     def scan(self) -> None:
         """Claim complete arrivals, and check those again that were claimed before and could not be settled then."""
         self._rejection.fault = ""
@@ -215,6 +219,7 @@ def _job(pending: Pending, answer: Passed) -> Job:
         depends_on=tuple(map(str, spec.get("depends_on") or ())),
         is_pinned=bool(spec.get("pin")),
         notify=spec.get("notify"),
+        arrived_at=pending.claim.arrived_at,
         time_limit_sec=spec.get("time_limit_sec"),
         state=State.HELD if pending.claim.is_held else State.QUEUED,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from honed.job.arrival import Arrivals, Claim, refusal
 from honed.job.database import timestamp
@@ -19,6 +20,7 @@ class Rejection:
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
+        self.listeners: list[Callable[[int, str, float], None]] = []  #: get a number, a code and `Claim.arrived_at`
         self.fault = ""  #: the machine's fault that kept the last scan's arrivals from being settled
 
     def reject(self, claim: Claim, error: HonedError) -> None:
@@ -36,6 +38,8 @@ class Rejection:
 
     def _reject(self, claim: Claim, error: HonedError) -> None:
         target = self._arrivals.reject(claim, refusal(claim, error, when=timestamp(time.time())))
+        for told in self.listeners:
+            told(claim.id, error.code, claim.arrived_at)
         first = error.message.splitlines()[0] if error.message else ""
         more = f" (and {len(error.message.splitlines()) - 1} more)" if "\n" in error.message else ""
         log.warning(

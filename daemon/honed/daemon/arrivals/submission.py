@@ -44,7 +44,7 @@ def submit(incoming_dir: Path, incoming: Incoming, request: Request, _asker: Ask
     try:
         claim = incoming.submit(held_name(name) if request.arguments.get("hold") else name, content, request.uid)
     except OSError as error:
-        raise EnvironmentInvalidError(
-            f"{name} could not be submitted: {durable.machine_fault(error) or error}", hint="see honectl doctor"
-        ) from error
+        if durable.machine_fault(error):
+            raise
+        raise EnvironmentInvalidError(f"{name} could not be submitted: {error}", hint="see honectl doctor") from error
     return {"id": claim.id, "name": claim.name}
