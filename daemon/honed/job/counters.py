@@ -57,6 +57,7 @@ COUNTERS = {
     "honed_device_seconds_total": Counter("outcome", "Device time of ended attempts, by outcome"),
     "honed_fallbacks_total": Counter(None, "Ended attempts that fell back from Unsloth to transformers"),
     "honed_resumes_total": Counter(None, "Ended attempts that had resumed from a checkpoint"),
+    "honed_preemptions_total": Counter(None, "Ended attempts that had been asked to give up their device"),
     "honed_out_of_memory_adjustments_total": Counter(None, "Out-of-memory adjustments of jobs"),
 }
 HISTOGRAMS = {
@@ -175,6 +176,7 @@ class Counters:
                 self._add("honed_device_seconds_total", outcome, attempt.spent_sec)
                 self._add("honed_fallbacks_total", by=int(attempt.fallback is not None))
                 self._add("honed_resumes_total", by=int(attempt.is_resumed))
+                self._add("honed_preemptions_total", by=int(attempt.preemption is not None))
                 self._add("honed_out_of_memory_adjustments_total", by=int(attempt.is_adjusted))
         for outcome in job.ends[known.ends :]:
             self._add("honed_jobs_finished_total", outcome)

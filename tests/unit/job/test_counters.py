@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from honed.job import counters, recovery
 from honed.job.arrival import Arrivals, Claim, refusal
 from honed.job.counters import Counters, Values
-from honed.job.job import Attempt, Fallback, Job, State
+from honed.job.job import Attempt, Fallback, Job, Preemption, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.system.durable import finish
@@ -98,7 +98,7 @@ STORY: tuple[Callable[[Spool], None], ...] = (
     start(2, 1, 400.0),
     put_back,  # it is started for the first time a second time: it waited once
     start(1, 2, 200.0),
-    end(1, State.FAILED, "stalled", 70.0, is_resumed=True),
+    end(1, State.FAILED, "stalled", 70.0, is_resumed=True, preemption=Preemption("the hours ended", 1.0)),
     reject(3, SpecError("no such key")),
     start(2, 1, 500.0),
     lambda spool: spool.move(job_of(spool, 1), State.QUEUED, outcome=None, adjustments=()) and None,
@@ -118,6 +118,7 @@ WHOLE = {
     "honed_device_seconds_total": {"out_of_memory": 30, "stalled": 70, "succeeded": 15.5},
     "honed_fallbacks_total": {"": 1},
     "honed_resumes_total": {"": 2},
+    "honed_preemptions_total": {"": 1},
     "honed_out_of_memory_adjustments_total": {"": 1},
 }
 
