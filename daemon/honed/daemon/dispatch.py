@@ -25,7 +25,7 @@ from honed.job.progress import duration, gib
 from honed.job.shape import Wait
 from honed.job.spool import Spool
 from honed.spec.config import Config
-from honed.system import durable
+from honed.system import durable, training
 from honed.system.device import Device
 from honed.system.error import InternalError, said
 
@@ -112,6 +112,8 @@ class Selection:
             return "disk", f"its checkpoints need {gib(job.needs_bytes)} of free disk space"
         if self._spool.is_paused:
             return "paused", "the queue is paused: honectl resume"
+        if training.is_missing():
+            return "environment", f"{training.MISSING}: {training.REMEDY}"
         if self.is_full:
             limit = self._config().jobs.max_running
             return "device", f"{limit} jobs are running, the maximum of jobs.max_running"
@@ -197,7 +199,7 @@ class Dispatch:
         """Start what can be started; nothing while it is not known which workers live."""
         for job in self.fence.look() if self.fence.fault else ():
             self._attempts.adopt(job)
-        if self.fence.fault:
+        if self.fence.fault or training.is_missing():
             return
         while not self._is_stopping() and not self._spool.is_paused and not self.selection.is_full:
             chosen = self.selection.next_that_fits()
