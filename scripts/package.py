@@ -32,7 +32,7 @@ sys.path.insert(0, str(CHECKOUT / "scripts"))
 from install import STAMP, Installer, Places, fail, run_told, tell  # noqa: E402
 
 LIB = Path("/usr/lib/honed")
-SCRIPTS = ("preinst", "postinst", "prerm", "postrm")
+SCRIPTS = ("config", "preinst", "postinst", "prerm", "postrm")
 
 
 class Package:
@@ -191,7 +191,7 @@ def main() -> None:
         target = options.output / f"honed_{package.version}_{architecture()}.deb"
         tell(f"package: {target}")
         environment = {**os.environ, "SOURCE_DATE_EPOCH": str(package.epoch())}
-        command = ["dpkg-deb", "--build", "--root-owner-group", "-Zxz", root, target]
+        command = ["dpkg-deb", "--build", "--root-owner-group", root, target]
         if run_told(command, environment=environment):
             fail("dpkg-deb failed: see the lines above", "free disk space, or choose another --output")
 
