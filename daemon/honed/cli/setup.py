@@ -136,7 +136,7 @@ def remove_old() -> int:
             continue
         if users := list(environment.running_from(at)):
             tell(f"honed-setup: {at}: kept, process {', '.join(map(str, users))} runs from it")
-        elif not _is_free(at):
+        elif not is_free(at):
             tell(f"honed-setup: {at}: kept, a process uses it")
         else:
             tell(f"honed-setup: remove {at}")
@@ -206,7 +206,7 @@ def _check(at: Path) -> None:
         )
 
 
-def _is_free(at: Path) -> bool:
+def is_free(at: Path) -> bool:
     """Tell whether no process has entered an environment."""
     try:
         fd = os.open(at / training.STAMP, os.O_RDONLY | os.O_CLOEXEC)
