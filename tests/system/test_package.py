@@ -86,7 +86,12 @@ def wheels(machine: Machine, package: Path, tmp_path_factory: pytest.TempPathFac
     prefix = "./usr/lib/honed/dist/training"
     read = ["tar", "--extract", "--to-stdout", f"{prefix}/requirements.txt", f"{prefix}/constraints.txt"]
     lines = subprocess.run(read, input=recipe, capture_output=True, check=True).stdout.decode().splitlines()
-    versions = dict(found.groups() for line in lines if (found := re.match(r"([\w-]+)[>=]=([\d.]+)", line)))
+    # The pins of constraints.txt come last, and count.
+    versions = dict(
+        found.groups()
+        for line in sorted(lines, key=lambda line: "==" in line)
+        if (found := re.match(r"([\w-]+)[>=]=([\d.]+)", line))
+    )
     for name, version in versions.items():
         write_wheel(directory, name.replace("-", "_"), version)
     setup = (REPOSITORY / "scripts/setup").read_text()
