@@ -97,7 +97,11 @@ class Package:
             command += ["--constraint", CHECKOUT / "constraints.txt", *self._project["dependencies"]]
             if status := run_told(command, environment=os.environ):
                 fail(f"pip ended with {status}: see the lines above", "PIP_INDEX_URL and PIP_FIND_LINKS name sources")
-        shutil.rmtree(packages / "bin")  # programs of other packages
+        # Programs of other packages; they name the scratch directory.
+        shutil.rmtree(packages / "bin")
+        for record in packages.glob("*.dist-info/RECORD"):
+            lines = record.read_text().splitlines(keepends=True)
+            record.write_text("".join(line for line in lines if not line.startswith("../../bin/")))
         for path in packages.rglob("*"):
             if path.suffix == ".so":
                 path.chmod(0o644)
