@@ -119,7 +119,12 @@ class Package:
         names = {line.partition("==")[0].lower().replace("_", "-") for line in own}
         pinned = (CHECKOUT / "constraints.txt").read_text().splitlines(keepends=True)
         rest = [line for line in pinned if line.partition("==")[0].lower().replace("_", "-") not in names]
-        (recipe / "constraints.txt").write_text("".join([*rest, *own]))
+        # scripts/setup pins these itself: so that `pip download` of both files gets what it wants.
+        setup = (CHECKOUT / "scripts/setup").read_text()
+        stack = [
+            f"{name.lower()}=={value}\n" for name, value in re.findall(r"^([A-Z]+)=([\d.]+)$", setup, re.MULTILINE)
+        ]
+        (recipe / "constraints.txt").write_text("".join([*rest, *own, *stack]))
 
     def _compress(self) -> None:
         for path in sorted(self._at(Path("/usr/share/man")).rglob("*.[1-8]")):
