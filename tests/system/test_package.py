@@ -43,7 +43,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = [name for name in ("dpkg-deb", "dpkg", "debconf", "deb-systemd-invoke") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)} (Debian: dpkg debconf init-system-helpers)")
-    return build(REPOSITORY, tmp_path_factory.mktemp("package"))
+    return build(REPOSITORY, tmp_path_factory.mktemp("package"), DPKG_DEB_COMPRESSOR_TYPE="gzip")
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_an_upgrade_leaves_a_running_job_to_its_version_and_its_environment(
     )
     # A queued job waits for an environment, too.
     machine.run("honectl", "pause")
-    drop(machine, "anna", "long", 60)
+    drop(machine, "anna", "long", 30)
     wait_for_job(machine, "long", "queued")
     machine.run("mv", "/opt/honed-env/current", "/srv/current")
     machine.run("honectl", "resume")
@@ -214,7 +214,7 @@ def test_an_upgrade_leaves_a_running_job_to_its_version_and_its_environment(
     machine.run("kill", "-CONT", str(pid))
     job = wait_for_job(machine, "long", "succeeded")
     assert [attempt["number"] for attempt in job["attempts"]] == [1]
-    assert steps(machine, LONG) == list(range(1, 61))
+    assert steps(machine, LONG) == list(range(1, 31))
     said = machine.run("honed-setup", "--remove-old")
     assert f"remove {first}" in said
     assert f"remove {environment}" in said
