@@ -25,11 +25,14 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(CHECKOUT / "daemon"))
+
+from honed.system.environment import copy_metrics, run_told, running_from, tell  # noqa: E402
+
 #: Hidden from honed's units by ProtectHome=.
 HOMES = ("/home", "/root", "/run/user")
 #: Left by honed-view@.
@@ -38,8 +41,6 @@ VIEW_LOCK = Path("/run/honed-view.lock")
 HUB_TOKEN = Path("/etc/credstore/hf-token")
 #: The first systemd version with `Type=notify-reload`.
 NOTIFY_RELOAD_SINCE = 253
-#: The group of entry points that makes a function a metric.
-METRICS = "honed.metrics"
 #: Written last into an environment: a hash of its inputs. Without it the environment is incomplete.
 STAMP = "honed-content"
 
@@ -99,9 +100,9 @@ class Places:
 class Installer:
     """One run: prints each step; with `--dry-run` it only prints."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, places: Places | None = None) -> None:
         self._options = options
-        self._places = Places.of_user() if options.user else Places.of_system()
+        self._places = places or (Places.of_user() if options.user else Places.of_system())
         self._destdir = Path(options.destdir or "/").absolute()
         self._is_live = not options.destdir  #: installs on this machine, not into a package
         self._files: list[Path] = []
@@ -111,11 +112,11 @@ class Installer:
     def install(self) -> None:
         version_dir = self._environment()
         before = self._known_files()
-        self._install_files()
-        self._install_config()
-        self._link(self._places.versions_dir / "current", Path(version_dir.name))
+        self.install_files()
+        self.install_config()
+        self.link(self._places.versions_dir / "current", Path(version_dir.name))
         for name in ("honed", "honectl", "honed-send", "honed-web"):
-            self._link(self._places.bin_dir / name, self._places.versions_dir / "current/bin" / name)
+            self.link(self._places.bin_dir / name, self._places.versions_dir / "current/bin" / name)
             self._files.append(self._places.bin_dir / name)
         for path in sorted(before - set(self._files)):
             self._remove(path)
@@ -208,7 +209,7 @@ class Installer:
             self._borrow_environment(version_dir)
         else:
             self._build_environment(version_dir)
-        self._point_scripts(version_dir)
+        self.point_scripts(version_dir)
         packages = next(at.glob("lib/python3.*/site-packages"))
         self._take_over_metrics(packages)
         # Tracebacks must name the files' final paths.
@@ -240,11 +241,15 @@ class Installer:
             fail(f"{self._options.environment}: no Python environment", "give the directory that `python -m venv` made")
         borrowed = found[0]
         minor = borrowed.parent.name
+        packages = self.empty_environment(version_dir, minor)
+        (packages / "honed-borrowed.pth").write_text(f"{borrowed}\n")
+
+    def empty_environment(self, version_dir: Path, minor: str | None) -> Path:
+        """Make an environment with a copy of honed and its programs alone. Returns its directory of packages."""
         at = self._at(version_dir)
         subprocess.run([self._python(minor), "-I", "-m", "venv", "--without-pip", at], check=True)
-        packages = at / "lib" / minor / "site-packages"
+        packages = next(at.glob("lib/python3.*/site-packages"))
         shutil.copytree(CHECKOUT / "daemon/honed", packages / "honed", ignore=shutil.ignore_patterns("__pycache__"))
-        (packages / "honed-borrowed.pth").write_text(f"{borrowed}\n")
         scripts = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["scripts"]
         for name, target in scripts.items():
             module, function = target.split(":")
@@ -253,39 +258,33 @@ class Installer:
                 f"#!{at}/bin/python\nimport sys\n\nfrom {module} import {function}\n\nsys.exit({function}())\n"
             )
             script.chmod(0o755)
+        return packages
 
     def _build_environment(self, version_dir: Path) -> None:
         """Build a complete environment from the package index."""
         at = self._at(version_dir)
         at.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PYTHON": str(self._python(None))}
-        subprocess.run([CHECKOUT / "scripts/setup", "--into", at], env=environment, check=True)
+        if status := run_told([CHECKOUT / "scripts/setup", "--into", at], environment=environment):
+            fail(
+                f"{version_dir}: its packages could not be installed (exit status {status}); see the lines above",
+                "fix that and run the install again, or take packages from an environment with --environment",
+            )
 
     def _take_over_metrics(self, packages: Path) -> None:
         """Copy packages with the administrator's metrics from the environment in use: jobs in the queue name them."""
-        there = {package.name for package in metadata.distributions(path=[str(packages)])}
         for before in self._at(self._places.versions_dir / "current").resolve().glob("lib/python3.*/site-packages"):
-            for package in metadata.distributions(path=[str(before)]):
-                if package.name in there or not package.entry_points.select(group=METRICS):
-                    continue
-                if package.files is None:
-                    self._say(f"warning: {package.name} has metrics but no list of its files: install it again")
-                    continue
-                self._say(f"{package.name} {package.version}: copied, as it has metrics; not so what it depends on")
-                for file in package.files:
-                    if ".." not in file.parts:
-                        target = packages / file
-                        target.parent.mkdir(parents=True, exist_ok=True)
-                        shutil.copy2(before / file, target)
+            for line in copy_metrics(before, packages):
+                self._say(line)
 
-    def _point_scripts(self, version_dir: Path) -> None:
+    def point_scripts(self, version_dir: Path, final: Path | None = None) -> None:
         """Make scripts name the environment's final path, and never `current`: a running worker keeps its files."""
         at = self._at(version_dir)
         for path in [at / "pyvenv.cfg", *(at / "bin").iterdir()]:
             if path.is_file() and not path.is_symlink():
                 text = path.read_bytes()
                 if str(at).encode() in text and b"\0" not in text:
-                    path.write_bytes(text.replace(str(at).encode(), str(version_dir).encode()))
+                    path.write_bytes(text.replace(str(at).encode(), str(final or version_dir).encode()))
 
     def _python(self, minor: str | None) -> Path:
         """Return a Python that honed's users can run, outside of homes. `minor`: as in python3.11."""
@@ -315,16 +314,18 @@ class Installer:
             old = stamp.parent
             if old.name == keep.name or old.is_symlink():
                 continue
-            if pids := list(_running_from(old)):
+            if pids := list(running_from(old)):
                 self._say(f"{old}: kept, process {', '.join(map(str, pids))} runs from it; the next install removes it")
             else:
                 self._remove_tree(old)
 
     # -- files --------------------------------------------------------------------------------------------------------
 
-    def _install_files(self) -> None:
+    def install_files(self) -> None:
         for source, target in self._list():
             text = source.read_text(encoding="utf-8")
+            if source.parent == CHECKOUT / "units":  # a package has its environments elsewhere
+                text = text.replace("/opt/honed/", f"{self._places.versions_dir}/")
             self._files.append(target)
             self._write(target, text)
 
@@ -356,10 +357,11 @@ class Installer:
                 yield completions / name, target
         for path in sorted((CHECKOUT / "docs").glob("*.md")):
             yield path, places.doc_dir / path.name
-        for path in sorted((CHECKOUT / "etc/examples").iterdir()):
-            yield path, places.doc_dir / "examples" / path.name
+        for name in ("examples", "grafana", "prometheus"):
+            for path in sorted((CHECKOUT / "etc" / name).iterdir()):
+                yield path, places.doc_dir / name / path.name
 
-    def _install_config(self) -> None:
+    def install_config(self) -> None:
         target = self._places.config_dir / "honed.toml"
         if self._at(target).exists():
             self._say(f"{target}: kept as it is")
@@ -439,7 +441,7 @@ class Installer:
         return self._destdir / path.relative_to("/")
 
     def _say(self, text: str) -> None:
-        print(f"install: {text}", flush=True)
+        tell(f"install: {text}")
 
     def _run(self, *command: str | Path, may_fail: bool = False) -> None:
         self._say(" ".join(map(str, command)))
@@ -473,7 +475,7 @@ class Installer:
         temporary.chmod(0o644)
         temporary.rename(at)
 
-    def _link(self, path: Path, target: Path) -> None:
+    def link(self, path: Path, target: Path) -> None:
         at = self._at(path)
         if at.is_symlink() and at.readlink() == target:
             return
@@ -519,14 +521,6 @@ def _running_jobs() -> list[int]:
     return [int(number) for number in re.findall(r"^honed-job@(\d+)\.service", told, re.MULTILINE)]
 
 
-def _running_from(directory: Path) -> Iterator[int]:
-    """Yield the processes whose command line names a directory: honed's begin with their environment's Python."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if f"{directory}/".encode() in path.read_bytes():
-                yield int(path.parent.name)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="scripts/install", description="Install honed, upgrade it, or remove it. Says each thing that it does."
@@ -555,7 +549,10 @@ def main() -> None:
         fail("only root installs honed for a machine", "sudo scripts/install; or --user, for yourself alone")
     os.umask(0o022)
     installer = Installer(options)
-    (installer.uninstall if options.uninstall else installer.install)()
+    try:
+        (installer.uninstall if options.uninstall else installer.install)()
+    except KeyboardInterrupt:
+        fail("interrupted", "run it again to complete it")
 
 
 if __name__ == "__main__":

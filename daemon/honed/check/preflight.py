@@ -54,7 +54,7 @@ from honed.run.snapshot import Missing
 from honed.spec import problem, recipient, spec
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec
-from honed.system import device, installed, niceness, quote
+from honed.system import device, installed, niceness, quote, training
 from honed.system import layout as layouts
 from honed.system.device import Device
 from honed.system.error import (
@@ -187,6 +187,8 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     if asked.commit is not None:
         job_spec = job_spec.model_copy(update={"revision": asked.commit})
     _check_policy(job_spec, config)
+    if training.is_missing():
+        raise EnvironmentInvalidError(training.MISSING, hint=training.REMEDY)
     progress("permissions")
     _check_rights(job_spec, rights, config, jobs)
     waits_for = {key: name for key, name in spec.references(job_spec).items() if name not in jobs}

@@ -30,7 +30,7 @@ from honed.job.progress import gib
 from honed.send import notification, outbox
 from honed.spec import config as configs
 from honed.spec.config import Config
-from honed.system import access, device, installed, message
+from honed.system import access, device, installed, message, training
 from honed.system.client import Client
 from honed.system.error import EnvironmentInvalidError, HonedError
 from honed.system.layout import Layout
@@ -105,8 +105,10 @@ def examine(layout: Layout, config: Config | None = None) -> list[Finding]:
         config, configured = Config(), [Finding("configuration", "error", error.message, error.hint)]
     with ThreadPoolExecutor() as pool:
         # The children run in threads, which only wait for them.
-        compiled = [pool.submit(look) for look in (_torch, _torchvision, _bitsandbytes)]
-        found = [_python(), *_packages(), *_beside_unsloth(), _gpu(config)]
+        looks = () if training.is_missing() else (_torch, _torchvision, _bitsandbytes)
+        compiled = [pool.submit(look) for look in looks]
+        packages = [] if training.is_missing() else [*_packages(), *_beside_unsloth()]
+        found = [_python(), *_training(), *packages, _gpu(config)]
         return [
             *configured,
             *found,
@@ -138,6 +140,15 @@ def _python() -> Finding:
 
 
 # --- Packages ---------------------------------------------------------------------------------------------------------
+
+
+def _training() -> list[Finding]:
+    """Check the training environment, which only the Debian package's honed has apart from its own."""
+    if training.is_missing():
+        return [Finding("training environment", "error", f"{training.MISSING}: jobs are rejected", training.REMEDY)]
+    if training.recipe_dir() is None:
+        return []
+    return [Finding("training environment", "ok", os.environ.get(training.VARIABLE, ""))]
 
 
 def _packages() -> list[Finding]:
@@ -409,7 +420,7 @@ UNIT_PROPERTIES = (
     "ReadWritePaths",
     "BindPaths",
 )
-INSTALL = "run scripts/install as root"
+INSTALL = "apt-get install --reinstall honed" if training.recipe_dir() else "run scripts/install as root"
 OPEN = "as root, run honectl sandbox"
 
 

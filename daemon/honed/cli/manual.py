@@ -1,7 +1,7 @@
 """Man pages and shell completions, generated from the commands' parsers and the types of the configuration and the
 spec.
 
-docs/man/           honed.8  honed-web.8  honectl.1  honed.toml.5  honed-job.5
+docs/man/           honed.8  honed-web.8  honed-setup.8  honectl.1  honed.toml.5  honed-job.5
 etc/completions/    honectl.bash  honectl.zsh  honectl.fish
 """
 
@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from honed import __version__
-from honed.cli import command_line
+from honed.cli import command_line, setup
 from honed.daemon import loop
 from honed.page import server
 from honed.spec.field import describe, keys, kinds
@@ -107,6 +107,28 @@ _WEB_FILES = (
     ("/etc/credstore/honed.web-token", "The token, mode 0600. web.token_file can name another file."),
     ("/openapi.json", "On the server: every path, with parameters and responses."),
 )
+_SETUP = """\
+.SH DESCRIPTION
+.B honed\\-setup
+installs torch and all other packages that jobs need into a new environment, and has new jobs use it once it is
+complete. Until then jobs are rejected, or wait if they are queued already. An interrupted installation is continued by
+the next one. pip's configuration applies, and PIP_ variables. Running jobs keep the environment in which they started.
+.PP
+After an upgrade of the package,
+.B honed\\-setup \\-\\-status
+tells whether the new version has other packages.
+"""
+_SETUP_FILES = (
+    ("/opt/honed-env/DEVICE-HASH", "An environment."),
+    ("/opt/honed-env/current", "The one that new jobs use."),
+)
+_SETUP_EXIT = (
+    ("0", "Success; with --status, an environment of the installed version is in use."),
+    ("1", "With --status, there is none. Otherwise a fault of the machine, such as a full disk."),
+    ("2", "Wrong usage."),
+    ("69", "Packages could not be installed, or another honed-setup is running."),
+    ("77", "Missing permissions."),
+)
 _HONECTL_EXIT = (
     ("0", "Success."),
     ("1", "A check or a job failed: a rejected file, a job that did not succeed."),
@@ -121,6 +143,7 @@ def man_pages(config: Iterable[Section], spec: Iterable[Section]) -> dict[str, s
     return {
         "honed.8": _honed(),
         "honed-web.8": _honed_web(),
+        "honed-setup.8": _honed_setup(),
         "honectl.1": _honectl(),
         "honed.toml.5": _keys(
             "honed.toml",
@@ -190,6 +213,26 @@ def _honed_web() -> str:
                 ".SH EXIT STATUS",
                 *_tagged([each for each in _EXIT if each[0] != "73"]),
                 ".SH SEE ALSO\n.BR honed (8),\n.BR honed.toml (5)",
+            ]
+        )
+        + "\n"
+    )
+
+
+def _honed_setup() -> str:
+    return (
+        "\n".join(
+            [
+                _head("honed-setup", 8, "install the training environment of honed's Debian package"),
+                ".SH SYNOPSIS\n.B honed\\-setup\n" + _usage(setup.parser()),
+                _SETUP.rstrip(),
+                ".SH OPTIONS",
+                *_options(setup.parser()),
+                ".SH FILES",
+                *_tagged(_SETUP_FILES),
+                ".SH EXIT STATUS",
+                *_tagged(_SETUP_EXIT),
+                ".SH SEE ALSO\n.BR honed (8),\n.BR honectl (1),\n.BR pip (1)",
             ]
         )
         + "\n"

@@ -26,7 +26,7 @@ from honed.job.progress import duration, gib
 from honed.job.shape import Wait
 from honed.job.spool import Spool
 from honed.spec.config import Config
-from honed.system import durable
+from honed.system import durable, training
 from honed.system.device import Device
 from honed.system.error import InternalError, said
 
@@ -129,6 +129,8 @@ class Selection:
             return "disk", f"its checkpoints need {gib(job.needs_bytes)} of free disk space"
         if self._spool.is_paused:
             return "paused", "the queue is paused: honectl resume"
+        if training.is_missing():
+            return "environment", f"{training.MISSING}: {training.REMEDY}"
         if self.is_full:
             limit = self._config().jobs.max_running
             return "device", f"{limit} jobs are running, the maximum of jobs.max_running"
@@ -205,10 +207,10 @@ class Dispatch:
             self._backlog.delay(job, NOT_NOW_SEC)
         for job in settled:
             self._backlog.delay(job, self._retry_delay_sec(job))
-        self._shares.charge([*settled, *put_back])
         for job in settled:
             if job.state is State.SUCCEEDED:
                 unstage.remove_copies(self._spool.layout, job, self._unfinished())
+        self._shares.charge([*settled, *put_back])  # last: on a full disk it raises, and is written later
 
     def _retry_delay_sec(self, job: Job) -> float:
         """Return the delay before a retry: none before the first, then twice as long each time."""
@@ -238,7 +240,7 @@ class Dispatch:
         """Start what can be started; nothing while it is not known which workers live."""
         for job in self.fence.look() if self.fence.fault else ():
             self._attempts.adopt(job)
-        if self.fence.fault:
+        if self.fence.fault or training.is_missing():
             return
         while not self._is_stopping() and not self._spool.is_paused and not self.selection.is_full:
             chosen = self.selection.next_that_fits()

@@ -16,6 +16,7 @@ from honed.daemon.signals import Configuration, Shutdown
 from honed.job import query, shape
 from honed.job.progress import together
 from honed.job.spool import Spool
+from honed.system import training
 from honed.system.control import Request
 from honed.system.notify import Notifier
 
@@ -98,6 +99,7 @@ class Status:
         parts += (
             [] if self.configuration.get().may_remove else ["retention is off until keys are deleted: honectl doctor"]
         )
+        parts += [f"{training.MISSING}: {training.REMEDY}"] if training.is_missing() else []
         fault = self.configuration.fault
         parts += [f"NOT reloaded, the old configuration stays in force: {fault}"] if fault else []
         return "; ".join(parts)
