@@ -171,6 +171,36 @@ def test_a_flood_gives_way_when_its_turn_is_over(desk: Desk) -> None:
     assert desk.num_starts <= 2 * MAX_UNITS + 2
 
 
+def test_users_of_one_helper_take_turns(desk: Desk) -> None:
+    desk.submit(1, 0, "hang")
+    for number, uid in ((2, 0), (3, 0), (4, 0), (5, 999), (6, 998), (7, 999)):
+        desk.submit(number, uid)
+    (desk.path / "go").touch()
+    desk.wait_answers(7)
+    assert [answer.id for answer in desk.answers] == [1, 2, 5, 6, 3, 7, 4]
+
+
+def test_one_whose_check_ran_into_its_deadline_comes_after_all_others_until_one_ends_in_time(desk: Desk) -> None:
+    for number, uid, name in ((1, 0, "hang"), (2, 0, "plain"), (3, 0, "plain"), (4, 999, "plain"), (5, 999, "plain")):
+        desk.submit(number, uid, name)
+    found: list[int] = []
+
+    def turn() -> None:
+        desk.selector.select(0.02)
+        found.extend(answer.id for answer in desk.checkers.poll())
+
+    until = time.monotonic() + 120
+    while len(found) < 5 and time.monotonic() < until:
+        turn()
+        if not found and desk.num_starts == 1:
+            desk.ahead += 10  # until its deadline is over
+    assert found == [1, 4, 5, 2, 3]
+    desk.submit(6, 0)
+    desk.submit(7, 999)
+    desk.wait_answers(2)
+    assert [answer.id for answer in desk.answers] == [6, 7]  # it is not late any more
+
+
 class PromptHelper(ChildHelper):
     """A helper that has always answered by the time that its answer is read."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import base64
 import errno
+import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class _Request:
     id: int
     spec_path: Path
     config: Config
+    uid: int | None
     rest: Mapping[str, object]
     is_sent: bool = False
     deadline: float = 0.0  #: by the client's clock, set when the request is sent
@@ -50,8 +52,44 @@ class _Request:
         return json.dumps(request).encode() + b"\n"
 
 
+class _Line:
+    """Requests that wait, one of each user in turn, a user's own in order. Users whose last check ran into its deadline
+    come after all others: slow data sets delay nobody else by more than the check under way."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int | None, deque[_Request]] = {}
+        self._late: set[int | None] = set()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def __iter__(self) -> Iterator[_Request]:
+        return itertools.chain.from_iterable(self._waiting.values())
+
+    def add(self, request: _Request) -> None:
+        self._waiting.setdefault(request.uid, deque()).append(request)
+
+    def take(self) -> _Request:
+        """Remove and return the next request. Raises StopIteration if none waits."""
+        uid = next(iter(sorted(self._waiting, key=self._late.__contains__)))
+        waiting = self._waiting.pop(uid)
+        request = waiting.popleft()
+        if waiting:
+            self._waiting[uid] = waiting  # behind the other users
+        return request
+
+    def note(self, request: _Request, *, is_late: bool) -> None:
+        """Note how a request's check ended."""
+        (self._late.add if is_late else self._late.discard)(request.uid)
+
+    @property
+    def is_late(self) -> bool:
+        """True if the last check of every user here ran into its deadline."""
+        return bool(self._late) and self._waiting.keys() <= self._late
+
+
 class Checker:
-    """Hands requests to a helper, one at a time and in order, and never blocks.
+    """Hands requests to a helper, one at a time, by turns of their users, and never blocks.
 
     `helper_changed` is called with the old and the new descriptor to watch for reading (None: there is none), so that
     the caller's selector can follow: the helper is started with the first request, and again after a death. While none
@@ -70,7 +108,7 @@ class Checker:
     ) -> None:
         self._slot = HelperSlot(start, helper_changed, self._advance, clock=clock, who=who)
         self._clock = clock
-        self._waiting: deque[_Request] = deque()
+        self._waiting = _Line()
         self._current: _Request | None = None
         self._unread: list[Refused] = []  # refusals of job files that could not be read
         self._may_go_on = may_go_on
@@ -90,6 +128,11 @@ class Checker:
     def is_between(self) -> bool:
         """True if no helper is working on a request."""
         return self._current is None or not self._current.is_sent
+
+    @property
+    def is_late(self) -> bool:
+        """True if the last checks of all who wait here ran into their deadlines."""
+        return self._waiting.is_late
 
     @property
     def may_go_on(self) -> bool:
@@ -144,7 +187,7 @@ class Checker:
             "pinned": pinned.as_dict() if pinned else None,
             "uid": uid,
         }
-        self._waiting.append(_Request(job_id, spec_path, config, rest))
+        self._waiting.add(_Request(job_id, spec_path, config, uid, rest))
         self._advance()
 
     def poll(self) -> list[Answer]:
@@ -178,7 +221,7 @@ class Checker:
         while self._may_go_on and self.is_between:
             if self._current is None and not self._waiting:
                 return
-            self._current = self._current or self._waiting.popleft()
+            self._current = self._current or self._waiting.take()
             if self.wants_helper:
                 self._slot.start()
             if not self._slot.is_ready:
@@ -207,6 +250,8 @@ class Checker:
         answer = reply.read(line, request.id) if request is not None and request.is_sent else None
         if answer is None:
             return self._revive()  # the helper has ended; an invalid answer is treated as a crash
+        assert request is not None
+        self._waiting.note(request, is_late=False)
         self._current = None
         return [answer]
 
@@ -229,6 +274,7 @@ class Checker:
 
     def _give_up(self, request: _Request) -> Refused:
         self._slot.drop()
+        self._waiting.note(request, is_late=True)
         self._current = None
         error = EnvironmentInvalidError(
             f"the check did not finish within {request.timeout_sec:g} s; it was at: {self._slot.stage()}",

@@ -142,7 +142,8 @@ class Checkers:
         )
         self._end_turns(now)
         while self._queue and (len(self._turns) < MAX_UNITS or self._take_back_one()):
-            uid = self._queue.popleft()
+            uid = min(self._queue, key=lambda uid: self._people[uid].is_late)  # the first one whose checks end in time
+            self._queue.remove(uid)
             self._turns[uid] = now
             self._people[uid].let(go_on=True)
         self._forget()
