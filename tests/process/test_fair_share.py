@@ -115,6 +115,31 @@ def test_nothing_lowers_what_was_used_and_the_limit_says_how_much(instance: Inst
     instance.wait_state("succeed.two", State.SUCCEEDED)
 
 
+def test_a_user_whose_finished_jobs_take_too_much_starts_none_before_they_are_pruned(instance: Instance) -> None:
+    instance.start()
+    drop(instance, ANNA, "succeed.one")
+    instance.wait_state("succeed.one", State.SUCCEEDED)
+    instance.configure(f"[users.{ANNA}]\nmax_job_bytes = 1\n")
+    os.kill(instance.process.pid, signal.SIGHUP)  # type: ignore[union-attr]
+    wait_for(lambda: "configuration reloaded" in instance.log, what="the limit")
+    instance.client.ask("pause")
+    drop(instance, ANNA, "succeed.two")
+    instance.wait_state("succeed.two", State.QUEUED)
+    wait_for(lambda: waits(instance, "succeed.two").startswith("paused"), what="a look")
+    wait_for(lambda: measured(instance), what="its size")
+    instance.client.ask("resume")
+    drop(instance, BERTA, "succeed.b")
+    instance.wait_state("succeed.b", State.SUCCEEDED)
+    assert f"limit: the finished jobs of {ANNA} take" in waits(instance, "succeed.two")
+    instance.honectl("prune", "1", check=True)
+    instance.wait_state("succeed.two", State.SUCCEEDED)
+
+
+def measured(instance: Instance) -> bool:
+    rows = instance.client.ask("prune", ids=["1"], dry_run=True)
+    return bool(rows["is_measured"])
+
+
 def used(instance: Instance) -> list[dict[str, Any]]:
     path: Path = instance.layout.usage_path
     if not path.exists():

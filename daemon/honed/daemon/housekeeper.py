@@ -38,6 +38,8 @@ from honed.system.log import about
 
 log = logging.getLogger(__name__)
 
+#: Seconds for which the sum of a user's bytes holds.
+SUM_AGE_SEC = 5.0
 #: Seconds between looks at all jobs; and until the next one if sizes were not known.
 INTERVAL_SEC, REMEASURE_SEC = 3600.0, 1.0
 #: Seconds of one turn of the loop that may be spent on choosing what to remove.
@@ -300,6 +302,7 @@ class Housekeeper:
         self._spool = spool
         self._clock = clock
         self._now = now
+        self._sums: dict[int, tuple[float, int]] = {}  # uid → when it was summed up, and the bytes
         self._needs = Needs(spool, layout)
         self._removals = RemovalProcess(spool, clock=clock)
         self._pruning = Pruning(spool, database, self._removals)
@@ -382,6 +385,16 @@ class Housekeeper:
             if not self._removals.is_pending(item) and not self._pruning.has_rows(number):
                 found[str(number)] = self._removals.done(item).as_dict()
         return found
+
+    def num_bytes(self, uid: int) -> int:
+        """Return the bytes of the directories of a user's finished jobs, as far as they are measured; the others are
+        measured now. It is looked up anew after SUM_AGE_SEC."""
+        now = self._clock()
+        if uid not in self._sums or now - self._sums[uid][0] >= SUM_AGE_SEC:
+            jobs, sizes = [job for job in self._spool.catalog.ended() if job.uid == uid], self._removals.sizes
+            self._removals.measure(jobs, sizes)
+            self._sums[uid] = (now, sum(sizes.of(job) or 0 for job in jobs))
+        return self._sums[uid][1]
 
     def free_checkpoints(self, job_id: int) -> None:
         """Free the disk space of checkpoints that were already set aside."""

@@ -108,7 +108,12 @@ class Daemon:
         self._database = Database(layout.database_path)
         self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
         self._shutdown = Shutdown(self._attempts, in_force, drain=drain)
-        shares = Shares(Usage(layout.usage_path), in_force, self._attempts.in_use)
+        shares = Shares(
+            Usage(layout.usage_path),
+            in_force,
+            self._attempts.in_use,
+            lambda uid: self._housekeeper.num_bytes(uid),  # noqa: PLW0108 - it is made below
+        )
         self._backlog = Backlog(self._spool, self._database, shares, has_room=self._attempts.has_room, clock=clock)
         self._dispatch = Dispatch(
             self._spool,

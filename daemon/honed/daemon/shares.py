@@ -37,15 +37,15 @@ class Use:
 
 
 class Shares:
-    """Shares and limits of all users. `in_use` returns what running jobs take; `num_bytes` the bytes of a user's job
-    directories, as last measured, and None before that."""
+    """Shares and limits of all users. `in_use` returns what running jobs take; `num_bytes` the bytes of a user's
+    finished jobs' directories, as last measured."""
 
     def __init__(
         self,
         usage: Usage,
         config: Callable[[], Config],
         in_use: Callable[[], Iterable[Use]],
-        num_bytes: Callable[[int], int | None] = lambda _uid: None,
+        num_bytes: Callable[[int], int] = lambda _uid: 0,
     ) -> None:
         self.usage = usage
         self._config = config
@@ -110,10 +110,9 @@ class Shares:
                     f"{access.user_name(uid)} has used {duration(used)} of the devices within {duration(window_sec)}, "
                     f"and the maximum is {duration(rights.max_device_sec)} (max_device_sec)"
                 )
-        num_bytes = self._num_bytes(uid) if rights.max_job_bytes is not None else None
-        if rights.max_job_bytes is not None and num_bytes is not None and num_bytes > rights.max_job_bytes:
+        if rights.max_job_bytes is not None and (num_bytes := self._num_bytes(uid)) > rights.max_job_bytes:
             return (
-                f"the jobs of {access.user_name(uid)} take {gib(num_bytes)} of disk space, and the maximum is "
+                f"the finished jobs of {access.user_name(uid)} take {gib(num_bytes)} of disk space, and the maximum is "
                 f"{gib(rights.max_job_bytes)} (max_job_bytes): honectl prune"
             )
         return ""

@@ -377,7 +377,8 @@ class UserConfig(_Section):
     max_running: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of a user's running jobs; unlimited if not set."""
     max_job_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Maximum bytes of a user's directories below jobs/; beyond it no job of theirs starts; unlimited if not set."""
+    """Maximum bytes of the directories of a user's finished jobs; beyond it none of their jobs starts; unlimited if not
+    set."""
     max_device_sec: Annotated[float, Field(gt=0)] | None = None
     """Maximum seconds of use of devices within fair_share.window_sec, all devices together; unlimited if not set."""
 

@@ -29,7 +29,7 @@ class House(Desk):
         self.in_use: list[Use] = []
         self.num_bytes: dict[int, int] = {}
         usage = Usage(path / "own.jsonl", now=lambda: 1e9)
-        self.shares = Shares(usage, lambda: self.config, lambda: self.in_use, self.num_bytes.get)
+        self.shares = Shares(usage, lambda: self.config, lambda: self.in_use, lambda uid: self.num_bytes.get(uid, 0))
         self.backlog = backlog.Backlog(
             self.spool, self.database, self.shares, has_room=lambda _job: False, clock=lambda: 0.0
         )
