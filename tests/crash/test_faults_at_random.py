@@ -199,7 +199,7 @@ def test_what_the_daemon_knows_is_what_lies_on_the_disk_whatever_fails(tmp_path:
             assert {**waiting, **running} == {each: known[each] for each in {**waiting, **running}}
             assert backlog.num_queued == sum(job.state is State.QUEUED for job in known.values())
             assert not backlog._unsure
-            ready = sorted(number for _, number in backlog._ready[False])
+            ready = sorted(place.job_id for places in backlog._ready[False].values() for place in places)
             assert ready == sorted(
                 number
                 for number, job in waiting.items()

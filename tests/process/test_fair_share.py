@@ -119,7 +119,8 @@ def test_a_user_whose_finished_jobs_take_too_much_starts_none_before_they_are_pr
     instance.start()
     drop(instance, ANNA, "succeed.one")
     instance.wait_state("succeed.one", State.SUCCEEDED)
-    instance.configure(f"[users.{ANNA}]\nmax_job_bytes = 1\n")
+    (instance.layout.job(1).dir / "large").write_bytes(bytes(10 * 2**20))
+    instance.configure(f"[users.{ANNA}]\nmax_job_bytes = {5 * 2**20}\n")
     os.kill(instance.process.pid, signal.SIGHUP)  # type: ignore[union-attr]
     wait_for(lambda: "configuration reloaded" in instance.log, what="the limit")
     instance.client.ask("pause")
@@ -130,7 +131,7 @@ def test_a_user_whose_finished_jobs_take_too_much_starts_none_before_they_are_pr
     instance.client.ask("resume")
     drop(instance, BERTA, "succeed.b")
     instance.wait_state("succeed.b", State.SUCCEEDED)
-    assert f"limit: the finished jobs of {ANNA} take" in waits(instance, "succeed.two")
+    assert f"limit: the jobs of {ANNA} take" in waits(instance, "succeed.two")
     instance.honectl("prune", "1", check=True)
     instance.wait_state("succeed.two", State.SUCCEEDED)
 
@@ -173,7 +174,7 @@ def test_a_job_of_a_class_that_preempts_takes_the_device_and_the_other_resumes(i
     low, urgent = instance.job("slow-60"), instance.job("slow-20")
     assert low is not None
     assert urgent is not None
-    reason = f"job {urgent.id}, of class urgent, needs its device"
+    reason = f"job {urgent.id}, of a higher class, needs its device"
     assert [attempt.preemption and attempt.preemption.reason for attempt in low.attempts] == [reason, None]
     assert (low.num_failures, low.num_preemptions, len(urgent.attempts)) == (0, 1, 1)
     # Neither the second urgent job nor the one of a class that does not preempt has ended anything.

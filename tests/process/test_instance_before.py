@@ -225,6 +225,10 @@ def test_jobs_that_had_ended_are_listed_with_numbers_results_and_scores(course: 
     for name in OVER:
         job, shown = course.job(name), json.loads(course.instance.honectl("show", "--json", name, check=True).stdout)
         assert listed[name]["id"] == job["id"]
+        shown["attempts"] = [  # without the keys of later
+            {key: after[key] for key in before}
+            for before, after in zip(job["attempts"], shown["attempts"], strict=True)
+        ]
         assert {key: shown[key] for key in job} == job
     assert course.job("whole")["metrics"]["predictions/vowels"] > 0
     assert course.job("whole")["is_pinned"]

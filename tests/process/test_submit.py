@@ -127,7 +127,8 @@ def test_who_submits_is_told_the_same_in_both_ways(tmp_path: Path) -> None:
     only_of_the_socket = [line for line in told["socket"] if line not in told["spool"]]
     assert only_of_the_socket == ["Submitted as 2 by the user 0.", "Then submit it again: honectl submit FILE."]
     assert [line for line in told["spool"] if line not in told["socket"]] == [
-        "Then drop the job file into incoming/ again."
+        "Taken from incoming/ as 2.",
+        "Then drop the job file into incoming/ again.",
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush, merge
 
 from honed.daemon.dependencies import Dependencies
@@ -79,13 +79,14 @@ class Backlog:
         """Return a queued or held job."""
         return self._jobs.get(job_id)
 
-    def ready(self, *, for_gpu: Iterable[bool], but: Container[int] = ()) -> Iterator[Job]:
+    def ready(self, *, for_gpu: Iterable[bool], levels: Mapping[int, float], but: Container[int] = ()) -> Iterator[Job]:
         """Yield the jobs that waited for nothing but a device at the last look, in the order of `Shares`. `for_gpu`:
-        jobs that want a GPU, jobs that want none, or both. `but`: users who are left out; it may grow meanwhile."""
+        jobs that want a GPU, jobs that want none, or both. `levels`: of the users; others have what they were charged.
+        `but`: users who are left out; it may grow meanwhile."""
         kinds = [self._ready[wants_gpu] for wants_gpu in for_gpu]
-        levels = self._shares.levels({*self._ready[True], *self._ready[False]})
-        places = {uid: merge(*(of.get(uid, ()) for of in kinds)) for uid in {uid for of in kinds for uid in of}}
-        heap = [(self._shares.turn(place := next(of_user), levels[uid]), place, uid) for uid, of_user in places.items()]
+        level = {uid: levels.get(uid, self._shares.usage.level(uid)) for of in kinds for uid in of}
+        places = {uid: merge(*(of.get(uid, ()) for of in kinds)) for uid in level}
+        heap = [(self._shares.turn(place := next(of_user), level[uid]), place, uid) for uid, of_user in places.items()]
         heapify(heap)
         while heap:
             _, place, uid = heappop(heap)
@@ -93,7 +94,15 @@ class Backlog:
                 continue
             yield self._jobs[place.job_id]
             if (following := next(places[uid], None)) is not None:
-                heappush(heap, (self._shares.turn(following, levels[uid]), following, uid))
+                heappush(heap, (self._shares.turn(following, level[uid]), following, uid))
+
+    def first_ones(self, number: int) -> dict[int, list[Job]]:
+        """Return the first jobs of each user that wait for nothing but a device, so many of each kind at most."""
+        found: dict[int, list[Job]] = {}
+        for of in self._ready.values():
+            for uid, places in of.items():
+                found.setdefault(uid, []).extend(self._jobs[place.job_id] for place in places[:number])
+        return found
 
     def first_of(self, job: Job) -> Job | None:
         """Return the first of the same user's jobs that wait for nothing but the same kind of device."""
@@ -132,6 +141,8 @@ class Backlog:
         stuck: set[int] = set()
         ahead = [job.id for job in self._jobs.values() if job.state is State.HELD]
         ahead += [number for number in self._short if not self._has_room(self._jobs[number])]  # for a person
+        limited = {uid for uid in {job.uid for job in self._jobs.values()} if self._shares.waits_for_a_person(uid)}
+        ahead += [job.id for job in self._jobs.values() if job.uid in limited]
         while ahead:
             number = ahead.pop()
             if number not in stuck:

@@ -39,6 +39,10 @@ ARRIVAL_GRACE_SEC = 10.0
 NOT_NOW_SEC = 10.0
 
 
+#: Jobs of each user of which one must be able to start, for the user to compete.
+MAX_LOOKS = 8
+
+
 class Selection:
     """The choice of the job that starts next, and the reasons why the others wait."""
 
@@ -78,7 +82,7 @@ class Selection:
                 if not self._plans.has_room:
                     break
                 self._plans.ask(job, free)
-        first = next(self._backlog.ready(for_gpu=[True]), None)
+        first = next(self._backlog.ready(for_gpu=[True], levels={}), None)
         if first is not None and not self._attempts.running and not self._placement.is_any_free(wants_gpu=True):
             self._tell_waits(first)
         return None
@@ -89,14 +93,23 @@ class Selection:
         return self._startable((True, False))
 
     def _startable(self, for_gpu: Iterable[bool]) -> Iterator[Job]:
-        beyond: set[int] = set()  # users who have reached a limit
-        for job in self._backlog.ready(for_gpu=for_gpu, but=beyond):
-            if self._shares.obstacle(job.uid):
-                beyond.add(job.uid)
-                continue
-            if self._backlog.delay_sec(job) > 0 or job.id in self._plans.numbers or self._backlog.is_short(job):
-                continue
-            yield job
+        beyond = {uid for uid in self._backlog.first_ones(1) if self._shares.obstacle(uid)}
+        here = {
+            uid
+            for uid, jobs in self._backlog.first_ones(MAX_LOOKS).items()
+            if uid not in beyond and any(map(self._is_here, jobs))
+        }
+        for job in self._backlog.ready(for_gpu=for_gpu, levels=self._shares.levels(here), but=beyond):
+            if not self._is_put_off(job):
+                yield job
+
+    def _is_put_off(self, job: Job) -> bool:
+        return self._backlog.delay_sec(job) > 0 or job.id in self._plans.numbers or self._backlog.is_short(job)
+
+    def _is_here(self, job: Job) -> bool:
+        """Return True if a job could start on a device that is taken or free now: only then does its user compete."""
+        obstacle = None if self._is_put_off(job) else self._placement.obstacles(job) or ("", "")
+        return obstacle is not None and obstacle[0] in {"", "device"}
 
     def _tell_waits(self, job: Job) -> None:
         obstacles = self._placement.obstacles(job)
@@ -180,7 +193,7 @@ class Dispatch:
         self.fence = fence
         self.plans = Plans(spool, backlog, placement, acceptance)
         self.selection = Selection(spool, config, attempts, backlog, self.plans, placement, shares)
-        self._preempting = Preempting(spool.layout, config, attempts, placement, self.selection.startable)
+        self._preempting = Preempting(spool.layout, config, attempts, placement, shares, self.selection)
 
     def patience(self) -> float:
         """Return the seconds until a step is due."""
@@ -203,6 +216,7 @@ class Dispatch:
     def settle(self) -> None:
         """Settle the attempts that have ended."""
         settled, put_back = self._attempts.reap(), self._attempts.put_back()
+        self._shares.charge([*settled, *put_back])
         for job in put_back:
             self._backlog.delay(job, NOT_NOW_SEC)
         for job in settled:
@@ -210,7 +224,7 @@ class Dispatch:
         for job in settled:
             if job.state is State.SUCCEEDED:
                 unstage.remove_copies(self._spool.layout, job, self._unfinished())
-        self._shares.charge([*settled, *put_back])  # last: on a full disk it raises, and is written later
+        self._shares.usage.flush()  # last: on a full disk it raises, and is written later
 
     def _retry_delay_sec(self, job: Job) -> float:
         """Return the delay before a retry: none before the first, then twice as long each time."""
@@ -233,7 +247,7 @@ class Dispatch:
         if not self._is_stopping():
             for job_id, reason in list(self.placement.overstays()):
                 self._attempts.preempt(job_id, reason)
-            if not (self._spool.is_paused or self.fence.fault):
+            if not (self._spool.is_paused or self.fence.fault or training.is_missing()):
                 self._preempting.tend()
 
     def start_next(self) -> None:

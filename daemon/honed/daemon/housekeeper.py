@@ -387,11 +387,12 @@ class Housekeeper:
         return found
 
     def num_bytes(self, uid: int) -> int:
-        """Return the bytes of the directories of a user's finished jobs, as far as they are measured; the others are
-        measured now. It is looked up anew after SUM_AGE_SEC."""
+        """Return the bytes of the directories of a user's jobs that do not run, as far as they are measured; the others
+        are measured now. It is looked up anew after SUM_AGE_SEC."""
         now = self._clock()
         if uid not in self._sums or now - self._sums[uid][0] >= SUM_AGE_SEC:
-            jobs, sizes = [job for job in self._spool.catalog.ended() if job.uid == uid], self._removals.sizes
+            jobs = [job for job in self._spool.catalog if job.uid == uid and job.state is not State.RUNNING]
+            sizes = self._removals.sizes
             self._removals.measure(jobs, sizes)
             self._sums[uid] = (now, sum(sizes.of(job) or 0 for job in jobs))
         return self._sums[uid][1]

@@ -95,7 +95,9 @@ class Placement:
         here = self.all()
         gone = set(self.availability.standing_keys()) - {found.key for found in here}
         known = [*here, *(Device("cuda", key, uuid=key) for key in sorted(gone))]
-        exact = [found for found in known if reference in {found.key, str(found.index)}]
+        exact = [
+            found for found in known if reference in {found.key, None if found.index is None else str(found.index)}
+        ]
         match exact or [found for found in known if reference and found.key.startswith(reference)]:
             case [found]:
                 return [found]

@@ -9,11 +9,14 @@ the victim cannot preempt it in turn.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from honed.daemon.attempts import Attempts, Running
 from honed.daemon.fencing import UNKNOWN_DEVICE
 from honed.daemon.placement import Placement
+from honed.daemon.shares import Shares
 from honed.job.entitlement import class_of
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile
@@ -22,10 +25,16 @@ from honed.system.clock import Moment
 from honed.system.device import Device
 from honed.system.layout import Layout
 
+if TYPE_CHECKING:
+    from honed.daemon.dispatch import Selection
+
+
+#: Waiting jobs without a victim after which the search ends for this turn: a long queue mostly waits for the same.
+MAX_MISSES = 8
+
 
 class Preempting:
-    """Chooses the victims. `waiting` yields the jobs that wait for nothing but a device, in the order of their
-    starts."""
+    """Chooses the victims, for the jobs that `selection` would start."""
 
     def __init__(
         self,
@@ -33,13 +42,15 @@ class Preempting:
         config: Callable[[], Config],
         attempts: Attempts,
         placement: Placement,
-        waiting: Callable[[], Iterator[Job]],
+        shares: Shares,
+        selection: Selection,
     ) -> None:
         self._layout = layout
         self._config = config
         self._attempts = attempts
         self._placement = placement
-        self._waiting = waiting
+        self._shares = shares
+        self._selection = selection
         self._resumes: dict[int, bool] = {}  # running jobs that would resume exactly
 
     def tend(self) -> None:
@@ -53,16 +64,24 @@ class Preempting:
         lowest = min(self._rank(each.job) for each in running.values())
         devices = {found.key: found for found in self._placement.all()}
         coming = [each for each in running.values() if each.job.stop is not None]  # devices that become free
-        for job in self._waiting():
+        num_misses = 0
+        promised: Counter[int] = Counter()  # devices, by the user they are given up for
+        for job in self._selection.startable():
             if self._rank(job) <= lowest:
                 return
-            if not class_of(config, job.job_class).preempts or self._placement.free_device(job) is not None:
+            if not class_of(config, job.job_class).preempts or promised[job.uid] >= self._shares.room(job.uid):
+                continue
+            if not self._selection.is_full and self._placement.free_device(job) is not None:
+                promised[job.uid] += 1
                 continue
             if (freed := self._first_on(job, coming, devices)) is not None:
                 coming.remove(freed)
+                promised[job.uid] += 1
             elif (victim := self._first_on(job, self._victims(job), devices)) is not None:
-                del running[victim.job.id]
-                self._attempts.preempt(victim.job.id, f"job {job.id}, of class {job.job_class}, needs its device")
+                self._attempts.preempt(victim.job.id, f"job {job.id}, of a higher class, needs its device")
+                promised[job.uid] += 1
+            elif (num_misses := num_misses + 1) >= MAX_MISSES:
+                return
 
     def _first_on(self, job: Job, among: list[Running], devices: dict[str, Device]) -> Running | None:
         """Return the first of these jobs whose device would suit."""

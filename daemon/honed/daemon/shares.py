@@ -8,6 +8,7 @@ at least as long as jobs mostly do, so that two devices which become free togeth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,7 +39,7 @@ class Use:
 
 class Shares:
     """Shares and limits of all users. `in_use` returns what running jobs take; `num_bytes` the bytes of a user's
-    finished jobs' directories, as last measured."""
+    job directories, as last measured."""
 
     def __init__(
         self,
@@ -63,10 +64,9 @@ class Shares:
         self.usage.catch_up(jobs, self.weight)
 
     def charge(self, jobs: Iterable[Job]) -> None:
-        """Count the attempts of these jobs that have ended, and write all that was not written yet. Raises OSError."""
+        """Count the attempts of these jobs that have ended; `usage.flush` writes them."""
         for job in jobs:
             self.usage.charge(job, self.weight(job.uid))
-        self.usage.flush()
 
     # -- the order ----------------------------------------------------------------------------------------------------
 
@@ -75,25 +75,39 @@ class Shares:
         return Place(-class_of(self._config(), job.job_class).rank, -job.priority, job.id)
 
     def levels(self, waiting: Iterable[int]) -> dict[int, float]:
-        """Return the shares of the users with waiting jobs and of those with running ones. Whoever comes back after
-        having had neither starts level with the lowest of those who are there."""
-        here = {uid: self.usage.level(uid) for uid in waiting}
-        for use in self._in_use():
-            level = here.get(use.uid, self.usage.level(use.uid))
-            sec = max(use.device_sec, self.usage.typical_sec)
-            here[use.uid] = level + sec / self.weight(use.uid)
-        if (back := here.keys() - self._active) and (stayed := here.keys() & self._active):
-            lowest = min(here[uid] for uid in stayed)
-            self.usage.raise_to(lowest, back)
-            here |= {uid: max(here[uid], lowest) for uid in back}
-        self._active = set(here)
-        return here
+        """Return the shares of the users with jobs that could start and of those with running ones. Whoever comes back
+        after having had neither begins at the floor: the lowest level of those who stayed, or the highest of those who
+        left last. Only what was charged counts for it: what running jobs may still take is not known."""
+        uses = list(self._in_use())
+        here = {*waiting, *(use.uid for use in uses)}
+        stayed, usage = here & self._active, self.usage
+        if stayed:
+            usage.floor = min(map(usage.level, stayed))
+        elif self._active:
+            usage.floor = max(map(usage.level, self._active))
+        usage.raise_to(usage.floor, here - self._active)
+        self._active = here
+        levels = {uid: usage.level(uid) for uid in here}
+        for use in uses:
+            levels[use.uid] += max(use.device_sec, usage.typical_sec) / self.weight(use.uid)
+        return levels
 
     def turn(self, place: Place, level: float) -> tuple[float, ...]:
         """Return the order between users' jobs, the lowest one starts: `place` of a job, `level` of its user."""
         if self._config().fair_share.priority_across_users:
             return (place.rank, place.priority, level, place.job_id)
         return (place.rank, level, place.job_id)
+
+    def room(self, uid: int) -> float:
+        """Return how many more jobs of a user may run; infinite without a limit."""
+        limit = self._entitlements.of(uid).max_running
+        return math.inf if limit is None else limit - sum(use.uid == uid for use in self._in_use())
+
+    def waits_for_a_person(self, uid: int) -> bool:
+        """Return True if a user's jobs wait until somebody prunes jobs or changes the configuration."""
+        rights = self._entitlements.of(uid)
+        limit = rights.max_job_bytes
+        return rights.max_running == 0 or (limit is not None and self._num_bytes(uid) > limit)
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
@@ -112,7 +126,7 @@ class Shares:
                 )
         if rights.max_job_bytes is not None and (num_bytes := self._num_bytes(uid)) > rights.max_job_bytes:
             return (
-                f"the finished jobs of {access.user_name(uid)} take {gib(num_bytes)} of disk space, and the maximum is "
+                f"the jobs of {access.user_name(uid)} take {gib(num_bytes)} of disk space, and the maximum is "
                 f"{gib(rights.max_job_bytes)} (max_job_bytes): honectl prune"
             )
         return ""

@@ -16,6 +16,7 @@ from honed.job.job import Job, State
 #: The list shows running jobs first, then the queue in order, then held jobs, then finished jobs, newest first.
 _RANKS = {State.RUNNING: 0, State.QUEUED: 1, State.HELD: 2}
 _ENDED = len(_RANKS)
+_UNSTARTED = (State.QUEUED, State.HELD)
 
 #: A job's place in the list.
 Key = tuple[int, int, int]
@@ -34,7 +35,7 @@ class Catalog:
         self._jobs = {job.id: job for job in jobs}
         self._order = sorted((*key(job), job.id) for job in self._jobs.values())
         self._num = Counter(job.state for job in self._jobs.values())
-        self._num_queued = Counter(job.uid for job in self._jobs.values() if job.state is State.QUEUED)
+        self._num_queued = Counter(job.uid for job in self._jobs.values() if job.state in _UNSTARTED)
         self._named: dict[str, list[int]] = {}
         for job in self._jobs.values():
             self._named.setdefault(job.name, []).append(job.id)
@@ -63,14 +64,14 @@ class Catalog:
         if old is not None:
             del self._jobs[old.id]
             self._num[old.state] -= 1
-            self._num_queued[old.uid] -= old.state is State.QUEUED
+            self._num_queued[old.uid] -= old.state in _UNSTARTED
             del self._order[bisect_left(self._order, (*key(old), old.id))]
             self._rename(old, is_there=False)
             self.give_back(old)
         if new is not None:
             self._jobs[new.id] = new
             self._num[new.state] += 1
-            self._num_queued[new.uid] += new.state is State.QUEUED
+            self._num_queued[new.uid] += new.state in _UNSTARTED
             insort(self._order, (*key(new), new.id))
             self._rename(new, is_there=True)
             if not new.state.is_final:
@@ -104,7 +105,7 @@ class Catalog:
         return self._num[state]
 
     def num_queued(self, uid: int) -> int:
-        """Return the number of a user's queued jobs."""
+        """Return the number of a user's queued and held jobs."""
         return self._num_queued[uid]
 
     def named(self, name: str) -> list[Job]:

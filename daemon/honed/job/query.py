@@ -189,7 +189,7 @@ def _row(job: Job, progress: Progress, asker: Asker) -> Row:
     if asker.may_read(job):
         return summary(job, progress)
     row = summary(job, {**progress, "epoch": None, "loss": None})
-    row |= {"name": "", "outcome": None, "remark": "", "source": None, "preemption": None}
+    row |= {"name": "", "outcome": None, "remark": "", "source": None, "preemption": None, "class": None}
     return row if row["waiting_for"] is None else {**row, "waiting_for": {**row["waiting_for"], "detail": ""}}
 
 

@@ -3,8 +3,9 @@
     var/lib/honed/usage.jsonl    a line for each attempt that has ended, with its user's level after it; appended
 
 A user's level is the device-seconds that their jobs have taken, divided by their weight. It only grows: users are
-compared by it. A user who comes back is raised to the lowest level of those who are there (`raise_to`): time in which
-nothing was asked for is not saved up. Lines older than MAX_AGE_SEC are dropped at the next start, levels are kept.
+compared by it. A user who comes back is raised to the floor: the lowest level of those who are there, or were there
+last. Time in which nothing was asked for is not saved up. Lines older than MAX_AGE_SEC are dropped at the next start,
+levels and the floor are kept.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -29,6 +31,10 @@ MAX_AGE_SEC = 30 * 86400.0
 #: Attempts by which the duration of the next one is estimated, and the estimate without any, in seconds.
 NUM_RECENT = 20
 TYPICAL_SEC = 600.0
+
+
+#: The "user" whose level is the floor.
+_FLOOR = -1
 
 
 class _Line(TypedDict):
@@ -73,8 +79,19 @@ class Usage:
         """Return the device-seconds of a user's attempts that have ended, so far as they lie in the window."""
         since, total = self._now() - window_sec, 0.0
         for ended_at, sec in reversed(self._ended.get(uid, ())):
-            total += min(sec, max(0.0, ended_at - since))
+            if ended_at <= since:
+                break
+            total += min(sec, ended_at - since)
         return total
+
+    @property
+    def floor(self) -> float:
+        """The level to which users are raised who come back; it never falls."""
+        return self.level(_FLOOR)
+
+    @floor.setter
+    def floor(self, level: float) -> None:
+        self.raise_to(level, [_FLOOR])
 
     # -- what is added ------------------------------------------------------------------------------------------------
 
@@ -95,6 +112,8 @@ class Usage:
         for job in jobs:
             for attempt in job.attempts:
                 self._charge(job, attempt, weight_of(job.uid) if not self._is_new else None)
+        if self._is_new:
+            self._unwritten.append({"uid": _FLOOR, "level": self.floor})  # so that there is a file
         self.flush()
         self._is_new = False
 
@@ -116,7 +135,10 @@ class Usage:
         self._levels[uid] = line["level"]
         if "job" in line and (key := (line["job"], line["attempt"])) not in self._counted:
             self._counted.add(key)
-            self._ended[uid].append((line["ended_at"], line["sec"]))
+            ended = self._ended[uid]
+            ended.append((line["ended_at"], line["sec"]))
+            while line["ended_at"] - ended[0][0] > MAX_AGE_SEC:
+                ended.popleft()
             self._recent.append(line["sec"])
 
     # -- the file -----------------------------------------------------------------------------------------------------
@@ -171,8 +193,8 @@ def _line(text: bytes) -> _Line:
     """Parse a line. Raises ValueError, KeyError or TypeError."""
     raw = json.loads(text)
     found: _Line = {"uid": int(raw["uid"]), "level": float(raw["level"])}
-    if not text.endswith(b"\n"):
-        raise ValueError("cut off")
+    if not text.endswith(b"\n") or not math.isfinite(found["level"]):
+        raise ValueError("cut off, or not a number")
     if "job" not in raw:
         return found
     ended_at, sec = float(raw["ended_at"]), float(raw["sec"])

@@ -373,12 +373,12 @@ class UserConfig(_Section):
     weight: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Share of the devices, in relation to other users with waiting jobs; 1 if not set."""
     max_queued: Annotated[int, Field(ge=1)] | None = None
-    """Maximum number of a user's queued jobs; further files wait in incoming/; 10000 if not set."""
+    """Maximum number of a user's queued and held jobs; further files wait in incoming/; 10000 if not set."""
     max_running: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of a user's running jobs; unlimited if not set."""
     max_job_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Maximum bytes of the directories of a user's finished jobs; beyond it none of their jobs starts; unlimited if not
-    set."""
+    """Maximum bytes of the directories of a user's jobs, running ones left out; beyond it none of their jobs starts;
+    unlimited if not set."""
     max_device_sec: Annotated[float, Field(gt=0)] | None = None
     """Maximum seconds of use of devices within fair_share.window_sec, all devices together; unlimited if not set."""
 
@@ -436,6 +436,9 @@ def load(layout: Layout) -> Config:
 def _require_one_default(config: Config) -> None:
     if len(names := [name for name, each in config.classes.items() if each.default]) > 1:
         raise SpecError(f"classes: {' and '.join(names)} are the default", hint="set default = true in one of them")
+    if names and config.classes[names[0]].users is not None:
+        problem = f"classes.{names[0]}.users: the default class is everybody's"
+        raise SpecError(problem, hint="remove users, or make another class the default")
 
 
 def _read(path: Path, outdated: list[tuple[Path, Gone]]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Desk:
 
     def ready(self) -> list[int]:
         self.backlog.look_again()
-        return [job.id for job in self.backlog.ready(for_gpu=[True, False])]
+        return [job.id for job in self.backlog.ready(for_gpu=[True, False], levels={})]
 
     def end(self, number: int, state: State) -> Job:
         job = self.spool.job(number)
@@ -80,7 +80,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 def test_the_most_urgent_come_first_then_the_first_to_come(desk: Desk) -> None:
     numbers = [desk.admit(priority=priority, num_gpus=gpus).id for priority, gpus in ((0, 0), (2, 1), (0, 1), (2, 0))]
     assert desk.ready() == [numbers[1], numbers[3], numbers[0], numbers[2]]
-    assert [job.id for job in desk.backlog.ready(for_gpu=[False])] == [numbers[3], numbers[0]]
+    assert [job.id for job in desk.backlog.ready(for_gpu=[False], levels={})] == [numbers[3], numbers[0]]
 
 
 def test_a_job_that_started_is_here_no_more_and_is_here_again_when_it_is_put_back(desk: Desk) -> None:

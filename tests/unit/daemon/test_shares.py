@@ -25,6 +25,7 @@ class House(Desk):
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         super().__init__(path)
+        self.root = path
         self.config = Config.model_validate(config)
         self.in_use: list[Use] = []
         self.num_bytes: dict[int, int] = {}
@@ -45,7 +46,8 @@ class House(Desk):
 
     def order(self) -> list[Job]:
         self.backlog.look_again()
-        return list(self.backlog.ready(for_gpu=(True, False)))
+        levels = self.shares.levels(self.backlog.first_ones(1))
+        return list(self.backlog.ready(for_gpu=(True, False), levels=levels))
 
 
 @pytest.fixture
@@ -107,6 +109,34 @@ def test_a_user_who_comes_back_is_level_with_the_lowest_and_does_not_take_all_de
     assert fair.users(2) == [3, 3]
 
 
+def test_an_idle_moment_and_a_restart_save_nothing_up(house: Fair) -> None:
+    fair = house()
+    job = fair.admit(uid=1)
+    assert fair.users() == [1]
+    fair.use(1, 2_592_000.0)  # alone on the machine, for a month
+    fair.spool.move(job, State.CANCELLED)
+    assert fair.users() == []
+    fair.shares.usage.flush()
+    fair.shares = Shares(Usage(fair.root / "own.jsonl", now=lambda: 1e9), lambda: fair.config, lambda: fair.in_use)
+    for uid in (2, 2, 1):
+        fair.admit(uid=uid)
+    fair.users()
+    assert fair.shares.usage.level(2) == 2_592_000.0
+    fair.in_use = [Use(2, 1.0)]
+    assert fair.users(1) == [1]
+
+
+def test_whoever_comes_back_pays_no_estimate_of_what_others_run(house: Fair) -> None:
+    fair = house()
+    fair.admit(uid=1)
+    fair.in_use = [Use(1, 5.0)] * 4
+    assert fair.users() == [1]
+    fair.admit(uid=2)
+    fair.users()
+    assert fair.shares.usage.level(2) == 0.0  # those four may end at once
+    assert fair.users(1) == [2]
+
+
 def test_the_rank_of_a_class_precedes_shares_and_the_priority_counts_among_a_users_own_jobs(house: Fair) -> None:
     fair = house(classes={"urgent": {"rank": 10}, "night": {"rank": -1}, "normal": {"default": True}})
     one = fair.admit(uid=1, priority=1_000_000).id
@@ -150,7 +180,7 @@ def test_a_user_who_is_left_out_costs_the_others_nothing(house: Fair) -> None:
     fair.backlog.look_again()
     out: set[int] = set()
     seen = []
-    for job in fair.backlog.ready(for_gpu=(True, False), but=out):
+    for job in fair.backlog.ready(for_gpu=(True, False), levels={}, but=out):
         seen.append(job.uid)
         out.add(job.uid)
     assert seen == [1, 2]
@@ -175,5 +205,7 @@ def test_each_limit_is_told_with_its_numbers(house: Fair) -> None:
     assert fair.shares.obstacle(4).startswith("5 jobs of ")
     fair.in_use = [Use(2, 7200.0)]
     fair.num_bytes[3] += 2**29
+    assert [fair.shares.room(uid) for uid in (1, 5)] == [2, 5]
+    assert [fair.shares.waits_for_a_person(uid) for uid in (1, 2, 3)] == [False, False, True]
     assert "has used 2.0 h of the devices within 24.0 h, and the maximum is 2.0 h" in fair.shares.obstacle(2)
     assert "take 1.5 GiB of disk space, and the maximum is 1.0 GiB" in fair.shares.obstacle(3)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from honed.job.entitlement import MAX_QUEUED, Entitlements, class_of, require_class
-from honed.spec.config import Config
+from honed.spec.config import Config, load
 from honed.system import access
 from honed.system.access import Person
 from honed.system.error import SpecError
+from honed.system.layout import Layout
 
 ANNA, BERTA, CARL = 1001, 1002, 1003
 
@@ -75,3 +77,15 @@ def test_a_class_is_for_those_whom_it_names() -> None:
         require_class(Config(), "urgent", ANNA)
     assert [class_of(config, name).rank for name in ("urgent", "normal", None, "removed")] == [10, 1, 1, 1]
     assert class_of(Config(), None).rank == 0
+
+
+def test_the_default_class_is_for_everybody(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    layout.config_path.parent.mkdir(parents=True)
+    for text, told in (
+        ("[classes.a]\ndefault = true\n[classes.b]\ndefault = true\n", "classes: a and b are the default"),
+        ("[classes.a]\ndefault = true\nusers = ['anna']\n", "classes.a.users: the default class is everybody's"),
+    ):
+        layout.config_path.write_text(text)
+        with pytest.raises(SpecError, match=told):
+            load(layout)

@@ -78,11 +78,8 @@ def test_each_attempt_that_has_ended_counts_once_by_devices_and_weight(path: Pat
 def test_what_a_crash_has_left_out_is_added_at_the_next_start(path: Path, clock: Clock) -> None:
     begun(path, clock).charge(job(1, 1000, 100.0), 1.0)  # and never written
     again = Usage(path, now=clock)
-    again.raise_to(0.5, [7])
-    again.flush()  # there is a file
-    third = Usage(path, now=clock)
-    third.catch_up([job(1, 1000, 100.0)], lambda _uid: 4.0)
-    assert (third.level(1000), third.used_sec(1000, DAY)) == (25.0, 100.0)
+    again.catch_up([job(1, 1000, 100.0)], lambda _uid: 4.0)
+    assert (again.level(1000), again.used_sec(1000, DAY)) == (25.0, 100.0)
 
 
 def test_the_history_of_an_instance_without_the_file_fills_the_window_and_puts_nobody_behind(
@@ -113,7 +110,7 @@ def test_old_lines_go_at_a_start_and_levels_stay(path: Path, clock: Clock) -> No
     usage.charge(job(50, 1000, 10.0, ended_at=clock.now), 1.0)
     usage.flush()
     assert Usage(path, now=clock).level(1000) == 500.0
-    assert len(path.read_text().splitlines()) == 2  # the last attempt, and the user's level
+    assert len(path.read_text().splitlines()) == 3  # the last attempt, the user's level, and the floor
     third = Usage(path, now=clock)
     third.catch_up([job(1, 1000, 10.0)], lambda _uid: 1.0)  # too old to be counted again
     assert (third.level(1000), third.used_sec(1000, DAY)) == (500.0, 10.0)
@@ -127,12 +124,13 @@ def test_a_line_that_is_cut_off_or_damaged_costs_no_other(
     usage.charge(job(2, 1000, 20.0), 1.0)
     usage.flush()
     whole = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(whole[0] + b"\0\0\n" + whole[1][:-9])
+    nan = b'{"uid": 1000, "level": NaN}\n'
+    path.write_bytes(whole[0] + whole[1] + b"\0\0\n" + nan + whole[2][:-9])
     again = Usage(path, now=clock)
-    assert "2 damaged lines were left out" in caplog.text
+    assert "3 damaged lines were left out" in caplog.text
     again.catch_up([job(1, 1000, 10.0), job(2, 1000, 20.0)], lambda _uid: 1.0)
     assert (again.level(1000), again.used_sec(1000, DAY)) == (30.0, 30.0)
-    assert [json.loads(line)["level"] for line in path.read_text().splitlines()] == [10.0, 10.0, 30.0]
+    assert [json.loads(line)["level"] for line in path.read_text().splitlines()] == [10.0, 0.0, 10.0, 30.0]
 
 
 def test_a_full_disk_loses_nothing_and_leaves_no_half_line(

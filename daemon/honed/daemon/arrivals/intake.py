@@ -57,11 +57,9 @@ class Intake:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is being taken or waits to be taken."""
+        """True if nothing is being taken or waits to be taken, but for files whose users have too many queued jobs."""
         acceptance = self.acceptance
-        on_their_way = (
-            acceptance.num_waiting + len(acceptance.fetches.numbers) + acceptance.num_stuck + acceptance.num_beyond
-        )
+        on_their_way = acceptance.num_waiting + len(acceptance.fetches.numbers) + acceptance.num_stuck
         return not acceptance.is_busy and not on_their_way
 
     def status(self, *, is_named: bool) -> list[str]:
