@@ -38,6 +38,8 @@ def _fsync_but(pattern: re.Pattern[str], fd: int) -> None:
 def _move_after_removal(self: Any, job: Any, to: Any, **changes: Any) -> Any:
     from honed.system import durable
 
+    if to.is_final:
+        changes["ends"] = (*job.ends, changes.get("outcome", job.outcome) or to.value)
     with self._changed(job, to, changes) as moved:
         old, new = self.entries.path(job.id, job.state), self.entries.path(job.id, to)
         made = durable.write_beside(old, moved.to_json())
