@@ -184,7 +184,7 @@ def _say_verdict(path: Path, verdict: Mapping[str, Any], *, as_json: bool) -> No
 
 
 def try_out(instance: Instance, options: argparse.Namespace) -> int:
-    """Run a trial of a job file on a few rows, before all other jobs, and print its findings."""
+    """Run a trial of a job file on a few rows, before your other jobs, and print its findings."""
     from honed.spec import document
 
     draft.checked(instance, options.file)
