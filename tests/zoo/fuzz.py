@@ -916,7 +916,7 @@ _REQUESTS = (
 def _run_request(_directory: Path, line: bytes) -> None:
     """Check that every line gets an answer, which is one line of JSON."""
     server = Server.__new__(Server)
-    server._answer = _echo
+    server._answer, server._faults = _echo, {}
     answer = server._respond(line.split(b"\n")[0], _Connection(None, 1000, frozenset()))  # type: ignore[arg-type]
     assert isinstance(answer, bytes)
     assert answer.count(b"\n") == 1

@@ -202,7 +202,8 @@ def _check(at: Path) -> None:
     )
     if missing := done.stdout.split() or done.stderr.split("\n")[-2:-1]:
         raise EnvironmentInvalidError(
-            f"{at}: without {', '.join(missing)}", hint="run honed-setup again; if that does not help, remove it before"
+            f"{at}: without {', '.join(missing)}",
+            hint="run honed-setup again; if that does not help, move the directory away first",
         )
 
 
