@@ -199,3 +199,34 @@ def test_what_has_just_begun_or_could_not_resume_or_is_as_high_is_not_preempted(
     wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 2, what="both")
     assert [job.num_preemptions for job in instance.spool.all_jobs().values()] == [0, 0]
     assert order(instance) == ["slow-60", "succeed.urgent"]
+
+
+def test_no_more_is_preempted_than_a_users_limit_lets_start(instance: Instance) -> None:
+    gpus = instance.root / "gpus.json"
+    gpus.write_text(json.dumps([{"uuid": f"GPU-{number}", "free_bytes": 80 << 30} for number in range(2)]))
+    instance.environment["HONED_TEST_GPUS"] = str(gpus)
+    instance.configure(CLASSES.format(0) + f"[users.{BERTA}]\nmax_running = 1\n")
+    instance.start()
+    for number in range(2):
+        drop(instance, ANNA, f"slow-6{number}")
+    wait_for(lambda: len(list(instance.spool.jobs(State.RUNNING))) == 2, what="both GPUs taken")
+    instance.client.ask("pause")
+    for number in range(3):
+        drop(instance, BERTA, f"slow-1{number}", **{"class": "urgent"})
+    wait_for(lambda: len(list(instance.spool.jobs(State.QUEUED))) == 3, what="three urgent jobs")
+    instance.client.ask("resume")
+    wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 5, what="all")
+    jobs = instance.spool.all_jobs().values()
+    assert sum(job.num_preemptions for job in jobs) == 1, "one made room for all three, one after the other"
+
+
+def test_honed_that_is_to_drain_ends_where_only_a_person_can_lift_a_limit(instance: Instance) -> None:
+    instance.configure(f"[users.{ANNA}]\nmax_running = 0\nmax_queued = 1\n")
+    for name in ("succeed.one", "succeed.two"):
+        drop(instance, ANNA, name)
+    drop(instance, BERTA, "succeed.b")
+    assert instance.drain() == 0
+    jobs = {job.name: job.state for job in instance.spool.all_jobs().values()}
+    assert sorted(jobs.values()) == [State.QUEUED, State.SUCCEEDED]
+    assert jobs["succeed.b"] is State.SUCCEEDED
+    assert len(list(instance.incoming_dir.glob("*.json"))) == 1

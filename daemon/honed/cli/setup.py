@@ -203,7 +203,7 @@ def _check(at: Path) -> None:
     if missing := done.stdout.split() or done.stderr.split("\n")[-2:-1]:
         raise EnvironmentInvalidError(
             f"{at}: without {', '.join(missing)}",
-            hint="run honed-setup again; if that does not help, move the directory away first",
+            hint="run honed-setup again, or move it away first",
         )
 
 
