@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from harness import Instance, wait_for
 
+from honed.daemon.arrivals.naming import NAMED_JOB_PATIENCE_SEC
 from honed.job.job import State
 from zoo import plain
 
@@ -230,3 +232,19 @@ def test_honed_that_is_to_drain_ends_where_only_a_person_can_lift_a_limit(instan
     assert sorted(jobs.values()) == [State.QUEUED, State.SUCCEEDED]
     assert jobs["succeed.b"] is State.SUCCEEDED
     assert len(list(instance.incoming_dir.glob("*.json"))) == 1
+
+
+def test_a_job_that_names_one_which_a_limit_keeps_in_incoming_waits_for_it(instance: Instance) -> None:
+    instance.configure(f"[users.{ANNA}]\nmax_queued = 2\n[spool]\nsettle_sec = 0\n")
+    instance.start()
+    instance.client.ask("pause")
+    drop(instance, ANNA, "succeed.after", depends_on=["succeed.last"])
+    for name in ("succeed.one", "succeed.two", "succeed.last"):
+        drop(instance, ANNA, name)
+    wait_for(lambda: "1 file waits until fewer jobs" in status(instance), what="the limit")
+    time.sleep(NAMED_JOB_PATIENCE_SEC + 1)  # after which it was rejected
+    assert instance.rejected() == {}
+    instance.client.ask("resume")
+    wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 4 or instance.rejected(), what="all")
+    assert instance.rejected() == {}
+    assert order(instance)[-2:] == ["succeed.last", "succeed.after"]

@@ -37,7 +37,7 @@ _MADE = "Made by `python -m honed.cli.reference --write docs`."
 _HONED = """\
 .SH DESCRIPTION
 .B honed
-watches a spool directory and runs the training jobs dropped into it: one job per free GPU, highest priority first.
+watches a spool directory and runs the training jobs dropped into it: one job per free GPU, by turns of its users.
 systemd runs honed. A member of the group
 .B honed-submit
 copies a job file to
@@ -200,43 +200,30 @@ def _honed() -> str:
 
 
 def _honed_web() -> str:
-    return (
-        "\n".join(
-            [
-                _head("honed-web", 8, "web pages and a read-only API of honed's jobs"),
-                ".SH SYNOPSIS\n.B honed\\-web\n" + _usage(server.parser()),
-                _WEB.rstrip(),
-                ".SH OPTIONS",
-                *_options(server.parser()),
-                ".SH FILES",
-                *_tagged(_WEB_FILES),
-                ".SH EXIT STATUS",
-                *_tagged([each for each in _EXIT if each[0] != "73"]),
-                ".SH SEE ALSO\n.BR honed (8),\n.BR honed.toml (5)",
-            ]
-        )
-        + "\n"
-    )
+    head = _head("honed-web", 8, "web pages and a read-only API of honed's jobs")
+    exits = [each for each in _EXIT if each[0] != "73"]
+    return _program("honed\\-web", head, server.parser(), _WEB, _WEB_FILES, exits, ".BR honed (8),\n.BR honed.toml (5)")
 
 
 def _honed_setup() -> str:
-    return (
-        "\n".join(
-            [
-                _head("honed-setup", 8, "install the training environment of honed's Debian package"),
-                ".SH SYNOPSIS\n.B honed\\-setup\n" + _usage(setup.parser()),
-                _SETUP.rstrip(),
-                ".SH OPTIONS",
-                *_options(setup.parser()),
-                ".SH FILES",
-                *_tagged(_SETUP_FILES),
-                ".SH EXIT STATUS",
-                *_tagged(_SETUP_EXIT),
-                ".SH SEE ALSO\n.BR honed (8),\n.BR honectl (1),\n.BR pip (1)",
-            ]
-        )
-        + "\n"
-    )
+    head = _head("honed-setup", 8, "install the training environment of honed's Debian package")
+    also = ".BR honed (8),\n.BR honectl (1),\n.BR pip (1)"
+    return _program("honed\\-setup", head, setup.parser(), _SETUP, _SETUP_FILES, _SETUP_EXIT, also)
+
+
+def _program(
+    name: str,
+    head: str,
+    parser: argparse.ArgumentParser,
+    text: str,
+    files: Iterable[tuple[str, str]],
+    exits: Iterable[tuple[str, str]],
+    also: str,
+) -> str:
+    """Return the page of a program: its options, its files, its exit statuses, and other pages."""
+    parts = [head, f".SH SYNOPSIS\n.B {name}\n{_usage(parser)}", text.rstrip(), ".SH OPTIONS", *_options(parser)]
+    parts += [".SH FILES", *_tagged(files), ".SH EXIT STATUS", *_tagged(exits), f".SH SEE ALSO\n{also}"]
+    return "\n".join(parts) + "\n"
 
 
 def _honectl() -> str:

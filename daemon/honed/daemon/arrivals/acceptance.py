@@ -135,7 +135,12 @@ class Acceptance:
 
     def settle_waiting(self) -> list[Job]:
         """Accept the arrivals whose named jobs are known by now, and refuse those that have waited long enough."""
-        return self.naming.settle(self._accept, is_quiet=self._is_quiet, fetched=self.fetches.names())
+        return self.naming.settle(
+            self._accept, is_quiet=self._is_quiet, fetched=self.fetches.names(), has_more=self._has_more
+        )
+
+    def _has_more(self, uid: int) -> bool:
+        return bool(self.incoming.beyond(uid))
 
     def _accept(self, checked: list[Ready]) -> list[Job]:
         """Accept, together, the arrivals that conflict with no other job. Returns the accepted jobs."""

@@ -172,7 +172,8 @@ class Incoming:
         """Return how many of a user's arrivals wait for their queued jobs, as a sentence; empty if none does."""
         num = sum(len(waiting) for owner, waiting in self._lists() if owner == uid and self.is_full(uid))
         limit = self._entitlements.max_queued(uid)
-        return f"{num} job files wait: {limit} jobs are queued, the maximum (max_queued)" if num else ""
+        waiting = "1 job file waits" if num == 1 else f"{num} job files wait"
+        return f"{waiting}: {limit} jobs are queued or held, the maximum (max_queued)" if num else ""
 
     def _room_of(self, uid: int) -> int:
         """Return how many more jobs of a user may be queued."""

@@ -23,6 +23,10 @@ from honed.system.dbus import Systemd
 from honed.system.layout import Layout
 
 
+def _files_wait(num: int) -> str:
+    return "1 file waits" if num == 1 else f"{num} files wait"
+
+
 class Intake:
     """Takes what arrives. `systemd` is set where checks and fetches are units; `helper_changed` follows the start and
     the end of a preflight helper."""
@@ -67,7 +71,7 @@ class Intake:
         num_stuck = self.acceptance.num_stuck
         stuck = [f"{num_stuck} not checked: {self._checkers.fault}"] if num_stuck else []
         num_beyond = self.acceptance.num_beyond
-        stuck += [f"{num_beyond} files wait until fewer jobs of their users are queued"] if num_beyond else []
+        stuck += [f"{_files_wait(num_beyond)} until fewer jobs of their users are queued"] if num_beyond else []
         return stuck + self._fetcher.status(is_named=is_named)
 
     def patience(self) -> float:

@@ -98,11 +98,19 @@ class Naming:
         self._waiting[job.id] = waiting
         self._names.add(job, named_jobs(answer))
 
-    def settle(self, accept: Callable[[list[Ready]], list[Job]], *, is_quiet: bool, fetched: set[str]) -> list[Job]:
+    def settle(
+        self,
+        accept: Callable[[list[Ready]], list[Job]],
+        *,
+        is_quiet: bool,
+        fetched: set[str],
+        has_more: Callable[[int], bool],
+    ) -> list[Job]:
         """Accept the arrivals whose named jobs are known by now, and refuse those that have waited long enough.
 
         `is_quiet`: no other arrival is being taken or checked. `fetched`: names of arrivals that wait for a fetch.
-        Returns the accepted jobs.
+        `has_more`: a user has files that are not taken yet, since too many of their jobs are queued. Returns the
+        accepted jobs.
         """
         began = self._clock()
         self._quiet_since = (self._quiet_since if self._quiet_since is not None else began) if is_quiet else None
@@ -122,7 +130,7 @@ class Naming:
                 ready = []
             found = {name: self._named(name, job) for name in named}
             missing = next((name for name, other in found.items() if other is None), None)
-            if missing is not None and self._may_still_come(waiting, now):
+            if missing is not None and (self._may_still_come(waiting, now) or has_more(job.uid)):
                 continue
             unknown = self._unknown(missing, job, _key_of(missing, waiting.answer)) if missing is not None else None
             del self._waiting[number]
