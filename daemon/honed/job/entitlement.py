@@ -63,7 +63,7 @@ def require_class(config: Config, name: str | None, uid: int) -> None:
         return
     known = f"your classes are {', '.join(sorted(allowed))}" if allowed else "there are none for you"
     problem = "is not for your jobs" if name in config.classes else "is not a class of this machine"
-    hint = f"write one of those, or remove class; the administrator's honed.toml has them as [classes.{name}]"
+    hint = f"{'write one of those, or ' if allowed else ''}remove class; classes are in honed.toml, as [classes.{name}]"
     raise SpecError(f"class: {name} {problem}; {known}", hint=hint, fix={"class": None})
 
 

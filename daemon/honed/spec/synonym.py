@@ -1104,7 +1104,7 @@ NAMES: dict[str, Synonym] = {
     **_all(drop("memory and CPU limits are set by the administrator in units"), "mem", "cpus_per_task",
            "mem_per_cpu", "mem_per_gpu", "resources.mem", "resources.memory", "resources.cpus",
            "resources.cpus_per_task", "ntasks", "ntasks_per_node", "cpus"),
-    **_all(drop("honed queues jobs for one machine; priority sets their order"), "partition", "account", "qos",
+    **_all(drop("honed queues jobs for one machine; class and priority set their order"), "partition", "account", "qos",
            "constraint", "nodelist", "exclusive"),
     **_all(take("notify.mail"), "mail_user", "email", "notify.email", "notify.mail_user"),
     **_all(never("training on several machines", unless=lambda value: value == 1), "nnodes", "num_nodes",
