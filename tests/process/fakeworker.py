@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from honed.job.event import EventWriter
 from honed.system import durable, quote
 from honed.system.layout import JobLayout
+from honed.worker.gate import Gate
 from honed.worker.pulse import Pulse
 from zoo import plain
 
@@ -104,14 +105,8 @@ def main() -> int:
     events = EventWriter(attempt.events_path, tell=pulse.tell)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, signal.SIG_IGN if name.startswith("deaf") else lambda *_: asked.append(1))
-    with (job_dir / "starts.txt").open("a") as file:
-        file.write(f"{number} {backend} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     print("the libraries chatter")
     events.emit("started", pid=os.getpid(), versions={}, backend=backend)
-    if name != "hang":
-        events.emit("stage", stage="train")
-    progress_path = layout.checkpoints_dir / "step"
-    layout.checkpoints_dir.mkdir(exist_ok=True)
 
     def result(outcome: str, step: int, error: dict[str, str] | None = None, **facts: Any) -> None:
         artifacts = {"output_dir": str(layout.output_dir), "merged": None}
@@ -124,6 +119,23 @@ def main() -> int:
             **facts,
         }
         durable.write_json(attempt.result_path, value)
+
+    def beat() -> None:
+        pulse.beat()
+        if asked:
+            result("interrupted", 0, {"code": "interrupted", "message": "stopped on request", "hint": ""})
+            sys.exit(75)
+
+    gate = Gate(layout, number, beat=beat)
+    if gate.is_closed:
+        events.emit("stage", stage="staged")
+        gate.wait()
+    with (job_dir / "starts.txt").open("a") as file:
+        file.write(f"{number} {backend} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
+    if name != "hang":
+        events.emit("stage", stage="train")
+    progress_path = layout.checkpoints_dir / "step"
+    layout.checkpoints_dir.mkdir(exist_ok=True)
 
     def steps(count: int, *, pause: float = 0.0, die_at: int | None = None, save_sec: float = 0.0) -> int:
         first = int(progress_path.read_text()) if progress_path.exists() else 0

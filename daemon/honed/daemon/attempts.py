@@ -23,8 +23,9 @@ from typing import Any
 
 from honed.daemon.following import Following
 from honed.daemon.shares import Use
+from honed.job.ahead import Pass
 from honed.job.database import Database
-from honed.job.job import Attempt, Fallback, Job, Preemption, State, Stop
+from honed.job.job import Attempt, Fallback, Job, Preemption, Staged, State, Stop
 from honed.job.spool import Spool
 from honed.run import ending
 from honed.run.deadline import Deadlines
@@ -69,6 +70,7 @@ class Running:
         self._runner = runner
         self._config = config
         self.ended: Exit | None = None
+        self._waits_at_gate = False  # it was staged, and could not be let through
         self.not_started: OSError | None = None  #: why it has no worker; settled in the next pass
         self._num_unread = 0  # passes in which its result could not be read
         self._num_failed_steps = 0
@@ -94,49 +96,43 @@ class Running:
         """Start its worker; on failure `not_started` has the reason."""
         job, attempt = self.job, self.job.attempt
         try:
-            self._write_adjustments()
+            write_adjustments(self._layout, job)
         except OSError as problem:
             self.not_started = NotNowError(f"its assignment cannot be written: {problem}")
             return
-        environment = {
-            "CUDA_VISIBLE_DEVICES": gpu_uuid or "",
-            "HF_HOME": os.environ.get("HF_HOME", str(self._layout.cache_dir)),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1",
-            "HONED_JOB": str(job.id),
-            "HONED_MIN_STALL_SEC": f"{self._config().jobs.min_stall_timeout_sec:g}",
-        }
+        environment = worker_environment(self._layout, self._config(), job, gpu_uuid)
         try:
-            self._runner.start(
-                job.id, attempt.number, attempt.num_starts, backend=attempt.backend, environment=environment
-            )
+            self._runner.start(job.id, attempt.number, attempt.start, backend=attempt.backend, environment=environment)
         except OSError as problem:
             self.not_started = problem
 
-    def _launch_again(self) -> None:
-        device = self.job.attempt.device
-        self.launch(device if device not in {"cpu", "mps"} else None)
+    def let_through(self) -> None:
+        """Let its staged worker use the device; on failure that is tried again in `enforce`."""
+        attempt = self.job.attempt
+        try:
+            Pass(attempt.number, attempt.start, device_environment(_gpu(attempt))).write(self._layout.job(self.job.id))
+            self._waits_at_gate = False
+        except OSError as problem:
+            if not self._waits_at_gate:
+                log.warning("job %d (%s): its worker waits: %s", self.job.id, self.job.name, problem)
+            self._waits_at_gate = True
 
-    def _write_adjustments(self) -> None:
-        """Write the out-of-memory adjustments for the worker; the entry has the authoritative ones."""
-        path = self._layout.job(self.job.id).adjustments_path
-        if self.job.adjustments:
-            durable.write_json(path, [asdict(each) for each in self.job.adjustments])
-        else:
-            path.unlink(missing_ok=True)
+    def _launch_again(self) -> None:
+        self.launch(_gpu(self.job.attempt))
 
     def adopt(self) -> None:
         """Take over the worker that the last daemon started, or start it if that daemon had no time to."""
         job = self.job
         self.following.tell_fallback(job)
-        if not self._runner.adopt(job.id, job.attempt.number, job.attempt.num_starts):
+        if not self._runner.adopt(job.id, job.attempt.number, job.attempt.start):
             # The last daemon ended after it had written the entry and before it started the worker.
             if job.stop is not None:
                 self.not_started = NotNowError("stopped before it was started")
                 return
             self._launch_again()
             return
+        if job.attempt.staged_at is not None and job.attempt.num_starts == 1:
+            self.let_through()  # the last daemon may have had no time to
         if job.stop is not None:
             self.deadlines.ask(job.stop)
 
@@ -161,6 +157,8 @@ class Running:
 
     def enforce(self, now: float) -> None:
         """Enforce its deadlines."""
+        if self._waits_at_gate:
+            self.let_through()
         if self.is_alive:
             self.deadlines.enforce(now, told_at=self.following.heard_at, stage=self.following.narrator.stage)
 
@@ -233,6 +231,52 @@ class Running:
         self._launch_again()
 
 
+def worker_environment(layout: Layout, config: Config, job: Job, gpu_uuid: str | None) -> dict[str, str]:
+    """Return what honed adds to a worker's environment."""
+    return {
+        **device_environment(gpu_uuid),
+        "HF_HOME": os.environ.get("HF_HOME", str(layout.cache_dir)),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "HONED_JOB": str(job.id),
+        "HONED_MIN_STALL_SEC": f"{config.jobs.min_stall_timeout_sec:g}",
+    }
+
+
+def device_environment(gpu_uuid: str | None) -> dict[str, str]:
+    """Return the part of a worker's environment that names its device."""
+    return {"CUDA_VISIBLE_DEVICES": gpu_uuid or ""}
+
+
+def write_adjustments(layout: Layout, job: Job) -> None:
+    """Write a job's out-of-memory adjustments for its worker; the entry has the authoritative ones. Raises OSError."""
+    path = layout.job(job.id).adjustments_path
+    if job.adjustments:
+        durable.write_json(path, [asdict(each) for each in job.adjustments])
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _gpu(attempt: Attempt) -> str | None:
+    return attempt.device if attempt.device not in {"cpu", "mps"} else None
+
+
+def next_number(job: Job) -> int:
+    """Return the number of a job's next attempt."""
+    return job.attempts[-1].number + 1 if job.attempts else 1
+
+
+def clear(layout: Layout, job: Job) -> None:
+    """Remove what a worker that was staged in vain has left in the directory of the next attempt."""
+    place = layout.job(job.id).attempt(next_number(job))
+    for path in (place.events_path, place.log_path, place.result_path, place.pulse_path):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as problem:
+            log.warning("job %d (%s): %s of its staged worker stays: %s", job.id, job.name, path.name, problem)
+
+
 class Attempts:
     """The running jobs, by number. `clock` is monotonic seconds."""
 
@@ -278,10 +322,15 @@ class Attempts:
 
     # -- start --------------------------------------------------------------------------------------------------------
 
-    def start(self, job: Job, device: Device, backend: str) -> None:
-        """Start a job's next attempt. It moves to running/ first: a crash after that is an attempt that vanished."""
-        number = job.attempts[-1].number + 1 if job.attempts else 1
+    def start(self, job: Job, device: Device, backend: str, staged: Staged | None = None) -> Running:
+        """Start a job's next attempt. It moves to running/ first: a crash after that is an attempt that vanished.
+
+        `staged`: its worker, which waits at its gate; it is let through.
+        """
+        number = next_number(job)
         now = Moment.now()
+        if staged is None and job.num_staged:
+            clear(self._layout, job)
         attempt = Attempt(
             number,
             backend,
@@ -289,6 +338,8 @@ class Attempts:
             device=device.uuid or device.kind,
             started_monotonic=now.monotonic,
             boot_id=now.boot_id,
+            first_start=staged.start if staged is not None else job.num_staged + 1,
+            staged_at=staged.since if staged is not None else None,
         )
         offset = self._database.offset(job.id, number)  # an error here or in the move leaves the job in the queue
         job = self._spool.move(
@@ -303,15 +354,20 @@ class Attempts:
         )
         running = self._add(job, offset)
         log.info(
-            "job %d (%s): attempt %d starts on %s with %s",
+            "job %d (%s): attempt %d starts on %s with %s%s",
             job.id,
             job.name,
             number,
             device.name,
             backend,
+            ", staged before" if staged is not None else "",
             extra=about(job, message.STARTED, attempt=number, backend=backend),
         )
-        running.launch(device.uuid)
+        if staged is not None:
+            running.let_through()
+        else:
+            running.launch(device.uuid)
+        return running
 
     def adopt(self, job: Job) -> None:
         """Take over a job that was running when the last daemon ended, whether its worker is alive or not."""

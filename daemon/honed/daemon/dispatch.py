@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
+from honed.daemon.ahead import Ahead
 from honed.daemon.arrivals.acceptance import Acceptance
 from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
@@ -55,6 +56,7 @@ class Selection:
         plans: Plans,
         placement: Placement,
         shares: Shares,
+        ahead: Ahead,
     ) -> None:
         self._spool = spool
         self._config = config
@@ -63,6 +65,7 @@ class Selection:
         self._plans = plans
         self._placement = placement
         self._shares = shares
+        self._ahead = ahead
         self._waiting: set[int] = set()  # jobs whose wait for a GPU was logged
 
     @property
@@ -104,6 +107,8 @@ class Selection:
                 yield job
 
     def _is_put_off(self, job: Job) -> bool:
+        if self._ahead.is_ending(job.id):
+            return True
         return self._backlog.delay_sec(job) > 0 or job.id in self._plans.numbers or self._backlog.is_short(job)
 
     def _is_here(self, job: Job) -> bool:
@@ -174,6 +179,7 @@ class Dispatch:
         placement: Placement,
         fence: Fence,
         shares: Shares,
+        ahead: Ahead,
         *,
         unfinished: Callable[[], Iterable[Job]],
         is_stopping: Callable[[], bool],
@@ -191,14 +197,15 @@ class Dispatch:
         self._free_since: float | None = None
         self.placement = placement
         self.fence = fence
+        self.ahead = ahead
         self.plans = Plans(spool, backlog, placement, acceptance)
-        self.selection = Selection(spool, config, attempts, backlog, self.plans, placement, shares)
+        self.selection = Selection(spool, config, attempts, backlog, self.plans, placement, shares, ahead)
         self._preempting = Preempting(spool.layout, config, attempts, placement, shares, self.selection)
 
     def patience(self) -> float:
         """Return the seconds until a step is due."""
         waits = [self.placement.availability.next_change(self.placement.all())]
-        if self._attempts.running:
+        if self._attempts.running or len(self.ahead):
             waits.append(self._config().jobs.poll_interval_sec)
         if self._backlog.num_queued and not self._spool.is_paused:
             waits.append(DEVICE_PROBE_INTERVAL_SEC)
@@ -210,11 +217,14 @@ class Dispatch:
         """Take up the queue, and the use of the devices as far as it was not counted. Raises OSError."""
         self._shares.recover(self._spool.all_jobs().values())
         self._backlog.recover()
+        self.ahead.recover()
+        self.ahead.take_over(self.fence.staged)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Settle the attempts that have ended."""
+        """Settle the attempts and the staged workers that have ended."""
+        self.ahead.settle()
         settled, put_back = self._attempts.reap(), self._attempts.put_back()
         self._shares.charge([*settled, *put_back])
         for job in put_back:
@@ -252,8 +262,10 @@ class Dispatch:
 
     def start_next(self) -> None:
         """Start what can be started; nothing while it is not known which workers live."""
-        for job in self.fence.look() if self.fence.fault else ():
-            self._attempts.adopt(job)
+        if self.fence.fault:
+            for job in self.fence.look():
+                self._attempts.adopt(job)
+            self.ahead.take_over(self.fence.staged)
         if self.fence.fault or training.is_missing():
             return
         while not self._is_stopping() and not self._spool.is_paused and not self.selection.is_full:
@@ -265,6 +277,11 @@ class Dispatch:
                 return
             self._free_since = None
             self._start(*chosen)
+
+    def stage_next(self) -> None:
+        """Have the jobs that are next prepare while the devices are busy."""
+        if not (self._is_stopping() or self._spool.is_paused or self.fence.fault or training.is_missing()):
+            self.ahead.tend(self.selection)
 
     def _must_wait_for_arrivals(self) -> bool:
         """Return True if an arrival that is being accepted may be more urgent than the job that could start now."""
@@ -284,7 +301,8 @@ class Dispatch:
                 job, InternalError(f"its plan cannot be read: {said(error)}", hint="submit the job again")
             )
         else:
-            self._attempts.start(job, free, backend)
+            staged = self.ahead.take(job)
+            self._attempts.start(job, free, staged.backend if staged is not None else backend, staged)
 
     def _backend_of(self, job: Job) -> str:
         """Return the backend that loads the base. Raises OSError, ValueError, KeyError or TypeError for a bad plan."""

@@ -42,6 +42,7 @@ class Fence:
         self._runner = runner
         self._clock = clock
         self._look_at = -math.inf
+        self.staged: list[Live] = []  #: workers that wait at their gates, whether their jobs still want them or not
         self.fault = ""  #: why they are not known yet; until they are, no job may be started
 
     def look(self) -> list[Job]:
@@ -54,13 +55,16 @@ class Fence:
             self.fault = f"running workers cannot be listed, so no job is started: {error}"
             self._look_at = self._clock() + RETRY_SEC
             return []
-        self.fault, self._look_at = "", math.inf
+        self.fault, self._look_at, self.staged = "", math.inf, []
         return [job for live in found if (job := self._fence(live)) is not None]
 
     def _fence(self, live: Live) -> Job | None:
         job = self._spool.job(live.job_id)
         number = live.attempt[0] if live.attempt is not None else None
         if job is not None and job.state is State.RUNNING and number in {None, job.attempt.number}:
+            return None
+        if live.is_staged:
+            self.staged.append(live)
             return None
         if job is not None and job.state.is_final and number in {None, *(each.number for each in job.attempts)}:
             return None  # settled; its process is about to end
@@ -83,7 +87,7 @@ def _entry_of(files: JobLayout, job: Job | None, live: Live) -> Job:
     if number in numbers:
         job = dataclasses.replace(job, attempts=job.attempts[: numbers.index(number) + 1])
         return job.with_attempt(ended_at=None, outcome=None, took_sec=None)
-    attempt = Attempt(number, "", time.time(), num_starts=start, device=live.device or UNKNOWN_DEVICE)
+    attempt = Attempt(number, "", time.time(), first_start=start, device=live.device or UNKNOWN_DEVICE)
     return dataclasses.replace(job, attempts=(*job.attempts, attempt))
 
 

@@ -3,8 +3,8 @@
 The loop is a list of named steps. Each does what can be done now, and never blocks:
 
     obey signals · settle what ended · follow events · take arrivals · plan what waited for others ·
-    vacate closed devices · start what can · end what must · notify · have rows sent and pages made · keep house ·
-    report
+    vacate closed devices · start what can · stage what is next · end what must · notify ·
+    have rows sent and pages made · keep house · report
 
 Signals, arrivals, the preflight helpers and the control socket only wake it.
 """
@@ -27,6 +27,7 @@ from typing import Any
 
 from honed import __version__
 from honed.daemon import verbs
+from honed.daemon.ahead import Ahead
 from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
 from honed.daemon.availability import Availability
@@ -107,13 +108,17 @@ class Daemon:
         )
         self._database = Database(layout.database_path)
         self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
-        self._shutdown = Shutdown(self._attempts, in_force, drain=drain)
         shares = Shares(
             Usage(layout.usage_path),
             in_force,
             self._attempts.in_use,
             lambda uid: self._housekeeper.num_bytes(uid),  # noqa: PLW0108 - it is made below
         )
+        placement = Placement(
+            layout, in_force, self._attempts, Availability(self._spool, in_force, now=now), probe=probe, clock=clock
+        )
+        ahead = Ahead(layout, self._spool, in_force, runner, self._attempts, placement, clock=clock)
+        self._shutdown = Shutdown(self._attempts, ahead, in_force, drain=drain)
         self._backlog = Backlog(self._spool, self._database, shares, has_room=self._attempts.has_room, clock=clock)
         self._dispatch = Dispatch(
             self._spool,
@@ -121,16 +126,10 @@ class Daemon:
             self._intake.acceptance,
             self._attempts,
             self._backlog,
-            Placement(
-                layout,
-                in_force,
-                self._attempts,
-                Availability(self._spool, in_force, now=now),
-                probe=probe,
-                clock=clock,
-            ),
+            placement,
             Fence(self._spool, runner, clock=clock),
             shares,
+            ahead,
             unfinished=self._unfinished,
             is_stopping=lambda: self._shutdown.is_asked,
             clock=clock,
@@ -207,6 +206,7 @@ class Daemon:
                 self._dispatch.plan_deferred,
                 self._dispatch.vacate,
                 self._dispatch.start_next,
+                self._dispatch.stage_next,
                 self._attempts.enforce,
                 self._publishing.notices.tend,
                 self._publishing.tend_sender,

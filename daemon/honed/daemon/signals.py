@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from honed.daemon.ahead import Ahead
 from honed.daemon.attempts import Attempts
 from honed.job.job import Stop
 from honed.spec import config
@@ -53,8 +54,9 @@ class Configuration:
 class Shutdown:
     """The end of honed: when a signal asks for it, or with `--drain` when no work is left."""
 
-    def __init__(self, attempts: Attempts, config: Callable[[], Config], *, drain: bool) -> None:
+    def __init__(self, attempts: Attempts, ahead: Ahead, config: Callable[[], Config], *, drain: bool) -> None:
         self._attempts = attempts
+        self._ahead = ahead
         self._config = config
         self._drain = drain
         self.is_asked = False
@@ -66,8 +68,9 @@ class Shutdown:
 
     @property
     def is_over(self) -> bool:
-        """True if honed was asked to end, and every job that still runs continues without it."""
-        return self.is_asked and all(self._is_left(job_id) for job_id in self._attempts.running)
+        """True if honed was asked to end, and every worker that still lives continues without it."""
+        is_left = all(self._is_left(job_id) for job_id in self._attempts.running)
+        return self.is_asked and is_left and not self._ahead.num_not_left
 
     def ask(self) -> None:
         """Begin to end."""
@@ -78,9 +81,10 @@ class Shutdown:
         log.info("asked to stop; %d running jobs continue, %d write a checkpoint", num_left, len(asked))
 
     def stop_jobs(self) -> None:
-        """Stop the jobs that do not continue. Call it in each turn: a full disk may prevent it for one of them."""
+        """Stop the workers that do not continue. Call it in each turn: a full disk may prevent it for one of them."""
         for job_id in self._not_left():
             self._attempts.stop(job_id, Stop.SHUTDOWN)
+        self._ahead.end_all()
 
     def _not_left(self) -> list[int]:
         return [job_id for job_id in self._attempts.running if not self._is_left(job_id)]

@@ -73,6 +73,17 @@ class Preemption:
 
 
 @dataclass(frozen=True, slots=True)
+class Staged:
+    """A worker that was started ahead of the job's turn: it waits at its gate until a device is free."""
+
+    number: int  #: of the attempt that it becomes
+    start: int  #: the number of its start
+    backend: str
+    device: str  #: the device that it was staged for: a GPU's uuid, or cpu
+    since: float  #: seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One numbered attempt: one worker start, or two with a fallback."""
 
@@ -80,6 +91,8 @@ class Attempt:
     backend: str
     started_at: float  #: seconds since the epoch
     num_starts: int = 1  #: 2 once the backend fell back
+    first_start: int = 1  #: the number of its first start; higher if workers had been staged in vain
+    staged_at: float | None = None  #: seconds since the epoch, if its worker was started ahead of its turn
     ended_at: float | None = None
     outcome: str | None = None
     step: int = 0  #: the last step that it reported
@@ -91,6 +104,11 @@ class Attempt:
     is_adjusted: bool = False  #: ended, and its lack of memory was answered with an Adjustment
     took_sec: float | None = None  #: duration until the worker ended, unaffected by clock changes; None while it runs
     preemption: Preemption | None = None  #: why honed asked it to give up its device
+
+    @property
+    def start(self) -> int:
+        """The number of its latest start."""
+        return self.first_start + self.num_starts - 1
 
     @property
     def began(self) -> Moment:
@@ -153,6 +171,8 @@ class Job:
     held_for: int | None = None  #: the failed dependency it is held for: it is released when that job succeeds
     notify: Notify | None = None  #: from its spec
     arrived_at: float | None = None  #: seconds since the epoch; None if an older honed accepted it
+    staged: Staged | None = None  #: its worker, started ahead of its turn
+    num_staged: int = 0  #: workers that were staged for it so far
     ends: tuple[str, ...] = ()  #: the outcome of each time it finished: a requeued job finishes again
     state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: the state in which the entry was found
 
@@ -196,6 +216,8 @@ class Job:
             known["adjustments"] = tuple(Adjustment(**_known(Adjustment, item)) for item in raw.get("adjustments", ()))
             known["depends_on"] = tuple(raw.get("depends_on", ()))
             known["ends"] = tuple(raw.get("ends", ()))
+            if raw.get("staged") is not None:
+                known["staged"] = Staged(**_known(Staged, raw["staged"]))
             known["stop"] = Stop(raw["stop"]) if raw.get("stop") else None
             job = cls(**{**known, "state": state})
         except (KeyError, TypeError, AttributeError) as error:

@@ -236,6 +236,7 @@ class Spool:
     def move(self, job: Job, to: State, **changes: Any) -> Job:
         """Move an entry to another state and change it; asserts that the move is allowed."""
         assert to in MOVES[job.state], f"a job cannot move from {job.state} to {to}"
+        changes.setdefault("staged", None)  # it was staged for a turn that does not come, or has come
         if to.is_final:
             changes["ends"] = (*job.ends, changes.get("outcome", job.outcome) or to.value)
         with self._changed(job, to, changes) as moved:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from honed.run.runner import Exit, Live, device_of, exit_of, read_exit_record, read_lock_record
+from honed.run.runner import Exit, Live, device_of, exit_of, is_staged, read_exit_record, read_lock_record
 from honed.system import durable, untrusted
-from honed.system.layout import AttemptLayout, Layout
+from honed.system.layout import AttemptLayout, JobLayout, Layout
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +97,10 @@ class ProcessRunner:
             return None
         if read_exit_record(attempt, start) is not None:
             return None
-        device = device_of(dict(word.split("=", 1) for word in environment if "=" in word))
-        return Live(int(job_dir.name), (int(attempt.dir.name), start), device)
+        variables = dict(word.split("=", 1) for word in environment if "=" in word)
+        number = int(attempt.dir.name)
+        waits = is_staged(JobLayout(job_dir), number, start, variables)
+        return Live(int(job_dir.name), (number, start), device_of(variables), is_staged=waits)
 
     def is_supervised(self, job_id: int) -> bool:  # noqa: ARG002
         return False

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from honed.job.ahead import STAGED_VARIABLE, has_passed
 from honed.job.event import MAX_TIME
 from honed.system import untrusted
 from honed.system.clock import Moment, boot_id, boot_time
-from honed.system.layout import AttemptLayout
+from honed.system.layout import AttemptLayout, JobLayout
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Live:
     job_id: int
     attempt: tuple[int, int] | None  #: its number, and that of its start; None if that is not known
     device: str | None  #: a GPU's uuid, or cpu; None if that is not known
+    is_staged: bool = False  #: it waits, or will, at its gate, and uses no device
 
 
 class NotNowError(OSError):
@@ -145,6 +147,11 @@ def _ended_in_shutdown(record: Mapping[str, Any]) -> bool:
 def device_of(environment: Mapping[str, str]) -> str:
     """Return the device that a worker's environment gives it, as an entry names it."""
     return environment.get("CUDA_VISIBLE_DEVICES") or "cpu"
+
+
+def is_staged(job: JobLayout, number: int, start: int, environment: Mapping[str, str]) -> bool:
+    """Return True if a start of a worker was ahead of its job's turn, and was not let through its gate."""
+    return STAGED_VARIABLE in environment and not has_passed(job, number, start)
 
 
 def _read_record(path: Path, start: int) -> dict[str, Any] | None:

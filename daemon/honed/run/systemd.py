@@ -19,7 +19,16 @@ from pathlib import Path
 
 from honed.run.jobunit import Start, read
 from honed.run.process import ProcessRunner
-from honed.run.runner import Exit, Live, NotNowError, device_of, exit_of, read_exit_record, read_lock_record
+from honed.run.runner import (
+    Exit,
+    Live,
+    NotNowError,
+    device_of,
+    exit_of,
+    is_staged,
+    read_exit_record,
+    read_lock_record,
+)
 from honed.system import dbus
 from honed.system.dbus import BusAwayError, BusError, Systemd
 from honed.system.layout import AttemptLayout, Layout
@@ -121,7 +130,8 @@ class SystemdRunner:
             return Live(job_id, None, None)
         if read_exit_record(job.attempt(wanted.number), wanted.start) is not None and not self._goes_on(job_id):
             return None
-        return Live(job_id, (wanted.number, wanted.start), device_of(wanted.environment))
+        waits = is_staged(job, wanted.number, wanted.start, wanted.environment)
+        return Live(job_id, (wanted.number, wanted.start), device_of(wanted.environment), is_staged=waits)
 
     def is_supervised(self, job_id: int) -> bool:
         return job_id in self._units

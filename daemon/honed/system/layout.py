@@ -186,6 +186,7 @@ class JobLayout(NamedTuple):
     adjustments.json           changes to its spec for want of memory, see out_of_memory.py  (written by the daemon)
     entry.json                 its entry when its worker was started last, see corrupt.py  (written by the daemon)
     start.json                 the start parameters of its unit, where workers are units  (written by the daemon)
+    gate.json                  lets its staged worker use the device; see ahead.py  (written by the daemon)
     checkpoints/checkpoint-N/  complete if it has a MANIFEST.json; see worker/train/checkpoint.py
                                (written by the worker, as all below)
     wandb/, tensorboard/, …    output of the trackers in report_to
@@ -227,6 +228,11 @@ class JobLayout(NamedTuple):
     def start_path(self) -> Path:
         """The start parameters of the job's unit; see jobunit.py."""
         return self.dir / "start.json"
+
+    @property
+    def gate_path(self) -> Path:
+        """Lets a staged worker use the device; see ahead.py."""
+        return self.dir / "gate.json"
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -1,8 +1,9 @@
-"""The resource use of this process, as the standard metrics `process_*` have it; from /proc/self alone, which every
-sandbox shows."""
+"""The resource use of this process, as the standard metrics `process_*` have it, and the machine's free memory; from
+/proc/self and /proc/meminfo, which every sandbox shows."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import time
@@ -22,6 +23,15 @@ class Usage(TypedDict):
     virtual_memory_bytes: int
     open_fds: int
     max_fds: int
+
+
+def available_bytes() -> int:
+    """Return the memory of the machine that processes could still get; 0 if that is not known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def usage() -> Usage:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from honed.system.layout import JobLayout
 from honed.worker import assignment, imports
+from honed.worker.gate import Gate
 from honed.worker.pulse import Pulse
 from honed.worker.stop import Stop
 
@@ -39,6 +40,7 @@ def main() -> int:
         os.environ.setdefault(name, value)
     pulse = Pulse(path=JobLayout(arguments.job_dir.resolve()).attempt(arguments.attempt).pulse_path)
     stop = Stop(pulse.beat, pulse.enter)
+    gate = Gate(JobLayout(arguments.job_dir.resolve()), arguments.attempt, beat=stop.check)
     signal.signal(signal.SIGTERM, stop.on_signal)
     signal.signal(signal.SIGINT, stop.on_signal)
     faulthandler.enable()  # a worker that hangs is sent SIGABRT: its stacks go to worker.log
@@ -49,7 +51,7 @@ def main() -> int:
     job_dir = arguments.job_dir.resolve()
     with contextlib.suppress(Exception):  # the run reports any problem with it
         imports.hide_unused(assignment.read(job_dir, arguments.attempt, backend=arguments.backend))
-    return run(job_dir, arguments.attempt, backend=arguments.backend, stop=stop, tell=pulse.tell)
+    return run(job_dir, arguments.attempt, backend=arguments.backend, stop=stop, gate=gate, tell=pulse.tell)
 
 
 if __name__ == "__main__":

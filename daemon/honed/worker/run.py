@@ -1,6 +1,7 @@
-"""One attempt at one job, read top to bottom: prepare, load, audit, data, mask, baseline, train, export, result.
+"""One attempt at one job, read top to bottom: prepare, data, load, audit, mask, baseline, train, export, result.
 
-Nothing here imports the training stack before the backend is chosen.
+Nothing here imports the training stack before the backend is chosen. A worker that was staged waits between data and
+load until its device is free (gate.py); with Unsloth, whose import asks the device, before it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from honed.worker import assignment as assignments
 from honed.worker import cause, imports
 from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
+from honed.worker.gate import Gate, read_ahead
 from honed.worker.model import audit, cast, load, merge, torchvision
 from honed.worker.model.card import Facts
 from honed.worker.rows import mask
@@ -54,18 +56,19 @@ def run(
     *,
     backend: str | None = None,
     stop: Stop | None = None,
+    gate: Gate | None = None,
     tell: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
 ) -> int:
     """Run one attempt. Write events and, once everything else is durable, result.json; return the exit status.
 
-    Each event is also passed to `tell`.
+    Each event is also passed to `tell`. `gate`: before it the device is not used.
     """
     layout = JobLayout(job_dir).attempt(attempt)
     durable.make_dir(layout.dir)
     events = EventWriter(layout.events_path, tell=tell)
     stop = stop or Stop()
     reserve = disk_reserve.Reserve(layout.dir)
-    story = _Story(events, stop)
+    story = _Story(events, stop, gate or Gate(JobLayout(job_dir), attempt, {}))
     error: HonedError | None = None
     try:
         torchvision.mend()
@@ -138,9 +141,10 @@ _MEMORY_HINT = (
 class _Story:
     """The state of the run so far, for its result."""
 
-    def __init__(self, events: EventWriter, stop: Stop) -> None:
+    def __init__(self, events: EventWriter, stop: Stop, gate: Gate) -> None:
         self._events = events
         self._stop = stop
+        self._gate = gate
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.artifacts: dict[str, str] = {}
@@ -152,6 +156,7 @@ class _Story:
         has_begun = any(job.layout.checkpoints_dir.glob("checkpoint-*"))
         if not job.spec.trial or (has_begun and job.spec.trial != "only"):
             return
+        self._pass_gate()
         self._stage("trial")
         found = trials.run(job, attempt=attempt, tell=self._log, stop=self._stop)
         self._events.emit("trial", **found.as_dict())
@@ -181,6 +186,12 @@ class _Story:
         job.check_inputs()
         backend = load.choose(job.backend)
         tracker.prepare(job)
+        if self._gate.is_closed:
+            read_ahead(job.base_model_path)
+            if job.backend == "unsloth":
+                import torch  # noqa: F401 - all of the stack that may be imported before Unsloth
+
+                self._pass_gate()
         with imports.quick():
             backend.import_libraries()
             from honed.worker.train import losscheck, usage
@@ -190,24 +201,12 @@ class _Story:
         for name in examiner.named_metrics(spec):
             score.find(name)  # the administrator's metric may fail to load
 
-        self._stage("load")
-        auditor = audit.Auditor(precision, events, backend=job.backend)
-        loaded = load.load(backend, job, auditor)
-        for text in loaded.told:
-            self._log("warning", text)
-
-        self._stage("audit")
-        self._log("info", audit.describe(auditor.model(loaded.model, "adapted"), precision))
-
         self._stage("data")
         from honed.worker.rows import data as datas
 
-        chat = ChatFormat.of(spec, loaded.tokenizer, date=job.date)
-        data = datas.build(job, chat, stop, lambda: load.load_processor(job, loaded.tokenizer))
-        # An adapter's wrapper of the embeddings has their weight, not their num_embeddings.
-        num_embeddings = loaded.model.get_input_embeddings().weight.shape[0]
-        datas.check_ids(data, chat.tokenizer, num_embeddings, job.base_model_path)
-        position.check_rows(spec, loaded.model.config.model_type, loaded.model.config.to_dict(), data.longest)
+        tokenizer = load.load_tokenizer(job)
+        chat = ChatFormat.of(spec, tokenizer, date=job.date)
+        data = datas.build(job, chat, stop, lambda: load.load_processor(job, tokenizer))
         if resumed and progress.data_hashes not in ({}, data.hashes):
             self._log(
                 "warning", "the data files changed after the checkpoint: the run continues with their current content"
@@ -219,6 +218,22 @@ class _Story:
         rows = data.train.examples
         for level, text in chat.advice.notes(rows) if any(example.kind == "messages" for example in rows) else ():
             self._log(level, text)
+        if self._gate.is_closed:
+            self._pass_gate()
+            started = time.time()
+
+        self._stage("load")
+        auditor = audit.Auditor(precision, events, backend=job.backend)
+        loaded = load.load(backend, job, auditor, tokenizer)
+        for text in loaded.told:
+            self._log("warning", text)
+
+        self._stage("audit")
+        self._log("info", audit.describe(auditor.model(loaded.model, "adapted"), precision))
+        # An adapter's wrapper of the embeddings has their weight, not their num_embeddings.
+        num_embeddings = loaded.model.get_input_embeddings().weight.shape[0]
+        datas.check_ids(data, chat.tokenizer, num_embeddings, job.base_model_path)
+        position.check_rows(spec, loaded.model.config.model_type, loaded.model.config.to_dict(), data.longest)
         predictor = prediction.Predictor(
             chat,
             precision,
@@ -353,6 +368,12 @@ class _Story:
                 self._log("info", f"removed {left}, left by an earlier run of this job, because this one succeeded")
             else:
                 self._log("warning", f"{left}, left by an earlier run of this job, cannot be removed: {problem}")
+
+    def _pass_gate(self) -> None:
+        """Wait for the device, if this worker was staged."""
+        if self._gate.is_closed:
+            self._stage("staged")
+            self._gate.wait()
 
     def _stage(self, name: str) -> None:
         self._stop.check()

@@ -74,12 +74,11 @@ def choose(name: str) -> Backend:
             raise BackendError(f"no such backend: {name}")
 
 
-def load(backend: Backend, assignment: Assignment, auditor: Auditor) -> Loaded:
-    """Load model and tokenizer. Raises ModelError, PrecisionError, or BackendError if Unsloth fails."""
+def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: Any) -> Loaded:
+    """Load the model. Raises ModelError, PrecisionError, or BackendError if Unsloth fails."""
     from transformers import set_seed
 
     set_seed(assignment.seed)  # the adapter's first weights are drawn
-    tokenizer = load_tokenizer(assignment)
     try:
         model = backend.load_base(assignment)
         # Freeze before the audit, or it would take a frozen base for trained weights.
