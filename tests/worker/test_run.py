@@ -29,7 +29,7 @@ def test_a_job_tells_its_story_in_order_and_leaves_an_adapter(make_job: MakeJob)
     assert ended.events[0].kind == "started"
     assert ended.events[-1].kind == "finished"
     stages = [item["stage"] for item in ended.of("stage")]
-    assert stages == ["prepare", "load", "audit", "data", "mask", "baseline", "train", "export"]
+    assert stages == ["prepare", "data", "load", "audit", "mask", "baseline", "train", "export"]
     assert sorted(ended.losses) == [1, 2, 3, 4, 5, 6]
     assert {"learning_rate", "grad_norm", "eta_sec", "epoch", "num_steps"} <= set(ended.of("step")[-1])
     assert {"train_loss", "eval_loss", "num_trained_tokens"} <= set(ended.metrics)

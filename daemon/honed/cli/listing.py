@@ -45,7 +45,7 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         [
             job["id"],
             terminal.plain(job["name"], limit=40),
-            job["state"],
+            terminal.state_words(job),
             _outcome(job),
             _priority(job),
             *terminal.progress_cells(job),
@@ -155,7 +155,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     step, loss, eta = terminal.progress_cells(job)
     remark = terminal.plain(job.get("remark") or "", limit=400)
     terminal.say(
-        f"job {job['id']} ({job['name']}): {job['state']}{', but ' if remark else ''}{remark}",
+        f"job {job['id']} ({job['name']}): {terminal.state_words(job)}{', but ' if remark else ''}{remark}",
         style="yellow" if remark else terminal.STATE_STYLES.get(job["state"], "bold"),
     )
     facts: list[Sequence[object]] = [

@@ -48,6 +48,7 @@ def _escape(char: str) -> str:
 console = _Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 STATE_STYLES = {
     "running": "bold cyan",
+    "staged": "cyan",
     "succeeded": "green",
     "failed": "bold red",
     "rejected": "red",
@@ -189,6 +190,11 @@ def bar(progress: Progress, *, width: int = 20) -> str:
     return f"[{'#' * done}{'.' * (width - done)}]"
 
 
+def state_words(job: Row) -> str:
+    """Return a job's state for people: a queued job whose worker waits for its device is `staged`."""
+    return "staged" if job.get("staged_at") else job["state"]
+
+
 def why_waiting(job: Row) -> str:
     """Return the reason why a job waits; empty if it does not wait."""
     return wait["detail"] if (wait := job.get("waiting_for")) else ""
@@ -203,7 +209,7 @@ def job_line(job: Row) -> str:
         f"loss {loss}" if loss else "",
         f"ETA {eta}" if eta else "",
     ]
-    return "  ".join([f"job {job['id']} ({job['name']}): {job['state']}", *filter(None, parts)])
+    return "  ".join([f"job {job['id']} ({job['name']}): {state_words(job)}", *filter(None, parts)])
 
 
 def sparkline(values: Sequence[float], *, width: int = 24) -> str:

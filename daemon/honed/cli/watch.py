@@ -190,7 +190,7 @@ def _table(jobs: Sequence[Row], courses: dict[int, list[float]]) -> Table:
         drawn.add_column(column, no_wrap=True)
     for job in jobs[:MAX_JOBS]:
         name, course = terminal.plain(job["name"], limit=32), terminal.sparkline(courses.get(job["id"], []))
-        cells = [job["id"], name, job["state"], *terminal.progress_cells(job), course]
+        cells = [job["id"], name, terminal.state_words(job), *terminal.progress_cells(job), course]
         drawn.add_row(*(Text(terminal.plain(cell), style=terminal.STATE_STYLES.get(str(cell), "")) for cell in cells))
     if len(jobs) > MAX_JOBS:
         drawn.add_row("", f"and {len(jobs) - MAX_JOBS} more: honectl list")

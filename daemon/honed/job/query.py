@@ -208,6 +208,7 @@ def summary(job: Job, progress: Progress = NO_PROGRESS) -> Row:
         "source": job.source,
         "is_pinned": job.is_pinned,
         "waiting_for": _waiting_for(job),
+        "staged_at": timestamp(job.staged.since) if job.staged is not None else None,
         "preemption": preemption.current(job),
         "progress": progress,
         "needs_bytes": job.needs_bytes or None,
@@ -288,6 +289,7 @@ def _attempt(attempt: Attempt) -> AttemptRow:
         "outcome": attempt.outcome,
         "step": attempt.step,
         "num_starts": attempt.num_starts,
+        "staged_at": timestamp(attempt.staged_at) if attempt.staged_at is not None else None,
         "device": attempt.device,
         "preemption": preemption.row(attempt),
     }

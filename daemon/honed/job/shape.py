@@ -57,6 +57,7 @@ class Row(_Class):
     source: str | None  #: None for another user's job
     is_pinned: bool
     waiting_for: Wait | None
+    staged_at: str | None  #: of a queued job whose worker prepares ahead of its turn
     preemption: PreemptionRow | None  #: of a job that has not started again since
     progress: Progress
     needs_bytes: int | None
@@ -89,6 +90,7 @@ class AttemptRow(TypedDict):
     outcome: str | None
     step: int
     num_starts: int
+    staged_at: str | None  #: if its worker was started ahead of its turn
     device: str | None
     preemption: PreemptionRow | None
 

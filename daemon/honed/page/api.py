@@ -111,6 +111,8 @@ class JobRow(_Answer):
     """True if the job is kept regardless of [retention]."""
     waiting_for: WaitingFor | None
     """Reason for waiting; given for held jobs and the first 500 of the queue."""
+    staged_at: str | None = None
+    """Start of its worker ahead of its turn, ISO 8601, UTC; null if it has none."""
     needs_bytes: int | None
     """Free disk space in bytes that it needs to be started again."""
     preemption: dict[str, Any] | None = None

@@ -1,0 +1,287 @@
+"""The next job's worker is started while the device is busy, and waits for it: no job is lost, begun twice or slower."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Instance, RealInstance, wait_for
+
+from honed.job.job import Job, State
+from zoo.model import build_checkpoint, write_facts
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def worker_of(instance: Instance, job: Job, number: int = 1) -> int:
+    """Return the pid of a job's worker, once it has one."""
+
+    def found() -> int | None:
+        path = instance.layout.job(job.id).attempt(number).dir / "lock"
+        return json.loads(path.read_text() or "{}").get("worker_pid") if path.exists() else None
+
+    return wait_for(found, what="a worker") or 0
+
+
+def stage_of(instance: Instance, job: Job, number: int = 1) -> str:
+    path = instance.layout.job(job.id).attempt(number).events_path
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((each["stage"] for each in map(json.loads, reversed(lines)) if each["event"] == "stage"), "")
+
+
+def wait_staged(instance: Instance, name: str, number: int = 1) -> Job:
+    """Wait until a job's worker waits at its gate."""
+
+    def staged() -> Job | None:
+        job = instance.job(name)
+        waits = job is not None and job.staged is not None and stage_of(instance, job, number) == "staged"
+        return job if waits else None
+
+    return wait_for(staged, what=f"{name} staged")
+
+
+def wait_staged_again(instance: Instance, name: str, num_staged: int) -> Job:
+    return wait_for(lambda: job if (job := wait_staged(instance, name)).num_staged == num_staged else None)
+
+
+@pytest.fixture
+def busy(instance: Instance) -> Instance:
+    """An instance whose device is busy until `go` is called, and whose next job is staged."""
+    return make_busy(instance)
+
+
+def make_busy(instance: Instance) -> Instance:
+    instance.start()
+    instance.drop("first", name="until")
+    instance.wait_state("until", State.RUNNING)
+    instance.drop("second", name="succeed")
+    wait_staged(instance, "succeed")
+    return instance
+
+
+def go(instance: Instance) -> None:
+    """Let the running job end."""
+    job = instance.job("until")
+    assert job is not None
+    (instance.layout.job(job.id).dir / "go").touch()
+
+
+def ended(instance: Instance, name: str = "succeed") -> Job:
+    job = instance.wait_state(name, State.SUCCEEDED, State.FAILED)
+    assert (job.state, job.num_failures) == (State.SUCCEEDED, 0), job.error
+    return job
+
+
+@pytest.mark.quick
+def test_the_next_job_waits_at_its_gate_until_the_device_is_free(busy: Instance) -> None:
+    job = busy.job("succeed")
+    assert job is not None
+    assert (job.state, job.attempts, busy.starts(job)) == (State.QUEUED, (), [])
+    [row] = json.loads(busy.honectl("list", "--json", str(job.id), check=True).stdout)
+    assert row["state"] == "queued"
+    assert row["staged_at"]
+    assert "staged" in busy.honectl("list", check=True).stdout
+    assert "staged" in busy.honectl("show", str(job.id), check=True).stdout
+    pid = worker_of(busy, job)
+    go(busy)
+    job = ended(busy)
+    assert [(each.number, each.start, each.staged_at is not None) for each in job.attempts] == [(1, 1, True)]
+    assert len(busy.starts(job)) == 1
+    events = busy.layout.job(job.id).attempt(1).events_path.read_text().splitlines()
+    assert json.loads(events[0])["pid"] == pid  # the same process
+    assert "staged before" in busy.log
+
+
+def test_a_staged_job_that_is_held_cancelled_or_requeued_loses_nothing(busy: Instance) -> None:
+    job = busy.job("succeed")
+    assert job is not None
+    for verb, state in (("hold", State.HELD), ("cancel", State.CANCELLED)):
+        pid = worker_of(busy, job)
+        busy.honectl(verb, str(job.id), check=True)
+        job = busy.wait_state("succeed", state)
+        assert job.staged is None
+        wait_for(lambda pid=pid: not is_there(pid), what="the end of the worker")
+        busy.honectl("release" if state is State.HELD else "requeue", str(job.id), check=True)
+        job = wait_staged(busy, "succeed")
+        assert job.num_staged > 1
+    go(busy)
+    job = ended(busy)
+    assert len(job.attempts) == len(busy.starts(job)) == 1
+    kinds = [json.loads(line) for line in busy.layout.job(job.id).attempt(1).events_path.read_text().splitlines()]
+    assert sum(each["event"] == "started" for each in kinds) == 1  # nothing of the workers before
+
+
+def test_a_staged_worker_that_is_killed_costs_no_attempt(busy: Instance) -> None:
+    job = busy.job("succeed")
+    assert job is not None
+    os.kill(worker_of(busy, job), signal.SIGKILL)
+    wait_for(lambda: (found := busy.job("succeed")) is not None and found.staged is None, what="no worker")
+    go(busy)
+    job = ended(busy)
+    assert [(each.number, each.staged_at) for each in job.attempts] == [(1, None)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_honed_ends_and_starts_again_while_a_job_is_staged(busy: Instance, number: signal.Signals) -> None:
+    job = busy.job("succeed")
+    assert job is not None
+    pid = worker_of(busy, job)
+    busy.kill(number)
+    assert is_there(pid) is (number == signal.SIGKILL)
+    busy.start()
+    job = wait_staged(busy, "succeed")
+    assert job.num_staged == (1 if number == signal.SIGKILL else 2)
+    assert (worker_of(busy, job) == pid) is (number == signal.SIGKILL)
+    go(busy)
+    job = ended(busy)
+    assert len(job.attempts) == len(busy.starts(job)) == 1
+
+
+def test_a_staged_worker_that_no_entry_knows_is_ended(instance: Instance) -> None:
+    instance.is_warm = False  # its shims are processes of their own, as the machine shows them
+    busy = make_busy(instance)
+    job = busy.job("succeed")
+    assert job is not None
+    pid = worker_of(busy, job)
+    busy.kill(signal.SIGKILL)
+    path = busy.layout.spool_dir / "queued" / f"{job.id}.json"
+    entry = json.loads(path.read_text())
+    path.write_text(json.dumps({**entry, "staged": None, "revision": entry["revision"] + 1}))  # as of a crash in a move
+    busy.start()
+    wait_for(lambda: not is_there(pid), what="the end of the worker")
+    wait_staged_again(busy, "succeed", 2)
+    go(busy)
+    assert len(ended(busy).attempts) == 1
+    assert not list((busy.layout.spool_dir / "corrupt").glob("*"))
+
+
+def test_a_worker_that_was_not_let_through_before_a_crash_is_let_through_after_it(busy: Instance) -> None:
+    job = busy.job("succeed")
+    assert job is not None
+    gate = busy.layout.job(job.id).gate_path
+    gate.mkdir()  # it cannot be written: the entry says that the job runs, and its worker waits
+    go(busy)
+    busy.wait_state("succeed", State.RUNNING)
+    assert busy.starts(job) == []
+    busy.kill(signal.SIGKILL)
+    gate.rmdir()
+    busy.start()
+    job = ended(busy)
+    assert len(job.attempts) == len(busy.starts(job)) == 1
+
+
+def test_the_job_that_comes_first_starts_first_staged_or_not(busy: Instance) -> None:
+    busy.drop("urgent", name="succeed-3.urgent", priority=9)
+    busy.wait_state("succeed-3.urgent", State.QUEUED)
+    go(busy)
+    urgent, staged = ended(busy, "succeed-3.urgent"), ended(busy)
+    assert urgent.attempt.staged_at is None
+    assert staged.attempt.staged_at is not None
+    assert urgent.attempt.started_at < staged.attempt.started_at
+
+
+def test_a_job_that_is_planned_again_is_staged_again(busy: Instance) -> None:
+    job = busy.job("succeed")
+    assert job is not None
+    pid, plan = worker_of(busy, job), busy.layout.job(job.id).plan_path
+    text = plan.read_text()
+    plan.unlink()
+    plan.write_text(text)
+    wait_for(lambda: not is_there(pid), what="the end of the worker")
+    wait_staged_again(busy, "succeed", 2)
+    go(busy)
+    assert len(ended(busy).attempts) == 1
+
+
+def test_nothing_is_staged_where_that_is_off_or_memory_is_short(instance: Instance) -> None:
+    for keys in ("stage_ahead = false", "stage_min_available_bytes = 1_000_000_000_000_000"):
+        instance.configure(f"[jobs]\n{keys}\n")
+        instance.start()
+        instance.drop("first", name="slow-60")
+        instance.wait_state("slow-60", State.RUNNING)
+        instance.drop("second", name="succeed")
+        ended(instance)
+        instance.stop()
+        job = instance.job("succeed")
+        assert job is not None
+        assert job.num_staged == 0
+
+
+# -- real workers ------------------------------------------------------------------------------------------------------
+
+
+def spec(real: RealInstance, **keys: Any) -> dict[str, Any]:
+    training = {"max_steps": 30, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
+    return {
+        "base_model": str(real.root / "llama"),
+        "datasets": [{"path": str(real.root / "facts.jsonl")}],
+        "lora": {"r": 4, "lora_dropout": 0.1},
+        "training": training,
+        **keys,
+    }
+
+
+@pytest.mark.timeout(1200)
+def test_a_staged_job_trains_as_one_that_was_not(real: RealInstance) -> None:
+    build_checkpoint(real.root / "llama", "llama")
+    write_facts(real.root / "facts.jsonl", 24)
+    real.configure("[jobs]\npoll_interval_sec = 0.05\n")
+    real.start()
+    real.drop("alone", name="alone", **spec(real))
+    ended(real, "alone")
+    busy = {"max_steps": 2000, "per_device_train_batch_size": 1, "gradient_checkpointing": False}
+    real.drop("busy", name="busy", **spec(real, training=busy))
+    real.wait_state("busy", State.RUNNING)
+    real.drop("staged", name="staged", **spec(real))
+    wait_staged(real, "staged")
+    real.honectl("cancel", "busy", check=True)
+    job = ended(real, "staged")
+    assert job.attempt.staged_at is not None
+    outputs = {
+        name: real.layout.job(found.id).output_dir / "adapter_model.safetensors"
+        for name in ("alone", "staged")
+        if (found := real.job(name)) is not None
+    }
+    assert outputs["alone"].read_bytes() == outputs["staged"].read_bytes()
+    stages = [
+        each["stage"]
+        for each in map(json.loads, real.layout.job(job.id).attempt(1).events_path.read_text().splitlines())
+        if each["event"] == "stage"
+    ]
+    assert stages[:4] == ["prepare", "data", "staged", "load"]
+
+
+@pytest.mark.timeout(1200)
+def test_a_job_with_wrong_data_ends_before_its_turn(real: RealInstance) -> None:
+    build_checkpoint(real.root / "llama", "llama")
+    write_facts(real.root / "facts.jsonl", 24)
+    rows = write_facts(real.root / "other.jsonl", 24)
+    busy = {"max_steps": 100_000, "per_device_train_batch_size": 1, "gradient_checkpointing": False}
+    real.configure("[jobs]\nstage_ahead = false\n")
+    real.start()
+    real.drop("busy", name="busy", **spec(real, training=busy))
+    real.wait_state("busy", State.RUNNING)
+    real.drop("wrong", name="wrong", **spec(real, datasets=[{"path": str(rows)}]))
+    real.wait_state("wrong", State.QUEUED)
+    rows.write_text("".join(line.replace('"content"', '"contents"') for line in rows.read_text().splitlines(True)))
+    real.configure("")
+    assert real.process is not None
+    real.process.send_signal(signal.SIGHUP)
+    job = real.wait_state("wrong", State.FAILED)
+    assert job.error is not None
+    assert job.error["code"] == "dataset_invalid"
+    assert [each.device for each in job.attempts] == ["none"]
+    still = real.job("busy")
+    assert still is not None
+    assert (still.state, len(still.attempts)) == (State.RUNNING, 1)
+    real.honectl("cancel", "busy", check=True)
+    real.wait_state("busy", State.CANCELLED)
