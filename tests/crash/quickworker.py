@@ -1,12 +1,14 @@
 """A worker of a hundredth of a second, run as `python -I -S`: three steps, an evaluation, a prediction, an output.
 
-A job of the name `dies` is killed in its first attempt, right after its second step.
+A job of the name `dies` is killed in its first attempt, right after its second step. With HONED_TEST_STAGING the first
+start of a job trains until the other job is staged, so that it is.
 """
 
 import json
 import os
 import signal
 import sys
+import time
 
 job_dir, number = sys.argv[1], sys.argv[2]
 attempt_dir = f"{job_dir}/attempts/{number}"
@@ -32,7 +34,31 @@ def write(path: str, value: object) -> None:
     os.close(fd)
 
 
+def waits_for_other() -> bool:
+    """Return True while the other job could still be staged, and is not."""
+    jobs_dir, own = os.path.split(job_dir)
+    for other in os.listdir(jobs_dir):  # noqa: PTH208
+        entry = f"{os.path.dirname(os.path.dirname(os.path.dirname(jobs_dir)))}/spool/honed/queued/{other}.json"  # noqa: PTH120
+        if other != own and os.path.exists(entry):  # noqa: PTH110
+            with open(entry, "rb") as file:  # noqa: PTH123
+                return json.load(file).get("staged") is None
+    return False
+
+
 tell("started", pid=1, backend="transformers")
+if "HONED_STAGED" in os.environ:
+    tell("stage", stage="staged")
+    passed = {}
+    while (passed.get("number"), passed.get("start")) != (int(number), int(os.environ["HONED_STAGED"])):
+        time.sleep(0.02)
+        if os.path.exists(f"{job_dir}/gate.json"):  # noqa: PTH110
+            with open(f"{job_dir}/gate.json", "rb") as file:  # noqa: PTH123
+                passed = json.load(file)
+elif "HONED_TEST_STAGING" in os.environ:
+    tell("stage", stage="train")
+    until = time.monotonic() + 20
+    while time.monotonic() < until and waits_for_other():
+        time.sleep(0.05)
 for step in (1, 2, 3):
     tell("step", step=step, num_steps=3, epoch=step / 3, loss=1 / step, learning_rate=0.1)
     if step == 2 and plan["job"]["name"] == "dies" and number == "1":

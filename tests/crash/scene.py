@@ -92,11 +92,12 @@ class Hit:
 class Scene:
     """An instance below `root`."""
 
-    def __init__(self, root: Path, *, mutant: str | None = None) -> None:
-        """`mutant`: the bug that is planted in its honed; see mutant/sitecustomize.py."""
+    def __init__(self, root: Path, *, mutant: str | None = None, is_staging: bool = False) -> None:
+        """`mutant`: the bug that is planted in its honed; see mutant/sitecustomize.py. `is_staging`: the second job is
+        staged while the first one runs."""
         self.root = root
         self.layout = Layout(root)
-        self.environment = environment(mutant)
+        self.environment = environment(mutant) | ({"HONED_TEST_STAGING": "1"} if is_staging else {})
         self.log_path = root / "log"
 
     def prepare(self) -> None:
@@ -269,10 +270,12 @@ def dump(path: Path) -> dict[str, frozenset[tuple[object, ...]]]:
     return found
 
 
-def try_hit(directory: Path, hit: Hit, *, mutant: str | None = None, shim: bool = False) -> list[str]:
+def try_hit(
+    directory: Path, hit: Hit, *, mutant: str | None = None, shim: bool = False, is_staging: bool = False
+) -> list[str]:
     """One cell of the matrix: honed or its first shim is hit once; honed is started again where it died of that."""
     name = re.sub(r"\W+", "-", f"{hit.fault}-{hit.point.call}-{hit.point.number}")
-    scene = Scene(directory / name, mutant=mutant)
+    scene = Scene(directory / name, mutant=mutant, is_staging=is_staging)
     scene.prepare()
     status = scene.honed(shim_hit=hit.arguments) if shim else scene.honed(before=("strace", *hit.arguments))
     found = [f"it hangs after {hit}"] if status is None else []
@@ -291,9 +294,11 @@ def try_hit(directory: Path, hit: Hit, *, mutant: str | None = None, shim: bool 
     return found
 
 
-def points_of(directory: Path, *, mutant: str | None = None, shim: bool = False) -> list[Point]:
+def points_of(
+    directory: Path, *, mutant: str | None = None, shim: bool = False, is_staging: bool = False
+) -> list[Point]:
     """The points of an undisturbed run, which must break nothing, whatever bug is planted: else any fault would do."""
-    scene = Scene(directory / "undisturbed", mutant=mutant)
+    scene = Scene(directory / "undisturbed", mutant=mutant, is_staging=is_staging)
     scene.prepare()
     found = scene.points(shim=shim)
     assert scene.violations() == []

@@ -50,6 +50,21 @@ def test_a_shim_hit_at_a_file_operation_loses_and_doubles_nothing(strace: None, 
     assert broken == {}
 
 
+@pytest.mark.timeout(20_000)
+def test_honed_hit_while_a_job_is_staged_loses_and_doubles_nothing(
+    strace: None, tmp_path: Path, is_whole: bool
+) -> None:
+    points = points_of(tmp_path, is_staging=True)
+    gates = [point for point in points if "gate.json" in point.path]
+    assert gates
+    staged = [point for point in points[points.index(gates[0]) - 60 :] if point.call in CHANGING]
+    hits = [Hit(point, fault) for point in staged for fault in (KILL, "ENOSPC")]
+    chosen = hits if is_whole else [*(Hit(point, KILL) for point in gates[:3]), *hits[:: max(1, len(hits) // 7)]]
+    broken = {str(hit): found for hit in chosen if (found := try_hit(tmp_path, hit, is_staging=True))}
+    print(f"staged: {len(chosen)} points of {len(hits)}, {len(broken)} violations")
+    assert broken == {}
+
+
 @pytest.mark.timeout(2_000)
 def test_the_last_rows_that_the_database_would_not_take_are_in_it_when_honed_has_ended(
     points: list[Point], tmp_path: Path

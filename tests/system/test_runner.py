@@ -187,6 +187,41 @@ def test_a_restart_of_honed_leaves_its_job_alone_and_counts_all_that_it_told(hon
     assert honed.steps_counted(job) == list(range(1, 81))
 
 
+def test_the_next_job_waits_in_its_own_unit_and_a_restart_of_honed_keeps_it(honed: Honed) -> None:
+    first = honed.drop("until.first")
+    honed.wait_step(first)
+    second = honed.drop("succeed.second")
+    unit = f"honed-job@{second}"
+    wait_for(lambda: honed.machine.property(unit, "StatusText") == "staged", what="a staged unit")
+    pid = honed.worker_pid(second)
+    honed.machine.run("systemctl", "restart", "honed")
+    third = honed.drop("succeed.third")  # honed is up again
+    entry = honed.wait(second, "queued")
+    assert (entry["staged"]["number"], entry["attempts"], honed.worker_pid(second)) == (1, [], pid)
+    honed.machine.run("touch", f"/var/lib/honed/jobs/{first}/go")
+    entry = honed.wait(second, "succeeded")
+    assert [(each["number"], each["staged_at"] is not None) for each in entry["attempts"]] == [(1, True)]
+    assert (honed.starts(second), honed.worker_pid(second)) == (1, pid)
+    honed.wait(third, "succeeded")
+
+
+def test_a_staged_unit_ends_with_its_job_and_one_that_somebody_stops_costs_no_attempt(honed: Honed) -> None:
+    first = honed.drop("until.first")
+    honed.wait_step(first)
+    second = honed.drop("succeed.second")
+    unit = f"honed-job@{second}"
+    wait_for(lambda: honed.machine.property(unit, "StatusText") == "staged", what="a staged unit")
+    honed.honectl("hold", str(second))
+    honed.machine.wait_property(unit, "ActiveState", "inactive", "failed")
+    assert honed.wait(second, "held")["attempts"] == []
+    honed.honectl("release", str(second))
+    wait_for(lambda: honed.machine.property(unit, "StatusText") == "staged", what="a staged unit")
+    honed.machine.run("systemctl", "stop", unit)
+    honed.machine.run("touch", f"/var/lib/honed/jobs/{first}/go")
+    entry = honed.wait(second, "succeeded", "failed", "held")
+    assert (entry["state"], len(entry["attempts"]), honed.starts(second)) == ("succeeded", 1, 1)
+
+
 def test_a_job_that_ends_while_honed_is_stopped_is_settled_when_it_comes_back(honed: Honed) -> None:
     job = honed.drop("slow-20")
     honed.wait_step(job)
