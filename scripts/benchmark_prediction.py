@@ -32,6 +32,9 @@ def measure(root: Path, dtype: str, runs: int) -> dict[str, Any]:
     """Time alternating pairs of runs, after one of each to warm up; count the texts that differ."""
     tokenizer = AutoTokenizer.from_pretrained(root / "model")
     model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=getattr(torch, dtype)).eval()
+    # A random model may end at its first token: with no end token every prediction has the same length.
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    widths = recorded_widths(model)
     chat = ChatFormat(tokenizer)
     rows = [json.loads(line) for line in (root / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     stride = len(rows) // NUM_SAMPLES
@@ -51,12 +54,14 @@ def measure(root: Path, dtype: str, runs: int) -> dict[str, Any]:
 
     def ask(batch_size: int) -> tuple[float, list[str | None]]:
         predictor = Predictor(chat, precision, batch_size=batch_size, **settings)
+        predictor._stop_ids = []
         started = time.perf_counter()
         texts = predictor.ask(model, questions).texts
         return time.perf_counter() - started, texts
 
     (_, together), (_, alone) = ask(NUM_SAMPLES), ask(1)
     pairs = [(ask(NUM_SAMPLES)[0], ask(1)[0]) for _ in range(runs)]
+    assert set(widths) == {MAX_NEW_TOKENS}, sorted(set(widths))
     ratios = [one / batch for batch, one in pairs]
     return {
         "batch_sec": statistics.median(pair[0] for pair in pairs),
@@ -66,6 +71,19 @@ def measure(root: Path, dtype: str, runs: int) -> dict[str, Any]:
         "max_ratio": max(ratios),
         "num_different": sum(a != b for a, b in zip(together, alone, strict=True)),
     }
+
+
+def recorded_widths(model: Any) -> list[int]:
+    """Record the number of new tokens of each call of the model's `generate`."""
+    generate, widths = model.generate, []
+
+    def recorded(**inputs: Any) -> Any:
+        output = generate(**inputs)
+        widths.append(output.shape[1] - inputs["input_ids"].shape[1])
+        return output
+
+    model.generate = recorded
+    return widths
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The next job's worker is started while the device is busy, and waits for it: no job is lost, begun twice or slower."""
+"""The next job is prepared while the device is busy: no job is lost, begun twice, or trained in another way."""
 
 from __future__ import annotations
 
@@ -214,6 +214,35 @@ def test_nothing_is_staged_where_that_is_off_or_memory_is_short(instance: Instan
         job = instance.job("succeed")
         assert job is not None
         assert job.num_staged == 0
+
+
+def test_each_busy_gpu_has_its_next_job_and_the_first_one_takes_the_gpu_that_is_free_first(instance: Instance) -> None:
+    gpus = [{"uuid": f"GPU-{name}", "free_bytes": 79 << 30} for name in "ab"]
+    (instance.root / "gpus.json").write_text(json.dumps(gpus))
+    instance.environment["HONED_TEST_GPUS"] = str(instance.root / "gpus.json")
+    instance.start()
+    instance.drop("a", name="until.a")
+    instance.wait_state("until.a", State.RUNNING)
+    instance.drop("b", name="until.b")
+    on_a, on_b = (instance.wait_state(f"until.{name}", State.RUNNING) for name in "ab")
+    instance.drop("first", name="succeed.first")
+    first = wait_staged(instance, "succeed.first")
+    instance.drop("second", name="succeed.second")
+    second = wait_staged(instance, "succeed.second")
+    instance.drop("third", name="succeed.third")
+    third = instance.wait_state("succeed.third", State.QUEUED)
+    assert first.staged is not None
+    assert second.staged is not None
+    assert {first.staged.device, second.staged.device} == {on_a.attempt.device, on_b.attempt.device}
+    other = on_b if first.staged.device == on_a.attempt.device else on_a
+    (instance.layout.job(other.id).dir / "go").touch()
+    for job in (first, second, third):
+        ended(instance, job.name)
+    assert [line.split()[-1] for line in instance.starts(first)] == [other.attempt.device]
+    (instance.layout.job(on_a.id).dir / "go").touch()
+    (instance.layout.job(on_b.id).dir / "go").touch()
+    for name in "ab":
+        ended(instance, f"until.{name}")
 
 
 # -- real workers ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from honed.daemon.arrivals.acceptance import Acceptance
 from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
 from honed.daemon.fencing import Fence
-from honed.daemon.placement import DEVICE_PROBE_INTERVAL_SEC, Placement
+from honed.daemon.placement import Placement
 from honed.daemon.plans import Plans
 from honed.daemon.preempting import Preempting
 from honed.daemon.shares import Shares
@@ -208,7 +208,7 @@ class Dispatch:
         if self._attempts.running or len(self.ahead):
             waits.append(self._config().jobs.poll_interval_sec)
         if self._backlog.num_queued and not self._spool.is_paused:
-            waits.append(DEVICE_PROBE_INTERVAL_SEC)
+            waits.append(self.placement.probe_interval_sec)
         if (retry_at := self._backlog.next_retry_at()) is not None:
             waits.append(retry_at - self._clock())
         return min(waits)
@@ -227,6 +227,8 @@ class Dispatch:
         self.ahead.settle()
         settled, put_back = self._attempts.reap(), self._attempts.put_back()
         self._shares.charge([*settled, *put_back])
+        if settled:
+            self.placement.hurry()
         for job in put_back:
             self._backlog.delay(job, NOT_NOW_SEC)
         for job in settled:

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds between looks at the GPUs while a job waits for one that others hold.
 DEVICE_PROBE_INTERVAL_SEC = 2.0
+#: The same for HURRY_SEC after a job has ended: the driver may take a moment to free its memory.
+HURRY_INTERVAL_SEC, HURRY_SEC = 0.2, 5.0
 #: Share of a GPU's memory by which two GPUs of one kind may differ.
 DEVICE_TOLERANCE = 0.02
 
@@ -48,11 +50,22 @@ class Placement:
         self._probe = probe
         self._clock = clock
         self._probed_at = -DEVICE_PROBE_INTERVAL_SEC
+        self._hurries_until = 0.0
         self._devices: list[Device] = []  # GPUs, if there are any
         self._processor = Device("cpu", "CPU")  # or a device that is no NVIDIA GPU: for jobs that want none
         self._planned_for: dict[int, Device | None] = {}  # read from each plan once
         self._unfit: dict[int, dict[str, str]] = {}  # devices on which a job does not fit, and why
         self.fault = ""  #: the devices' fault
+
+    @property
+    def probe_interval_sec(self) -> float:
+        """Seconds between two looks at the GPUs while jobs wait for one."""
+        return HURRY_INTERVAL_SEC if self._clock() < self._hurries_until else DEVICE_PROBE_INTERVAL_SEC
+
+    def hurry(self) -> None:
+        """Look at the GPUs soon, and often for a while: a job has ended."""
+        self._hurries_until = self._clock() + HURRY_SEC
+        self._probed_at = -DEVICE_PROBE_INTERVAL_SEC
 
     def tell(self) -> None:
         """Log the devices that jobs train on; a GPU that exists and does not answer is a fault."""
@@ -134,7 +147,7 @@ class Placement:
         return next((found for found in free if self.holds_on(job, found)), free[0] if free else None)
 
     def _free(self, wants_gpu: bool, taken: set[str]) -> list[Device]:
-        if self._clock() - self._probed_at >= DEVICE_PROBE_INTERVAL_SEC:
+        if self._clock() - self._probed_at >= self.probe_interval_sec:
             self._look()
         wants_gpu = wants_gpu and any(found.kind == "cuda" for found in self._devices)
         if UNKNOWN_DEVICE in taken:

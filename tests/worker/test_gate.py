@@ -1,0 +1,129 @@
+"""The gate of a staged worker: before it no device is used, and what it does there is what any worker does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import MakeJob, read_events
+from honed.job.ahead import STAGED_VARIABLE, Pass
+from honed.system.error import InterruptedRunError
+from honed.system.layout import JobLayout
+from honed.worker.gate import NVML_CHECK, Gate, read_ahead
+from honed.worker.run import run
+from honed.worker.stop import Stop
+
+LORA = {"r": 4}
+
+
+def gate_of(job: JobLayout, environment: dict[str, str], **parts: Any) -> Gate:
+    return Gate(job, 1, environment, **parts)
+
+
+def test_a_worker_that_was_not_staged_has_no_gate(tmp_path: Path) -> None:
+    environment: dict[str, str] = {}
+    gate = gate_of(JobLayout(tmp_path), environment)
+    assert not gate.is_closed
+    gate.wait()
+    assert environment == {}
+
+
+def test_only_the_pass_of_this_start_opens_the_gate_and_names_the_device(tmp_path: Path) -> None:
+    layout, looks = JobLayout(tmp_path), []
+    environment = {STAGED_VARIABLE: "2", "CUDA_VISIBLE_DEVICES": "GPU-a"}
+
+    def beat() -> None:
+        looks.append(1)
+        match len(looks):
+            case 2:
+                layout.gate_path.write_text("{half of a")
+            case 4:
+                Pass(1, 1, {"CUDA_VISIBLE_DEVICES": "GPU-x"}).write(layout)
+            case 6:
+                Pass(2, 2, {"CUDA_VISIBLE_DEVICES": "GPU-y"}).write(layout)
+            case 8:
+                assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-a"
+                Pass(1, 2, {"CUDA_VISIBLE_DEVICES": "GPU-b"}).write(layout)
+
+    gate = gate_of(layout, environment, beat=beat)
+    assert STAGED_VARIABLE not in environment  # no child waits, too
+    assert gate.is_closed
+    gate.wait()
+    assert not gate.is_closed
+    assert len(looks) == 8
+    assert environment == {"CUDA_VISIBLE_DEVICES": "GPU-b", NVML_CHECK: "1"}
+
+
+def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
+    stop = Stop()
+    gate = gate_of(JobLayout(tmp_path), {STAGED_VARIABLE: "1"}, beat=stop.check)
+    stop.is_set = True
+    with pytest.raises(InterruptedRunError):
+        gate.wait()
+
+
+def test_the_weights_of_a_model_are_read_ahead(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(5000))
+    (tmp_path / "config.json").write_text("{}")
+    assert read_ahead(tmp_path) == 5000
+    assert read_ahead(tmp_path / "missing") == 0
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"quantization": "4bit"}, {"backend": "unsloth"}], ids=["lora", "4bit", "unsloth"]
+)
+def test_no_worker_initialises_cuda_before_its_gate(make_job: MakeJob, keys: dict[str, Any]) -> None:
+    job = make_job("llama", lora=LORA, **keys)
+    environment = {
+        **os.environ,
+        STAGED_VARIABLE: "1",
+        "CUDA_VISIBLE_DEVICES": "GPU-a",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    job.events_path(1).parent.mkdir(parents=True, exist_ok=True)
+    with (job.events_path(1).parent / "worker.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("gatedworker.py")), str(job.dir), "1"],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            cwd=job.dir,
+        )
+    job.wait_for(lambda events: any(each.data.get("stage") == "staged" for each in events), process)
+    touched = job.dir / "touched"
+    assert not touched.exists(), touched.read_text()
+    process.terminate()
+    ended = job.wait(process)
+    assert (ended.status, ended.result["error"]["code"]) == (75, "interrupted")
+    assert not touched.exists(), touched.read_text()
+
+
+def test_a_staged_run_is_the_run_that_it_would_have_been(make_job: MakeJob) -> None:
+    plain, staged = make_job("llama", lora=LORA, eval_split=0.2), make_job("llama", lora=LORA, eval_split=0.2)
+    expected = plain.run()
+    layout = JobLayout(staged.dir)
+
+    def open_gate() -> None:
+        while not any(each.data.get("stage") == "staged" for each in read_events(staged.events_path(1))):
+            pass
+        Pass(1, 1).write(layout)
+
+    opener = threading.Thread(target=open_gate)
+    opener.start()
+    stop = Stop()
+    status = run(staged.dir, 1, stop=stop, gate=Gate(layout, 1, {STAGED_VARIABLE: "1"}, beat=stop.check))
+    opener.join()
+    assert status == 0
+    events = read_events(staged.events_path(1))
+    assert [each.data["stage"] for each in events if each.kind == "stage"][:4] == ["prepare", "data", "staged", "load"]
+    losses = {each.data["step"]: each.data["loss"] for each in events if each.kind == "step"}
+    assert losses == expected.losses
+    manifests = [json.loads((each.output_dir / "honed.json").read_text())["data"] for each in (plain, staged)]
+    assert list(manifests[0].values()) == list(manifests[1].values())
