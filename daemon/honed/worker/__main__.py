@@ -48,7 +48,7 @@ def main() -> int:
 
     job_dir = arguments.job_dir.resolve()
     with contextlib.suppress(Exception):  # the run reports any problem with it
-        imports.hide_unused(assignment.read(job_dir, arguments.attempt, backend=arguments.backend))
+        imports.prepare(assignment.read(job_dir, arguments.attempt, backend=arguments.backend))
     return run(job_dir, arguments.attempt, backend=arguments.backend, stop=stop, tell=pulse.tell)
 
 
