@@ -7,7 +7,7 @@ statuses are a cold one's. Not so /proc/PID/environ and cmdline (the server's), 
 so that it gets no SIGCHLD of them), the descriptors that an exec would close, what Python does at its end, and the seed
 of str hashes (one for all). There are two servers: a worker's has torch, transformers and
 TRL, and all others are forks of one that has honed without them. A worker that would import otherwise (Unsloth,
-bitsandbytes, wandb, torchvision, a merge) begins anew, by exec, and so does a process for which there is a sitecustomize.
+bitsandbytes, wandb, torchvision, a merge) begins anew, by exec, and so does a process with a sitecustomize.
 
 Tests of these, of how a process starts and what it imports, and those that put other modules in the place of some use
 subprocess.

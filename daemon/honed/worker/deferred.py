@@ -57,7 +57,7 @@ def load(module: ModuleType) -> None:
         if isinstance(module, Deferred):
             package: Package = module.__dict__.pop(_PACKAGE)
             execute = module.__dict__.pop(_EXECUTE)
-            module.__class__ = ModuleType
+            object.__setattr__(module, "__class__", ModuleType)
             execute(module)
             package.loaded(module)
 
@@ -81,8 +81,8 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        for package in self._packages.values():
-            if package.is_needed_by(fullname) and (module := sys.modules.get(package.name)) is not None:
+        for each in self._packages.values():
+            if each.is_needed_by(fullname) and (module := sys.modules.get(each.name)) is not None:
                 load(module)
         if (package := self._packages.get(fullname)) is None:
             return None
@@ -153,25 +153,24 @@ def _of_plain(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
     return decide
 
 
+#: Answers for values of Python's.
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "expect_true": lambda value: value,
+    "guard_or_false": lambda value: value,
+    "guard_or_true": lambda value: value,
+    "guard_size_oblivious": lambda value: value,
+    "statically_known_true": lambda value: value,
+    "guarding_hint_or_throw": lambda value: value,
+    "has_guarding_hint": lambda _value: True,
+    "is_nested_int": lambda _value: False,
+    "sym_and": lambda *values: functools.reduce(operator.and_, values),
+    "sym_or": lambda *values: functools.reduce(operator.or_, values),
+    "sym_eq": lambda one, other: list(one) == list(other) if isinstance(one, tuple | list) else one == other,
+}
 SYMBOLS = Package(name="sympy", stand_ins={"Basic": _pending("sympy.core.basic", "Basic")})
 SYMBOLIC_SHAPES = Package(
     name="torch.fx.experimental.symbolic_shapes",
-    stand_ins={
-        name: _of_plain(name, answer)
-        for name, answer in {
-            "expect_true": lambda value: value,
-            "guard_or_false": lambda value: value,
-            "guard_or_true": lambda value: value,
-            "guard_size_oblivious": lambda value: value,
-            "statically_known_true": lambda value: value,
-            "guarding_hint_or_throw": lambda value: value,
-            "has_guarding_hint": lambda _value: True,
-            "is_nested_int": lambda _value: False,
-            "sym_and": lambda *values: functools.reduce(operator.and_, values),
-            "sym_or": lambda *values: functools.reduce(operator.or_, values),
-            "sym_eq": lambda one, other: list(one) == list(other) if isinstance(one, tuple | list) else one == other,
-        }.items()
-    },
+    stand_ins={name: _of_plain(name, answer) for name, answer in _ANSWERS.items()},
 )
 
 
