@@ -80,9 +80,7 @@ def job(root: Path, name: str, keys: dict[str, Any]) -> Path:
             **keys,
         }
     )
-    planned = plan.make(
-        parsed, basemodel.inspect(root / "model"), cpu(), config=Config(), installed=installed.look()
-    )
+    planned = plan.make(parsed, basemodel.inspect(root / "model"), cpu(), config=Config(), installed=installed.look())
     content = {
         "job": {"id": 1, "name": name, "user_id": "0"},
         "spec": parsed.model_dump(mode="json"),
@@ -139,7 +137,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="honed-start-") as name:
         root = Path(name)
         demonstration.build(root)
-        print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {options.runs} runs")
+        print(
+            f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {options.runs} runs"
+        )
         if options.only != "honectl":
             of_workers(root, options.runs)
         if options.only != "worker":

@@ -113,3 +113,34 @@ def test_a_name_that_a_package_lacks_is_an_attribute_error() -> None:
     assert not hasattr(sympy, "__wrapped__") and not is_loaded("sympy")
     assert not hasattr(sympy, "no_such_name")
     """)
+
+
+def test_threads_that_use_a_package_at_once_wait_until_it_is_loaded() -> None:
+    check("""
+    import threading
+    found, start = [], threading.Barrier(4)
+    def use():
+        start.wait()
+        found.append(sympy.Symbol("x") + torch._dynamo.config.cache_size_limit)
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len(set(found)) == 1
+    """)
+
+
+def test_a_failure_to_load_is_the_package_s_own_and_the_next_use_tries_again() -> None:
+    check("""
+    sys.modules["mpmath"] = None
+    for _ in range(2):
+        try:
+            sympy.Symbol
+        except ImportError as error:
+            assert "mpmath" in str(error), error
+        else:
+            raise AssertionError
+    del sys.modules["mpmath"]
+    assert str(sympy.Symbol("x")) == "x" and is_loaded("sympy")
+    """)

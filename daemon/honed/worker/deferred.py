@@ -1,10 +1,12 @@
-"""Two packages of torch that few jobs use, loaded when something uses them: its compiler and its distributed tensors.
+"""Packages that few jobs use, loaded at their first use: torch's compiler, distributed tensors and symbolic shapes.
 
 transformers, TRL, peft, accelerate and torch's optimizers import torch._dynamo only to mark functions for it, and
-DTensor only to ask whether a tensor is one. Loading the two takes a fifth of a worker's CPU time before the first step.
-Until they are loaded they have only the names that are used so, with stand-ins that give the same answers, and that
-pass everything on as soon as the package is loaded. Any other name of a package, and any module of it but those in
-`apart`, loads all of it, in place.
+DTensor only to ask whether a tensor is one; torch asks sympy and symbolic shapes of every size of a meta tensor whether
+it is a number. Loading them takes a fifth of the CPU time that a worker needs to start.
+
+A deferred package is the module that it will be, without its content: it has stand-ins for the names that are used
+before there is anything to compile, to distribute or to reason about. They give the same answers, and pass everything
+on once the package is loaded. Any other name of it, and any of its modules but those in `apart`, loads it in place.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+#: Seconds to wait for another thread that loads a package. Loading takes a second.
+DEADLOCK_SEC = 120.0
 _LOCK = threading.RLock()
 
 
@@ -43,23 +47,39 @@ class Deferred(ModuleType):
     """A module that is loaded, in place, at the first use of a name that it has no stand-in for."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        if f"{self.__name__}.{name}" in self.__dict__[_PACKAGE].apart:
-            return importlib.import_module(f"{self.__name__}.{name}")
-        load(self)
-        return getattr(self, name)
+        if not name.startswith("__"):
+            package = self.__dict__.get(_PACKAGE)
+            if package is not None and f"{self.__name__}.{name}" in package.apart:
+                return importlib.import_module(f"{self.__name__}.{name}")
+            load(self)
+        return ModuleType.__getattribute__(self, name)
 
 
 def load(module: ModuleType) -> None:
-    """Run a module's code, unless that has begun: the module that is loading itself sees what is there so far."""
-    with _LOCK:
-        if isinstance(module, Deferred):
-            package: Package = module.__dict__.pop(_PACKAGE)
-            execute = module.__dict__.pop(_EXECUTE)
-            object.__setattr__(module, "__class__", ModuleType)
-            execute(module)
-            package.loaded(module)
+    """Run a module's code, unless that has begun: code that it runs itself sees what is there so far.
+
+    Other threads wait. A failure leaves the module deferred.
+    """
+    # A thread that waits here may keep what the other needs to import: after a time it goes on with what is there.
+    is_ours = _LOCK.acquire(timeout=DEADLOCK_SEC)
+    try:
+        if (package := module.__dict__.pop(_PACKAGE, None)) is not None:
+            _run(module, package)
+    finally:
+        if is_ours:
+            _LOCK.release()
+
+
+def _run(module: ModuleType, package: Package) -> None:
+    held = {name: module.__dict__.pop(name) for name in package.stand_ins if name in module.__dict__}
+    try:
+        module.__dict__[_EXECUTE](module)
+    except BaseException:
+        module.__dict__.update({**held, _PACKAGE: package})
+        raise
+    del module.__dict__[_EXECUTE]
+    object.__setattr__(module, "__class__", ModuleType)
+    package.loaded(module)
 
 
 def defer(packages: Sequence[Package]) -> None:
