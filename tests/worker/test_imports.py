@@ -75,6 +75,28 @@ def test_a_worker_loads_only_what_its_job_needs(
     assert (names, num_reads) == (["trl.trainer.sft_trainer", *loaded], 1)
 
 
+def test_a_worker_ends_with_its_exit_functions_but_takes_no_module_apart(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code = f"""if True:
+        import atexit, sys
+        from pathlib import Path
+        class Kept:
+            def __del__(self, touch=Path({str(tmp_path / "apart")!r}).touch):
+                touch()
+        if "honed.worker" in sys.orig_argv:
+            kept = Kept()
+            atexit.register(Path({str(tmp_path / "ended")!r}).touch)
+    """
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    job = make_job()
+    job.change_plan(base_model_path=str(tmp_path / "none"))
+    ended = job.wait(job.start(popen=subprocess.Popen))
+    assert ended.status not in {0, 1} and ended.result["outcome"] == "failed", job.log()
+    assert (tmp_path / "ended").exists() and not (tmp_path / "apart").exists()
+
+
 def test_installed_packages_are_listed_once() -> None:
     read = importlib.metadata.packages_distributions
     with imports.quick():
