@@ -7,7 +7,7 @@ statuses are a cold one's. Not so /proc/PID/environ and cmdline (the server's), 
 so that it gets no SIGCHLD of them), the descriptors that an exec would close, what Python does at its end, and the seed
 of str hashes (one for all). There are two servers: a worker's has torch, transformers and
 TRL, and all others are forks of one that has honed without them. A worker that would import otherwise (Unsloth,
-bitsandbytes, wandb, a merge) begins anew, by exec, and so does a process for which there is a sitecustomize.
+bitsandbytes, wandb, torchvision, a merge) begins anew, by exec, and so does a process with a sitecustomize.
 
 Tests of these, of how a process starts and what it imports, and those that put other modules in the place of some use
 subprocess.
@@ -38,6 +38,9 @@ from typing import IO, Any, NoReturn
 ADDRESS = "HONED_TEST_WARM_{}"
 MAX_REQUEST_BYTES = 1 << 18
 START_SEC = 180.0
+
+#: Packages that a worker of a text model hides where it quantizes nothing.
+HIDDEN = ["wandb", "aiohttp", "torchvision", "bitsandbytes"]
 
 COLD_POPEN = subprocess.Popen
 
@@ -282,11 +285,10 @@ def import_of_worker() -> None:
 
     del sys.modules["honed.worker.__main__"]
     os.environ.update(ENVIRONMENT)
-    for name in ("wandb", "bitsandbytes"):
-        sys.modules[name] = None  # type: ignore[assignment]
-    from honed.worker.model import load, torchvision
+    from honed.worker import imports
+    from honed.worker.model import load
 
-    torchvision.mend()
+    imports.narrow(HIDDEN, defers=True)
     load.choose("transformers").import_libraries()
     import honed.worker.preview
     import honed.worker.rows.data
@@ -367,7 +369,7 @@ def has_usual_imports(words: list[str]) -> bool:
         job = assignment.read(Path(words[0]).resolve(), int(words[1]), backend=backend)
     except Exception:  # noqa: BLE001 - the worker is to say so
         return False
-    return job.backend == "transformers" and imports.hidden(job) == ["wandb", "bitsandbytes"]
+    return job.backend == "transformers" and imports.hidden(job) == HIDDEN and imports.is_plain(job)
 
 
 if __name__ == "__main__":

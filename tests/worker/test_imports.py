@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +14,96 @@ import pytest
 from conftest import MakeJob
 from honed.worker import assignment as assignments
 from honed.worker import imports
+from zoo.vision import build_vision_checkpoint
 
 BNB = "bitsandbytes"
+HIDEABLE = ("wandb", "aiohttp", "torchvision", BNB)
+#: Of each deferred package a module that it has only once it is loaded.
+DEFERRED = ["torch._dynamo.eval_frame", "torch.distributed.tensor._api", "sympy.core", "torch._inductor"]
 
 
 @pytest.mark.parametrize(
-    ("keys", "hidden"),
+    ("keys", "shown"),
     [
-        ({"lora": {}}, {"wandb", BNB}),
-        ({"lora": {}, "report_to": ["wandb"]}, {BNB}),
-        ({"lora": {}, "quantization": "4bit"}, {"wandb"}),
-        ({"training": {"optim": "adamw_8bit"}}, {"wandb"}),
-        ({"training": {"optim": "adamw_torch"}}, {"wandb", BNB}),
-        ({"lora": {}, "backend": "unsloth"}, {"wandb"}),
+        ({"lora": {}}, set()),
+        ({"lora": {}, "report_to": ["wandb"]}, {"wandb"}),
+        ({"lora": {}, "quantization": "4bit"}, {BNB}),
+        ({"training": {"optim": "adamw_8bit"}}, {BNB}),
+        ({"training": {"optim": "adamw_torch"}}, set()),
+        ({"training": {"torch_compile": True}}, {"aiohttp", "torchvision", BNB}),
+        ({"lora": {}, "backend": "unsloth"}, {"aiohttp", "torchvision", BNB}),
     ],
 )
-def test_what_the_job_does_not_use_is_hidden(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], hidden: set[str]
-) -> None:
-    for name in ("wandb", BNB):
-        monkeypatch.setitem(sys.modules, name, sys)  # put back afterwards, whatever it was
-        del sys.modules[name]
-    imports.hide_unused(assignments.read(make_job(**keys).dir, 1))
-    assert {name for name in ("wandb", BNB) if name in sys.modules} == hidden
-    assert all(sys.modules[name] is None for name in hidden)
+def test_what_the_job_does_not_use_is_hidden(make_job: MakeJob, keys: dict[str, Any], shown: set[str]) -> None:
+    assert set(imports.hidden(assignments.read(make_job(**keys).dir, 1))) == set(HIDEABLE) - shown
 
 
-def test_a_worker_loads_none_of_what_is_hidden(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_vision_model_s_worker_has_torchvision(make_job: MakeJob, tmp_path: Path) -> None:
+    model = build_vision_checkpoint(tmp_path / "base", "qwen2_5_vl")
+    assert "torchvision" not in imports.hidden(assignments.read(make_job(model=model, lora={}).dir, 1))
+
+
+@pytest.mark.parametrize(
+    ("keys", "loaded"),
+    [
+        ({"lora": {}}, []),
+        ({}, []),
+        ({"lora": {}, "quantization": "4bit"}, [BNB, *DEFERRED]),  # bitsandbytes compiles functions
+    ],
+)
+def test_a_worker_loads_only_what_its_job_needs(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys: dict[str, Any], loaded: list[str]
 ) -> None:
     told = tmp_path / "modules.json"
     code = f"""if True:
         import atexit, json, sys
-        names = ("wandb", "bitsandbytes", "torch._inductor.lowering", "peft", "trl.trainer.sft_trainer")
-        tell = lambda: json.dump([name for name in names if sys.modules.get(name)], open({str(told)!r}, "w"))
+        names = {["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", *HIDEABLE, *DEFERRED]!r}
+        reads = []
+        is_scan = lambda event, values: event == "open" and str(values[0]).endswith("modeling_bert.py")
+        sys.addaudithook(lambda event, values: is_scan(event, values) and reads.append(values[0]))
+        tell = lambda: json.dump(
+            [[name for name in names if sys.modules.get(name)], len(reads)], open({str(told)!r}, "w")
+        )
         "honed.worker" in sys.orig_argv and atexit.register(tell)
     """
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)  # which WorkerJob.start hands on
-    job = make_job(lora={}, training={"max_steps": 1})
+    job = make_job(training={"max_steps": 1}, **keys)
     ended = job.wait(job.start(popen=subprocess.Popen))
     assert (ended.status, ended.result["outcome"]) == (0, "succeeded"), job.log()
-    assert json.loads(told.read_text()) == ["peft", "trl.trainer.sft_trainer"]
+    names, num_reads = json.loads(told.read_text())
+    assert (names, num_reads) == (["trl.trainer.sft_trainer", *loaded], 1)
+
+
+def test_a_worker_ends_with_its_exit_functions_but_takes_no_module_apart(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code = f"""if True:
+        import atexit, sys
+        from pathlib import Path
+        class Kept:
+            def __del__(self, touch=Path({str(tmp_path / "apart")!r}).touch):
+                touch()
+        if "honed.worker" in sys.orig_argv:
+            kept = Kept()
+            atexit.register(Path({str(tmp_path / "ended")!r}).touch)
+    """
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    job = make_job()
+    job.change_plan(base_model_path=str(tmp_path / "none"))
+    ended = job.wait(job.start(popen=subprocess.Popen))
+    assert ended.status not in {0, 1} and ended.result["outcome"] == "failed", job.log()
+    assert (tmp_path / "ended").exists() and not (tmp_path / "apart").exists()
+
+
+def test_installed_packages_are_listed_once() -> None:
+    read = importlib.metadata.packages_distributions
+    with imports.quick():
+        once = importlib.metadata.packages_distributions()
+        assert importlib.metadata.packages_distributions() is once
+    assert importlib.metadata.packages_distributions is read
+    assert once == read()
 
 
 def test_collections_go_on_after_imports_as_before() -> None:

@@ -58,7 +58,7 @@ print(json.dumps({"version": torchvision.__version__, "kept": len(kept)}))
 """
 _TORCHVISION_MENDED = """
 import json
-from honed.worker import torchvision as mended
+from honed.worker.model import torchvision as mended
 mended.mend()
 import torch, torchvision.transforms.v2.functional as functional
 print(json.dumps({"size": list(functional.resize(torch.zeros(3, 8, 8), [4, 4]).shape)}))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import faulthandler
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 from honed.system.layout import JobLayout
 from honed.worker import assignment, imports
@@ -50,9 +53,19 @@ def main() -> int:
 
     job_dir = arguments.job_dir.resolve()
     with contextlib.suppress(Exception):  # the run reports any problem with it
-        imports.hide_unused(assignment.read(job_dir, arguments.attempt, backend=arguments.backend))
+        imports.prepare(assignment.read(job_dir, arguments.attempt, backend=arguments.backend))
     return run(job_dir, arguments.attempt, backend=arguments.backend, stop=stop, gate=gate, tell=pulse.tell)
 
 
+def end(status: int) -> NoReturn:
+    """End the process as Python does, but leave its modules to the kernel: taking them apart takes 0.2 s."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # worker.log may be on a full disk; the result is already durable
+            stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

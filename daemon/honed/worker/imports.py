@@ -3,43 +3,126 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib.metadata
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
 
+from honed.worker import deferred
 from honed.worker.assignment import Assignment
 
+#: In a worker's environment: import all that the libraries import, and when they do. For comparisons, and in case that
+#: a library is not content with less.
+IMPORT_ALL_VARIABLE = "HONED_IMPORT_ALL"
 #: Optimizers of torch's own.
 PLAIN_OPTIMIZERS = frozenset({None, "adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd"})
 
 
-def hide_unused(job: Assignment) -> None:
-    """Hide installed packages that the job does not use from transformers, TRL and peft, which would import them.
+def prepare(job: Assignment) -> None:
+    """Have the libraries import only what the job needs. This lasts: call it only in a worker's own process."""
+    if IMPORT_ALL_VARIABLE not in os.environ:
+        narrow(hidden(job), defers=is_plain(job))
 
-    wandb leaves directories in /tmp, and bitsandbytes imports torch's compiler. Packages stay hidden for the whole
-    process: call this only in a worker's own.
-    """
-    for name in hidden(job):
+
+def narrow(hidden: Sequence[str], *, defers: bool) -> None:
+    """Hide packages, and with `defers` load what few jobs use once something uses it."""
+    for name in hidden:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # import takes None as a missing package
+    if defers:
+        deferred.defer(deferred.ALL)
+        sys.meta_path.insert(0, _Finder())
 
 
 def hidden(job: Assignment) -> list[str]:
-    """Return the packages that a job does not use although they may be installed."""
+    """Return the packages that a job does not use although they may be installed, and that its libraries would import.
+
+    wandb leaves directories in /tmp. datasets imports aiohttp for an exception of streaming over HTTP, transformers
+    imports torchvision with any model, and peft bitsandbytes with any adapter.
+    """
     hidden = [] if "wandb" in job.spec.report_to else ["wandb"]
-    is_plain = job.precision.quantization == "none" and job.spec.training.optim in PLAIN_OPTIMIZERS
-    if is_plain and job.backend == "transformers" and job.spec.kind != "merge":
+    if not is_plain(job) or job.spec.kind == "merge":
+        return hidden
+    hidden.append("aiohttp")
+    if not job.plan.checkpoint.has_vision:
+        hidden.append("torchvision")
+    if job.precision.quantization == "none" and job.spec.training.optim in PLAIN_OPTIMIZERS:
         hidden.append("bitsandbytes")
     return hidden
 
 
+def is_plain(job: Assignment) -> bool:
+    """Tell whether all code of the run is known: not with Unsloth, code of the model's own, or a compiled model."""
+    asked = job.spec.training.as_kwargs()
+    has_compiler = asked.get("torch_compile") or asked.get("use_liger_kernel")
+    return job.backend == "transformers" and not job.spec.trust_remote_code and not has_compiler
+
+
+class _Finder:
+    """Import hook that adapts modules of libraries once they are imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _ADAPTED:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_adapted(module: ModuleType) -> None:
+                execute(module)
+                _ADAPTED[fullname](module)
+
+            spec.loader.exec_module = execute_adapted  # type: ignore[method-assign]
+        return spec
+
+
+def _adapt_transformers(module: Any) -> None:
+    """Have transformers read its 2000 files once instead of twice, and import no distributed tensors.
+
+    A worker is one process: what transformers does without torch.distributed is all it needs.
+    """
+    scan, found = module.create_import_structure_from_path, {}
+
+    def scanned(path: Any) -> Any:
+        place = os.path.dirname(path) if os.path.isfile(path) else str(path)  # noqa: PTH120, PTH113 - called so often
+        if place not in found:
+            found[place] = scan(path)
+        return found[place]
+
+    module.create_import_structure_from_path = scanned
+    module.is_torch_distributed_available = lambda: False
+
+
+def _adapt_accelerate(module: Any) -> None:
+    module.is_torch_distributed_available = lambda: False
+
+
+_ADAPTED: dict[str, Callable[[Any], None]] = {
+    "transformers.utils.import_utils": _adapt_transformers,
+    "accelerate.utils.imports": _adapt_accelerate,
+}
+
+
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
-    """Disable garbage collection while thousands of modules are imported, and exempt them from it afterwards."""
+    """Disable garbage collection while thousands of modules are imported, and exempt them from it afterwards.
+
+    The list of installed packages is read once: transformers and TRL read it each for itself.
+    """
     was_enabled, num_before = gc.isenabled(), len(sys.modules)
+    read = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = functools.cache(read)
     gc.disable()
     try:
         yield
     finally:
+        importlib.metadata.packages_distributions = read
         if len(sys.modules) > num_before:
             gc.freeze()
         if was_enabled:

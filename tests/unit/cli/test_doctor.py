@@ -128,6 +128,21 @@ def test_a_torchvision_that_does_not_load_is_found(tmp_path: Path) -> None:
     assert "uninstall it" in found
 
 
+def test_a_torchvision_that_workers_mend_is_only_warned_of(tmp_path: Path) -> None:
+    pretend(tmp_path, "torchvision", "0.28.0")
+    inner = tmp_path / "torchvision/transforms/v2"
+    inner.mkdir(parents=True)
+    for directory in (inner, *inner.parents[:2]):
+        (directory / "__init__.py").touch()
+    (inner / "functional.py").write_text("class resized:\n    shape = (3, 4, 4)\nresize = lambda *_: resized\n")
+    # It has no torchvision.ops.nms, so it fails; in a worker it does what processors need.
+    torch = "class ops:\n    class torchvision:\n        nms = None\nzeros = lambda *_: None\n"
+    pretend(tmp_path, "torch", "2.13.0", torch)
+    found = ask_with(tmp_path, "print(doctor._torchvision())")
+    assert "status='warning'" in found, found
+    assert "workers work around this" in found
+
+
 def test_a_torch_that_does_not_import_is_found(tmp_path: Path) -> None:
     pretend(tmp_path, "torch", "2.13.0", "raise OSError('libcudart.so.12: cannot open shared object file')")
     found = ask_with(tmp_path, "print(doctor._torch())")
