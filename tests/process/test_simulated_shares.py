@@ -1,5 +1,5 @@
-"""Fair share and preemption on the daemon's own queue, with time simulated: plain priority order, and classes that do not
-preempt, fail on the same jobs."""
+"""Fair share and preemption on the daemon's own queue, with time simulated: on the same jobs, plain priority order and
+classes that do not preempt fail."""
 
 from __future__ import annotations
 
