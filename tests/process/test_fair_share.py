@@ -271,7 +271,7 @@ def test_files_that_wait_for_jobs_which_they_name_count_for_the_limit(instance: 
 
 
 def test_a_job_that_names_one_which_a_limit_keeps_in_incoming_waits_for_it(instance: Instance) -> None:
-    instance.configure(f"[users.{ANNA}]\nmax_queued = 2\n[spool]\nsettle_sec = 0\n")
+    instance.configure(f"[users.{ANNA}]\nmax_queued = 3\n[spool]\nsettle_sec = 0\n")
     instance.start()
     instance.client.ask("pause")
     drop(instance, ANNA, "succeed.after", depends_on=["succeed.last"])
