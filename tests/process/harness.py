@@ -127,12 +127,12 @@ class Instance:
         found = [job for job in self.spool.all_jobs().values() if job.name == name]
         return max(found, key=lambda job: (job.id, job.revision), default=None)
 
-    def wait_state(self, name: str, *states: State) -> Job:
+    def wait_state(self, name: str, *states: State, deadline_sec: float = DEADLINE_SEC) -> Job:
         def reached() -> Job | None:
             job = self.job(name)
             return job if job is not None and job.state in states else None
 
-        return wait_for(reached, what=f"{name} in {states}")
+        return wait_for(reached, what=f"{name} in {states}", deadline_sec=deadline_sec)
 
     def starts(self, job: Job) -> list[str]:
         """A line for each start of the job's worker: attempt, backend, visible devices."""

@@ -234,8 +234,44 @@ def test_honed_that_is_to_drain_ends_where_only_a_person_can_lift_a_limit(instan
     assert len(list(instance.incoming_dir.glob("*.json"))) == 1
 
 
+def test_honed_that_is_to_drain_ends_where_a_file_waits_for_one_that_a_limit_keeps_away(instance: Instance) -> None:
+    instance.configure(f"[users.{ANNA}]\nmax_running = 0\nmax_queued = 2\n")
+    drop(instance, ANNA, "succeed.after", depends_on=["succeed.last"])
+    for name in ("succeed.one", "succeed.last"):
+        drop(instance, ANNA, name)
+    assert instance.drain() == 0
+    assert [(job.name, job.state) for job in instance.spool.all_jobs().values()] == [("succeed.one", State.QUEUED)]
+    assert [path.stem for path in instance.incoming_dir.glob("*.json")] == ["succeed.last"]
+    assert instance.rejected() == {}
+    instance.configure(f"[users.{ANNA}]\nmax_queued = 1\n")
+    assert instance.drain() == 0
+    assert order(instance) == ["succeed.one", "succeed.last", "succeed.after"]
+
+
+def test_files_that_wait_for_jobs_which_they_name_count_for_the_limit(instance: Instance) -> None:
+    instance.configure('[users."*"]\nmax_queued = 3\nmax_running = 0\n')
+    us = os.getuid()
+    for number in range(2):
+        drop(instance, us, f"succeed.after-{number}", depends_on=["succeed.last"])
+    for name in ("succeed.0", "succeed.1", "succeed.last"):
+        drop(instance, us, name)
+    instance.start()
+    told = (
+        "2 job files wait: 1 jobs are queued or held and 2 wait for a fetch or for jobs that they name, and the "
+        "maximum is 3 (max_queued)"
+    )
+    wait_for(lambda: instance.client.ask("status")["limit"] == told, what="the limit")
+    assert "2 files wait until fewer jobs of their users are queued" in status(instance)
+    assert [job.name for job in instance.spool.jobs(State.QUEUED)] == ["succeed.0"]
+    instance.stop()
+    instance.configure('[users."*"]\nmax_queued = 3\n')
+    assert instance.drain() == 0
+    assert instance.rejected() == {}
+    assert len(list(instance.spool.jobs(State.SUCCEEDED))) == 5
+
+
 def test_a_job_that_names_one_which_a_limit_keeps_in_incoming_waits_for_it(instance: Instance) -> None:
-    instance.configure(f"[users.{ANNA}]\nmax_queued = 2\n[spool]\nsettle_sec = 0\n")
+    instance.configure(f"[users.{ANNA}]\nmax_queued = 3\n[spool]\nsettle_sec = 0\n")
     instance.start()
     instance.client.ask("pause")
     drop(instance, ANNA, "succeed.after", depends_on=["succeed.last"])

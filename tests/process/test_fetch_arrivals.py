@@ -108,6 +108,21 @@ def test_a_model_is_fetched_once_for_all_and_holds_up_nobody_else(fetching: Inst
     assert len(hub.requests) == num_requests, "what is cached is not asked for"
 
 
+def test_an_arrival_that_waits_for_its_model_counts_for_the_limit_of_queued_jobs(fetching: Instance, hub: Hub) -> None:
+    hub.repositories[REPO].held_at = HELD_AT
+    fetching.configure('[policy]\nhub = true\n[users."*"]\nmax_queued = 1\n')
+    fetching.drop("succeed-1.a", base_model=REPO)
+    fetching.drop("succeed-1.b", base_model=REPO)
+    fetching.start("--drain")
+    wait_for(lambda: "1 job file waits" in fetching.client.ask("status")["limit"], what="the limit")
+    wait_for_bytes(fetching)
+    assert [each["name"] for each in arrivals(fetching)] == ["succeed-1.a"]
+    assert [path.stem for path in fetching.incoming_dir.glob("*.json")] == ["succeed-1.b"]
+    hub.repositories[REPO].held_at = None
+    assert fetching.wait() == 0
+    assert len(list(fetching.spool.jobs(State.SUCCEEDED))) == 2
+
+
 def test_what_the_hub_does_not_give_is_a_refusal_with_its_reason(fetching: Instance, hub: Hub) -> None:
     files = hub.repositories[REPO].files
     hub.repositories["org/gated"] = Repository(files=files, gated=True, token="t")

@@ -1,4 +1,5 @@
-"""A worker lives and its entry is damaged: one worker, one device, a word of it, and a way out."""
+"""A worker lives and its entry is damaged, before honed starts or while it runs: one worker, one device, a word of it,
+and a way out."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 from harness import Instance, wait_for
 
 from honed.job.job import Job, State
+from honed.run.process import ProcessRunner
 from honed.system.layout import JobLayout
 
 
@@ -21,6 +25,7 @@ from honed.system.layout import JobLayout
 def instance(instance: Instance) -> Instance:
     """Its shims are processes of their own, as the machine shows them: none is forked from a warm one."""
     instance.is_warm = False
+    instance.configure("[spool]\nsettle_sec = 0.3\nrescan_interval_sec = 0.3\n")
     return instance
 
 
@@ -175,3 +180,76 @@ def test_whoever_waits_for_honed_to_be_ready_reads_that_it_is_degraded(instance:
         while "READY=1" not in (message := told.recv(4096).decode()):
             before.append(message)
     assert "STATUS=degraded: 1 damaged entry" in before[-1]
+
+
+def gone(entry: Path) -> None:
+    entry.unlink()
+
+
+def a_directory(entry: Path) -> None:
+    entry.unlink()
+    entry.mkdir()
+
+
+def an_older_one(entry: Path) -> None:
+    document = json.loads(entry.read_bytes())
+    entry.write_text(json.dumps({**document, "revision": 0, "name": "older"}))
+
+
+@pytest.mark.parametrize("damage", [gone, cut, a_directory, an_older_one])
+def test_an_entry_that_is_damaged_while_honed_runs_is_written_again_and_its_worker_followed(
+    instance: Instance, damage: Callable[[Path], None]
+) -> None:
+    entry = instance.layout.spool_dir / "running/1.json"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(str(instance.root / "notify"))
+        told.settimeout(300)
+        instance.environment["NOTIFY_SOCKET"] = str(instance.root / "notify")
+        job, pid = start_slow(instance, "slow-4000")
+        damage(entry)
+        while "STATUS=degraded: 1 damaged entry" not in told.recv(4096).decode():
+            pass
+    wait_for(lambda: instance.job("slow-4000"), what="its entry")
+    assert degraded(instance)
+    assert "the entry was written again" in (instance.layout.spool_dir / "corrupt/1.running.json.reason").read_text()
+    instance.drop("succeed.other")
+    instance.wait_state("succeed.other", State.QUEUED)
+    instance.kill(signal.SIGKILL)
+    del instance.environment["NOTIFY_SOCKET"]
+    instance.start()
+    assert (worker_pid(instance.layout.job(job.id)), is_alive(pid), len(workers(instance))) == (pid, True, 1)
+    assert instance.wait_state("succeed.other", State.QUEUED).attempts == ()
+    assert instance.honectl("cancel", "1").returncode == 0
+    assert instance.wait_state("slow-4000", State.CANCELLED).attempt.number == 1
+    wait_for(lambda: not is_alive(pid), what="its end")
+    instance.wait_state("succeed.other", State.SUCCEEDED)
+
+
+def test_a_worker_that_honed_has_not_started_keeps_its_device_and_can_be_cancelled(instance: Instance) -> None:
+    """As a start leaves one of which honed was told that it failed."""
+    instance.start()
+    instance.client.ask("pause")
+    instance.drop("slow-4000")
+    job = instance.wait_state("slow-4000", State.QUEUED)
+    worker = [sys.executable, str(Path(__file__).with_name("fakeworker.py"))]
+    started: list[subprocess.Popen[bytes]] = []
+
+    def popen(*arguments: object, **keys: object) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(*arguments, **keys))  # type: ignore[call-overload]
+        return started[0]
+
+    stranger = ProcessRunner(instance.layout, command=worker, popen=popen)
+    stranger.start(job.id, 1, 1, backend="transformers", environment={"CUDA_VISIBLE_DEVICES": ""})
+    found = instance.wait_state("slow-4000", State.RUNNING)
+    assert (found.attempt.number, found.attempt.device, found.output_dir) == (1, "cpu", job.output_dir)
+    wait_for(lambda: "its worker lives, but its entry did not say so" in instance.log, what="a word of it")
+    assert degraded(instance)
+    instance.client.ask("resume")
+    instance.drop("succeed.other")
+    instance.wait_state("succeed.other", State.QUEUED)
+    wait_for(lambda: instance.show("slow-4000")["progress"]["step"], what="its steps are followed")
+    assert len(workers(instance)) == 1
+    assert instance.honectl("cancel", "1").returncode == 0
+    instance.wait_state("slow-4000", State.CANCELLED)
+    instance.wait_state("succeed.other", State.SUCCEEDED)
+    started[0].wait(timeout=300)

@@ -13,6 +13,8 @@ from zoo.model import build_checkpoint, write_facts
 
 #: Steps of the job for each preemption: far more than pass between two of them.
 STEPS_EACH = 12
+#: Seconds for all of a job's steps, for each preemption; far more than they take.
+SEC_EACH = 60.0
 
 
 @pytest.mark.timeout(7200)
@@ -34,8 +36,9 @@ def test_preemptions_at_random_steps_change_no_loss_and_no_weight(
     }
     real.configure("[jobs]\npoll_interval_sec = 0.05\n")
     real.start()
+    whole_sec = SEC_EACH * max(num, 5)
     real.drop("calm", name="calm", **keys)
-    assert real.wait_state("calm", State.SUCCEEDED, State.FAILED).error is None
+    assert real.wait_state("calm", State.SUCCEEDED, State.FAILED, deadline_sec=whole_sec).error is None
     real.client.ask("drain", id="all", now=True)
     real.drop("cut", name="cut", **keys)
     job, steps = real.wait_state("cut", State.QUEUED), []
@@ -56,7 +59,7 @@ def test_preemptions_at_random_steps_change_no_loss_and_no_weight(
         steps.append(max((attempt.step for attempt in job.attempts), default=0))
     print(f"preempted at the steps {steps}")
     real.client.ask("undrain", id="all")
-    job = real.wait_state("cut", State.SUCCEEDED, State.FAILED)
+    job = real.wait_state("cut", State.SUCCEEDED, State.FAILED, deadline_sec=whole_sec)
     assert (job.error, job.num_failures, job.num_preemptions) == (None, 0, num)
     calm, cut = (query.losses(real.spool, real.layout, name) for name in ("calm", "cut"))
     assert [step for step, _ in calm] == list(range(1, STEPS_EACH * num + 1))

@@ -1,4 +1,5 @@
-"""Fair share on the daemon's own queue, with time simulated; plain priority order on the same jobs is seen to fail."""
+"""Fair share and preemption on the daemon's own queue, with time simulated: on the same jobs, plain priority order and
+classes that do not preempt fail."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "scripts/simulate.py"
 
 
-def test_each_share_and_each_start_is_near_the_ideal_and_plain_priority_order_is_not() -> None:
+def test_shares_starts_and_preemptions_are_near_the_ideal_and_without_them_they_are_not() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), "--seeds", "1"], capture_output=True, text=True, env=environment, check=False
@@ -18,3 +19,4 @@ def test_each_share_and_each_start_is_near_the_ideal_and_plain_priority_order_is
     print(ended.stdout)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
     assert ended.stdout.count("| fair share |") == ended.stdout.count("| priority |") == 3
+    assert ended.stdout.count("| preempt |") == ended.stdout.count("| do not |") == 2

@@ -23,6 +23,7 @@ from typing import Any
 
 from honed.daemon.following import Following
 from honed.daemon.shares import Use
+from honed.job import recovery
 from honed.job.ahead import Pass
 from honed.job.database import Database
 from honed.job.job import Attempt, Fallback, Job, Preemption, Staged, State, Stop
@@ -394,6 +395,12 @@ class Attempts:
         """Ask a running job to write a checkpoint and return to the queue. `reason`, for people, becomes durable first:
         `the hours of GPU 0 ended`. Without effect if the job was preempted, held or cancelled before."""
         self.running[job_id].stop(Stop.PREEMPT, reason)
+
+    def check_entries(self) -> None:
+        """Write the entries of running jobs again that somebody else has removed or damaged."""
+        for running in self.running.values():
+            with self._alone(running):
+                running.job = recovery.renewed(self._spool, running.job)
 
     def enforce(self) -> None:
         """Kill workers that were asked to stop and did not; dump the stacks of hanging workers, then kill them."""

@@ -15,7 +15,7 @@ from honed.daemon.ahead import Ahead
 from honed.daemon.arrivals.acceptance import Acceptance
 from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
-from honed.daemon.fencing import Fence
+from honed.daemon.fencing import RETRY_SEC, Fence
 from honed.daemon.placement import Placement
 from honed.daemon.plans import Plans
 from honed.daemon.preempting import Preempting
@@ -205,6 +205,8 @@ class Dispatch:
     def patience(self) -> float:
         """Return the seconds until a step is due."""
         waits = [self.placement.availability.next_change(self.placement.all())]
+        if self.fence.fault:
+            waits.append(RETRY_SEC)
         if self._attempts.running or len(self.ahead):
             waits.append(self._config().jobs.poll_interval_sec)
         if self._backlog.num_queued and not self._spool.is_paused:
@@ -231,6 +233,7 @@ class Dispatch:
             self.placement.hurry()
         for job in put_back:
             self._backlog.delay(job, NOT_NOW_SEC)
+            self.fence.doubt()
         for job in settled:
             self._backlog.delay(job, self._retry_delay_sec(job))
         for job in settled:
@@ -262,13 +265,17 @@ class Dispatch:
             if not (self._spool.is_paused or self.fence.fault or training.is_missing()):
                 self._preempting.tend()
 
-    def start_next(self) -> None:
-        """Start what can be started; nothing while it is not known which workers live."""
-        if self.fence.fault:
-            for job in self.fence.look():
+    def look_around(self) -> None:
+        """Compare entries and live workers at intervals, and adopt the workers that no entry knew of."""
+        if self.fence.is_due:
+            self._attempts.check_entries()
+            for job in self.fence.look(self._attempts.running):
                 self._attempts.adopt(job)
             self.ahead.take_over(self.fence.staged)
-        if self.fence.fault or training.is_missing():
+
+    def start_next(self) -> None:
+        """Start what can be started; nothing while it is not known which workers live."""
+        if self.fence.is_due or self.fence.fault or training.is_missing():
             return
         while not self._is_stopping() and not self._spool.is_paused and not self.selection.is_full:
             chosen = self.selection.next_that_fits()

@@ -1,7 +1,8 @@
-"""Fencing: a worker that lives, and of which no entry says so, keeps its device until it ends.
+"""Fencing: a worker that lives, and of which no entry says so, keeps its device until it ends. The machine is asked at
+start, at each rescan, and when a start has failed in a way that may have left a worker.
 
 live workers ── compared with ── running/ ── missing there ──► an entry, from its copy, from plan.json, or bare
-                                                                  └──► adopted, shown, cancelled as any other
+                                                  corrupt/ ◄──────┴──► adopted, shown, cancelled as any other
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from honed.job import recovery
 from honed.job.corrupt import copy_of
@@ -35,28 +36,44 @@ MAX_DIGITS = 4
 
 
 class Fence:
-    """Finds the live workers that no running entry knows of, once. `clock` is monotonic seconds."""
+    """Finds the live workers that no running entry knows of. `clock` is monotonic seconds, `interval` the seconds
+    between two looks."""
 
-    def __init__(self, spool: Spool, runner: Runner, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, spool: Spool, runner: Runner, *, clock: Callable[[], float], interval: Callable[[], float]
+    ) -> None:
         self._spool = spool
         self._runner = runner
         self._clock = clock
+        self._interval = interval
         self._look_at = -math.inf
         self.staged: list[Live] = []  #: workers that wait at their gates, whether their jobs still want them or not
         self.fault = ""  #: why they are not known yet; until they are, no job may be started
 
-    def look(self) -> list[Job]:
-        """Give every live worker a running entry. Returns the jobs that got one; looks again later if that failed."""
-        if self._clock() < self._look_at:
+    @property
+    def is_due(self) -> bool:
+        """True if it is time for another look."""
+        return self._clock() >= self._look_at
+
+    def doubt(self) -> None:
+        """Look before anything else is started."""
+        self._look_at = -math.inf
+
+    def look(self, followed: Container[int] = ()) -> list[Job]:
+        """Give every live worker a running entry. Returns the jobs that got one; looks again later if that failed.
+        `followed`: jobs whose workers are known to live."""
+        if not self.is_due:
             return []
         try:
-            found = self._runner.live()
+            found = [live for live in self._runner.live() if live.job_id not in followed]
         except OSError as error:
             self.fault = f"running workers cannot be listed, so no job is started: {error}"
             self._look_at = self._clock() + RETRY_SEC
             return []
-        self.fault, self._look_at, self.staged = "", math.inf, []
-        return [job for live in found if (job := self._fence(live)) is not None]
+        self.staged = []
+        fenced = [job for live in found if (job := self._fence(live)) is not None]
+        self.fault, self._look_at = "", self._clock() + self._interval()
+        return fenced
 
     def _fence(self, live: Live) -> Job | None:
         job = self._spool.job(live.job_id)
@@ -68,6 +85,7 @@ class Fence:
             return None
         if job is not None and job.state.is_final and number in {None, *(each.number for each in job.attempts)}:
             return None  # settled; its process is about to end
+        recovery.note_lost(self._spool, live.job_id)
         rebuilt = recovery.rebuild(self._spool, _entry_of(self._spool.job_layout(live.job_id), job, live))
         log.error(
             "job %d (%s): its worker lives, but its entry did not say so; the entry was rebuilt, and is running",

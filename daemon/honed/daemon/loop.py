@@ -3,8 +3,8 @@
 The loop is a list of named steps. Each does what can be done now, and never blocks:
 
     obey signals · settle what ended · follow events · take arrivals · plan what waited for others ·
-    vacate closed devices · start what can · stage what is next · end what must · notify ·
-    have rows sent and pages made · keep house · report
+    look for workers without entries · vacate closed devices · start what can · stage what is next ·
+    end what must · notify · have rows sent and pages made · keep house · report
 
 Signals, arrivals, the preflight helpers and the control socket only wake it.
 """
@@ -127,7 +127,7 @@ class Daemon:
             self._attempts,
             self._backlog,
             placement,
-            Fence(self._spool, runner, clock=clock),
+            Fence(self._spool, runner, clock=clock, interval=lambda: in_force().spool.rescan_interval_sec),
             shares,
             ahead,
             unfinished=self._unfinished,
@@ -204,6 +204,7 @@ class Daemon:
                 self._attempts.follow,
                 self._take_arrivals,
                 self._dispatch.plan_deferred,
+                self._dispatch.look_around,
                 self._dispatch.vacate,
                 self._dispatch.start_next,
                 self._dispatch.stage_next,

@@ -34,7 +34,7 @@ MAX_MISSES = 8
 
 
 class Preempting:
-    """Chooses the victims, for the jobs that `selection` would start."""
+    """Chooses the victims, for the jobs that `selection` would start. `now` tells how long jobs have run."""
 
     def __init__(
         self,
@@ -44,6 +44,8 @@ class Preempting:
         placement: Placement,
         shares: Shares,
         selection: Selection,
+        *,
+        now: Callable[[], Moment] = Moment.now,
     ) -> None:
         self._layout = layout
         self._config = config
@@ -51,6 +53,7 @@ class Preempting:
         self._placement = placement
         self._shares = shares
         self._selection = selection
+        self._now = now
         self._resumes: dict[int, bool] = {}  # running jobs that would resume exactly
 
     def tend(self) -> None:
@@ -93,7 +96,7 @@ class Preempting:
 
     def _victims(self, job: Job) -> list[Running]:
         """Return the running jobs that this one may preempt: the lowest rank first, then the shortest run."""
-        now, rank, found = Moment.now(), self._rank(job), []
+        now, rank, found = self._now(), self._rank(job), []
         for each in self._attempts.running.values():
             run_sec = now.since(each.job.attempt.began)
             min_run_sec = class_of(self._config(), each.job.job_class).min_run_sec

@@ -52,10 +52,10 @@ class Corrupt:
         self.dir = spool_dir / "corrupt"
 
     def add(self, path: Path, problem: Exception, done: str) -> None:
-        """Link or move a damaged entry there, with its reason; `done` tells what becomes of its job. Its content is not
-        read: that may be what fails."""
+        """Link or move a damaged entry there, with its reason; an empty file for one that is gone. `done` tells what
+        becomes of its job. Its content is not read: that may be what fails."""
         durable.make_dir(self.dir, mode=0o750)
-        kept = self.dir / f"{path.stem}.{path.parent.name}.json"
+        kept = self.kept(path)
         text = (
             f"{path} could not be read at {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}: {problem}\n\n{done}\n\n"
             "Look for the cause: journalctl -k -p err. Then remove this file and the one beside it; until then honed "
@@ -65,9 +65,15 @@ class Corrupt:
         kept.unlink(missing_ok=True)
         try:
             kept.hardlink_to(path)
+        except FileNotFoundError:
+            kept.touch(mode=0o640)
         except OSError:  # a directory, another user's file, or a file system without links
             path.rename(kept)
         durable.sync_dir(self.dir)
+
+    def kept(self, path: Path) -> Path:
+        """Return the place of a damaged entry there."""
+        return self.dir / f"{path.stem}.{path.parent.name}.json"
 
     def numbers(self) -> set[int]:
         """Return the numbers of the jobs whose entries are there."""

@@ -1,4 +1,6 @@
-"""The spool at the start of honed: what a crash interrupted is finished, and damaged entries are set aside."""
+"""The spool at the start of honed: what a crash interrupted is finished, and damaged entries are set aside; and the
+entries of running jobs later, which only honed may change.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 
 from honed.job.corrupt import copy_of
 from honed.job.job import Job, State
-from honed.job.spool import Spool
+from honed.job.spool import Spool, read_entry
 from honed.system import durable
 from honed.system.log import about
 from honed.system.message import ENTRY_DAMAGED
@@ -42,6 +44,32 @@ def _set_aside(spool: Spool, path: Path, problem: ValueError | OSError) -> None:
     else:
         path.unlink(missing_ok=True)
         durable.sync_dir(path.parent)
+
+
+def renewed(spool: Spool, job: Job) -> Job:
+    """Return a running job of this daemon. If its entry was removed, damaged or replaced by an older one, that is set
+    aside, and the entry is written again."""
+    path, problems = spool.entries.path(job.id, State.RUNNING), list[ValueError | OSError]()
+    found = read_entry(path, State.RUNNING, lambda _path, problem: problems.append(problem))
+    if (found is not None and found.revision >= job.revision) or spool.is_changing(job.id):
+        return job
+    problem = problems[0] if problems else _lost("it is gone") if found is None else ValueError("it is an older one")
+    done = f"Job {job.id} ({job.name}) is running, and honed was, too: the entry was written again."
+    spool.corrupt.add(path, problem, done)
+    log.error("%s: damaged entry: %s. %s", path, problem, done, extra=about(job.id, ENTRY_DAMAGED))
+    return spool.update(job)
+
+
+def note_lost(spool: Spool, job_id: int) -> None:
+    """Record in corrupt/ that a worker lives without a running entry, unless a damaged one lies there."""
+    path = spool.entries.path(job_id, State.RUNNING)
+    if spool.corrupt.kept(path).name not in spool.corrupt.names():
+        done = f"A worker of job {job_id} lives: its entry was rebuilt, and it is followed to its end."
+        spool.corrupt.add(path, _lost("it is not there"), done)
+
+
+def _lost(words: str) -> OSError:
+    return FileNotFoundError(words)
 
 
 def rebuild(spool: Spool, job: Job) -> Job:

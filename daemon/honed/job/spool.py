@@ -268,6 +268,10 @@ class Spool:
         del self._begun[job.id]
         self.note(changed)
 
+    def is_changing(self, job_id: int) -> bool:
+        """Return True if a change of an entry has failed half-way: the next one completes it."""
+        return job_id in self._begun
+
     def not_in(self, states: dict[int, str]) -> Iterator[Job]:
         """Yield the jobs whose state differs from `states` or is missing there."""
         for state in State:

@@ -85,10 +85,7 @@ class ProcessRunner:
     def _live(self, process_dir: Path) -> Live | None:
         """Return the worker of a shim's process; None if that is another instance's, or has recorded its end. Raises
         ValueError or IndexError for other processes."""
-        command, environment = (
-            (process_dir / name).read_bytes().decode(errors="surrogateescape").split("\0")
-            for name in ("cmdline", "environ")
-        )
+        command = _words(process_dir / "cmdline")
         at = [word.endswith("/shim.py") for word in command].index(True) + 1
         at += command[at] == "--relay"
         attempt, start = AttemptLayout(Path(command[at])), int(command[at + 1])
@@ -97,7 +94,7 @@ class ProcessRunner:
             return None
         if read_exit_record(attempt, start) is not None:
             return None
-        variables = dict(word.split("=", 1) for word in environment if "=" in word)
+        variables = dict(word.split("=", 1) for word in _words(process_dir / "environ") if "=" in word)
         number = int(attempt.dir.name)
         waits = is_staged(JobLayout(job_dir), number, start, variables)
         return Live(int(job_dir.name), (number, start), device_of(variables), is_staged=waits)
@@ -164,6 +161,11 @@ class ProcessRunner:
             return child.process.pid if child.process.poll() is None else None
         # The lock is held, so the process named in the record is alive and its pid was not reused.
         return None if self._settle(child) else _process(read_lock_record(child.layout, child.start).get("shim_pid"))
+
+
+def _words(path: Path) -> list[str]:
+    """Return the strings of a file in /proc that ends each with a zero byte."""
+    return path.read_bytes().decode(errors="surrogateescape").split("\0")
 
 
 def _process(pid: Any) -> int | None:

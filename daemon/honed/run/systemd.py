@@ -77,6 +77,8 @@ class SystemdRunner:
 
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
         job = self._layout.job(job_id)
+        if self._goes_on(job_id):  # started by somebody else, or late; it has a start.json of its own
+            raise NotNowError(f"{unit_name(job_id)} is already active")
         wanted = Start(number, start, backend, dict(environment), self._watchdog_sec(), self._stop_timeout_sec())
         wanted.write(job)
         self._units[job_id] = _Unit(job.attempt(number), start, self._clock())

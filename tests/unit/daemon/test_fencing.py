@@ -33,16 +33,16 @@ class Finding:
     """A runner that finds these workers."""
 
     def __init__(self, *found: Live, problem: OSError | None = None) -> None:
-        self._found, self.problem = found, problem
+        self.found, self.problem = list(found), problem
 
     def live(self) -> list[Live]:
         if self.problem is not None:
             raise self.problem
-        return list(self._found)
+        return self.found
 
 
 def run(spool: Spool, *found: Live) -> list[Job]:
-    return Fence(spool, cast(Runner, Finding(*found)), clock=lambda: 0.0).look()
+    return Fence(spool, cast(Runner, Finding(*found)), clock=lambda: 0.0, interval=lambda: 30.0).look()
 
 
 def add(spool: Spool, state: State, **keys: Any) -> Job:
@@ -159,7 +159,7 @@ def test_a_pruned_job_whose_worker_lives_is_a_job_again(spool: Spool) -> None:
 def test_until_the_workers_can_be_listed_there_is_a_fault_and_then_they_are_fenced(spool: Spool) -> None:
     job, now = add(spool, State.QUEUED), [0.0]
     runner = Finding(Live(1, (1, 1), "cpu"), problem=OSError("no bus"))
-    fence = Fence(spool, cast(Runner, runner), clock=lambda: now[0])
+    fence = Fence(spool, cast(Runner, runner), clock=lambda: now[0], interval=lambda: 30.0)
     assert fence.look() == []
     assert "so no job is started: no bus" in fence.fault
     assert spool.job(1) == job
@@ -169,6 +169,22 @@ def test_until_the_workers_can_be_listed_there_is_a_fault_and_then_they_are_fenc
     assert [each.id for each in fence.look()] == [1]
     assert fence.fault == ""
     assert fence.look() == []
+
+
+def test_workers_are_looked_for_at_intervals_and_at_once_when_a_start_is_in_doubt(spool: Spool) -> None:
+    add(spool, State.QUEUED)
+    runner, now = Finding(), [0.0]
+    fence = Fence(spool, cast(Runner, runner), clock=lambda: now[0], interval=lambda: 30.0)
+    assert fence.look() == []
+    runner.found = [Live(1, (1, 1), "cpu")]
+    assert not fence.is_due
+    assert fence.look() == []
+    now[0] = 30.0
+    assert fence.is_due
+    assert fence.look({1}) == [], "its worker is followed"
+    fence.doubt()
+    assert [each.id for each in fence.look()] == [1]
+    assert spool.corrupt.names() == ["1.running.json"], "so that honed is degraded until somebody has read why"
 
 
 def start_shim(attempt_dir: Path, *before: str, **keys: Any) -> subprocess.Popen[bytes]:

@@ -12,7 +12,7 @@ import pytest
 
 from honed.job.corrupt import copy_of
 from honed.job.job import Attempt, Job, State
-from honed.job.recovery import recover
+from honed.job.recovery import recover, renewed
 from honed.job.spool import Spool
 from honed.system import durable
 from honed.system.layout import Layout
@@ -149,3 +149,36 @@ def test_a_copy_that_cannot_be_kept_keeps_no_job_from_starting(spool: Spool, cap
     with caplog.at_level(logging.WARNING):
         assert add(spool, 1, State.RUNNING).state is State.RUNNING
     assert "no copy of its entry is kept" in caplog.text
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_running_jobs_entry_that_is_damaged_later_is_set_aside_and_written_again(
+    spool: Spool, damage: Callable[[bytes], bytes]
+) -> None:
+    job = add(spool, 7, State.RUNNING)
+    assert renewed(spool, job) is job
+    path = spool.entries.path(7, State.RUNNING)
+    damaged = damage(path.read_bytes())
+    path.write_bytes(damaged)
+    again = renewed(spool, job)
+    assert spool.entries.get(7) == again == spool.job(7)
+    assert (again.revision, again.attempts) == (job.revision + 1, job.attempts)
+    assert (spool.corrupt.dir / "7.running.json").read_bytes() == damaged
+    assert "the entry was written again" in (spool.corrupt.dir / "7.running.json.reason").read_text()
+
+
+def test_a_change_of_a_running_jobs_entry_that_has_failed_half_way_is_no_damage(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = add(spool, 7, State.RUNNING)
+
+    def fail(path: Path) -> None:
+        if path == spool.state_dir(State.RUNNING):
+            raise OSError(5, "the disk fails")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="fails"):
+        patch.setattr(durable, "sync_dir", fail)
+        spool.move(job, State.SUCCEEDED)
+    assert not spool.entries.path(7, State.RUNNING).exists()
+    assert renewed(spool, job) is job
+    assert spool.corrupt.names() == []

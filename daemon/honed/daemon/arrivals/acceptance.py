@@ -70,7 +70,9 @@ class Acceptance:
         self.replanning = Replanning(spool, checkers, current)
         self.fetches = Fetches(fetcher, spool, self._checks, self.replanning, self._rejection, current)
         self.naming = Naming(spool, self._rejection, current, clock=clock)
-        self.incoming = Incoming(arrivals, watcher, checkers, self._checks, self._rejection, current, clock=clock)
+        self.incoming = Incoming(
+            arrivals, watcher, checkers, self._checks, self._rejection, current, self._num_waiting_of, clock=clock
+        )
 
     @property
     def fault(self) -> str:
@@ -102,6 +104,15 @@ class Acceptance:
     def num_waiting(self) -> int:
         """Number of checked arrivals that name jobs which may still arrive."""
         return len(self.naming.numbers)
+
+    @property
+    def num_settling(self) -> int:
+        """Number of those that will be settled by themselves: the jobs that others name are kept away by a limit."""
+        return sum(num for uid, num in self.naming.num_by_user.items() if num and not self._has_more(uid))
+
+    def _num_waiting_of(self, uid: int) -> tuple[int, int]:
+        """Return how many of a user's arrivals wait for a fetch, and how many for jobs that they name."""
+        return self.fetches.num_of(uid), self.naming.num_by_user[uid]
 
     def listen(self, told: Callable[[int, str, float], None]) -> None:
         """Register a callback for each rejection: it gets the number, the error's code and the time of arrival."""

@@ -87,6 +87,10 @@ class Fetches:
         """Numbers of the arrivals and jobs that wait for a fetch."""
         return self._fetching.keys()
 
+    def num_of(self, uid: int) -> int:
+        """Return the number of a user's arrivals that wait for a fetch."""
+        return sum(waits.pending is not None and waits.pending.copy.uid == uid for waits in self._fetching.values())
+
     def begin(self, answer: Passed, missing: Missing, pending: Pending | None) -> None:
         """Start the fetch of the model or data set that a check missed; `pending` is None for an accepted job."""
         number = answer.id

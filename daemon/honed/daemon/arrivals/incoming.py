@@ -124,9 +124,12 @@ class Incoming:
         checks: Checks,
         rejection: Rejection,
         config: Callable[[], Config],
+        num_waiting: Callable[[int], tuple[int, int]],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`num_waiting` returns how many of a user's arrivals wait for a fetch, and how many for jobs they name."""
+        self._num_waiting = num_waiting
         self._arrivals = arrivals
         self._checkers = checkers
         self._checks = checks
@@ -170,14 +173,29 @@ class Incoming:
 
     def beyond(self, uid: int) -> str:
         """Return how many of a user's arrivals wait for their queued jobs, as a sentence; empty if none does."""
-        num = sum(len(waiting) for owner, waiting in self._lists() if owner == uid and self.is_full(uid))
-        limit = self._entitlements.max_queued(uid)
+        num = sum(len(waiting) for owner, waiting in self._lists() if owner == uid)
+        limit, num_queued, num_waiting = self._counts(uid)
+        if not num or num_queued + num_waiting < limit:
+            return ""
         waiting = "1 job file waits" if num == 1 else f"{num} job files wait"
-        return f"{waiting}: {limit} jobs are queued or held, the maximum (max_queued)" if num else ""
+        if not num_waiting:
+            return f"{waiting}: {limit} jobs are queued or held, the maximum (max_queued)"
+        return (
+            f"{waiting}: {num_queued} jobs are queued or held and {num_waiting} wait for a fetch or for jobs that they "
+            f"name, and the maximum is {limit} (max_queued)"
+        )
+
+    def _counts(self, uid: int) -> tuple[int, int, int]:
+        """Return the maximum of a user's queued jobs, their number, and that of the arrivals that will be queued."""
+        num_queued = self._arrivals.num_queued(uid)
+        return self._entitlements.max_queued(uid), num_queued, sum(self._num_waiting(uid))
 
     def _room_of(self, uid: int) -> int:
-        """Return how many more jobs of a user may be queued."""
-        return self._entitlements.max_queued(uid) - self._arrivals.num_queued(uid)
+        """Return how many more arrivals of a user may be taken. If all that were taken wait for jobs that they name,
+        there is room for one: it may be such a job."""
+        limit, num_queued, num_waiting = self._counts(uid)
+        num_fetched = self._num_waiting(uid)[0]
+        return max(limit - num_queued - num_waiting, 0 if num_queued or num_fetched else 1)
 
     @property
     def has_late(self) -> bool:

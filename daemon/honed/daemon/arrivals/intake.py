@@ -61,9 +61,10 @@ class Intake:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is being taken or waits to be taken, but for files whose users have too many queued jobs."""
+        """True if nothing is being taken or waits to be taken, but for files whose users have too many queued jobs, and
+        arrivals that wait for a job among those files."""
         acceptance = self.acceptance
-        on_their_way = acceptance.num_waiting + len(acceptance.fetches.numbers) + acceptance.num_stuck
+        on_their_way = acceptance.num_settling + len(acceptance.fetches.numbers) + acceptance.num_stuck
         return not acceptance.is_busy and not on_their_way
 
     def status(self, *, is_named: bool) -> list[str]:

@@ -6,6 +6,7 @@ A job may be submitted together with the jobs that it names, in any order: it wa
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 
@@ -84,6 +85,7 @@ class Naming:
         self._clock = clock
         self._waiting: dict[int, _Waiting] = {}
         self._names = _Names()
+        self.num_by_user: Counter[int] = Counter()  #: waiting arrivals
         self._quiet_since: float | None = None  # since when no other arrival is being taken or checked
         self._last_waiting = 0  # the number at which the last pass stopped
 
@@ -96,6 +98,7 @@ class Naming:
         """Keep an arrival; `job` is the job that it becomes."""
         waiting = _Waiting(pending, answer, job, self._clock())
         self._waiting[job.id] = waiting
+        self.num_by_user[job.uid] += 1
         self._names.add(job, named_jobs(answer))
 
     def settle(
@@ -134,6 +137,7 @@ class Naming:
                 continue
             unknown = self._unknown(missing, job, _key_of(missing, waiting.answer)) if missing is not None else None
             del self._waiting[number]
+            self.num_by_user[job.uid] -= 1
             self._names.forget(job)
             try:
                 if unknown is not None:
