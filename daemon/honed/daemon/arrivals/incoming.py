@@ -26,6 +26,7 @@ from honed.job.entitlement import Entitlements
 from honed.job.job import Job
 from honed.spec.config import Config
 from honed.system.error import EnvironmentInvalidError, HonedError
+from honed.system.log import about
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -282,6 +283,8 @@ class Incoming:
     def _copy(self, claims: list[Claim]) -> None:
         """Copy claimed files, and have the copies checked."""
         config = self._config()
+        for claim in claims:
+            log.debug("job %d: claimed", claim.id, extra=about(claim.id))
         copies = self._arrivals.copy_all(
             claims,
             max_bytes=config.spool.max_spec_bytes,
