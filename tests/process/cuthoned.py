@@ -13,11 +13,9 @@ import fakehoned
 from honed.job import unstage
 from honed.job.usage import Usage
 
-CUT = os.environ["HONED_TEST_CUT"]
-
 
 def cut(place: str) -> None:
-    if place == CUT:
+    if place == os.environ.get("HONED_TEST_CUT"):
         os._exit(137)
 
 
@@ -35,9 +33,8 @@ def flush(self: Usage, real: Any = Usage.flush) -> None:
 
 
 def remove_copies(*arguments: Any, real: Any = unstage.remove_copies) -> None:
-    global CUT
-    if CUT == "full":
-        CUT = ""
+    if os.environ.get("HONED_TEST_CUT") == "full":
+        del os.environ["HONED_TEST_CUT"]
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a copy")
     real(*arguments)
 

@@ -3,13 +3,12 @@ counted, in the journal's order; nothing here depends on seconds."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from slowdata import LEASE_SEC, slow_data
 
 pytestmark = pytest.mark.systemd
 
@@ -17,8 +16,8 @@ SPOOL = "/var/spool/honed"
 INCOMING = f"{SPOOL}/incoming"
 NUM_FLOOD = 300
 NUM_SLOW = 50
-#: Seconds after which a check is ended: the kernel breaks a lease after 45.
-TIMEOUT_SEC = 40
+#: Seconds after which a check is ended.
+TIMEOUT_SEC = LEASE_SEC - 5
 CONFIG = f"""
 [spool]
 settle_sec = 0.2
@@ -119,37 +118,9 @@ def num_begun(honed: Machine, number: int, others: int) -> int:
     return sum(kind == "begins" and uid == others for kind, _, uid in steps[claimed:begun])
 
 
-#: Holds leases on its arguments, so that opening one of them blocks, as on a file system that does not answer.
-HOLD = """
-import fcntl, os, signal, sys, time
-signal.signal(signal.SIGIO, lambda *_: None)
-fds = [os.open(path, os.O_RDWR) for path in sys.argv[1:]]
-for fd in fds: fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-print("held", flush=True)
-while True: time.sleep(600)
-"""
-
-
-@contextlib.contextmanager
-def slow(honed: Machine, user: str, number: int) -> Iterator[list[str]]:
-    """Data sets of a user's that are not read before a check's deadline."""
-    honed.sh(f"mkdir /dev/shm/{user}")
-    paths = [f"/dev/shm/{user}/{each}.jsonl" for each in range(number)]
-    honed.sh(f"for i in $(seq 0 {number - 1}); do cp /srv/data/facts.jsonl /dev/shm/{user}/$i.jsonl; done")
-    honed.sh(f"chown -R {user} /dev/shm/{user}")
-    with honed.popen("python3", "-c", HOLD, *paths, user=user, stdout=-1) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"held\n"
-            yield paths
-        finally:
-            process.kill()
-            honed.try_run("pkill", "--full", "F_SETLEASE")
-
-
 def test_one_job_beside_a_flood_and_slow_data_is_checked_and_started_next(honed: Machine) -> None:
     anna, carl = uid_of(honed, "anna"), uid_of(honed, "carl")
-    with slow(honed, "carl", NUM_SLOW) as paths:
+    with slow_data(honed, "carl", "/srv/data/facts.jsonl", NUM_SLOW) as paths:
         drop(honed, "carl", [spec(f"c{at}", path) for at, path in enumerate(paths)])
         wait_for(lambda: any(kind == "begins" and uid == carl for kind, _, uid in entries(honed)), what="a slow check")
         drop(honed, "anna", [spec(f"a{at}", priority=1000) for at in range(NUM_FLOOD)])
