@@ -135,3 +135,23 @@ def test_one_job_beside_a_flood_and_slow_data_is_checked_and_started_next(honed:
         started = next(at for at, step in enumerate(steps) if step[:2] == ("started", number))
         assert [job for kind, job, _ in steps[accepted:started] if kind == "started"] == []
         assert sum(kind == "accepted" for kind, _, _ in steps[:accepted]) < NUM_FLOOD / 2, "the flood was over"
+    honed.run("honectl", "pause")
+
+
+def test_slow_data_of_one_account_delay_another_by_one_check_and_come_last_after_a_deadline(honed: Machine) -> None:
+    """Accounts of the system share one helper."""
+    fast, slow = uid_of(honed, "service"), uid_of(honed, "slowservice")
+
+    def begun() -> list[int]:
+        return [uid for kind, _, uid in entries(honed) if kind == "begins" and uid in {fast, slow}]
+
+    with slow_data(honed, "slowservice", "/srv/data/facts.jsonl", 4) as paths:
+        drop(honed, "slowservice", [spec(f"slow{at}", path) for at, path in enumerate(paths)])
+        wait_for(lambda: begun() == [slow], what="a slow check")
+        drop(honed, "service", [spec(f"fast{at}") for at in range(5)])
+        number_of(honed, "fast4")
+        assert begun()[:6] == [slow, *[fast] * 5]
+        wait_for(lambda: begun()[6:] == [slow], what="the next slow check")
+        drop(honed, "service", [spec("fast5")])
+        number_of(honed, "fast5")
+        assert begun()[6:8] == [slow, fast]
