@@ -3,6 +3,7 @@ job.
 
     scripts/bench load [--sizes 100,1000,10000] [--minutes 10] [--dir DIR]
     scripts/bench load --booted N      as root: N drops of a user's compared with N of root's, in a booted systemd
+    scripts/bench load --beside N      as root: one file of a user's beside N of another's, in a booted systemd
 
 It prints rows for docs/benchmarks.md. `--minutes 0` skips the training, `--sizes ""` the queue. The instance is created
 in DIR: syncing the disk takes most of the time to accept a job.
@@ -305,13 +306,74 @@ def measure_checks(num_files: int, *, num_rounds: int = 3) -> None:
     print(f"a person's, of root's: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
 
 
+# -- beside a flood ----------------------------------------------------------------------------------------------------
+
+NUM_SLOW = 50
+
+
+def measure_beside(num_files: int) -> None:
+    """Compare, beside a flood, the seconds from the drop to the acceptance of another user's only file and of the
+    flooding user's own next one: that is what everybody would wait in order of arrival."""
+    sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests/system")]
+    from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+    from slowdata import LEASE_SEC, slow_data
+
+    from zoo import plain
+
+    with Machine() as machine:
+        machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+        for user in ("anna", "berta", "carl", "dora"):
+            machine.add_user(user, "honed-submit")
+        plain.write_base_model(machine.host_path("/srv/model"))
+        plain.write_dataset(machine.host_path("/srv/rows.jsonl"))
+        machine.write(
+            "/etc/honed/honed.toml", f"[spool]\npreflight_timeout_sec = {LEASE_SEC - 5}\n"
+        )  # carl's are refused
+        machine.run("systemctl", "enable", "--now", "honed")
+        machine.run("honectl", "pause")
+        spool = machine.host_path("/var/spool/honed")
+
+        def drop(user: str, name: str, count: int, path: str = "/srv/rows.jsonl") -> None:
+            spec = json.dumps(plain.spec(Path("/srv/model"), Path(path)))
+            machine.run("python3", "-c", DROP_MANY, name, str(count), spec, user=user)
+
+        def num_queued() -> int:
+            return len(list((spool / "queued").glob("*.json")))
+
+        drop("anna", "flood", num_files)
+        begun = [num_queued()]
+        drop("berta", "berta", 1)
+        drop("anna", "anna", 1)
+        with slow_data(machine, "carl", "/srv/rows.jsonl", NUM_SLOW) as paths:
+            for number, path in enumerate(paths):
+                drop("carl", f"carl{number}", 1, path)
+            carl = machine.run("id", "-u", "carl").strip()
+            machine.wait_property(f"honed-check@{carl}.service", "ActiveState", "active")
+            begun.append(num_queued())
+            drop("dora", "dora", 1)
+            drop("anna", "annas-next", 1)
+            wait_for(lambda: num_queued() >= num_files + 4, what="arrivals", deadline_sec=3600)
+        entries = [json.loads(path.read_bytes()) for path in (spool / "queued").glob("*.json")]
+    took = {entry["name"]: entry["submitted_at"] - entry["arrived_at"] for entry in entries}
+    beside = ("a flood", f"the same, and {NUM_SLOW} slow data sets of a third user")
+    for what, num, pair in zip(beside, begun, (("berta-0", "anna-0"), ("dora-0", "annas-next-0")), strict=True):
+        own, flooding = (took[name] for name in pair)
+        left = num_files - num
+        print(f"| {what} | {left:,} | {own:.2f} | {flooding:.1f} | {own / flooding:.4f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="100,1000,10000")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--booted", type=int, metavar="N")
+    parser.add_argument("--beside", type=int, metavar="N")
     options = parser.parse_args()
+    if options.beside:
+        print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+        measure_beside(options.beside)
+        return
     if options.booted:
         measure_checks(options.booted)
         return

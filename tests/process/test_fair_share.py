@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Instance, wait_for
+from harness import SOON, Instance, wait_for
 
 from honed.daemon.arrivals.naming import NAMED_JOB_PATIENCE_SEC
 from honed.job.job import State
@@ -72,6 +72,40 @@ def test_one_job_beside_a_flood_starts_next_and_a_higher_class_before_it(instanc
     assert names[0] == "succeed.c"
     assert names.index("succeed.b") <= 2  # anna's first one may come before hers, and no second one
     assert [name for name in names if ".a" in name] == [f"succeed.a{number}" for number in range(6)]
+
+
+def helpers(instance: Instance) -> list[int]:
+    """Return the preflight helpers, oldest first."""
+    assert instance.process is not None
+    children = Path(f"/proc/{instance.process.pid}/task").glob("*/children")
+    pids = sorted(int(pid) for path in children for pid in path.read_text().split())
+    return [pid for pid in pids if b"honed.check.preflight" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_one_users_check_that_stands_still_holds_up_no_other_user_where_there_are_two_helpers(
+    instance: Instance,
+) -> None:
+    instance.is_warm = False  # so that its helpers are its children
+    instance.configure(f"{SOON}preflight_helpers = 2\npreflight_timeout_sec = 3600\n")
+    instance.start()
+    instance.client.ask("pause")
+    drop(instance, ANNA, "succeed.first")
+    instance.wait_state("succeed.first", State.QUEUED)
+    (helper,) = helpers(instance)
+    os.kill(helper, signal.SIGSTOP)
+    for number in range(3):
+        drop(instance, ANNA, f"succeed.a{number}")
+    drop(instance, BERTA, "succeed.b")
+    instance.wait_state("succeed.b", State.QUEUED)
+    assert [job.name for job in instance.spool.all_jobs().values()] == ["succeed.first", "succeed.b"]
+    assert len(helpers(instance)) == 2
+    os.kill(helper, signal.SIGCONT)
+    wait_for(lambda: len(instance.spool.all_jobs()) == 5, what="all")
+    numbers = {job.name: job.id for job in instance.spool.all_jobs().values()}
+    assert sorted(numbers, key=numbers.__getitem__)[0] == "succeed.first"
+    assert [numbers[f"succeed.a{number}"] for number in range(3)] == sorted(
+        numbers[f"succeed.a{number}"] for number in range(3)
+    )
 
 
 def test_what_is_beyond_a_limit_waits_with_its_numbers_and_is_taken_when_there_is_room(instance: Instance) -> None:

@@ -9,7 +9,7 @@ packagecheck and placecheck.
 `check` runs in honectl's own process or in the helper: a small process (`python -m honed.check.preflight --root
 DIR`) with limits, so that nothing a job file names, such as a dead network file system or a file of terabytes, can
 stall or bloat the daemon. It is a child of the daemon (run/helper.py) or, with the rights of one submitter, the unit
-honed-check@UID.service (run/systemd_check.py). The daemon's end of it is daemon/arrivals/checker.py. A request is one
+honed-check@UID.service (run/systemd_check.py). The daemon's end of it is daemon/arrivals/seat.py. A request is one
 line of JSON, and so is an answer. The helper's current stage is kept in a file, which the daemon quotes after a
 timeout:
 

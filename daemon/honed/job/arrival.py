@@ -21,7 +21,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,15 +165,19 @@ class Arrivals:
 
     def dropped(self) -> list[Dropped]:
         """Return the files in incoming/ that are ready to be claimed, in order of arrival."""
-        found = []
         with os.scandir(self._spool.incoming_dir) as entries:
-            for entry in entries:
-                if entry.name.startswith(".") or entry.name.endswith(UNFINISHED_SUFFIXES):
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    # The change time, because a rename updates it and leaves the other times.
-                    info = entry.stat(follow_symlinks=False)
-                    found.append((info.st_ctime_ns, entry.name, info.st_uid))
+            return self.dropped_of(entry.name for entry in entries)
+
+    def dropped_of(self, names: Iterable[str]) -> list[Dropped]:
+        """Return those of these files in incoming/ that are ready to be claimed, in order of arrival."""
+        found = []
+        for name in names:
+            if name.startswith(".") or name.endswith(UNFINISHED_SUFFIXES):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                # The change time, because a rename updates it and leaves the other times.
+                info = os.lstat(f"{self._spool.incoming_dir}/{name}")
+                found.append((info.st_ctime_ns, name, info.st_uid))
         return [Dropped(self._spool.incoming_dir / name, uid) for _, name, uid in sorted(found)]
 
     def claim(self, arrival: Path) -> Claim | None:

@@ -118,6 +118,9 @@ class SpoolConfig(_Section):
     """Maximum bytes of a job file; a larger one is rejected."""
     preflight_timeout_sec: Annotated[float, Field(gt=0)] = 60.0
     """Maximum seconds for the check of one job file, slow file systems included."""
+    preflight_helpers: Annotated[int, Field(ge=1, le=16)] | None = None
+    """Processes of honed's own that check job files at the same time; by default one for every two cores, and four at
+    most. Where jobs are units, two more users than that are checked at once by units of their own. Read at start."""
 
 
 class JobsConfig(_Section):

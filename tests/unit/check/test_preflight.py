@@ -644,22 +644,22 @@ class Daemon:
 
     def wait_stage(self, stage: str, *, timeout_sec: float = 120.0) -> None:
         until = time.monotonic() + timeout_sec
-        while self.client._slot.stage() != stage:
-            assert time.monotonic() < until, f"at {self.client._slot.stage()} after {timeout_sec} s"
+        while self.client._seats[0].slot.stage() != stage:
+            assert time.monotonic() < until, f"at {self.client._seats[0].slot.stage()} after {timeout_sec} s"
             self.selector.select(0.01)
             assert self.client.poll() == []
 
     def wait_sent(self, num_helpers: int = 1, *, timeout_sec: float = 120.0) -> None:
         """Wait until the current request was sent to its first helper, or to a later one."""
         until = time.monotonic() + timeout_sec
-        while (current := self.client._current) is None or current.num_helpers != num_helpers or not current.is_sent:
+        while (current := self.client._seats[0].current) is None or current.num_helpers != num_helpers:
             assert time.monotonic() < until, f"not sent after {timeout_sec} s"
             self.selector.select(0.01)
             assert self.client.poll() == []
 
     def helper_pid(self) -> int:
-        assert isinstance(self.client._slot._helper, ChildHelper)
-        return self.client._slot._helper.process.pid
+        assert isinstance(self.client._seats[0].slot._helper, ChildHelper)
+        return self.client._seats[0].slot._helper.process.pid
 
     def close(self) -> None:
         self.client.close()

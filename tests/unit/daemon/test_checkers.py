@@ -13,18 +13,21 @@ from typing import Any
 
 import pytest
 
-from honed.daemon.arrivals.checkers import IDLE_SEC, MAX_UNITS, TURN_SEC, Checkers
+from honed.daemon.arrivals.checker import IDLE_SEC
+from honed.daemon.arrivals.checkers import NUM_MORE_UNITS, START_GRACE_SEC, TURN_SEC, Checkers
 from honed.run.helper import READY, ChildHelper, children
 from honed.run.helper_slot import MAX_PAUSE_SEC
 from honed.run.reply import Passed
 from honed.spec.config import Config
 from honed.system.layout import Layout
 
+MAX_UNITS = 1 + NUM_MORE_UNITS
 #: Answers at once, except for files named hang and block, which wait until `<dir>/go` and `<dir>/unblock` exist.
 HELPER = f"""
 import atexit, json, os, pathlib, sys, time
 who, home = sys.argv[1], pathlib.Path(sys.argv[2])
 if (home / f"broken-{{who}}").exists(): sys.exit(1)
+if (home / f"silent-{{who}}").exists(): time.sleep(600)
 print({READY.decode()!r}, flush=True)
 sys.stdin.readline()
 for line in sys.stdin:
@@ -41,7 +44,7 @@ for line in sys.stdin:
 class Desk:
     """Checkers whose units are child processes that report their user."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_helpers: int = 1) -> None:
         self.path = path
         self.ahead = 0.0
         self.selector = selectors.DefaultSelector()
@@ -51,7 +54,7 @@ class Desk:
         def of(who: object) -> Any:
             return children(layout, [sys.executable, "-S", "-c", HELPER, str(who), str(path)])
 
-        self.checkers = Checkers(of("honed"), of, self._follow, clock=self.clock)
+        self.checkers = Checkers(of("honed"), of, self._follow, clock=self.clock, num_helpers=num_helpers)
         self.answers: list[Passed] = []
         for name in ("plain", "hang", "block"):
             (path / f"{name}.json").write_text("{}")
@@ -177,7 +180,7 @@ def test_users_of_one_helper_take_turns(desk: Desk) -> None:
         desk.submit(number, uid)
     (desk.path / "go").touch()
     desk.wait_answers(7)
-    assert [answer.id for answer in desk.answers] == [1, 2, 5, 6, 3, 7, 4]
+    assert [answer.id for answer in desk.answers] == [1, 5, 6, 2, 7, 3, 4]
 
 
 def test_one_whose_check_ran_into_its_deadline_comes_after_all_others_until_one_ends_in_time(desk: Desk) -> None:
@@ -199,6 +202,186 @@ def test_one_whose_check_ran_into_its_deadline_comes_after_all_others_until_one_
     desk.submit(7, 999)
     desk.wait_answers(2)
     assert [answer.id for answer in desk.answers] == [6, 7]  # it is not late any more
+
+
+# --- Users who have just come -----------------------------------------------------------------------------------------
+
+FLOOD = 300
+
+
+def flood(desk: Desk, uid: int) -> None:
+    """Let a user have many files checked, at least one of which has begun and none has ended."""
+    for number in range(FLOOD):
+        desk.submit(uid * 1000 + number, uid, "plain" if number else "hang")
+    desk.wait(lambda: uid in desk.at_work())
+
+
+def num_before(desk: Desk, uid: int) -> int:
+    """Let all go on, and return how many checks have ended by the time that this user's begins."""
+    (desk.path / "go").touch()
+    desk.wait(lambda: uid in desk.at_work())
+    return len(desk.answers)
+
+
+def test_no_check_begins_while_the_unit_of_one_who_has_just_come_is_started(desk: Desk) -> None:
+    flood(desk, 1000)
+    desk.submit(1, 2000, "block")
+    assert num_before(desk, 2000) <= 1  # the one that was under way
+    desk.wait_answers(FLOOD)
+    assert 1 not in desk.whose()
+
+
+def test_a_flood_of_an_account_of_the_system_waits_for_a_persons_unit_too(desk: Desk) -> None:
+    for number in range(FLOOD):
+        desk.submit(10_000 + number, 0, "plain" if number else "hang")
+    desk.wait(lambda: not desk.checkers._common.is_between)
+    desk.submit(1, 2000, "block")
+    assert num_before(desk, 2000) <= 1
+    desk.wait_answers(FLOOD)
+
+
+def test_who_has_just_come_takes_a_place_after_one_check_and_others_when_a_turn_is_over(desk: Desk) -> None:
+    for uid in range(1000, 1000 + MAX_UNITS):
+        flood(desk, uid)
+    desk.submit(1, 2000, "block")
+    assert num_before(desk, 2000) <= MAX_UNITS
+    desk.ahead += TURN_SEC
+    desk.wait_answers(MAX_UNITS * FLOOD)
+
+
+def test_one_whose_unit_does_not_get_ready_holds_nobody_up_for_longer_than_the_grace(desk: Desk) -> None:
+    (desk.path / "silent-2000").touch()
+    flood(desk, 1000)
+    desk.submit(1, 2000)
+    (desk.path / "go").touch()
+    desk.wait_answers(1)
+    for _ in range(20):
+        desk.turn()
+    assert len(desk.answers) == 1
+    desk.ahead += START_GRACE_SEC
+    desk.wait_answers(FLOOD)
+    assert 1 not in desk.whose()
+
+
+def test_nobody_is_new_again_and_again(desk: Desk) -> None:
+    desk.submit(1, 2000)
+    desk.wait_answers(1)
+    desk.ahead += IDLE_SEC
+    desk.turn()
+    assert desk.live() == set()
+    flood(desk, 1000)
+    desk.submit(2, 2000, "hang")
+    assert desk.checkers._new == set()
+    desk.ahead += START_GRACE_SEC
+    desk.submit(3, 3000)
+    assert desk.checkers._new == {3000}
+
+
+# --- Several helpers --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Desk]:
+    """Three helpers in common."""
+    made = Desk(tmp_path, num_helpers=3)
+    yield made
+    made.checkers.close()
+    made.selector.close()
+
+
+def under_check(desk: Desk) -> list[int]:
+    return sorted(seat.current.id for seat in desk.checkers._common._seats if seat.current is not None)
+
+
+def test_users_of_several_helpers_are_checked_at_once_and_one_helper_is_left_for_who_comes(three: Desk) -> None:
+    for number in range(1, 6):
+        three.submit(number, 0, "hang")
+    three.wait(lambda: under_check(three) == [1, 2])
+    for _ in range(20):
+        three.turn()
+    assert under_check(three) == [1, 2]
+    three.submit(10, 999)
+    three.submit(11, 999)
+    three.wait(lambda: 10 in three.whose() and 11 in three.whose())
+    assert three.num_starts == 3
+    (three.path / "go").touch()
+    three.wait_answers(7)
+    assert [answer.id for answer in three.answers] == [10, 11, 1, 2, 3, 4, 5]
+
+
+def test_nobody_has_two_helpers_while_somebody_waits_for_one(three: Desk) -> None:
+    for number, uid in ((1, 0), (2, 0), (3, 999), (4, 999), (5, 998)):
+        three.submit(number, uid, "hang")
+    three.wait(lambda: len(under_check(three)) == 3)
+    assert under_check(three) == [1, 3, 5]
+    (three.path / "go").touch()
+    three.wait_answers(5)
+
+
+def test_answers_of_one_user_come_in_the_order_of_their_files(three: Desk) -> None:
+    for number, name in ((1, "hang"), (2, "plain"), (3, "plain")):
+        three.submit(number, 0, name)
+    three.wait(lambda: three.num_starts == 2)
+    three.wait(lambda: under_check(three) == [1] and not three.checkers._common._line)
+    assert three.answers == []
+    (three.path / "go").touch()
+    three.wait_answers(3)
+    assert [answer.id for answer in three.answers] == [1, 2, 3]
+
+
+def test_a_helper_that_dies_changes_no_order(three: Desk) -> None:
+    for number, name in ((1, "hang"), (2, "hang"), (3, "plain")):
+        three.submit(number, 0, name)
+    three.wait(lambda: under_check(three) == [1, 2])
+    (seat,) = [each for each in three.checkers._common._seats if each.current is not None and each.current.id == 1]
+    assert isinstance(seat.slot._helper, ChildHelper)
+    seat.slot._helper.process.kill()
+    three.wait(lambda: three.num_starts == 3 and under_check(three) == [1, 2])
+    (three.path / "go").touch()
+    three.wait_answers(3)
+    assert [answer.id for answer in three.answers] == [1, 2, 3]
+
+
+def test_slow_files_of_one_user_never_have_all_helpers_and_come_last_after_a_deadline(three: Desk) -> None:
+    for number in range(1, 6):
+        three.submit(number, 0, "hang")
+    three.wait(lambda: under_check(three) == [1, 2])
+    three.ahead += Config().spool.preflight_timeout_sec
+    found: list[int] = []
+    until = time.monotonic() + 120
+    while len(found) < 2 and time.monotonic() < until:
+        three.selector.select(0.02)
+        found += [answer.id for answer in three.checkers.poll()]
+    assert found == [1, 2]
+    line = three.checkers._common._line
+    assert line.is_late
+    (three.path / "go").touch()
+    three.wait_answers(3)
+    assert not line.is_late
+
+
+def test_helpers_beyond_the_first_end_without_work(three: Desk) -> None:
+    for number, uid in ((1, 0), (2, 999), (3, 998)):
+        three.submit(number, uid, "hang")
+    three.wait(lambda: len(under_check(three)) == 3)
+    (three.path / "go").touch()
+    three.wait_answers(3)
+    three.ahead += IDLE_SEC
+    three.turn()
+    assert [not seat.slot.is_empty for seat in three.checkers._common._seats] == [True, False, False]
+    assert three.checkers.deadline is None
+
+
+def test_where_no_helper_starts_one_says_so(three: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    (three.path / "broken-honed").touch()
+    for number, uid in ((1, 0), (2, 999), (3, 998)):
+        three.submit(number, uid)
+    three.wait(lambda: three.checkers.stuck() == {1, 2, 3})
+    (three.path / "broken-honed").unlink()
+    three.ahead += 1000
+    three.wait_answers(3)
+    assert (three.checkers.stuck(), three.checkers.fault) == (set(), "")
+    assert caplog.text.count("so job files wait") == 1
 
 
 class PromptHelper(ChildHelper):

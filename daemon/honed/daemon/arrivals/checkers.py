@@ -1,20 +1,24 @@
 """All preflight helpers of an instance: job files are checked with the rights of their submitters where possible.
 
-    root and accounts of the system, and where workers are no units    one helper, the daemon's child, for all of them
+    root and accounts of the system, and where workers are no units    children of the daemon, in common
     people (access.is_person)                                          each their own, as honed-check@UID.service
 
 A unit is kept while there is work for it, and for a while after. Only a few run at a time: a user who waits for one
 takes the place of an idle unit, or of the unit that has worked the longest, when that is between two job files.
+
+While the helper of a user who has just come is being started, no other begins a check: a flood that is being checked
+is ahead of them by the checks under way, and no more.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from honed.daemon.arrivals.checker import Checker
+from honed.daemon.arrivals.checker import IDLE_SEC, Checker
 from honed.job.plan_file import Precision
 from honed.run.helper import Start, Watch
 from honed.run.reply import Answer
@@ -22,17 +26,26 @@ from honed.spec.config import Config
 from honed.system import access
 from honed.system.device import Device
 
-#: Units at a time.
-MAX_UNITS = 3
-#: Seconds that a unit may continue while others wait for its place, and seconds that it is kept without work.
+#: Units at a time that are more than children: a check that waits for a slow disk takes no core.
+NUM_MORE_UNITS = 2
+#: Seconds that a unit may continue while others wait for its place, unless these have just come.
 TURN_SEC = 5.0
-IDLE_SEC = 20.0
+#: Seconds that the others wait for the helper of a user who has just come, at most.
+START_GRACE_SEC = 30.0
+#: Common helpers by default, at most: honed itself accepts no faster than so many check.
+MAX_HELPERS = 4
+
+
+def default_num_helpers() -> int:
+    """Return the number of common helpers where none is configured: one for every two cores that honed may use."""
+    return max(1, min(MAX_HELPERS, len(os.sched_getaffinity(0)) // 2))
 
 
 class Checkers:
     """One interface to all helpers of an instance; see Checker for the parameters.
 
-    `start` starts the common helper, `start_as` one with the rights of a submitter (None: there are no units).
+    `start` starts a common helper, `start_as` one with the rights of a submitter (None: there are no units), and
+    `num_helpers` of the common ones run at a time.
     """
 
     def __init__(
@@ -42,21 +55,27 @@ class Checkers:
         helper_changed: Watch = lambda _old, _new: None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        num_helpers: int = 1,
     ) -> None:
         self._start_as = start_as
         self._helper_changed = helper_changed
         self._clock = clock
-        self._common = Checker(start, helper_changed, clock=clock)
+        self._max_units = num_helpers + NUM_MORE_UNITS
+        self._common = Checker(start, helper_changed, clock=clock, num_helpers=num_helpers)
         self._people: dict[int, Checker] = {}  # by uid
         self._turns: dict[int, float] = {}  # uid → since when it has had a place
         self._idle: dict[int, float] = {}  # uid → since when it has been idle, of those with a place
         self._queue: deque[int] = deque()  # users that wait for a place
+        self._ending: set[int] = set()  # users with a place that give it up when their check has ended
+        self._came: dict[int, float] = {}  # uid → when they came with work, of the last START_GRACE_SEC
+        self._new: set[int] = set()  # of those, the ones whose helper is not ready yet
 
     @property
     def deadline(self) -> float | None:
         """Time by which `poll` must be called, by the clock; None without one."""
         deadlines = [checker.deadline for checker in (self._common, *self._people.values())]
         ends = [since + IDLE_SEC for since in self._idle.values()]
+        ends += [self._came[uid] + START_GRACE_SEC for uid in self._new]
         return min((each for each in (*deadlines, *ends) if each is not None), default=None)
 
     @property
@@ -87,7 +106,10 @@ class Checkers:
         uid: int | None = None,
     ) -> None:
         """Submit a job file as Checker.submit does, to be checked with the rights of `uid`; None: with our own."""
-        self._of(uid).submit(
+        checker = self._of(uid)
+        if uid is not None and checker is not self._common and not (checker.is_busy or checker.has_helper):
+            self._welcome(uid)
+        checker.submit(
             job_id,
             spec_path,
             config,
@@ -130,6 +152,12 @@ class Checkers:
 
     # -- places -------------------------------------------------------------------------------------------------------
 
+    def _welcome(self, uid: int) -> None:
+        """Let the others wait for a user's helper; not again and again within START_GRACE_SEC."""
+        if uid not in self._came:
+            self._came[uid] = self._clock()
+            self._new.add(uid)
+
     def _hand_out(self) -> None:
         """Give the places to users with work, in turn."""
         now = self._clock()
@@ -140,13 +168,24 @@ class Checkers:
             for uid, checker in self._people.items()
             if checker.wants_helper and uid not in self._turns and uid not in self._queue
         )
+        self._came = {uid: since for uid, since in self._came.items() if now - since < START_GRACE_SEC}
+        self._new = {uid for uid in self._new if uid in self._came and self._is_awaited(uid)}
         self._end_turns(now)
-        while self._queue and (len(self._turns) < MAX_UNITS or self._take_back_one()):
-            uid = min(self._queue, key=lambda uid: self._people[uid].is_late)  # the first one whose checks end in time
+        while self._queue:
+            uid = min(self._queue, key=lambda uid: (uid not in self._new, self._people[uid].is_late))
+            if len(self._turns) >= self._max_units and not self._take_back_one(uid):
+                break
             self._queue.remove(uid)
             self._turns[uid] = now
-            self._people[uid].let(go_on=True)
+        for uid in self._turns:
+            self._people[uid].let(go_on=uid in self._new or not (self._new or uid in self._ending))
+        self._common.let(go_on=self._new.isdisjoint(self._turns))
         self._forget()
+
+    def _is_awaited(self, uid: int) -> bool:
+        """Return True if a user's files wait for a helper that may be ready soon."""
+        checker = self._people.get(uid)
+        return checker is not None and checker.is_busy and not (checker.is_ready or checker.fault)
 
     def _look_after(self, uid: int, checker: Checker, now: float) -> None:
         """Keep or take back a user's place."""
@@ -160,18 +199,19 @@ class Checkers:
             self._take_back(uid)
 
     def _end_turns(self, now: float) -> None:
-        """Keep as many units as there are places missing from beginning another job file: the longest-working ones, and
+        """Choose as many units as there are places missing to end after their job file: the longest-working ones, and
         only those whose turn is over."""
         over = sorted((since, uid) for uid, since in self._turns.items() if now - since >= TURN_SEC)
-        num_short = max(0, len(self._queue) - (MAX_UNITS - len(self._turns)))
-        ending = {uid for _, uid in over[:num_short]}
-        for uid in self._turns:
-            self._people[uid].let(go_on=uid not in ending)
+        num_short = max(0, len(self._queue) - (self._max_units - len(self._turns)))
+        self._ending = {uid for _, uid in over[:num_short]}
 
-    def _take_back_one(self) -> bool:
-        """Take back the longest-idle place, or one whose turn is over and that is between two job files."""
-        ended = [uid for uid in self._turns if not self._people[uid].may_go_on and self._people[uid].is_between]
-        for uid in [*sorted(self._idle, key=self._idle.__getitem__), *ended][:1]:
+    def _take_back_one(self, comer: int) -> bool:
+        """Take back the longest-idle place, or for `comer` one that is between two job files: of a user whose turn is
+        over, or of the longest-working one for a user who has just come."""
+        working = sorted(self._turns, key=self._turns.__getitem__)
+        giving = [uid for uid in working if uid in self._ending or (comer in self._new and uid not in self._new)]
+        between = [uid for uid in giving if self._people[uid].is_between]
+        for uid in [*sorted(self._idle, key=self._idle.__getitem__), *between][:1]:
             self._take_back(uid)
             return True
         return False

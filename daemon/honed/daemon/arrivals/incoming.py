@@ -26,6 +26,7 @@ from honed.job.entitlement import Entitlements
 from honed.job.job import Job
 from honed.spec.config import Config
 from honed.system.error import EnvironmentInvalidError, HonedError
+from honed.system.log import about
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -56,13 +57,23 @@ class Listing:
         self._num_denials: dict[str, int] = {}
         self._num_scans = 0
         self._seen_at: dict[str, int] = {}  # name → the scan that saw it first
+        self._added: set[str] = set()  # names that were added since the last listing
 
     def refresh(self) -> None:
         """List incoming/."""
+        self._added.clear()
+        self._watcher.take_hinted()  # all of these are listed now
         arrivals = self._in_order(self._arrivals.dropped())
         self._watcher.keep({each.path.name for each in arrivals})
         self.not_looked_at, self.num_unsettled = {}, 0
         for each in arrivals:
+            self.not_looked_at.setdefault(each.uid, deque()).append(each.path)
+
+    def add_hinted(self) -> None:
+        """Add what has come since the last listing: beside a flood, the next listing may be seconds away."""
+        names = self._watcher.take_hinted() - self._seen_at.keys() - self._added
+        self._added |= names
+        for each in self._arrivals.dropped_of(names):
             self.not_looked_at.setdefault(each.uid, deque()).append(each.path)
 
     def is_whole(self, path: Path) -> bool:
@@ -228,7 +239,9 @@ class Incoming:
         """
         now = self._clock()
         self._must_list = now < self._list_at
-        if not self._must_list:
+        if self._must_list:
+            self._listing.add_hinted()
+        else:
             self._listing.refresh()
             self._list_at = now + LISTING_REST * (self._clock() - now)
         self._take_earlier(known)
@@ -300,6 +313,8 @@ class Incoming:
     def _copy(self, claims: list[Claim]) -> None:
         """Copy claimed files, and have the copies checked."""
         config = self._config()
+        for claim in claims:
+            log.debug("job %d: claimed", claim.id, extra=about(claim.id))
         copies = self._arrivals.copy_all(
             claims,
             max_bytes=config.spool.max_spec_bytes,

@@ -57,6 +57,7 @@ class Watcher:
         self._lock = threading.Lock()
         self._closed: set[str] = set()
         self._moved: set[str] = set()
+        self._hinted: set[str] = set()  # closed or moved in since `take_hinted`
         self._sightings: dict[str, _Sighting] = {}
         self._observer: BaseObserver | None = None
         self._inode: tuple[int, int] | None = None
@@ -120,8 +121,10 @@ class Watcher:
             match event:
                 case FileMovedEvent():
                     self._moved.add(name)
+                    self._hinted.add(name)
                 case FileClosedEvent():
                     self._closed.add(name)
+                    self._hinted.add(name)
                 case FileSystemEvent(event_type="created" | "modified" | "deleted"):
                     self._closed.discard(name)
                     if event.event_type == "deleted":
@@ -129,6 +132,12 @@ class Watcher:
                 case _:
                     return
         self._wake()
+
+    def take_hinted(self) -> set[str]:
+        """Return the files that were closed or moved in since the last call."""
+        with self._lock:
+            hinted, self._hinted = self._hinted, set()
+        return hinted
 
     def forget(self, name: str) -> None:
         """Forget an arrival that has left the directory."""

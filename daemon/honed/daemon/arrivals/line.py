@@ -1,0 +1,122 @@
+"""Job files that wait for a preflight helper: one of each user in turn, a user's own in order.
+
+    waiting ── take ──► under check ── end ──► answered, as soon as all earlier ones of the same user are
+       ▲                     │
+       └───── put_back ◄─────┘ its helper has died
+
+With several helpers, users who wait are served before anybody has two of them, and nobody has all: one is left for
+whoever comes. So slow data sets of one user delay nobody else by more than the check under way.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from honed.run.reply import Answer
+from honed.spec.config import Config
+from honed.system import untrusted
+
+
+@dataclass
+class Request:
+    """A job file that is to be checked; `uid` is its user, None for honed itself."""
+
+    id: int
+    spec_path: Path
+    config: Config
+    uid: int | None
+    rest: Mapping[str, object]
+    deadline: float = 0.0  #: by the client's clock, set when the request is sent
+    num_helpers: int = 0  #: helpers that it was sent to
+
+    @property
+    def timeout_sec(self) -> float:
+        return self.config.spool.preflight_timeout_sec
+
+    def line(self) -> bytes:
+        """Return the request's line, with the job file's content: the helper may not be able to read the file."""
+        data = untrusted.read_plain(self.spec_path, max_bytes=self.config.spool.max_spec_bytes, num_names=1)
+        spec = {"spec_name": self.spec_path.name, "spec": base64.b64encode(data).decode("ascii")}
+        request = {"id": self.id, **spec, "config": self.config.model_dump(mode="json"), **self.rest}
+        return json.dumps(request).encode() + b"\n"
+
+
+class Line:
+    """The requests of the users of so many helpers. Users whose last check ran into its deadline come after all
+    others."""
+
+    def __init__(self, num_helpers: int) -> None:
+        self._num_helpers = num_helpers
+        self._waiting: dict[int | None, deque[Request]] = {}
+        self._under_check: Counter[int | None] = Counter()
+        self._taken: dict[int | None, deque[int]] = {}  # not answered yet, in order
+        self._answers: dict[int, Answer] = {}  # of requests with earlier ones of the same user under check
+        self._late: set[int | None] = set()
+
+    def __len__(self) -> int:
+        """Return the number of waiting requests."""
+        return sum(map(len, self._waiting.values()))
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for waiting in self._waiting.values() for request in waiting)
+
+    @property
+    def is_late(self) -> bool:
+        """True if the last check of every user here ran into its deadline."""
+        return bool(self._late) and self._waiting.keys() <= self._late
+
+    @property
+    def num_takeable(self) -> int:
+        """Number of requests that may be taken now."""
+        num_free = self._num_helpers - self._under_check.total()
+        num_users = len(self._waiting.keys() - self._under_check.keys())
+        return min(num_free, max(num_users, min(len(self), num_free - 1)))
+
+    def add(self, request: Request) -> None:
+        self._waiting.setdefault(request.uid, deque()).append(request)
+
+    def take(self) -> Request | None:
+        """Remove and return the next request; None if none may be taken now."""
+        if self.num_takeable <= 0:
+            return None
+        uid = min(self._waiting, key=lambda uid: (self._under_check[uid], uid in self._late))
+        waiting = self._waiting.pop(uid)
+        request = waiting.popleft()
+        if waiting:
+            self._waiting[uid] = waiting  # behind the other users
+        self._under_check[uid] += 1
+        taken = self._taken.setdefault(uid, deque())
+        if request.id not in taken:  # else it was put back
+            taken.append(request.id)
+        return request
+
+    def put_back(self, request: Request) -> None:
+        """Let a request that was taken be the next one, in the same place among its user's."""
+        self._leave(request)
+        waiting = self._waiting.pop(request.uid, deque())
+        waiting.appendleft(request)
+        self._waiting = {request.uid: waiting, **self._waiting}
+
+    def end(self, request: Request, answer: Answer, *, is_late: bool | None = None) -> list[Answer]:
+        """End a request's check; `is_late` is None if it tells nothing of the user's data. Returns the answers of its
+        user that no earlier request holds up any more."""
+        self._leave(request)
+        if is_late is not None:
+            (self._late.add if is_late else self._late.discard)(request.uid)
+        self._answers[request.id] = answer
+        taken, found = self._taken[request.uid], []
+        while taken and taken[0] in self._answers:
+            found.append(self._answers.pop(taken.popleft()))
+        if not taken:
+            del self._taken[request.uid]
+        return found
+
+    def _leave(self, request: Request) -> None:
+        self._under_check[request.uid] -= 1
+        if not self._under_check[request.uid]:
+            del self._under_check[request.uid]
