@@ -30,7 +30,7 @@ from honed.job.spool import Spool
 from honed.run.deadline import CANCEL_TIMEOUT_SEC, DUMP_SEC
 from honed.run.outcome import judge
 from honed.run.runner import Exit, Live, Runner
-from honed.spec.config import Config
+from honed.spec.config import Config, JobsConfig
 from honed.system import usage
 from honed.system.device import Device
 from honed.system.error import InterruptedRunError
@@ -44,6 +44,8 @@ LOOK_INTERVAL_SEC = 1.0
 REPLACE_AFTER_SEC = 30.0
 #: Phases of a running job in which the next one may be staged: it has its data and its model.
 STEADY = frozenset({"train", "evaluate", "predict", "save", "export"})
+#: Processors of a machine on which jobs are staged: one trains.
+MIN_PROCESSORS = 2
 #: Device of an attempt that ended before it had one.
 NO_DEVICE = Device("cpu", "no device", uuid="none")
 
@@ -66,6 +68,17 @@ class _Worker:
     was_killed: bool = field(default=False)
 
 
+def why_not(config: JobsConfig, *, share: float = 1.0) -> str:
+    """Return why no worker may be staged; empty if one may. `share`: of the memory that must be available."""
+    if not config.stage_ahead:
+        return "jobs.stage_ahead is off"
+    if len(os.sched_getaffinity(0)) < MIN_PROCESSORS:
+        return "the machine has one processor"
+    if usage.available_bytes() < share * config.stage_min_available_bytes:
+        return "little memory is available"
+    return ""
+
+
 class Ahead:
     """The staged workers, by job number. `clock` is monotonic seconds."""
 
@@ -79,8 +92,6 @@ class Ahead:
         placement: Placement,
         *,
         clock: Callable[[], float],
-        available_bytes: Callable[[], int] = usage.available_bytes,
-        num_processors: int = len(os.sched_getaffinity(0)),
     ) -> None:
         self._layout = layout
         self._spool = spool
@@ -89,8 +100,6 @@ class Ahead:
         self._attempts = attempts
         self._placement = placement
         self._clock = clock
-        self._available_bytes = available_bytes
-        self._num_processors = num_processors
         self._workers: dict[int, _Worker] = {}
         self._given_up: dict[int, int] = {}  # jobs not staged again for an attempt, with its number
         self._look_at = 0.0
@@ -145,8 +154,9 @@ class Ahead:
         if now < self._look_at or not (self._workers or self._attempts.running):
             return
         self._look_at = now + LOOK_INTERVAL_SEC
-        self._step_back()
-        if self._may_stage():
+        if why := why_not(self._config().jobs, share=0.5):
+            self._step_back(why)
+        elif not why_not(self._config().jobs):
             self._stage_next(queue)
 
     def take(self, job: Job) -> Staged | None:
@@ -166,25 +176,10 @@ class Ahead:
 
     # -- staging ------------------------------------------------------------------------------------------------------
 
-    def _may_stage(self) -> bool:
-        config = self._config().jobs
-        return (
-            config.stage_ahead
-            and self._num_processors > 1
-            and self._available_bytes() >= config.stage_min_available_bytes
-        )
-
-    def _step_back(self) -> None:
-        config = self._config().jobs
-        is_short = self._available_bytes() < config.stage_min_available_bytes / 2
+    def _step_back(self, why: str) -> None:
         for worker in self._workers.values():
-            if worker.kill_at is None and (is_short or not config.stage_ahead):
-                log.info(
-                    "job %d (%s): its staged worker ends: %s",
-                    worker.job.id,
-                    worker.job.name,
-                    "little memory is available" if is_short else "jobs.stage_ahead is off",
-                )
+            if worker.kill_at is None:
+                log.info("job %d (%s): its staged worker ends: %s", worker.job.id, worker.job.name, why)
                 self._give_back(worker)
 
     def _stage_next(self, queue: Queue) -> None:

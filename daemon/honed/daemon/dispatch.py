@@ -187,7 +187,6 @@ class Dispatch:
     ) -> None:
         self._spool = spool
         self._config = config
-        self._acceptance = acceptance
         self._attempts = attempts
         self._backlog = backlog
         self._shares = shares
@@ -296,7 +295,7 @@ class Dispatch:
         """Return True if an arrival that is being accepted may be more urgent than the job that could start now."""
         now = self._clock()
         self._free_since = self._free_since if self._free_since is not None else now
-        return self._acceptance.is_busy and now - self._free_since < ARRIVAL_GRACE_SEC
+        return self.plans.acceptance.is_busy and now - self._free_since < ARRIVAL_GRACE_SEC
 
     def _start(self, job: Job, free: Device) -> None:
         """Start a job. After an error, e.g. a full disk, it is still in queued/."""

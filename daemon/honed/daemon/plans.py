@@ -28,18 +28,18 @@ class Plans:
         self._spool = spool
         self._backlog = backlog
         self._placement = placement
-        self._acceptance = acceptance
+        self.acceptance = acceptance
         self._devices: dict[int, Device] = {}  # by job; not those that are planned for new inputs
 
     @property
     def numbers(self) -> Set[int]:
         """Jobs that are being planned again."""
-        return self._acceptance.replanning.numbers
+        return self.acceptance.replanning.numbers
 
     @property
     def has_room(self) -> bool:
         """True if more jobs may be planned again now."""
-        return self._acceptance.replanning.has_room
+        return self.acceptance.replanning.has_room
 
     def ask(self, job: Job, device: Device | None = None) -> None:
         """Have a job planned again, for this device or for its inputs, which exist now."""
@@ -47,7 +47,7 @@ class Plans:
             self._devices[job.id] = device
         makers = {name: self._spool.job(number) for name, number in job.inputs.items()}
         made = {name: Path(maker.output_dir) for name, maker in makers.items() if maker is not None}
-        self._acceptance.replanning.plan_again(job, made, device)
+        self.acceptance.replanning.plan_again(job, made, device)
 
     def ask_deferred(self) -> None:
         """Have the deferred jobs planned whose inputs exist by now."""
@@ -59,7 +59,7 @@ class Plans:
 
     def settle(self) -> None:
         """Take the plans that were made again; an error found then fails the job."""
-        for done in self._acceptance.replanning.take_done():
+        for done in self.acceptance.replanning.take_done():
             job, device = self._backlog.get(done.job_id), self._devices.pop(done.job_id, None)
             if job is not None and job.state is State.QUEUED:
                 self._settle(job, done.answer, device)
@@ -67,7 +67,7 @@ class Plans:
     def _settle(self, job: Job, answer: Answer, device: Device | None) -> None:
         """Take one new plan. `device` is the one that it was made for; None if it was made for new inputs."""
         if isinstance(answer, Passed) and not answer.waits_for:
-            self._acceptance.plan_of(job, answer).write(self._spool.job_layout(job.id).plan_path)
+            self.acceptance.plan_of(job, answer).write(self._spool.job_layout(job.id).plan_path)
             self._placement.reread_plan(job)
             self._spool.update(job, is_deferred=False)
             log.info(

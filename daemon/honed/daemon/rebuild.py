@@ -54,9 +54,14 @@ def rebuild(
 def catch_up(database: Database, spool: Spool, layout: Layout) -> None:
     """Update the rows of jobs whose state in the database is outdated, after a crash, a full disk or a power cut came
     between their entries and their rows. The events of running jobs are followed elsewhere."""
-    for job in spool.not_in(database.states()):
+    for job in _not_in(spool, database.states()):
         count(database, layout, job, len(job.attempts) if job.state is not State.RUNNING else 0)
         database.put_job(job)
+
+
+def _not_in(spool: Spool, states: Mapping[int, str]) -> Iterator[Job]:
+    """Yield the jobs whose state differs from `states` or is missing there."""
+    return (job for state in State for job in spool.jobs(state) if states.get(job.id) != state)
 
 
 def tend(database: Database, spool: Spool, followed: Callable[[], Mapping[int, int]]) -> None:

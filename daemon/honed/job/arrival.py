@@ -171,9 +171,7 @@ class Arrivals:
     def dropped_of(self, names: Iterable[str]) -> list[Dropped]:
         """Return those of these files in incoming/ that are ready to be claimed, in order of arrival."""
         found = []
-        for name in names:
-            if name.startswith(".") or name.endswith(UNFINISHED_SUFFIXES):
-                continue
+        for name in (name for name in names if not name.startswith(".") and not name.endswith(UNFINISHED_SUFFIXES)):
             with contextlib.suppress(FileNotFoundError):
                 # The change time, because a rename updates it and leaves the other times.
                 info = os.lstat(f"{self._spool.incoming_dir}/{name}")

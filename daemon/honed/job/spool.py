@@ -272,13 +272,6 @@ class Spool:
         """Return True if a change of an entry has failed half-way: the next one completes it."""
         return job_id in self._begun
 
-    def not_in(self, states: dict[int, str]) -> Iterator[Job]:
-        """Yield the jobs whose state differs from `states` or is missing there."""
-        for state in State:
-            for job in self.jobs(state):
-                if states.get(job.id) != state:
-                    yield job
-
     # -- pruned -------------------------------------------------------------------------------------------------------
 
     def changed_at(self, job: Job) -> float:
