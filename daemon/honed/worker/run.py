@@ -203,7 +203,13 @@ class _Story:
         from honed.worker.rows import data as datas
 
         chat = ChatFormat.of(spec, loaded.tokenizer, date=job.date)
-        data = datas.build(job, chat, stop, lambda: load.load_processor(job, loaded.tokenizer))
+        data = datas.build(
+            job,
+            chat,
+            stop,
+            lambda: load.load_processor(job, loaded.tokenizer),
+            warn=lambda text: self._log("warning", text),
+        )
         # An adapter's wrapper of the embeddings has their weight, not their num_embeddings.
         num_embeddings = loaded.model.get_input_embeddings().weight.shape[0]
         datas.check_ids(data, chat.tokenizer, num_embeddings, job.base_model_path)
@@ -216,8 +222,7 @@ class _Story:
         events.emit("data", **data.counts)
         for text in data.told():
             self._log("warning", text)
-        rows = data.train.examples
-        for level, text in chat.advice.notes(rows) if any(example.kind == "messages" for example in rows) else ():
+        for level, text in chat.advice.notes(data.train.examples) if "messages" in data.train.kinds else ():
             self._log(level, text)
         predictor = prediction.Predictor(
             chat,
