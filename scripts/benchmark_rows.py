@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import select
 import statistics
 import subprocess
@@ -26,6 +27,8 @@ TEMPLATE = (
 )
 #: Seconds between looks at the memory.
 LOOK_SEC = 0.2
+#: Rows up to which the trained tokens are counted on both sides.
+MAX_COUNTED = 10_000
 
 
 def words() -> list[str]:
@@ -73,13 +76,21 @@ def build_model(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _ready() -> None:
+def _times() -> tuple[float, float]:
+    """Return the clock, and the CPU seconds of this process and of those that it waited for."""
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return time.perf_counter(), sum(each.ru_utime + each.ru_stime for each in both)
+
+
+def _ready() -> tuple[float, float]:
     print("ready", flush=True)
     sys.stdin.readline()
+    return _times()
 
 
-def _done(started: float) -> None:
-    print(f"done {time.perf_counter() - started:.3f}", flush=True)
+def _done(started: tuple[float, float]) -> None:
+    took = [now - then for now, then in zip(_times(), started, strict=True)]
+    print(f"done {took[0]:.3f} {took[1]:.3f}", flush=True)
     sys.stdin.readline()
 
 
@@ -120,8 +131,7 @@ def honed_side(directory: Path, path: Path, num_processes: int) -> None:
     job = assignment.read(job_dir, 1)
     chat = ChatFormat.of(spec, AutoTokenizer.from_pretrained(directory / "model"))
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:num_processes])
-    _ready()
-    started = time.perf_counter()
+    started = _ready()
     found = data.build(job, chat, Stop())
     print(f"{len(found.train.examples)} rows, {found.train.num_trained_tokens} trained tokens", file=sys.stderr)
     _done(started)
@@ -132,7 +142,7 @@ def trl_side(directory: Path, path: Path, num_processes: int) -> None:
     from honed.worker.model import torchvision
 
     torchvision.mend()
-    from datasets import load_dataset
+    import datasets
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
@@ -147,17 +157,17 @@ def trl_side(directory: Path, path: Path, num_processes: int) -> None:
         max_length=1024,
         use_cpu=True,
         bf16=False,
-        disable_tqdm=True,
     )
+    datasets.disable_progress_bars()
     cache = tempfile.mkdtemp(dir=directory)
     _ready()
-    started = time.perf_counter()
-    rows = load_dataset("json", data_files=str(path), split="train", cache_dir=cache)
-    loaded = time.perf_counter()
+    rows = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=cache)
+    loaded = _times()
     made = trainer._prepare_dataset(rows, tokenizer, args, False, None, "train")
-    trained = 0
-    print(f"{len(made)} rows, load_dataset {loaded - started:.2f} s, {trained}", file=sys.stderr)
-    _done(loaded)
+    took = _times()
+    trained = sum(label != -100 for row in made for label in row["labels"][1:]) if len(made) <= MAX_COUNTED else "?"
+    print(f"{len(made)} rows, {trained} trained tokens", file=sys.stderr)
+    _done(tuple(loaded[n] + now - took[n] for n, now in enumerate(_times())))
 
 
 def _tree(pid: int) -> list[int]:
@@ -180,8 +190,8 @@ def pss_anon(pid: int) -> int:
     return total
 
 
-def measure(side: str, directory: Path, path: Path, num_processes: int) -> tuple[float, int]:
-    """Return the seconds that the stage takes, and the most anonymous memory that it adds to the imported process."""
+def measure(side: str, directory: Path, path: Path, num_processes: int) -> tuple[float, float, int]:
+    """Return the seconds that the stage takes, its CPU seconds, and the most anonymous memory that it adds to the imported process."""
     command = [sys.executable, __file__, "--side", side, str(directory), str(path), str(num_processes)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stdin is not None and process.stdout is not None
@@ -196,7 +206,8 @@ def measure(side: str, directory: Path, path: Path, num_processes: int) -> tuple
     process.communicate("\n")
     if "done" not in said:
         raise SystemExit(f"{side} failed")
-    return float(said.split("done")[1].split()[0]), most - before
+    clock, cpu = map(float, said.split()[1:])
+    return clock, cpu, most - before
 
 
 def main() -> None:
@@ -223,18 +234,15 @@ def main() -> None:
         for kind in options.kinds.split(","):
             path = directory / f"{kind}.jsonl"
             write(path, kind, options.rows)
-            seconds: dict[str, list[float]] = {}
-            memory: dict[str, list[int]] = {}
+            found: dict[str, list[tuple[float, float, int]]] = {}
             for _ in range(options.runs):
                 for side in options.sides.split(","):
-                    took, added = measure(side, directory, path, options.processes)
-                    seconds.setdefault(side, []).append(took)
-                    memory.setdefault(side, []).append(added)
-            for side, took in seconds.items():
-                median, most = statistics.median(took), max(memory[side])
+                    found.setdefault(side, []).append(measure(side, directory, path, options.processes))
+            for side, runs in found.items():
+                clock, cpu = (statistics.median(column) for column in list(zip(*runs, strict=True))[:2])
                 print(
-                    f"| {kind} | {options.rows:,} | {options.processes} | {side} | {median:.1f} | "
-                    f"{options.rows / median:,.0f} | {most / 1e6:.0f} |",
+                    f"| {kind} | {options.rows:,} | {options.processes} | {side} | {clock:.1f} | {cpu:.1f} | "
+                    f"{1e6 * cpu / options.rows:.0f} | {max(run[2] for run in runs) / 1e6:.0f} |",
                     flush=True,
                 )
 

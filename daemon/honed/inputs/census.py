@@ -44,7 +44,10 @@ def digest(example: Example) -> bytes:
         example.text.strip(),
         [(media.kind, *map(str, media.paths), _digest(media.data or b"").hex()) for media in example.media],
     ]
-    return _digest(json.dumps(said, ensure_ascii=False, sort_keys=True, default=str).encode(errors="replace"))
+    return _digest(_as_json(said).encode(errors="replace"))
+
+
+_as_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True, default=str).encode
 
 
 def order(example: Example) -> Order | None:

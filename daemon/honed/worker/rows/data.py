@@ -20,6 +20,7 @@ from honed.check.policy import Named
 from honed.inputs import dataset
 from honed.inputs.census import Census
 from honed.inputs.datadir import files_of
+from honed.inputs.media import MediaError
 from honed.inputs.row import Example
 from honed.job.shape import Segment
 from honed.job.trial import NUM_ROWS
@@ -484,7 +485,7 @@ def _with_media(
         if fate is Fate.KEPT and example.media:
             assert isinstance(whole, Encoded)
             media.sources.append(_source(example, whole))
-        _refuse(fate, example, whole, encoder.max_length, media)
+        _refuse(example, record.cut_to(whole, encoder.max_length), media)
         blobs.append(record.packed(example))
         if len(blobs) >= BATCH_ROWS:
             yield blobs, builder.batch()
@@ -531,21 +532,14 @@ def _begin(
     return finish
 
 
-def _refuse(
-    fate: Fate, example: Example, whole: Encoded | DatasetError, max_length: int | None, media: MediaRows
-) -> None:
+def _refuse(example: Example, cut: Encoded | DatasetError, media: MediaRows) -> None:
     """End the job because of an unusable row, where `media.broken` and `media.too_long` say so."""
-    if fate is Fate.BROKEN and media.spec.media.broken == "refuse":
-        assert isinstance(whole, DatasetError)
-        raise DatasetError(
-            record.reason(example, whole), hint="fix or delete it, or skip such rows: `media: {broken: drop}`"
-        )
-    if fate is Fate.TOO_LONG and media.spec.media.too_long == "refuse":
-        assert isinstance(whole, Encoded)
-        try:
-            whole.truncate(max_length)
-        except MediaCutError as error:
-            raise DatasetError(record.reason(example, error), hint=error.hint) from None
+    match cut:
+        case MediaError() if media.spec.media.broken == "refuse":
+            hint = "fix or delete it, or skip such rows: `media: {broken: drop}`"
+            raise DatasetError(record.reason(example, cut), hint=hint)
+        case MediaCutError() if media.spec.media.too_long == "refuse":
+            raise DatasetError(record.reason(example, cut), hint=cut.hint)
 
 
 def _listed(named: Sequence[str], number: int) -> str:

@@ -127,7 +127,7 @@ class Builder:
 
     def add(self, example: Example, whole: Encoded | DatasetError, *, source: int = -1) -> Fate:
         """Add a row, or the error that makes it unusable, and return its fate."""
-        cut = whole if isinstance(whole, DatasetError) else _cut(whole, self.max_length)
+        cut = cut_to(whole, self.max_length)
         num_whole = 0 if isinstance(whole, DatasetError) or isinstance(cut, DatasetError) else len(whole.input_ids)
         content = (
             int.from_bytes(census.digest(example), "little"),
@@ -173,9 +173,10 @@ def reason(example: Example, error: DatasetError) -> str:
     return error.said if error.said.startswith(place) else f"{place}: {error.said}"
 
 
-def _cut(whole: Encoded, max_length: int | None) -> Encoded | DatasetError:
+def cut_to(whole: Encoded | DatasetError, max_length: int | None) -> Encoded | DatasetError:
+    """Return the row truncated, or the error that makes it unusable."""
     try:
-        return whole.truncate(max_length)
+        return whole if isinstance(whole, DatasetError) else whole.truncate(max_length)
     except MediaCutError as error:
         return error
 
