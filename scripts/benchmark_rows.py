@@ -110,7 +110,7 @@ def honed_side(directory: Path, path: Path, num_processes: int) -> None:
     from honed.system.device import cpu
     from honed.text.chat import ChatFormat
     from honed.worker import assignment
-    from honed.worker.rows import data
+    from honed.worker.rows import data, encoder
     from honed.worker.stop import Stop
 
     job_dir = Path(tempfile.mkdtemp(dir=directory))
@@ -130,7 +130,7 @@ def honed_side(directory: Path, path: Path, num_processes: int) -> None:
     (job_dir / "plan.json").write_text(json.dumps(contents))
     job = assignment.read(job_dir, 1)
     chat = ChatFormat.of(spec, AutoTokenizer.from_pretrained(directory / "model"))
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:num_processes])
+    encoder.processes = lambda: num_processes
     started = _ready()
     found = data.build(job, chat, Stop())
     print(f"{len(found.train.examples)} rows, {found.train.num_trained_tokens} trained tokens", file=sys.stderr)
@@ -191,7 +191,7 @@ def pss_anon(pid: int) -> int:
 
 
 def measure(side: str, directory: Path, path: Path, num_processes: int) -> tuple[float, float, int]:
-    """Return the seconds that the stage takes, its CPU seconds, and the most anonymous memory that it adds to the imported process."""
+    """Return the stage's seconds, its CPU seconds, and the most anonymous memory that it adds to the process."""
     command = [sys.executable, __file__, "--side", side, str(directory), str(path), str(num_processes)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stdin is not None and process.stdout is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -358,6 +359,7 @@ class _Story:
                 self._log("info", f"removed {left}, left by an earlier run of this job, because this one succeeded")
             else:
                 self._log("warning", f"{left}, left by an earlier run of this job, cannot be removed: {problem}")
+        shutil.rmtree(job.rows_dir, ignore_errors=True)  # no later attempt needs them
 
     def _stage(self, name: str) -> None:
         self._stop.check()

@@ -33,8 +33,8 @@ from honed.text.omission import MAX_SILENCED_SHARE, SILENCED_HINT, Tally
 from honed.text.template import where
 from honed.worker.assignment import Assignment
 from honed.worker.rows import cache, record
+from honed.worker.rows import encoder as encoders
 from honed.worker.rows.encoder import BATCH_ROWS, Encoder
-from honed.worker.rows.encoder import batches as encoder_batches
 from honed.worker.rows.record import Batch, Builder, Fate, Remark
 from honed.worker.rows.table import Examples, Table, Writer
 from honed.worker.stop import Stop
@@ -321,7 +321,8 @@ class Maker:
         encoder = Encoder(self.chat, self.assignment.spec.training.cut_at)
         first: list[Example] = []  # the first row with media
         if self.media is None:
-            yield from encoder_batches(encoder, _packed(examples, first, self.load_processor is not None), self.stop)
+            blobs = _packed(examples, first, self.load_processor is not None)
+            yield from encoders.batches(encoder, blobs, self.stop, num_processes=encoders.processes())
         rest = itertools.chain(first, examples)
         if self.media is None and first and self.load_processor is not None:
             self.media = MediaRows(self.load_processor(), self.assignment.spec)

@@ -70,9 +70,11 @@ class Encoder:
             return error
 
 
-def batches(encoder: Encoder, blobs: Iterable[bytes], stop: Stop) -> Iterator[tuple[list[bytes], Batch]]:
-    """Yield packed examples with their encoded rows, in order. Stops the processes when it ends or is closed."""
-    num_processes, num_done = processes(), 0
+def batches(
+    encoder: Encoder, blobs: Iterable[bytes], stop: Stop, *, num_processes: int
+) -> Iterator[tuple[list[bytes], Batch]]:
+    """Yield packed examples with their encoded rows, in order. Ends the processes when it ends or is closed."""
+    num_done = 0
     pieces = cut(blobs)
     for piece in pieces:
         yield piece, encoder.encode(piece, stop)
