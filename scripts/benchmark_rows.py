@@ -233,7 +233,10 @@ def main() -> None:
         )
         for kind in options.kinds.split(","):
             path = directory / f"{kind}.jsonl"
-            write(path, kind, options.rows)
+            if not (options.dir and (given := options.dir / f"{kind}-{options.rows}.jsonl").exists()):
+                write(path, kind, options.rows)
+            else:
+                path.symlink_to(given)
             found: dict[str, list[tuple[float, float, int]]] = {}
             for _ in range(options.runs):
                 for side in options.sides.split(","):

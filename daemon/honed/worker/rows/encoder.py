@@ -16,8 +16,7 @@ import signal
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYetError
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -169,13 +168,11 @@ class Pool:
 
 
 def _result(future: Future[Batch], stop: Stop) -> Batch:
-    while True:
+    while not future.done():
         stop.check()
-        try:
-            return future.result(LOOK_SEC)
-        except NotYetError:
-            if future.done():  # the error is the batch's own
-                raise
+        wait([future], LOOK_SEC)
+    stop.check()
+    return future.result()
 
 
 def _serve(connection: Connection, encoder: Encoder) -> None:
