@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from datetime import date
 from pathlib import Path
@@ -88,25 +91,26 @@ def test_the_tokens_and_labels_are_those_of_the_row(tmp_path: Path, chat: ChatFo
 
 
 def test_a_stop_ends_the_processes_that_encode(tmp_path: Path, chat: ChatFormat) -> None:
-    stop, pids = Stop(), list[int]()
+    stop, before, pids = Stop(), children(), set[int]()
 
     def examples() -> Iterator[Example]:
         for n, example in enumerate(rows(10 * NUM_ALONE)):
             if n == 2 * NUM_ALONE:
-                pids.extend(children())
+                pids.update(children() - before)
                 stop.is_set = True
             yield example
 
     with pytest.raises(InterruptedRunError):
         write(tmp_path, chat, examples(), num_processes=2, stop=stop)
     assert len(pids) >= 2
-    assert not set(pids) & set(children())
+    assert not pids & children()
 
 
 def test_a_killed_process_ends_the_work_with_a_reason(chat: ChatFormat) -> None:
+    before = children()
     pool = Pool(Encoder(chat, MAX_LENGTH), 2)
     try:
-        os.kill(children()[0], signal.SIGKILL)
+        os.kill(min(children() - before), signal.SIGKILL)
         with pytest.raises(KilledError, match="a process that encodes rows was killed"):
             list(pool.encode(([record.packed(each)] for each in rows(8)), Stop()))
     finally:
@@ -122,8 +126,8 @@ def test_an_error_in_a_process_is_the_job_s(chat: ChatFormat) -> None:
         pool.close()
 
 
-def children() -> list[int]:
-    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+def children() -> set[int]:
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
 def test_an_example_is_read_back_as_it_was() -> None:
@@ -228,3 +232,32 @@ def test_a_trial_s_rows_are_the_job_s(make_job: MakeJob) -> None:
     assert job.stopped_at(2).status == 75
     assert len(entries(job.dir)) == 1
     assert not (job.dir / "trial/rows").exists()
+
+
+POOL = """
+import os, signal
+from honed.worker.rows.encoder import Pool
+from pathlib import Path
+pool = Pool(None, 2)
+print(*(process.pid for process in pool._processes), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_processes_end_when_the_worker_is_killed() -> None:
+    done = subprocess.run([sys.executable, "-c", POOL], stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    pids = done.stdout.split()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 300
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: str) -> bool:
+    """Return True if a process exists and is no zombie, which nobody may reap in a container."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
