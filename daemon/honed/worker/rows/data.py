@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,31 +17,25 @@ from honed.check.policy import Named
 from honed.inputs import dataset
 from honed.inputs.census import Census
 from honed.inputs.datadir import files_of
-from honed.inputs.media import MediaError
 from honed.inputs.row import Example
 from honed.job.shape import Segment
 from honed.job.trial import NUM_ROWS
-from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import quote
 from honed.system.error import DatasetError, ModelError
 from honed.text.asking import Mismatches
-from honed.text.chat import ChatFormat, Encoded, MediaCutError
+from honed.text.chat import ChatFormat
 from honed.text.omission import MAX_SILENCED_SHARE, SILENCED_HINT, Tally
 from honed.text.template import where
 from honed.worker.assignment import Assignment
 from honed.worker.rows import cache, record
-from honed.worker.rows import encoder as encoders
-from honed.worker.rows.encoder import BATCH_ROWS, Encoder
-from honed.worker.rows.record import Batch, Builder, Fate, Remark
-from honed.worker.rows.table import Examples, Table, Writer
+from honed.worker.rows.maker import Maker, MediaRows
+from honed.worker.rows.record import Fate, Remark
+from honed.worker.rows.table import Examples, Table
 from honed.worker.stop import Stop
 
 if TYPE_CHECKING:
-    from honed.worker.rows.collator import Source
     from honed.worker.rows.processor import Processor
 
-#: Rows whose media are decoded in parallel; Pillow, PyAV and torch let other threads run meanwhile.
-NUM_THREADS = 4
 #: Maximum number of bins in the histogram of the rows' lengths.
 NUM_BINS = 40
 #: Unusable files that are named; the rest is counted.
@@ -100,15 +91,6 @@ class Rows:
 
     def is_truncated(self, place: int) -> bool:
         return bool(self.table.column("whole")[self.places[place]] > self.lengths[place])
-
-
-@dataclass
-class MediaRows:
-    """State of rows with images, videos and sounds, beside their tokens, during encoding and training."""
-
-    processor: Processor
-    spec: JobSpec
-    sources: list[Source] = field(default_factory=list)  #: of the rows to train on and of those held out
 
 
 @dataclass(frozen=True)
@@ -280,66 +262,6 @@ def build(
     )
 
 
-@dataclass
-class Maker:
-    """The encoded rows of a job's data sets, from its cache or made now."""
-
-    assignment: Assignment
-    chat: ChatFormat
-    stop: Stop
-    load_processor: Callable[[], Processor] | None
-    warn: Callable[[str], None]
-    hashes: Mapping[str, str]
-    media: MediaRows | None = None  #: None as long as all rows are text
-
-    def table(self, datasets: Sequence[DatasetSpec]) -> Table:
-        """Return the rows of the data sets, in order."""
-        hashes = {str(file): self.hashes[str(file)] for each in datasets for file in _files(each)}
-        name = cache.key(self.assignment, self.chat, datasets, hashes)
-        rows_dir = self.assignment.rows_dir
-        if (found := cache.find(rows_dir / name, self.stop.check, self.warn)) is not None:
-            return found
-        reading = dataset.Reading(
-            datasets,
-            seed=self.assignment.seed,
-            has_chat_template=bool(self.chat.tokenizer.chat_template),
-            spill_dir=self.assignment.layout.media_dir,
-        )
-        writer = Writer(rows_dir)
-        for blobs, batch in self._encoded(self._allowed(reading)):
-            writer.write(blobs, batch)
-        # Rows with media depend on more than the key tells.
-        return writer.finish(reading.counts, name if self.media is None else f"{cache.UNKEYED}-{name}")
-
-    def _allowed(self, examples: Iterable[Example]) -> Iterator[Example]:
-        for example in examples:
-            for path in (path for media in example.media for path in media.paths):
-                self.assignment.check_read(Named(f"datasets: {where(example)}", path, DatasetError))
-            yield example
-
-    def _encoded(self, examples: Iterator[Example]) -> Iterator[tuple[list[bytes], Batch]]:
-        encoder = Encoder(self.chat, self.assignment.spec.training.cut_at)
-        first: list[Example] = []  # the first row with media
-        if self.media is None:
-            blobs = _packed(examples, first, self.load_processor is not None)
-            yield from encoders.batches(encoder, blobs, self.stop, num_processes=encoders.processes())
-        rest = itertools.chain(first, examples)
-        if self.media is None and first and self.load_processor is not None:
-            self.media = MediaRows(self.load_processor(), self.assignment.spec)
-            self.chat.places.expand_with(self.media.processor.expand)
-        if self.media is not None:
-            yield from _with_media(rest, encoder, self.media, self.stop)
-
-
-def _packed(examples: Iterator[Example], first: list[Example], may_have_media: bool) -> Iterator[bytes]:
-    """Yield packed examples up to the first with media, which is put into `first`."""
-    for example in examples:
-        if example.media and may_have_media:
-            first.append(example)
-            return
-        yield record.packed(example)
-
-
 def select(table: Table, places: npt.NDArray[np.int64], max_length: int | None, *, has_media: bool) -> Rows:
     """Return the rows of a table at these places that can be trained on, with reports on those that cannot."""
     fates, whole, lengths = (table.column(name)[places] for name in ("fate", "whole", "length"))
@@ -475,82 +397,8 @@ def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: 
         )
 
 
-def _with_media(
-    examples: Iterable[Example], encoder: Encoder, media: MediaRows, stop: Stop
-) -> Iterator[tuple[list[bytes], Batch]]:
-    """Encode rows of which some have media; these are decoded a few at a time."""
-    builder, blobs = Builder(encoder.max_length), list[bytes]()
-    for example, whole in _decoded(examples, encoder, media, stop):
-        source = len(media.sources) if example.media else -1
-        fate = builder.add(example, whole, source=source)
-        if fate is Fate.KEPT and example.media:
-            assert isinstance(whole, Encoded)
-            media.sources.append(_source(example, whole))
-        _refuse(example, record.cut_to(whole, encoder.max_length), media)
-        blobs.append(record.packed(example))
-        if len(blobs) >= BATCH_ROWS:
-            yield blobs, builder.batch()
-            blobs = []
-    if blobs:
-        yield blobs, builder.batch()
-
-
-def _decoded(
-    examples: Iterable[Example], encoder: Encoder, media: MediaRows, stop: Stop
-) -> Iterator[tuple[Example, Encoded | DatasetError]]:
-    """Yield each row, or the error that makes it unusable, in order."""
-    waiting: deque[tuple[Example, Callable[[], Encoded | DatasetError]]] = deque()
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="media") as pool:
-        for example in examples:
-            stop.check()
-            waiting.append((example, _begin(example, encoder, media, pool)))
-            if len(waiting) > 2 * NUM_THREADS:
-                first, finish = waiting.popleft()
-                yield first, finish()
-        for first, finish in waiting:
-            stop.check()
-            yield first, finish()
-
-
-def _begin(
-    example: Example, encoder: Encoder, media: MediaRows, pool: ThreadPoolExecutor
-) -> Callable[[], Encoded | DatasetError]:
-    """Begin to encode a row in the pool; return a function that waits for it and returns the row."""
-    if not example.media:
-        return partial(encoder.encoded, example)
-    try:
-        rendered = encoder.chat.rendered(example)
-    except DatasetError:
-        return partial(encoder.encoded, example)
-    processed = pool.submit(media.processor.expand, rendered.text, example.media)
-
-    def finish() -> Encoded | DatasetError:
-        try:
-            return encoder.chat.finish(example, rendered, processed.result())
-        except DatasetError as error:
-            return error
-
-    return finish
-
-
-def _refuse(example: Example, cut: Encoded | DatasetError, media: MediaRows) -> None:
-    """End the job because of an unusable row, where `media.broken` and `media.too_long` say so."""
-    match cut:
-        case MediaError() if media.spec.media.broken == "refuse":
-            hint = "fix or delete it, or skip such rows: `media: {broken: drop}`"
-            raise DatasetError(record.reason(example, cut), hint=hint)
-        case MediaCutError() if media.spec.media.too_long == "refuse":
-            raise DatasetError(record.reason(example, cut), hint=cut.hint)
-
-
 def _listed(named: Sequence[str], number: int) -> str:
     return "; ".join(named) + (f"; and {number - len(named)} more" if number > len(named) else "")
-
-
-def _source(example: Example, whole: Encoded) -> Source:
-    from honed.worker.rows.collator import Source
-
-    return Source(where(example), whole.rendered, example.media, len(whole.input_ids))
 
 
 def _counts(count: dataset.Counts) -> dict[str, int]:
