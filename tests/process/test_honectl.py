@@ -147,6 +147,7 @@ def test_check_and_plan_speak_to_people_and_to_scripts(instance: Instance) -> No
     (fault,) = answers[1]["faults"]
     assert set(fault) == {"key", "line", "code", "message", "hint", "fix"}
     assert (fault["key"], fault["code"]) == ("lora.rank", "spec_invalid")
+    assert answers[0]["sampled"] is False
     plan = json.loads(instance.honectl("plan", "--json", str(good)).stdout)
     assert plan["backend"]["name"] in {"transformers", "unsloth"}
     assert set(plan["precision"]["reasons"]) >= {"load_dtype"}

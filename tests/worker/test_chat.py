@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from honed.inputs.dataset import Example
 from honed.inputs.row import words
 from honed.system.error import DatasetError, MaskError
 from honed.text.chat import IGNORED, ChatFormat, Encoded, trained_share
+from honed.text.tokens import Tokens
 from told import refused
 from zoo.template import TEMPLATES, Template
 from zoo.tokenizer import build_tokenizer
@@ -711,3 +712,40 @@ def test_a_cut_may_go_through_a_character_of_several_tokens() -> None:
         for length in range(encoded.trained.index(True) + 1, len(encoded.input_ids)):
             short = encoded.truncate(length)
             chat.check_trained(short.input_ids, short.labels, row, is_truncated=True)
+
+
+# --- the tokenizer's backend -----------------------------------------------------------------------------------------
+
+TEXTS = [f"What is {n}? It is said to be {n * n}, at least." for n in range(20)]
+
+
+def masked(tokens: Tokens, text: str) -> tuple[list[int], list[bool]]:
+    found = tokens.mask(text, [(len(text) - 10, len(text))])
+    assert found is not None
+    return found[:2]
+
+
+def test_the_backend_makes_the_tokens_and_masks_of_its_tokenizer() -> None:
+    tokenizer = build_tokenizer("chatml")
+    tokens = Tokens(tokenizer)
+    for text in TEXTS:
+        assert masked(tokens, text) == masked(Tokens(tokenizer), text)  # a new one asks the tokenizer
+
+
+def test_truncation_and_padding_of_an_earlier_call_do_not_apply() -> None:
+    tokenizer = build_tokenizer("chatml")
+    tokens = Tokens(tokenizer)
+    whole = [masked(tokens, text) for text in TEXTS]
+    tokenizer(TEXTS[0], truncation=True, max_length=2, padding="max_length")
+    assert [masked(tokens, text) for text in TEXTS] == whole
+
+
+def test_a_tokenizer_with_code_of_its_own_is_asked_itself() -> None:
+    class Lower(PreTrainedTokenizerFast):
+        def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+            return super()._encode_plus(text.lower() if isinstance(text, str) else text, *args, **kwargs)
+
+    plain = build_tokenizer("chatml")
+    tokens = Tokens(Lower(tokenizer_object=plain.backend_tokenizer, eos_token=plain.eos_token))
+    for text in TEXTS:
+        assert masked(tokens, text)[0] == plain(text.lower(), add_special_tokens=False)["input_ids"]

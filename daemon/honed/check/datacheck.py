@@ -47,6 +47,7 @@ class Looked:
     num_rows: int | None  #: in all data sets; None if not every row was read
     attached: list[Row]  #: the rows with images, videos or sounds
     num_train_rows: int | None = None  #: rows to train on; None if not every row was read
+    is_sampled: bool = False  #: True if a data set has more rows than the first ones, which were checked
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def check(
             inspected[name] = (each, found)
         num_train_rows = num_rows if key == "datasets" else num_train_rows
     warnings += _check_held_out(job_spec, inspected)
-    return Looked(warnings, max(lengths, default=None), num_rows, attached, num_train_rows)
+    is_sampled = any(not found.is_whole for _, found in inspected.values())
+    return Looked(warnings, max(lengths, default=None), num_rows, attached, num_train_rows, is_sampled)
 
 
 def _within(name: str, key: str) -> str:

@@ -91,6 +91,7 @@ class Verdict:
     commit: str | None = None  #: the commit that the base model's hub id points to now; a branch may move
     lines: Mapping[str, int] = field(default_factory=dict)  #: line numbers of the job file's top-level keys
     hub_datasets: Mapping[str, DatasetPlace] = field(default_factory=dict)  #: local paths of hub data sets, by key
+    is_sampled: bool = False  #: True if a data set has more rows than the first ones, which were checked
 
     def places(self) -> dict[str, dict[str, object]]:
         """Return `hub_datasets` in the plan's format."""
@@ -254,7 +255,13 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     placecheck.check_disk(job_spec, made, layout, output_dir)
     adapter_path = adapter.path if adapter else None
     return Verdict(
-        job_spec, made, output_dir, [*made.warnings, *warnings], adapter_path, commit=modelcheck.commit(job_spec, model)
+        job_spec,
+        made,
+        output_dir,
+        [*made.warnings, *warnings],
+        adapter_path,
+        commit=modelcheck.commit(job_spec, model),
+        is_sampled=looked.is_sampled,
     )
 
 
@@ -305,7 +312,14 @@ def _check_the_rest(
         warnings.append(f"{each.key}: {where}: honed first fetches it from the hub, then checks and plans the job")
     commit = modelcheck.commit(job_spec, model) if model is not None else None
     return Verdict(
-        job_spec, None, output_dir, warnings, waits_for=waits_for, needs_fetch=missing_data or missing, commit=commit
+        job_spec,
+        None,
+        output_dir,
+        warnings,
+        waits_for=waits_for,
+        needs_fetch=missing_data or missing,
+        commit=commit,
+        is_sampled=looked.is_sampled,
     )
 
 

@@ -112,6 +112,7 @@ class _Checked(TypedDict):
     faults: list[problem.Fault]
     warnings: list[str]
     needs_fetch: dict[str, object] | None
+    sampled: bool
 
 
 def check(instance: Instance, options: argparse.Namespace) -> int:
@@ -128,6 +129,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
                     "faults": problem.faults(error),
                     "warnings": [],
                     "needs_fetch": None,
+                    "sampled": False,
                 }
             )
         else:
@@ -140,14 +142,18 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
                     "faults": [],
                     "warnings": list(verdict.warnings),
                     "needs_fetch": needed,
+                    "sampled": verdict.is_sampled,
                 }
             )
     if options.json:
         terminal.console.print_json(json.dumps(answers))
         return int(not all(answer["ok"] for answer in answers))
+    from honed.check.datacheck import NUM_ROWS
+
     for answer in answers:
         if (fault := answer["error"]) is None:
-            terminal.say(f"{answer['file']}: ok", style="green")
+            seen = f" (of each data set the first {NUM_ROWS} rows; training checks the others)"
+            terminal.say(f"{answer['file']}: ok{seen if answer['sampled'] else ''}", style="green")
         else:
             is_named = fault["message"].startswith(answer["file"])
             terminal.say_error(fault, prefix="" if is_named else f"{answer['file']}: ")

@@ -44,7 +44,10 @@ def digest(example: Example) -> bytes:
         example.text.strip(),
         [(media.kind, *map(str, media.paths), _digest(media.data or b"").hex()) for media in example.media],
     ]
-    return _digest(json.dumps(said, ensure_ascii=False, sort_keys=True, default=str).encode(errors="replace"))
+    return _digest(_as_json(said).encode(errors="replace"))
+
+
+_as_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True, default=str).encode
 
 
 def order(example: Example) -> Order | None:
@@ -67,28 +70,18 @@ class Census:
     """The counts of a data set's rows, or of all rows that are trained on."""
 
     num_rows: int = 0
+    num_twice: int = 0  #: rows that repeat an earlier one
     digests: Counter[bytes] = field(default_factory=Counter)
     orders: Counter[Order] = field(default_factory=Counter)
     firsts: dict[Order, str] = field(default_factory=dict)  #: the place of the first row of each
 
-    @classmethod
-    def of(cls, examples: Iterable[tuple[Example, str]]) -> Census:
-        made = cls()
-        for example, place in examples:
-            made.add(example, place)
-        return made
-
     def add(self, example: Example, place: str) -> None:
         self.num_rows += 1
-        self.digests[digest(example)] += 1
+        self.digests[found := digest(example)] += 1
+        self.num_twice += self.digests[found] > 1
         if (odd := order(example)) is not None:
             self.orders[odd] += 1
             self.firsts.setdefault(odd, place)
-
-    @property
-    def num_twice(self) -> int:
-        """Number of rows that repeat an earlier one."""
-        return self.num_rows - len(self.digests)
 
     @property
     def has_many_twice(self) -> bool:
@@ -107,17 +100,23 @@ class Census:
         ]
 
 
-def together(examples: Sequence[Example], held: set[int]) -> set[int]:
+def firsts(examples: Iterable[Example]) -> list[int]:
+    """Return for each row the place of the first one with the same content."""
+    found: dict[bytes, int] = {}
+    return [found.setdefault(digest(example), place) for place, example in enumerate(examples)]
+
+
+def together(first_of: Sequence[int], held: set[int]) -> set[int]:
     """Return the held-out places with duplicates kept on one side: the side of the first of them.
 
-    Without duplicates the result is `held` itself. Each side keeps at least one distinct content.
+    `first_of` is as `firsts` returns it. Without duplicates the result is `held` itself. Each side keeps at least one
+    distinct content.
     """
-    firsts: dict[bytes, int] = {}
-    first_of = [firsts.setdefault(digest(example), place) for place, example in enumerate(examples)]
-    if len(firsts) == len(examples):
+    num_distinct = len(set(first_of))
+    if num_distinct == len(first_of):
         return held
     sides = {place for place in held if first_of[place] == place} or {first_of[min(held)]}
-    if len(sides) == len(firsts):
+    if len(sides) == num_distinct:
         sides.discard(max(sides))
     return {place for place, first in enumerate(first_of) if first in sides}
 

@@ -7,9 +7,10 @@ unreadable file is an error that names the place.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,10 @@ __all__ = [
     "Example",
     "Inspection",
     "Mixture",
+    "Reading",
     "convert",
     "files",
+    "hold_out",
     "inspect",
     "load",
     "read",
@@ -157,7 +160,6 @@ def inspect(
                 counted.add(example, f"{path.name}, {place}")
             if example is not None and example.media:
                 seen.look(example, f"{path.name}, {place}")
-                collected.examples[-1] = replace(example, media=())  # embedded files would fill the memory
             elif isinstance(row, dict):
                 rows.append(row)
                 examples += [] if example is None else [example]
@@ -250,78 +252,93 @@ class _Looker:
 def load(
     datasets: Sequence[DatasetSpec], *, seed: int, has_chat_template: bool, spill_dir: Path | None = None
 ) -> Mixture:
-    """Load every row of the data sets, or the shares of them that `fraction` asks for.
+    """Load every row that a Reading yields."""
+    reading = Reading(datasets, seed=seed, has_chat_template=has_chat_template, spill_dir=spill_dir)
+    return Mixture(list(reading), reading.counts)
+
+
+class Reading:
+    """Every row of the data sets, or the shares of them that `fraction` asks for, read one at a time.
 
     Fractions are shares of the mixture, normalised to one; the mixture is as large as possible with no row drawn twice.
-    The draw depends on the seed alone; drawn rows keep their order. Images, videos and sounds that are embedded in rows
-    become files in `spill_dir`; without one they stay in memory.
+    The draw depends on the seed alone; drawn rows keep their order. To count the rows, the files are read once more.
+    Images, videos and sounds that are embedded in rows become files in `spill_dir`; without one they stay in memory.
     """
-    collected = [
-        _collect(dataset, n, has_chat_template=has_chat_template, spill_dir=spill_dir)
-        for n, dataset in enumerate(datasets)
-    ]
-    drawn = _draw([each.examples for each in collected], [dataset.fraction for dataset in datasets], seed)
-    counts = [
-        Counts(str(dataset.path), each.format, each.num_rows, len(examples), each.num_bad, tuple(each.bad))
-        for dataset, each, examples in zip(datasets, collected, drawn, strict=True)
-    ]
-    return Mixture([example for examples in drawn for example in examples], counts)
+
+    def __init__(
+        self, datasets: Sequence[DatasetSpec], *, seed: int, has_chat_template: bool, spill_dir: Path | None = None
+    ) -> None:
+        self._datasets, self._seed = datasets, seed
+        self._has_chat_template, self._spill_dir = has_chat_template, spill_dir
+        self.counts: list[Counts] = []  #: complete once all rows were read
+
+    def __iter__(self) -> Iterator[Example]:
+        self.counts = []
+        for n, drawn in enumerate(self._draw()):
+            collected, num_taken = self._collector(n), 0
+            places = itertools.count() if drawn is None else iter(drawn)
+            wanted = next(places, None)
+            for number, example in enumerate(collected.read()):
+                if number == wanted:
+                    wanted = next(places, None)
+                    num_taken += 1
+                    yield example
+            path, bad = str(self._datasets[n].path), tuple(collected.bad)
+            self.counts.append(Counts(path, collected.format, collected.num_rows, num_taken, collected.num_bad, bad))
+
+    def _collector(self, n: int) -> _Collector:
+        return _Collector(self._datasets[n], n, has_chat_template=self._has_chat_template, spill_dir=self._spill_dir)
+
+    def _draw(self) -> list[list[int] | None]:
+        """Return for each data set the drawn ones of its good rows, by number; None for all."""
+        fractions = [dataset.fraction for dataset in self._datasets]
+        given = [fraction for fraction in fractions if fraction is not None]
+        if not given:
+            return [None] * len(fractions)
+        if len(given) < len(fractions):
+            raise DatasetError("`fraction` is set for some data sets and not for others", hint="set it for all or none")
+        sizes = [sum(1 for _ in self._collector(n).read()) for n in range(len(fractions))]
+        weights = [fraction / sum(given) for fraction in given]
+        total = min(size / weight for size, weight in zip(sizes, weights, strict=True) if weight > 0)
+        return [
+            sorted(random.Random(f"{self._seed} {n}").sample(range(size), min(round(weight * total), size)))
+            for n, (size, weight) in enumerate(zip(sizes, weights, strict=True))
+        ]
 
 
 def split(
     examples: Sequence[Example], eval_split: float, seed: int, *, together: bool = True
 ) -> tuple[list[Example], list[Example]]:
-    """Split examples into those to train on and those held out, in order, at least one each. Raises DatasetError if all
-    have the same content.
+    """Split examples into those to train on and those held out, in order; see `hold_out`.
 
     Rows of the same content stay on one side, except without `together`, as in jobs that began before that rule.
     """
-    if len(examples) < 2:
+    held = hold_out(len(examples), eval_split, seed, first_of=census.firsts(examples) if together else None)
+    train = [example for n, example in enumerate(examples) if n not in held]
+    return train, [example for n, example in enumerate(examples) if n in held]
+
+
+def hold_out(num_rows: int, eval_split: float, seed: int, *, first_of: Sequence[int] | None) -> set[int]:
+    """Return the places of the rows that are held out, at least one. Raises DatasetError if all have the same content.
+
+    `first_of` has for each row the place of the first with the same content: such rows stay on one side.
+    """
+    if num_rows < 2:
         raise DatasetError(
             "one example cannot be split into training and evaluation",
             hint="remove eval_split, or add rows",
             fix={"eval_split": None},
         )
-    num_held = min(max(round(len(examples) * eval_split), 1), len(examples) - 1)
-    held = set(random.Random(seed).sample(range(len(examples)), num_held))
-    held = census.together(examples, held) if together else held
-    if not held or len(held) == len(examples):
+    num_held = min(max(round(num_rows * eval_split), 1), num_rows - 1)
+    held = set(random.Random(seed).sample(range(num_rows), num_held))
+    held = held if first_of is None else census.together(first_of, held)
+    if not held or len(held) == num_rows:
         raise DatasetError(
-            f"all {len(examples)} examples are identical and cannot be split",
+            f"all {num_rows} examples are identical and cannot be split",
             hint="remove eval_split, or add other rows",
             fix={"eval_split": None},
         )
-    train = [example for n, example in enumerate(examples) if n not in held]
-    return train, [example for n, example in enumerate(examples) if n in held]
-
-
-def _draw(sets: list[list[Example]], fractions: Sequence[float | None], seed: int) -> list[list[Example]]:
-    given = [fraction for fraction in fractions if fraction is not None]
-    if not given:
-        return sets
-    if len(given) < len(fractions):
-        raise DatasetError("`fraction` is set for some data sets and not for others", hint="set it for all or none")
-    weights = [fraction / sum(given) for fraction in given]
-    total = min(len(examples) / weight for examples, weight in zip(sets, weights, strict=True) if weight > 0)
-    return [
-        _sample(examples, round(weight * total), random.Random(f"{seed} {n}"))
-        for n, (examples, weight) in enumerate(zip(sets, weights, strict=True))
-    ]
-
-
-def _sample(examples: list[Example], number: int, rng: random.Random) -> list[Example]:
-    return [examples[n] for n in sorted(rng.sample(range(len(examples)), min(number, len(examples))))]
-
-
-def _collect(dataset: DatasetSpec, index: int, *, has_chat_template: bool, spill_dir: Path | None) -> _Collector:
-    collected = _Collector(dataset, index, has_chat_template=has_chat_template, spill_dir=spill_dir)
-    for path in files_of(dataset):
-        for row, place in read_any(path):
-            if dataset.max_rows is not None and collected.num_rows >= dataset.max_rows:
-                break
-            collected.add(row, path, place)
-    collected.check()
-    return collected
+    return held
 
 
 class _Collector:
@@ -334,17 +351,26 @@ class _Collector:
         self._spill_dir = spill_dir
         self._media_dirs = functools.cache(lambda path: dataset.media_dirs(path.parent))
         self.format: str = "" if dataset.format == "auto" else dataset.format
-        self.examples: list[Example] = []
-        self.num_rows = 0
+        self.num_rows = self.num_good = 0
         self.num_bad = 0
         self.bad: list[str] = []
         self._num_unanswered = 0
         self._misfit: Misfit | None = None  #: the apparent kind of the first row that fits no format
 
+    def read(self) -> Iterator[Example]:
+        """Yield the good rows of the data set's files. Raises DatasetError, as `check` does."""
+        for path in files_of(self._dataset):
+            for row, place in read_any(path):
+                if self._dataset.max_rows is not None and self.num_rows >= self._dataset.max_rows:
+                    break
+                if (example := self.add(row, path, place)) is not None:
+                    yield example
+        self.check()
+
     def add(self, row: Any, path: Path, place: str) -> Example | None:
         self.num_rows += 1
         try:
-            self.examples.append(self._example(row, path))
+            example = self._example(row, path)
         except RefusedRowError as error:
             raise DatasetError(f"{path}: {place}: {error}", hint=error.hint) from error
         except RowError as error:
@@ -355,7 +381,8 @@ class _Collector:
             if len(self.bad) < MAX_NAMED:
                 self.bad.append(f"{path.name}, {place}: {error}")
             return None
-        return self.examples[-1]
+        self.num_good += 1
+        return example
 
     def check(self) -> None:
         """Raise DatasetError if no row is good, or more than half are bad."""
@@ -363,8 +390,8 @@ class _Collector:
             raise DatasetError(
                 f"{self._dataset.path}: it contains no rows", hint="check that it is complete, or use another file"
             )
-        if self.num_bad * 2 > self.num_rows or not self.examples:
-            if self._misfit is not None and not self.examples:
+        if self.num_bad * 2 > self.num_rows or not self.num_good:
+            if self._misfit is not None and not self.num_good:
                 fix = self._misfit.fix
                 if fix and self._dataset.format != "auto":
                     fix["format"] = None

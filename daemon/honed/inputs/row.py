@@ -223,10 +223,13 @@ def fields(
     return made
 
 
+_as_json = json.JSONEncoder(ensure_ascii=False, default=str).encode
+
+
 def _check_text(made: dict[str, Any]) -> None:
     """Check the text: JSON can contain lone surrogates and endless nesting, which no tokenizer accepts."""
     try:
-        json.dumps(made, ensure_ascii=False, default=str).encode()
+        _as_json(made).encode()
     except UnicodeEncodeError:
         raise RowError("an unpaired surrogate (\\ud800 to \\udfff), which is not valid text") from None
     except RecursionError:

@@ -192,6 +192,7 @@ class JobLayout(NamedTuple):
     wandb/, tensorboard/, …    output of the trackers in report_to
     trial/                     its trial, laid out like a job's directory    (see trial.py)
     media/                     images, videos and sounds extracted from a data file, by their sha256
+    rows/                      its rows, encoded, until it succeeds; see worker/rows/table.py
     output/                    the default output_dir
     report.html                the report                                    (written by a child of the daemon)
     attempts/<n>/              events.jsonl, worker.log, result.json, and exit.json from the shim
@@ -241,6 +242,10 @@ class JobLayout(NamedTuple):
     @property
     def media_dir(self) -> Path:
         return self.dir / "media"
+
+    @property
+    def rows_dir(self) -> Path:
+        return self.dir / "rows"
 
     @property
     def output_dir(self) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from operator import gt
 from typing import Any
 
 Span = tuple[int, int]
@@ -40,14 +41,15 @@ def runs_of(trained: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
 
 def token_ends(text: str, offsets: Sequence[Span]) -> list[int] | None:
     """Return the end of each token; None unless the tokens account for the whole text, white space aside, in order."""
-    ends: list[int] = []
-    previous = 0
-    for start, end in offsets:
-        if end < previous or start > end or (start > previous and not text[previous:start].isspace()):
-            return None
-        ends.append(end)
-        previous = end
-    return ends if previous <= len(text) and not text[previous:].strip() else None
+    if not offsets:
+        return None if text.strip() else []
+    starts, ends = zip(*offsets, strict=True)
+    before = (0, *ends[:-1])
+    if any(map(gt, before, ends)) or any(map(gt, starts, ends)):
+        return None
+    if starts != before and not all(text[a:b].isspace() for a, b in zip(before, starts, strict=True) if a < b):
+        return None
+    return list(ends) if ends[-1] <= len(text) and not text[ends[-1] :].strip() else None
 
 
 def range_by_offset(text: str, ends: list[int], span: Span) -> Span | None:

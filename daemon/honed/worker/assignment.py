@@ -45,6 +45,11 @@ class Assignment:
     def seed(self) -> int:
         return int(self.spec.training.as_kwargs().get("seed", 42))
 
+    @property
+    def rows_dir(self) -> Path:
+        """The cache of encoded rows; a trial's is the job's."""
+        return JobLayout(self.layout.dir.parent).rows_dir if self.is_trial else self.layout.rows_dir
+
     def check_inputs(self) -> None:
         """Check that the job may still read all that the spec names. Raises the error of the input's kind."""
         adapter = Path(self.spec.adapter) if self.spec.adapter else None

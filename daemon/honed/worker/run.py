@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -206,7 +207,13 @@ class _Story:
 
         tokenizer = load.load_tokenizer(job)
         chat = ChatFormat.of(spec, tokenizer, date=job.date)
-        data = datas.build(job, chat, stop, lambda: load.load_processor(job, tokenizer))
+        data = datas.build(
+            job,
+            chat,
+            stop,
+            lambda: load.load_processor(job, tokenizer),
+            warn=lambda text: self._log("warning", text),
+        )
         if resumed and progress.data_hashes not in ({}, data.hashes):
             self._log(
                 "warning", "the data files changed after the checkpoint: the run continues with their current content"
@@ -215,8 +222,7 @@ class _Story:
         events.emit("data", **data.counts)
         for text in data.told():
             self._log("warning", text)
-        rows = data.train.examples
-        for level, text in chat.advice.notes(rows) if any(example.kind == "messages" for example in rows) else ():
+        for level, text in chat.advice.notes(data.train.examples) if "messages" in data.train.kinds else ():
             self._log(level, text)
         if self._gate.is_closed:
             self._pass_gate()
@@ -368,6 +374,7 @@ class _Story:
                 self._log("info", f"removed {left}, left by an earlier run of this job, because this one succeeded")
             else:
                 self._log("warning", f"{left}, left by an earlier run of this job, cannot be removed: {problem}")
+        shutil.rmtree(job.rows_dir, ignore_errors=True)  # no later attempt needs them
 
     def _pass_gate(self) -> None:
         """Wait for the device, if this worker was staged."""

@@ -61,6 +61,13 @@ def settled(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     yield desk
 
 
+def test_a_data_set_of_which_only_the_first_rows_are_read_is_reported_as_sampled(desk: Desk) -> None:
+    assert not desk.check().is_sampled
+    row = desk.rows.read_text().splitlines()[0]
+    desk.rows.write_text(f"{row}\n" * (datacheck.NUM_ROWS + 1))
+    assert desk.check().is_sampled
+
+
 def test_an_unchanged_data_set_is_looked_at_once_and_told_of_the_same(settled: Desk) -> None:
     first = settled.check()
     assert first.num_rows

@@ -4,86 +4,93 @@ from __future__ import annotations
 
 import hashlib
 import random
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from honed.check.policy import Named
 from honed.inputs import dataset
 from honed.inputs.census import Census
 from honed.inputs.datadir import files_of
-from honed.inputs.media import MediaError
 from honed.inputs.row import Example
 from honed.job.shape import Segment
 from honed.job.trial import NUM_ROWS
-from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import quote
 from honed.system.error import DatasetError, ModelError
 from honed.text.asking import Mismatches
-from honed.text.chat import ChatFormat, Encoded, MediaCutError
-from honed.text.omission import MAX_SILENCED_SHARE, SILENCED_HINT, SilencedError, Tally
+from honed.text.chat import ChatFormat
+from honed.text.omission import MAX_SILENCED_SHARE, SILENCED_HINT, Tally
 from honed.text.template import where
 from honed.worker.assignment import Assignment
+from honed.worker.rows import cache, record
+from honed.worker.rows.maker import Maker, MediaRows
+from honed.worker.rows.record import Fate, Remark
+from honed.worker.rows.table import Examples, Table
 from honed.worker.stop import Stop
 
 if TYPE_CHECKING:
-    from honed.worker.rows.collator import Source
     from honed.worker.rows.processor import Processor
 
-#: Rows whose media are decoded in parallel; Pillow, PyAV and torch let other threads run meanwhile.
-NUM_THREADS = 4
 #: Maximum number of bins in the histogram of the rows' lengths.
 NUM_BINS = 40
 #: Unusable files that are named; the rest is counted.
 MAX_NAMED = 5
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rows:
     """Rows ready for training or evaluation."""
 
+    table: Table
+    places: npt.NDArray[np.int64]  #: of these rows in the table
     dataset: Any  #: datasets.Dataset with input_ids and labels; beside media, `source`: the number of a Source, or -1
-    examples: list[Example]  #: as long as the dataset
-    truncated: list[bool]
-    by_ids: dict[int, int] = field(repr=False)  #: hash of a row's token ids -> its index
-    first_segments: list[Segment]  #: the first row
-    num_tokens: int = 0
+    lengths: npt.NDArray[np.int32]  #: tokens of each row, as it is trained on
+    kinds: frozenset[str]  #: of their examples
+    first_segments: list[Segment] = field(default_factory=list)  #: the first row
     num_trained_tokens: int = 0
-    longest: int = 0  #: tokens of the longest row, as trained on
     num_truncated: int = 0
     longest_uncut: int = 0  #: tokens of the longest row that could be encoded, before truncation
     num_dropped: int = 0  #: skipped rows: nothing was left to train on after truncation, or the template refuses them
     num_cut_off: int = 0  #: skipped because all that would be trained on was cut off
     first_dropped: str = ""
     num_broken: int = 0  #: skipped because a file is missing or cannot be read
-    broken: list[str] = field(default_factory=list)  #: the first few, each with its file and its fault
+    broken: tuple[str, ...] = ()  #: the first few, each with its file and its fault
     num_too_long: int = 0  #: skipped because a part of their media would have been cut off
-    too_long: list[str] = field(default_factory=list)  #: the first few
+    too_long: tuple[str, ...] = ()  #: the first few
     num_silenced: int = 0  #: skipped because the template leaves out all that a turn says
     first_silenced: str = ""
     lost: Tally = field(default_factory=Tally)  #: parts of the other rows that the template leaves out
     mismatches: Mismatches = field(default_factory=Mismatches)  #: rows whose prompt differs from training
 
+    @property
+    def examples(self) -> Examples:
+        return Examples(self.table, self.places)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, as trained on."""
+        return int(self.lengths.max(initial=0))
+
+    @cached_property
+    def _hashes(self) -> npt.NDArray[np.int64]:
+        return self.table.column("hash")[self.places]
+
     def place(self, input_ids: Sequence[int]) -> int | None:
-        return self.by_ids.get(hash(tuple(input_ids)))
+        """Return the last row with these tokens; None if there is none."""
+        found = np.flatnonzero(self._hashes == hash(tuple(input_ids)))
+        return int(found[-1]) if len(found) else None
 
-    def drop(self, reason: str) -> None:
-        self.num_dropped += 1
-        self.first_dropped = self.first_dropped or reason
-
-
-@dataclass
-class MediaRows:
-    """State of rows with images, videos and sounds, beside their tokens, during encoding and training."""
-
-    processor: Processor
-    spec: JobSpec
-    sources: list[Source] = field(default_factory=list)  #: of the rows to train on and of those held out
+    def is_truncated(self, place: int) -> bool:
+        return bool(self.table.column("whole")[self.places[place]] > self.lengths[place])
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class Data:
     advice_on_asking: str = ""  #: for rows whose prompt differs from training
     trained: Census = field(default_factory=Census)  #: of the rows to train on, as they were read
     measured: Census = field(default_factory=Census)  #: of those held out
+    num_in_both: int = 0  #: held-out rows that are also trained on
 
     @property
     def longest(self) -> int:
@@ -122,10 +130,10 @@ class Data:
         told += [f"held out: {each}" for each in self.measured.told_orders()]
         if self.trained.has_many_twice:
             told.append(f"{self.trained.num_twice} of {self.trained.num_rows} training rows repeat an earlier row")
-        if num_in_both := self.measured.num_in(self.trained):
+        if self.num_in_both:
             told.append(
-                f"{num_in_both} of {self.measured.num_rows} held-out rows are also trained on: the metrics measure "
-                "memorization"
+                f"{self.num_in_both} of {self.measured.num_rows} held-out rows are also trained on: the metrics "
+                "measure memorization"
             )
         num_shown = sum(len(rows.examples) for rows in both)
         if lost := sum((rows.lost for rows in both), Tally()).told(num_shown):
@@ -157,50 +165,42 @@ class Data:
 
 
 def build(
-    assignment: Assignment, chat: ChatFormat, stop: Stop, load_processor: Callable[[], Processor] | None = None
+    assignment: Assignment,
+    chat: ChatFormat,
+    stop: Stop,
+    load_processor: Callable[[], Processor] | None = None,
+    warn: Callable[[str], None] = lambda _text: None,
 ) -> Data:
     """Read, mix, split and encode the data. Raises DatasetError if nothing is left to train on.
 
     The processor is loaded if a row has media, and takes part in `chat` from then on.
     """
     spec = assignment.spec
-    has_template = bool(chat.tokenizer.chat_template)
     for each in [*spec.datasets, *spec.eval_datasets]:
         for file in _files(each):
             assignment.check_read(Named("datasets", file, DatasetError))
-    hashes = {str(file): sha256(file) for each in [*spec.datasets, *spec.eval_datasets] for file in _files(each)}
-
-    def load(datasets: Sequence[DatasetSpec]) -> dataset.Mixture:
-        found = dataset.load(
-            datasets, seed=assignment.seed, has_chat_template=has_template, spill_dir=assignment.layout.media_dir
-        )
-        for example in found.examples:
-            for path in (path for media in example.media for path in media.paths):
-                assignment.check_read(Named(f"datasets: {where(example)}", path, DatasetError))
-        return found
-
-    mixture = load(spec.datasets)
-    examples, held_out = list(mixture.examples), []
-    eval_counts: list[dataset.Counts] = []
-    if spec.eval_datasets:
-        eval_mixture = load(spec.eval_datasets)
-        held_out, eval_counts = list(eval_mixture.examples), eval_mixture.counts
-    elif spec.eval_split:
+    hashes = {str(file): sha256(file, stop) for each in [*spec.datasets, *spec.eval_datasets] for file in _files(each)}
+    maker = Maker(assignment, chat, stop, load_processor, warn, hashes)
+    tables = [maker.table(datasets) for datasets in (spec.datasets, spec.eval_datasets) if datasets]
+    cache.keep(assignment.rows_dir, {each.directory.name for each in tables})
+    places = np.arange(len(tables[0]))
+    num_read = len(places)
+    held_out = np.arange(len(tables[1])) if spec.eval_datasets else places[:0]
+    if spec.eval_split and not spec.eval_datasets:
         together = assignment.plan.splits_by_meaning
-        examples, held_out = dataset.split(examples, spec.eval_split, assignment.seed, together=together)
-    trained, measured = (Census.of((example, where(example)) for example in rows) for rows in (examples, held_out))
-    max_length = spec.training.cut_at
-    media = None
-    if load_processor is not None and any(example.media for example in [*examples, *held_out]):
-        media = MediaRows(load_processor(), spec)
-        chat.places.expand_with(media.processor.expand)
-    train = encode(examples, chat, max_length, stop, media)
-    evaluated = encode(held_out, chat, max_length, stop, media) if held_out else None
+        first_of = _firsts(tables[0].column("digest")) if together else None
+        held = dataset.hold_out(num_read, spec.eval_split, assignment.seed, first_of=first_of)
+        is_held: npt.NDArray[np.bool_] = np.zeros(num_read, bool)
+        is_held[list(held)] = True
+        places, held_out = places[~is_held], places[is_held]
+    max_length, media = spec.training.cut_at, maker.media
+    train = select(tables[0], places, max_length, has_media=media is not None)
+    evaluated = select(tables[-1], held_out, max_length, has_media=media is not None) if len(held_out) else None
     both = [rows for rows in (train, evaluated) if rows is not None]
     _check_silenced(both)
     if not train.examples:
         raise DatasetError(
-            f"no row is left to train on, of {len(examples)}"
+            f"no row is left to train on, of {len(places)}"
             + (f"; the first: {train.first_dropped}" if train.first_dropped else ""),
             hint=_hint(train),
         )
@@ -210,7 +210,12 @@ def build(
             f"no row is left to evaluate on, of {len(held_out)}{split}; the first: {evaluated.first_dropped}",
             hint=_hint(evaluated) + (", or a larger eval_split" if split else ""),
         )
-    read = (*mixture.counts, *eval_counts)
+    train = replace(train, first_segments=_segments(train.examples[0], chat, max_length))
+    trained, measured = census_of(tables[0], places), census_of(tables[-1], held_out)
+    digests = [each.column("digest")[some] for each, some in ((tables[0], places), (tables[-1], held_out))]
+    num_in_both = int(np.isin(digests[1], digests[0]).sum())
+    eval_counts = tables[1].counts if spec.eval_datasets else ()
+    read = (*tables[0].counts, *eval_counts)
     num_dropped = sum(rows.num_dropped for rows in both)
     first_dropped = next((rows.first_dropped for rows in both if rows.num_dropped), "")
     mismatches = sum((rows.mismatches for rows in both), Mismatches())
@@ -224,11 +229,11 @@ def build(
         "num_asked_otherwise": mismatches.num_rows,
         "num_unusable": sum(count.num_bad for count in read),
         "num_twice": trained.num_twice,
-        "num_in_both": measured.num_in(trained),
+        "num_in_both": num_in_both,
         "num_tokens": train.num_tokens,
         "num_trained_tokens": train.num_trained_tokens,
-        "lengths": lengths(map(len, train.dataset["input_ids"])),
-        "datasets": [_counts(count) for count in mixture.counts],
+        "lengths": lengths(train.lengths),
+        "datasets": [_counts(count) for count in tables[0].counts],
         "eval_datasets": [_counts(count) for count in eval_counts],
     }
     if media is not None:
@@ -240,11 +245,92 @@ def build(
         train = few(train, size=size, seed=assignment.seed, num_tokens=size * packed if packed else None)
         evaluated = None
         counts["trial"] = {"num_rows": len(train.examples), "num_tokens": train.num_tokens}
-    advice = chat.advice.on_omissions(sum((rows.lost for rows in both), Tally()))
-    on_asking = chat.advice.on_asking(mismatches)
     return Data(
-        train, evaluated, counts, hashes, media, read, num_dropped, first_dropped, advice, on_asking, trained, measured
+        train,
+        evaluated,
+        counts,
+        hashes,
+        media,
+        read,
+        num_dropped,
+        first_dropped,
+        chat.advice.on_omissions(sum((rows.lost for rows in both), Tally())),
+        chat.advice.on_asking(mismatches),
+        trained,
+        measured,
+        num_in_both,
     )
+
+
+def select(table: Table, places: npt.NDArray[np.int64], max_length: int | None, *, has_media: bool) -> Rows:
+    """Return the rows of a table at these places that can be trained on, with reports on those that cannot."""
+    fates, whole, lengths = (table.column(name)[places] for name in ("fate", "whole", "length"))
+    kept = places[fates == Fate.KEPT]
+    is_cut: npt.NDArray[np.bool_] = np.zeros(len(places), bool)
+    if max_length is not None:
+        is_cut = (whole > max_length) & ((fates == Fate.KEPT) | (fates == Fate.CUT_OFF))
+
+    def remarks(fate: Fate, number: int) -> list[Remark]:
+        return [table.remark(int(place)) for place in places[fates == fate][:number]]
+
+    dropped = places[fates != Fate.KEPT][:1]
+    silenced = remarks(Fate.SILENCED, 1)
+    lost, mismatches = Tally(), Mismatches()
+    for place in map(int, kept[table.remarked[kept]]):
+        remark, example = table.remark(place), table.example(place)
+        lost.add(where(example), remark.omitted, example)
+        mismatches.add(where(example), remark.mismatch, example)
+    kinds = np.unique(table.column("kind")[kept])
+    return Rows(
+        table,
+        kept,
+        _selected(table.dataset(has_media=has_media), kept),
+        lengths[fates == Fate.KEPT],
+        frozenset(record.KINDS[kind] for kind in kinds),
+        num_trained_tokens=int(table.column("trained")[kept].sum()),
+        num_truncated=int(is_cut.sum()),
+        longest_uncut=int(whole.max(initial=0)),
+        num_dropped=len(places) - len(kept),
+        num_cut_off=int((is_cut & (fates == Fate.CUT_OFF)).sum()),
+        first_dropped=table.remark(int(dropped[0])).reason if len(dropped) else "",
+        num_broken=int((fates == Fate.BROKEN).sum()),
+        broken=tuple(remark.reason for remark in remarks(Fate.BROKEN, MAX_NAMED)),
+        num_too_long=int((fates == Fate.TOO_LONG).sum()),
+        too_long=tuple(f"{each.reason} ({each.hint})" for each in remarks(Fate.TOO_LONG, MAX_NAMED)),
+        num_silenced=int((fates == Fate.SILENCED).sum()),
+        first_silenced=silenced[0].reason if silenced else "",
+        lost=lost,
+        mismatches=mismatches,
+    )
+
+
+def _selected(dataset: Any, places: npt.NDArray[np.int64]) -> Any:
+    """Return the rows at these places; of a whole dataset itself, which is read faster."""
+    is_whole = len(places) == len(dataset) and bool((places == np.arange(len(places))).all())
+    return dataset if is_whole else dataset.select(places)
+
+
+def census_of(table: Table, places: npt.NDArray[np.int64]) -> Census:
+    """Return the counts of the rows at these places, whether they can be trained on or not."""
+    digests, orders = table.column("digest")[places], table.column("order")[places]
+    found, firsts, numbers = np.unique(orders, return_index=True, return_counts=True)
+    made = Census(num_rows=len(places), num_twice=len(places) - len(np.unique(digests)))
+    for first, number, order in sorted(zip(firsts.tolist(), numbers.tolist(), found.tolist(), strict=True)):
+        if (odd := record.ORDERS[order]) is not None:
+            made.orders[odd] = number
+            made.firsts[odd] = where(table.example(int(places[first])))
+    return made
+
+
+def _firsts(digests: npt.NDArray[np.uint64]) -> list[int]:
+    """Return for each row the place of the first one with the same digest."""
+    _, index, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    firsts: list[int] = index[inverse].tolist()
+    return firsts
+
+
+def _segments(example: Example, chat: ChatFormat, max_length: int | None) -> list[Segment]:
+    return chat.encode(example).truncate(max_length).segments()
 
 
 def _hint(rows: Rows) -> str:
@@ -278,33 +364,20 @@ def few(rows: Rows, *, size: int, seed: int, num_tokens: int | None = None) -> R
 
     The batch has `size` rows, or `num_tokens` tokens where rows are packed. Each row comes once before any comes again.
     """
-    lengths = [len(ids) for ids in rows.dataset["input_ids"]]
-    longest = lengths.index(max(lengths))
-    others = [place for place in range(len(lengths)) if place != longest]
+    longest = int(rows.lengths.argmax())
+    others = [place for place in range(len(rows.lengths)) if place != longest]
     drawn = random.Random(seed).sample(others, min(NUM_ROWS - 1, len(others)))
     chosen = sorted([longest, *drawn])
     if num_tokens is not None:
-        size = num_tokens * len(chosen) // sum(lengths[place] for place in chosen)
+        size = num_tokens * len(chosen) // int(rows.lengths[chosen].sum())
     places = (chosen * -(-size // len(chosen)))[: max(size, len(chosen))]
-    made = rows.dataset.select(places)
-    return replace(
-        rows,
-        dataset=made,
-        examples=[rows.examples[place] for place in places],
-        truncated=[rows.truncated[place] for place in places],
-        by_ids={hash(tuple(ids)): number for number, ids in enumerate(made["input_ids"])},
-        num_tokens=sum(lengths[place] for place in places),
-    )
+    return replace(rows, places=rows.places[places], dataset=rows.dataset.select(places), lengths=rows.lengths[places])
 
 
-def lengths(numbers: Iterable[int]) -> dict[str, int | list[int]]:
+def lengths(found: npt.NDArray[np.int32]) -> dict[str, int | list[int]]:
     """Return a histogram of row lengths: `counts` of bins that are `width` wide, the first of which begins at 0."""
-    found = list(numbers)
-    width = max(1, -(-(max(found) + 1) // NUM_BINS))
-    counts = [0] * (max(found) // width + 1)
-    for number in found:
-        counts[number // width] += 1
-    return {"width": width, "counts": counts}
+    width = max(1, -(-(int(found.max()) + 1) // NUM_BINS))
+    return {"width": width, "counts": np.bincount(found // width).tolist()}
 
 
 def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: Path) -> None:
@@ -314,7 +387,7 @@ def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: 
     """
     used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id} - {None}
     for rows in (data.train, data.held_out):
-        used |= {max(ids) for ids in rows.dataset["input_ids"]} if rows is not None else set()
+        used |= {int(rows.table.column("max_id")[rows.places].max())} if rows is not None else set()
     if max(used) >= num_embeddings:
         token = quote.mark(repr(tokenizer.convert_ids_to_tokens(max(used))))
         raise ModelError(
@@ -324,140 +397,8 @@ def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: 
         )
 
 
-def encode(
-    examples: Sequence[Example], chat: ChatFormat, max_length: int | None, stop: Stop, media: MediaRows | None = None
-) -> Rows:
-    """Encode rows to at most `max_length` token ids and labels. A row with nothing left to learn is skipped."""
-    from datasets import Dataset
-
-    columns: dict[str, list[Any]] = {"input_ids": [], "labels": []} | ({"source": []} if media else {})
-    rows = Rows(None, [], [], {}, [])
-    for example, whole in _encoded(examples, chat, stop, media):
-        cut = whole if isinstance(whole, DatasetError) else _cut(whole, max_length)
-        if isinstance(cut, DatasetError):
-            _drop(rows, example, cut, media)
-            continue
-        assert isinstance(whole, Encoded)
-        is_cut = len(cut.input_ids) < len(whole.input_ids)
-        rows.num_truncated += is_cut
-        rows.longest_uncut = max(rows.longest_uncut, len(whole.input_ids))
-        if not any(cut.trained[1:]):  # the first token is never predicted
-            rows.num_cut_off += is_cut
-            rows.drop(f"{where(example)}: nothing to train on in its first {max_length} tokens")
-            continue
-        rows.by_ids[hash(tuple(cut.input_ids))] = len(rows.examples)
-        rows.first_segments = rows.first_segments or cut.segments()
-        rows.examples.append(example)
-        rows.truncated.append(is_cut)
-        rows.num_tokens += len(cut.input_ids)
-        rows.longest = max(rows.longest, len(cut.input_ids))
-        rows.num_trained_tokens += sum(cut.trained[1:])
-        rows.lost.add(where(example), cut.omitted, example)
-        rows.mismatches.add(where(example), cut.mismatch, example)
-        # A row's images may be thousands of tokens: four bytes for each, not a Python list's thirty-six.
-        columns["input_ids"].append(array("i", cut.input_ids) if media else cut.input_ids)
-        columns["labels"].append(array("i", cut.labels) if media else cut.labels)
-        if media:
-            columns["source"].append(_add_source(media, example, whole))
-    rows.dataset = _compact(columns) if media else Dataset.from_dict(columns)
-    return rows
-
-
-def _encoded(
-    examples: Iterable[Example], chat: ChatFormat, stop: Stop, media: MediaRows | None
-) -> Iterator[tuple[Example, Encoded | DatasetError]]:
-    """Yield each row, or the error that makes it unusable, in order; those with media are decoded a few at a time."""
-    if media is None:
-        for example in examples:
-            stop.check()
-            yield example, _try(example, chat, partial(chat.encode, example))
-        return
-    waiting: deque[tuple[Example, Callable[[], Encoded]]] = deque()
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="media") as pool:
-        for example in examples:
-            stop.check()
-            waiting.append((example, _begin(example, chat, media, pool)))
-            if len(waiting) > 2 * NUM_THREADS:
-                first, finish = waiting.popleft()
-                yield first, _try(first, chat, finish)
-        for first, finish in waiting:
-            stop.check()
-            yield first, _try(first, chat, finish)
-
-
-def _begin(example: Example, chat: ChatFormat, media: MediaRows, pool: ThreadPoolExecutor) -> Callable[[], Encoded]:
-    """Begin to encode a row in the pool; return a function that waits for it and returns the row."""
-    if not example.media:
-        return partial(chat.encode, example)
-    try:
-        rendered = chat.rendered(example)
-    except DatasetError as error:
-        return partial(_raise, error)
-    processed = pool.submit(media.processor.expand, rendered.text, example.media)
-    return lambda: chat.finish(example, rendered, processed.result())
-
-
-def _raise(error: DatasetError) -> Encoded:
-    raise error
-
-
-def _try(example: Example, chat: ChatFormat, finish: Callable[[], Encoded]) -> Encoded | DatasetError:
-    try:
-        return finish()
-    except DatasetError as error:
-        if example.kind == "messages":
-            chat.renderer.require_template()  # where no conversation can be rendered at all, that is the error
-        return error
-
-
-def _cut(whole: Encoded, max_length: int | None) -> Encoded | DatasetError:
-    try:
-        return whole.truncate(max_length)
-    except MediaCutError as error:
-        return error
-
-
-def _drop(rows: Rows, example: Example, error: DatasetError, media: MediaRows | None) -> None:
-    """Skip a row, or end the job because of it, as `media.broken` and `media.too_long` say."""
-    place = where(example)
-    reason = error.said if error.said.startswith(place) else f"{place}: {error.said}"
-    match error:
-        case MediaError() if media is not None:
-            if media.spec.media.broken == "refuse":
-                raise DatasetError(reason, hint="fix or delete it, or skip such rows: `media: {broken: drop}`")
-            rows.num_broken += 1
-            rows.broken += [reason] if len(rows.broken) < MAX_NAMED else []
-        case MediaCutError() if media is not None:
-            if media.spec.media.too_long == "refuse":
-                raise DatasetError(reason, hint=error.hint)
-            rows.num_too_long += 1
-            rows.too_long += [f"{reason} ({error.hint})"] if len(rows.too_long) < MAX_NAMED else []
-        case SilencedError():
-            rows.num_silenced += 1
-            rows.first_silenced = rows.first_silenced or reason
-    rows.drop(reason)
-
-
 def _listed(named: Sequence[str], number: int) -> str:
     return "; ".join(named) + (f"; and {number - len(named)} more" if number > len(named) else "")
-
-
-def _add_source(media: MediaRows, example: Example, whole: Encoded) -> int:
-    from honed.worker.rows.collator import Source
-
-    if not example.media:
-        return -1
-    media.sources.append(Source(where(example), whole.rendered, example.media, len(whole.input_ids)))
-    return len(media.sources) - 1
-
-
-def _compact(columns: dict[str, list[Any]]) -> Any:
-    import numpy as np
-    from datasets import Dataset, Features, Sequence, Value
-
-    kinds = Features(input_ids=Sequence(Value("int32")), labels=Sequence(Value("int32")), source=Value("int32"))
-    numbers = {name: [np.frombuffer(each, "int32") for each in columns[name]] for name in ("input_ids", "labels")}
-    return Dataset.from_dict(columns | numbers, features=kinds)
 
 
 def _counts(count: dataset.Counts) -> dict[str, int]:
@@ -468,6 +409,11 @@ def _files(each: Any) -> list[Path]:
     return list(files_of(each))
 
 
-def sha256(file: Path) -> str:
+def sha256(file: Path, stop: Stop) -> str:
+    """Return the hash of a file's content."""
+    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        while piece := stream.read(2**22):
+            stop.check()
+            digest.update(piece)
+    return digest.hexdigest()

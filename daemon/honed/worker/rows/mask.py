@@ -76,12 +76,12 @@ def _check_example(
     # The first token is never predicted; packing masks it for its own reasons.
     labels = [rows.dataset[place]["labels"][0], *labels[1:]]
     chat.check_trained(
-        input_ids, labels, rows.examples[place], is_truncated=rows.truncated[place], placeholder_ids=forbidden
+        input_ids, labels, rows.examples[place], is_truncated=rows.is_truncated(place), placeholder_ids=forbidden
     )
 
 
 def _hint(batches: list[dict[str, Any]], rows: Rows, events: EventWriter) -> None:
-    if all(example.kind == "text" for example in rows.examples):
+    if rows.kinds == {"text"}:
         return
     share = max(trained_share(batch["labels"].tolist()) for batch in batches)
     if share > 0.5:

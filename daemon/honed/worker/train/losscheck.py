@@ -276,9 +276,9 @@ def _slice(trainer: Any, data: Data) -> dict[str, Any] | None:
     """Return a slice of a row of text, or the shortest row with media, as trainer input; None if that is too long."""
     rows = data.train.dataset
     is_text = [place == -1 for place in rows["source"]] if data.media is not None else None
-    lengths = [len(ids) for ids in rows["input_ids"]]
+    lengths = data.train.lengths
     if is_text is not None and not any(is_text):
-        shortest = min(range(len(lengths)), key=lengths.__getitem__)
+        shortest = int(lengths.argmin())
         if lengths[shortest] > MAX_MEDIA_TOKENS:
             return None
         return dict(trainer.data_collator([rows[shortest]]))

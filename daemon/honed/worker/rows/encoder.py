@@ -1,0 +1,197 @@
+"""Encoding of rows: the first ones here, the others by processes, in batches, and in order.
+
+The processes are forks: they share the tokenizer, and what was learned of the template from the first rows, so a row's
+tokens do not depend on how many there are. They never touch a GPU, ignore signals that ask for a stop, and die with the
+worker. A thread for each passes it the rows and waits, so that no two sides wait for each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+from honed.inputs.row import Example
+from honed.system.error import DatasetError, HonedError, KilledError
+from honed.text.chat import ChatFormat, Encoded
+from honed.worker.rows import record
+from honed.worker.rows.record import Batch, Builder
+from honed.worker.stop import Stop
+
+#: Rows that are encoded before other processes are started: for fewer, these would cost more than they save.
+NUM_ALONE = 2000
+#: Rows of a batch, and bytes of their examples, whichever is reached first.
+BATCH_ROWS, BATCH_BYTES = 500, 2**20
+#: Processes at most, so that their memory has a bound.
+MAX_PROCESSES = 8
+#: Batches for each process that are read ahead.
+NUM_AHEAD = 2
+#: Seconds between signs of life while a batch is waited for.
+LOOK_SEC = 0.5
+#: A constant of Linux's prctl(2).
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Encoder:
+    """The conversion of examples to batches of encoded rows."""
+
+    chat: ChatFormat
+    max_length: int | None
+
+    def encode(self, blobs: Sequence[bytes], stop: Stop | None = None) -> Batch:
+        """Encode packed examples."""
+        builder = Builder(self.max_length)
+        for blob in blobs:
+            if stop is not None:
+                stop.check()
+            example = record.unpacked(blob)
+            builder.add(example, self.encoded(example))
+        return builder.batch()
+
+    def encoded(self, example: Example) -> Encoded | DatasetError:
+        """Return the row, or the error that makes it unusable. Raises it if that is so of any conversation."""
+        try:
+            return self.chat.encode(example)
+        except DatasetError as error:
+            if example.kind == "messages":
+                self.chat.renderer.require_template()
+            return error
+
+
+def batches(
+    encoder: Encoder, blobs: Iterable[bytes], stop: Stop, *, num_processes: int
+) -> Iterator[tuple[list[bytes], Batch]]:
+    """Yield packed examples with their encoded rows, in order. Ends the processes when it ends or is closed."""
+    num_done = 0
+    pieces = cut(blobs)
+    for piece in pieces:
+        yield piece, encoder.encode(piece, stop)
+        num_done += len(piece)
+        if num_done >= NUM_ALONE and num_processes > 1:
+            break
+    else:
+        return
+    pool = Pool(encoder, num_processes)
+    try:
+        yield from pool.encode(pieces, stop)
+    finally:
+        pool.close()
+
+
+def cut(blobs: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Cut a stream of examples into batches."""
+    piece: list[bytes] = []
+    num_bytes = 0
+    for blob in blobs:
+        piece.append(blob)
+        num_bytes += len(blob)
+        if len(piece) >= BATCH_ROWS or num_bytes >= BATCH_BYTES:
+            yield piece
+            piece, num_bytes = [], 0
+    if piece:
+        yield piece
+
+
+def processes() -> int:
+    """Return the number of processes: one for each core that this one may use."""
+    return min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+
+
+class Pool:
+    """Processes that encode."""
+
+    def __init__(self, encoder: Encoder, number: int) -> None:
+        gc.collect()
+        gc.freeze()  # a collection in a process would otherwise copy the pages of all that was imported
+        context = multiprocessing.get_context("fork")
+        self._free: SimpleQueue[Connection] = SimpleQueue()
+        self._number, self._processes, self._ends = number, [], []
+        for _ in range(number):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, encoder), daemon=True, name="rows")
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._ends.append(ours)
+            self._free.put(ours)
+        self._threads = ThreadPoolExecutor(number, thread_name_prefix="rows")
+
+    def encode(self, pieces: Iterable[list[bytes]], stop: Stop) -> Iterator[tuple[list[bytes], Batch]]:
+        waiting: deque[tuple[list[bytes], Future[Batch]]] = deque()
+        for piece in pieces:
+            waiting.append((piece, self._threads.submit(self._pass, piece)))
+            if len(waiting) > NUM_AHEAD * self._number:
+                first, future = waiting.popleft()
+                yield first, _result(future, stop)
+        for first, future in waiting:
+            yield first, _result(future, stop)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._threads.shutdown(cancel_futures=True)
+        for end in self._ends:
+            end.close()
+        gc.unfreeze()
+
+    def _pass(self, piece: list[bytes]) -> Batch:
+        """Have a free process encode a batch."""
+        connection = self._free.get()
+        try:
+            connection.send(piece)
+            found = connection.recv()
+        except (EOFError, OSError) as error:
+            raise KilledError(
+                "a process that encodes rows was killed", hint="see the kernel's log: it may have run out of memory"
+            ) from error
+        finally:
+            self._free.put(connection)
+        if isinstance(found, HonedError):
+            raise found
+        if isinstance(found, str):
+            raise RuntimeError(f"a process that encodes rows failed:\n{found}")
+        assert isinstance(found, Batch)
+        return found
+
+
+def _result(future: Future[Batch], stop: Stop) -> Batch:
+    while not future.done():
+        stop.check()
+        wait([future], LOOK_SEC)
+    stop.check()
+    return future.result()
+
+
+def _serve(connection: Connection, encoder: Encoder) -> None:
+    """Encode batches until the other end is closed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        try:
+            piece = connection.recv()
+        except EOFError:
+            return
+        connection.send_bytes(_answer(encoder, piece))
+
+
+def _answer(encoder: Encoder, piece: list[bytes]) -> bytes:
+    try:
+        return pickle.dumps(encoder.encode(piece), 5)
+    except HonedError as error:
+        return pickle.dumps(error, 5)
+    except Exception:  # noqa: BLE001 - the worker reports it
+        return pickle.dumps(traceback.format_exc(), 5)

@@ -1,0 +1,192 @@
+"""Encoded rows in Arrow files, memory-mapped: of a million rows, some numbers of each are held in memory.
+
+    rows/<key>/tokens.arrow     input_ids and labels, as the trainer reads them; beside media `source`
+               rows.arrow       each row as it was read, its numbers, and remarks (see record.py)
+               MANIFEST.json    the sizes and hashes of the two, and what was read to make them
+
+The key is a hash of all that decides what the rows become (see cache.py). An entry is written in `.new`, and renamed
+when it is whole. It is not synced: an entry that a crash has damaged differs from its hashes, and is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from honed.inputs.dataset import Counts
+from honed.inputs.row import Example
+from honed.worker.rows import record
+from honed.worker.rows.record import NUMBERS, Batch, Remark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MANIFEST, TOKENS, ROWS = "MANIFEST.json", "tokens.arrow", "rows.arrow"
+_TOKENS_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32()), "source": pa.int32()})
+_ROWS_SCHEMA = pa.schema(
+    {"example": pa.binary(), "remark": pa.binary()} | {name: pa.type_for_alias(kind) for name, kind in NUMBERS.items()}
+)
+_READ_BYTES = 2**22
+
+
+class DamagedError(Exception):
+    """An entry whose files are not those that were written."""
+
+
+class Table:
+    """Rows in an entry's directory."""
+
+    def __init__(self, directory: Path, counts: Sequence[Counts]) -> None:
+        self.directory = directory
+        self.counts = tuple(counts)  #: of the data sets that were read
+        self._rows = pa.ipc.open_stream(pa.memory_map(str(directory / ROWS))).read_all()
+
+    def __len__(self) -> int:
+        return int(self._rows.num_rows)
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Return a number of each row."""
+        return np.concatenate([np.zeros(0, NUMBERS[name]), *(c.to_numpy() for c in self._rows[name].chunks)])
+
+    def example(self, place: int) -> Example:
+        return record.unpacked(self._rows["example"][place].as_py())
+
+    def remark(self, place: int) -> Remark:
+        blob = self._rows["remark"][place].as_py()
+        return Remark() if blob is None else record.remark_of(blob)
+
+    @cached_property
+    def remarked(self) -> npt.NDArray[np.bool_]:
+        """True for each row that has a remark."""
+        chunks = (chunk.is_valid().to_numpy(zero_copy_only=False) for chunk in self._rows["remark"].chunks)
+        return np.concatenate([np.zeros(0, bool), *chunks])
+
+    def dataset(self, *, has_media: bool) -> Any:
+        """Return the rows' tokens as a datasets.Dataset."""
+        from datasets import Dataset
+
+        made = Dataset.from_file(str(self.directory / TOKENS))
+        return made if has_media else made.remove_columns(["source"])
+
+
+class Examples(Sequence[Example]):
+    """The examples of some rows of a table, each read when it is asked for."""
+
+    def __init__(self, table: Table, places: npt.NDArray[np.int64]) -> None:
+        self._table, self._places = table, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Examples: ...
+    def __getitem__(self, index: int | slice) -> Example | Examples:
+        if isinstance(index, slice):
+            return Examples(self._table, self._places[index])
+        return self._table.example(int(self._places[index]))
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self._table.example(int(place)) for place in self._places)
+
+
+@dataclass
+class _File:
+    """A file that is hashed as it is written."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        self._file, self._hash, self._size = self.path.open("wb"), hashlib.sha256(), 0
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        self._size += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        self.closed = True
+
+    @property
+    def seal(self) -> dict[str, int | str]:
+        return {"size": self._size, "sha256": self._hash.hexdigest()}
+
+
+class Writer:
+    """An entry while it is made. Raises OSError where there is no room; then, and after a crash, `.new` is left."""
+
+    def __init__(self, rows_dir: Path) -> None:
+        self._new = rows_dir / ".new"
+        shutil.rmtree(self._new, ignore_errors=True)
+        self._new.mkdir(parents=True)
+        self._files = {name: _File(self._new / name) for name in (TOKENS, ROWS)}
+        self._tokens = pa.ipc.new_stream(self._files[TOKENS], _TOKENS_SCHEMA)
+        self._rows = pa.ipc.new_stream(self._files[ROWS], _ROWS_SCHEMA)
+
+    def write(self, blobs: Sequence[bytes], batch: Batch) -> None:
+        """Write rows, in order; `blobs` are their examples, packed."""
+        offsets = np.concatenate([np.zeros(1, "int32"), np.cumsum(batch.numbers["length"], dtype="int32")])
+        columns = [pa.ListArray.from_arrays(offsets, pa.array(values)) for values in (batch.ids, batch.labels)]
+        self._tokens.write_batch(pa.record_batch([*columns, pa.array(batch.numbers["source"])], schema=_TOKENS_SCHEMA))
+        numbers = [pa.array(batch.numbers[name]) for name in NUMBERS]
+        examples, remarks = pa.array(blobs, pa.binary()), pa.array(batch.remarks, pa.binary())
+        self._rows.write_batch(pa.record_batch([examples, remarks, *numbers], schema=_ROWS_SCHEMA))
+
+    def finish(self, counts: Sequence[Counts], name: str) -> Table:
+        """Close the entry, put it in its place under this name, and open it."""
+        for stream in (self._tokens, self._rows):
+            stream.close()
+        for file in self._files.values():
+            file.close()
+        manifest = {
+            "files": {name: file.seal for name, file in self._files.items()},
+            "counts": [asdict(each) for each in counts],
+        }
+        (self._new / MANIFEST).write_text(json.dumps(manifest))
+        directory = self._new.with_name(name)
+        shutil.rmtree(directory, ignore_errors=True)
+        self._new.rename(directory)
+        return Table(directory, counts)
+
+
+def load(directory: Path, beat: Callable[[], None]) -> Table | None:
+    """Return the rows of an entry; None if there is none. Raises DamagedError unless its files are as written."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+        for name, seal in manifest["files"].items():
+            if _seal(directory / name, beat) != seal:
+                raise DamagedError(f"{directory.name}/{name} has changed since it was written")
+        counts = [Counts(**{**each, "bad": tuple(each["bad"])}) for each in manifest["counts"]]
+        return Table(directory, counts)
+    except FileNotFoundError as error:
+        if directory.exists():
+            raise DamagedError(f"{directory.name} lacks {Path(error.filename).name}") from error
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{directory.name} cannot be read: {error}") from error
+
+
+def _seal(path: Path, beat: Callable[[], None]) -> dict[str, int | str]:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            digest.update(piece)
+            size += len(piece)
+            beat()
+    return {"size": size, "sha256": digest.hexdigest()}
