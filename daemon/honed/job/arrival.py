@@ -165,8 +165,7 @@ class Arrivals:
 
     def dropped(self) -> list[Dropped]:
         """Return the files in incoming/ that are ready to be claimed, in order of arrival."""
-        with os.scandir(self._spool.incoming_dir) as entries:
-            return self.dropped_of(entry.name for entry in entries)
+        return self.dropped_of(os.listdir(self._spool.incoming_dir))  # noqa: PTH208 - names alone
 
     def dropped_of(self, names: Iterable[str]) -> list[Dropped]:
         """Return those of these files in incoming/ that are ready to be claimed, in order of arrival."""
