@@ -105,7 +105,7 @@ def test_of_a_worker_without_any_file_honed_itself_has_the_job(spool: Spool) -> 
     job = spool.job(1)
     assert job is not None
     assert (job.name, job.uid, job.max_attempts) == ("job-1", os.getuid(), 1)
-    assert (job.attempt.number, job.attempt.num_starts, job.attempt.device) == (4, 2, UNKNOWN_DEVICE)
+    assert (job.attempt.number, job.attempt.start, job.attempt.device) == (4, 2, UNKNOWN_DEVICE)
 
 
 def test_a_worker_whose_directory_is_gone_gets_an_entry(spool: Spool) -> None:
