@@ -240,7 +240,7 @@ class Simulation:
         acceptance: Any = _Replanning()
         plans = Plans(self._spool, backlog, placement, acceptance)
         self._selection = Selection(
-            self._spool, lambda: config, self._attempts, backlog, plans, placement, self._shares
+            self._spool, lambda: config, self._attempts, backlog, plans, placement, self._shares, lambda _job_id: False
         )
         self._preempting = Preempting(
             layout,

@@ -716,7 +716,7 @@ def test_a_cut_may_go_through_a_character_of_several_tokens() -> None:
 
 # --- the tokenizer's backend -----------------------------------------------------------------------------------------
 
-TEXTS = [f"What is {n}? It is said to be {n * n}, at least." for n in range(20)]
+SENTENCES = [f"What is {n}? It is said to be {n * n}, at least." for n in range(20)]
 
 
 def masked(tokens: Tokens, text: str) -> tuple[list[int], list[bool]]:
@@ -728,16 +728,16 @@ def masked(tokens: Tokens, text: str) -> tuple[list[int], list[bool]]:
 def test_the_backend_makes_the_tokens_and_masks_of_its_tokenizer() -> None:
     tokenizer = build_tokenizer("chatml")
     tokens = Tokens(tokenizer)
-    for text in TEXTS:
+    for text in SENTENCES:
         assert masked(tokens, text) == masked(Tokens(tokenizer), text)  # a new one asks the tokenizer
 
 
 def test_truncation_and_padding_of_an_earlier_call_do_not_apply() -> None:
     tokenizer = build_tokenizer("chatml")
     tokens = Tokens(tokenizer)
-    whole = [masked(tokens, text) for text in TEXTS]
-    tokenizer(TEXTS[0], truncation=True, max_length=2, padding="max_length")
-    assert [masked(tokens, text) for text in TEXTS] == whole
+    whole = [masked(tokens, text) for text in SENTENCES]
+    tokenizer(SENTENCES[0], truncation=True, max_length=2, padding="max_length")
+    assert [masked(tokens, text) for text in SENTENCES] == whole
 
 
 def test_a_tokenizer_with_code_of_its_own_is_asked_itself() -> None:
@@ -747,5 +747,5 @@ def test_a_tokenizer_with_code_of_its_own_is_asked_itself() -> None:
 
     plain = build_tokenizer("chatml")
     tokens = Tokens(Lower(tokenizer_object=plain.backend_tokenizer, eos_token=plain.eos_token))
-    for text in TEXTS:
+    for text in SENTENCES:
         assert masked(tokens, text)[0] == plain(text.lower(), add_special_tokens=False)["input_ids"]

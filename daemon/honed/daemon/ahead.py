@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,9 +32,9 @@ from honed.run.deadline import CANCEL_TIMEOUT_SEC, DUMP_SEC
 from honed.run.outcome import judge
 from honed.run.runner import Exit, Live, Runner
 from honed.spec.config import Config, JobsConfig
-from honed.system import usage
+from honed.system import untrusted, usage
 from honed.system.device import Device
-from honed.system.error import InterruptedRunError
+from honed.system.error import DatasetError, InterruptedRunError, ModelError, SpecError, said
 from honed.system.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ REPLACE_AFTER_SEC = 30.0
 STEADY = frozenset({"train", "evaluate", "predict", "save", "export"})
 #: Processors of a machine on which jobs are staged: one trains.
 MIN_PROCESSORS = 2
+#: Errors that are the job's own and would end it at its turn, too.
+OF_THE_JOB = (DatasetError, ModelError, SpecError)
 #: Device of an attempt that ended before it had one.
 NO_DEVICE = Device("cpu", "no device", uuid="none")
 
@@ -65,7 +68,17 @@ class _Worker:
     plan: tuple[int, int]  #: inode and time of change of its plan
     kill_at: float | None = None  #: monotonic seconds; set once it was asked to end
     unwanted_since: float | None = None
+    ended: Exit | None = None  #: kept until it is settled: the runner tells it once
+    is_told: bool = False  #: the machine's fault that keeps it from being settled was logged
     was_killed: bool = field(default=False)
+
+
+def _is_stageable(job: Job, plan: PlanFile) -> bool:
+    """Return True if something of a job can be done before its turn: not of a merge, nor of a job that begins with a
+    trial. Code of the model's own is not run then: it could use the device."""
+    spec = plan.spec
+    begins_with_trial = bool(spec.get("trial")) and not job.attempts
+    return spec.get("kind", "sft") == "sft" and not begins_with_trial and not spec.get("trust_remote_code")
 
 
 def why_not(config: JobsConfig, *, share: float = 1.0) -> str:
@@ -108,6 +121,11 @@ class Ahead:
         return len(self._workers)
 
     @property
+    def numbers(self) -> Set[int]:
+        """The jobs whose workers are followed here."""
+        return self._workers.keys()
+
+    @property
     def num_not_left(self) -> int:
         """The number of staged workers that do not continue without honed."""
         return sum(not self._is_left(number) for number in self._workers)
@@ -130,7 +148,7 @@ class Ahead:
         for found in live:
             if found.job_id not in self._workers and found.attempt is not None:
                 job = self._spool.job(found.job_id)
-                if job is not None:
+                if job is not None and job.state is not State.RUNNING:
                     number, start = found.attempt
                     self._adopt(job, Staged(number, start, "", found.device or "", time.time()))
 
@@ -143,12 +161,18 @@ class Ahead:
     def settle(self) -> None:
         """Settle the staged workers that have ended, and end those that are not wanted."""
         for number, worker in list(self._workers.items()):
-            if (ended := self._runner.poll(number)) is not None:
-                self._settle(worker, ended)
-            elif not self._is_wanted(worker):
-                self._end(worker)
+            try:
+                worker.ended = worker.ended or self._runner.poll(number)
+                if worker.ended is not None:
+                    self._settle(worker, worker.ended)
+                elif not self._is_wanted(worker):
+                    self._end(worker)
+            except Exception as problem:  # noqa: BLE001 - the others are settled all the same, and this one in the next turn
+                if not worker.is_told:
+                    log.warning("job %d (%s): its staged worker: %s", number, worker.job.name, said(problem))
+                worker.is_told = True
 
-    def tend(self, queue: Queue) -> None:
+    def tend(self, queue: Queue, *, may_stage: bool) -> None:
         """Stage the next job, from time to time; end staged workers where memory is short."""
         now = self._clock()
         if now < self._look_at or not (self._workers or self._attempts.running):
@@ -156,23 +180,24 @@ class Ahead:
         self._look_at = now + LOOK_INTERVAL_SEC
         if why := why_not(self._config().jobs, share=0.5):
             self._step_back(why)
-        elif not why_not(self._config().jobs):
+        elif may_stage and not why_not(self._config().jobs) and all(map(self._is_ready, self._workers.values())):
             self._stage_next(queue)
 
-    def take(self, job: Job) -> Staged | None:
-        """Return a job's staged worker, which is its attempt's from now on; None without one."""
+    def of(self, job: Job) -> Staged | None:
+        """Return a job's staged worker, for its attempt; None without one."""
         worker = self._workers.get(job.id)
-        if worker is None or not self._is_wanted(worker):
-            return None
-        del self._workers[job.id]
-        return worker.staged
+        return worker.staged if worker is not None and worker.ended is None and self._is_wanted(worker) else None
+
+    def forget(self, job: Job) -> None:
+        """Leave a job's staged worker to the attempt that has started with it."""
+        self._workers.pop(job.id, None)
 
     def end_all(self) -> None:
         """End the workers that do not continue without honed; call it in each turn until there are none."""
         for number, worker in self._workers.items():
             if not self._is_left(number):
-                self._give_back(worker)
                 self._end(worker)
+                self._give_back(worker)
 
     # -- staging ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +205,7 @@ class Ahead:
         for worker in self._workers.values():
             if worker.kill_at is None:
                 log.info("job %d (%s): its staged worker ends: %s", worker.job.id, worker.job.name, why)
-                self._give_back(worker)
+                self._give_up(worker)
 
     def _stage_next(self, queue: Queue) -> None:
         """Stage the first job without a worker that a busy device would suit, and let go of one that is late now."""
@@ -198,6 +223,13 @@ class Ahead:
             if device is not None:
                 self._stage(job, device)
                 return
+
+    def _is_ready(self, worker: _Worker) -> bool:
+        """Return True if a worker waits: it will need no more memory before its turn."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            path = self._layout.job(worker.job.id).attempt(worker.staged.number).pulse_path
+            return bool(json.loads(untrusted.read_plain(path, max_bytes=4096)).get("phase") == "staged")
+        return False
 
     def _busy(self) -> list[Device]:
         """Return the devices whose jobs are past their own start, and go on."""
@@ -223,7 +255,7 @@ class Ahead:
         """Stage a job. Its entry says so first: a crash after that is a worker that vanished, at no cost."""
         try:
             plan = PlanFile.read(self._layout.job(job.id).plan_path)
-            is_stageable = plan.spec.get("kind", "sft") == "sft" and (bool(job.attempts) or not plan.spec.get("trial"))
+            is_stageable = _is_stageable(job, plan)
             backend = (
                 job.attempts[-1].backend if job.attempts and job.attempts[-1].num_starts > 1 else plan.backend.name
             )
@@ -303,8 +335,7 @@ class Ahead:
             del self._workers[worker.job.id]
             return
         outcome = judge(self._layout.job(job.id).attempt(worker.staged.number).result_path, ended)
-        is_told = bool(outcome.phase) and outcome.error is not None
-        if is_told and outcome.error is not None and not outcome.error.is_transient and not outcome.needed_bytes:
+        if outcome.phase and isinstance(outcome.error, OF_THE_JOB):  # it said so itself
             log.info("job %d (%s): its staged worker found an error", job.id, job.name)
             running = self._attempts.start(job, NO_DEVICE, worker.staged.backend, worker.staged)
             running.ended = ended

@@ -34,7 +34,7 @@ from honed.run.outcome import Outcome, judge
 from honed.run.runner import Exit, NotNowError, Runner
 from honed.send.outbox import Outbox
 from honed.spec.config import Config
-from honed.system import durable, error, message
+from honed.system import durable, error, message, untrusted
 from honed.system.clock import Moment
 from honed.system.device import Device
 from honed.system.layout import Layout
@@ -273,7 +273,7 @@ def clear(layout: Layout, job: Job) -> None:
     place = layout.job(job.id).attempt(next_number(job))
     for path in (place.events_path, place.log_path, place.result_path, place.pulse_path):
         try:
-            path.unlink(missing_ok=True)
+            untrusted.remove(path)
         except OSError as problem:
             log.warning("job %d (%s): %s of its staged worker stays: %s", job.id, job.name, path.name, problem)
 

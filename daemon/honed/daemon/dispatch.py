@@ -56,8 +56,9 @@ class Selection:
         plans: Plans,
         placement: Placement,
         shares: Shares,
-        ahead: Ahead,
+        is_ending: Callable[[int], bool],
     ) -> None:
+        """`is_ending`: True for a job whose staged worker is to end, before which it cannot start."""
         self._spool = spool
         self._config = config
         self._attempts = attempts
@@ -65,7 +66,7 @@ class Selection:
         self._plans = plans
         self._placement = placement
         self._shares = shares
-        self._ahead = ahead
+        self._is_ending = is_ending
         self._waiting: set[int] = set()  # jobs whose wait for a GPU was logged
 
     @property
@@ -107,7 +108,7 @@ class Selection:
                 yield job
 
     def _is_put_off(self, job: Job) -> bool:
-        if self._ahead.is_ending(job.id):
+        if self._is_ending(job.id):
             return True
         return self._backlog.delay_sec(job) > 0 or job.id in self._plans.numbers or self._backlog.is_short(job)
 
@@ -198,7 +199,7 @@ class Dispatch:
         self.fence = fence
         self.ahead = ahead
         self.plans = Plans(spool, backlog, placement, acceptance)
-        self.selection = Selection(spool, config, attempts, backlog, self.plans, placement, shares, ahead)
+        self.selection = Selection(spool, config, attempts, backlog, self.plans, placement, shares, ahead.is_ending)
         self._preempting = Preempting(spool.layout, config, attempts, placement, shares, self.selection)
 
     def patience(self) -> float:
@@ -224,8 +225,7 @@ class Dispatch:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Settle the attempts and the staged workers that have ended."""
-        self.ahead.settle()
+        """Settle the attempts that have ended."""
         settled, put_back = self._attempts.reap(), self._attempts.put_back()
         self._shares.charge([*settled, *put_back])
         if settled:
@@ -268,7 +268,7 @@ class Dispatch:
         """Compare entries and live workers at intervals, and adopt the workers that no entry knew of."""
         if self.fence.is_due:
             self._attempts.check_entries()
-            for job in self.fence.look(self._attempts.running):
+            for job in self.fence.look({*self._attempts.running, *self.ahead.numbers}):
                 self._attempts.adopt(job)
             self.ahead.take_over(self.fence.staged)
 
@@ -286,10 +286,14 @@ class Dispatch:
             self._free_since = None
             self._start(*chosen)
 
+    def settle_staged(self) -> None:
+        """Settle the staged workers that have ended."""
+        self.ahead.settle()
+
     def stage_next(self) -> None:
         """Have the jobs that are next prepare while the devices are busy."""
-        if not (self._is_stopping() or self._spool.is_paused or self.fence.fault or training.is_missing()):
-            self.ahead.tend(self.selection)
+        may_stage = not (self._is_stopping() or self._spool.is_paused or self.fence.fault or training.is_missing())
+        self.ahead.tend(self.selection, may_stage=may_stage)
 
     def _must_wait_for_arrivals(self) -> bool:
         """Return True if an arrival that is being accepted may be more urgent than the job that could start now."""
@@ -309,8 +313,9 @@ class Dispatch:
                 job, InternalError(f"its plan cannot be read: {said(error)}", hint="submit the job again")
             )
         else:
-            staged = self.ahead.take(job)
+            staged = self.ahead.of(job)
             self._attempts.start(job, free, staged.backend if staged is not None else backend, staged)
+            self.ahead.forget(job)  # last: until it runs, its worker is ours to end
 
     def _backend_of(self, job: Job) -> str:
         """Return the backend that loads the base. Raises OSError, ValueError, KeyError or TypeError for a bad plan."""

@@ -59,27 +59,28 @@ class Fence:
         """Look before anything else is started."""
         self._look_at = -math.inf
 
-    def look(self, followed: Container[int] = ()) -> list[Job]:
+    def look(self, followed: Container[int] | None = None) -> list[Job]:
         """Give every live worker a running entry. Returns the jobs that got one; looks again later if that failed.
         `followed`: jobs whose workers are known to live."""
         if not self.is_due:
             return []
+        self.staged = []
         try:
-            found = [live for live in self._runner.live() if live.job_id not in followed]
+            found = [live for live in self._runner.live() if live.job_id not in (followed or ())]
         except OSError as error:
             self.fault = f"running workers cannot be listed, so no job is started: {error}"
             self._look_at = self._clock() + RETRY_SEC
             return []
-        self.staged = []
-        fenced = [job for live in found if (job := self._fence(live)) is not None]
+        fenced = [job for live in found if (job := self._fence(live, is_known=followed is None)) is not None]
         self.fault, self._look_at = "", self._clock() + self._interval()
         return fenced
 
-    def _fence(self, live: Live) -> Job | None:
+    def _fence(self, live: Live, *, is_known: bool) -> Job | None:
+        """Return the job of a live worker that is to be adopted. `is_known`: running entries are, without this."""
         job = self._spool.job(live.job_id)
         number = live.attempt[0] if live.attempt is not None else None
         if job is not None and job.state is State.RUNNING and number in {None, job.attempt.number}:
-            return None
+            return None if is_known else job
         if live.is_staged:
             self.staged.append(live)
             return None

@@ -201,6 +201,7 @@ class Daemon:
                 self._tend_database,
                 self._obey_signals,
                 self._dispatch.settle,
+                self._dispatch.settle_staged,
                 self._attempts.follow,
                 self._take_arrivals,
                 self._dispatch.plan_deferred,

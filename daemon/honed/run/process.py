@@ -140,7 +140,10 @@ class ProcessRunner:
 
     def _settle(self, child: _Child) -> bool:
         """Tell whether an adopted worker has ended. If no exit is recorded, record one: no late shim may start it."""
-        fd = untrusted.open_plain(child.layout.dir / "lock", flags=os.O_CREAT | os.O_RDWR)
+        try:
+            fd = untrusted.open_plain(child.layout.dir / "lock", flags=os.O_CREAT | os.O_RDWR)
+        except FileNotFoundError:
+            return True  # its job was removed, and whatever it had to record
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

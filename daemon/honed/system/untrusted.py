@@ -6,9 +6,11 @@ by a pipe that blocks whoever opens it, or by an endless file.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 #: Bytes of a file that is read at once: a result, an exit. Ours have some kilobytes.
@@ -23,26 +25,39 @@ def open_plain(path: Path, *, flags: int = os.O_RDONLY, mode: int = 0o644, num_n
 
     Raises OSError if it is not a regular file.
     """
+    with _directory(path, num_names) as directory_fd:
+        fd = os.open(
+            path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=directory_fd
+        )
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
+
+
+@contextlib.contextmanager
+def _directory(path: Path, num_names: int) -> Iterator[int]:
+    """Open the directory of a file without following links in the last `num_names` names of the file's path."""
     root, *names = path.absolute().parts
-    *directories, name = names[-num_names:]
     directory_fd = os.open(Path(root, *names[:-num_names]), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for each in directories:
+        for each in names[-num_names:-1]:
             fd = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
             os.close(directory_fd)
             directory_fd = fd
-        fd = os.open(
-            name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=directory_fd
-        )
+        yield directory_fd
     except OSError as error:
         error.filename = str(path)
         raise
     finally:
         os.close(directory_fd)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return fd
+
+
+def remove(path: Path, *, num_names: int = NUM_NAMES) -> None:
+    """Remove a file, if it is there; a link in the last `num_names` names of its path is not followed. Raises
+    OSError."""
+    with contextlib.suppress(FileNotFoundError), _directory(path, num_names) as directory_fd:
+        os.unlink(path.name, dir_fd=directory_fd)
 
 
 def read_plain(path: Path, *, max_bytes: int = MAX_BYTES, num_names: int = NUM_NAMES) -> bytes:

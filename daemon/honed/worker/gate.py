@@ -17,6 +17,7 @@ from pathlib import Path
 
 from honed.job.ahead import STAGED_VARIABLE, Pass
 from honed.system import usage
+from honed.system.error import InterruptedRunError
 from honed.system.layout import JobLayout
 
 #: Seconds between looks at the gate: the device idles for half of it on average.
@@ -27,6 +28,8 @@ HURRY_INTERVAL_SEC = 0.5
 #: return to 0 without a privilege, which a process's own nice value cannot.
 SESSION_NICE = 19
 SESSION_NICE_PATH = Path("/proc/self/autogroup")
+#: Of all processes the kernel ends this one first: it costs the least.
+MAX_OOM_SCORE_ADJ = "1000"
 #: Share of the available memory up to which the weights are read ahead into the page cache.
 MAX_READ_SHARE = 0.5
 #: Has torch ask NVML whether there is a GPU, and not initialise CUDA for that.
@@ -53,6 +56,7 @@ class Gate:
         if self.is_closed:
             environment[NVML_CHECK] = "1"
             _be_nice(SESSION_NICE)
+            self._oom_score_adj = _set_oom_score_adj(MAX_OOM_SCORE_ADJ)
             threading.Thread(target=self._hurry, name="gate", daemon=True).start()
 
     @property
@@ -64,10 +68,12 @@ class Gate:
         """Wait until the device is free, and take its environment. Raises what `beat` raises."""
         while self.is_closed:
             self._beat()
+            self._check_wanted()
             if (found := self._pass()) is not None:
                 self._environment.update(found.environment)
                 self._wanted = None
                 _be_nice(0)
+                _set_oom_score_adj(self._oom_score_adj)
             else:
                 time.sleep(LOOK_INTERVAL_SEC)
 
@@ -75,7 +81,13 @@ class Gate:
         """Yield to other work no longer once the device waits for this worker."""
         while self.is_closed and self._pass() is None:
             time.sleep(HURRY_INTERVAL_SEC)
-        _be_nice(0)
+        while not _be_nice(0):  # the kernel takes a few such wishes a second, of all users together
+            time.sleep(HURRY_INTERVAL_SEC)
+
+    def _check_wanted(self) -> None:
+        """Raise InterruptedRunError once the job's directory is gone: nobody would ever open the gate."""
+        if not self._path.with_name("plan.json").exists():
+            raise InterruptedRunError("the job was removed")
 
     def _pass(self) -> Pass | None:
         with contextlib.suppress(OSError, ValueError):
@@ -85,9 +97,25 @@ class Gate:
         return None
 
 
-def _be_nice(value: int) -> None:
-    with contextlib.suppress(OSError):  # a kernel without groups by session
+def _be_nice(value: int) -> bool:
+    """Set the nice value of the session. Returns False if the kernel wants to be asked again later."""
+    try:
         SESSION_NICE_PATH.write_text(str(value))
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a kernel without groups by session
+    return True
+
+
+def _set_oom_score_adj(value: str) -> str:
+    """Set how soon the kernel ends this process if memory runs out, and return what it was."""
+    path = Path("/proc/self/oom_score_adj")
+    before = "0"
+    with contextlib.suppress(OSError):
+        before = path.read_text()
+        path.write_text(value)
+    return before
 
 
 def read_ahead(model_dir: Path) -> int:

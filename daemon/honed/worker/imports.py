@@ -55,6 +55,11 @@ def hidden(job: Assignment) -> list[str]:
     return hidden
 
 
+def asks_device(job: Assignment) -> bool:
+    """Tell whether the imports of TRL and peft ask the device for its properties: bitsandbytes does, in theirs."""
+    return "bitsandbytes" not in hidden(job) or IMPORT_ALL_VARIABLE in os.environ
+
+
 def is_plain(job: Assignment) -> bool:
     """Tell whether all code of the run is known: not with Unsloth, code of the model's own, or a compiled model."""
     asked = job.spec.training.as_kwargs()

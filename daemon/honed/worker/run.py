@@ -195,10 +195,8 @@ class _Story:
                 self._pass_gate()
         with imports.quick():
             backend.import_libraries()
-            from honed.worker.train import losscheck, usage
-            from honed.worker.train import trainer as trainers
-            from honed.worker.train.callback import RunCallback
-            from honed.worker.train.watched import WatchedTrainer
+            if not (self._gate.is_closed and imports.asks_device(job)):
+                import honed.worker.train.watched  # noqa: F401 - TRL and peft
         for name in examiner.named_metrics(spec):
             score.find(name)  # the administrator's metric may fail to load
 
@@ -227,6 +225,12 @@ class _Story:
         if self._gate.is_closed:
             self._pass_gate()
             started = time.time()
+
+        with imports.quick():
+            from honed.worker.train import losscheck, usage
+            from honed.worker.train import trainer as trainers
+            from honed.worker.train.callback import RunCallback
+            from honed.worker.train.watched import WatchedTrainer
 
         self._stage("load")
         auditor = audit.Auditor(precision, events, backend=job.backend)
