@@ -97,6 +97,7 @@ class Scene:
         staged while the first one runs."""
         self.root = root
         self.layout = Layout(root)
+        self.is_staging = is_staging
         self.environment = environment(mutant) | ({"HONED_TEST_STAGING": "1"} if is_staging else {})
         self.log_path = root / "log"
 
@@ -118,7 +119,7 @@ class Scene:
             path.write_text(text if name in GOOD else text[:20])
             os.utime(path, (1, 1))
         self.layout.config_path.parent.mkdir(parents=True)
-        self.layout.config_path.write_text(CONFIG)
+        self.layout.config_path.write_text(CONFIG + ("stage_ahead = true\n" if self.is_staging else ""))
 
     def honed(self, *, before: Sequence[str] = (), shim_hit: Sequence[str] = ()) -> int | None:
         """Run honed until nothing is left to do. Returns its exit status; None where it did not come to an end.

@@ -3,14 +3,19 @@ BYTES` before the worker's own arguments. The kernel limits the address space (R
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import warm
+
 
 def main() -> int:
+    if sys.modules.get("torchvision", sys) is None and not warm.has_usual_imports(sys.argv[2:]):
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # a warm process hides what this job needs
     num_bytes = int(sys.argv.pop(1))
     from honed.worker.model import torchvision
 

@@ -14,6 +14,8 @@ from harness import Instance, RealInstance, wait_for
 from honed.job.job import Job, State
 from zoo.model import build_checkpoint, write_facts
 
+STAGING = "[jobs]\nstage_ahead = true\n"
+
 
 def is_there(pid: int) -> bool:
     try:
@@ -60,6 +62,7 @@ def busy(instance: Instance) -> Instance:
 
 
 def make_busy(instance: Instance) -> Instance:
+    instance.configure(STAGING)
     instance.start()
     instance.drop("first", name="until")
     instance.wait_state("until", State.RUNNING)
@@ -203,7 +206,7 @@ def test_a_job_that_is_planned_again_is_staged_again(busy: Instance) -> None:
 
 
 def test_nothing_is_staged_where_that_is_off_or_memory_is_short(instance: Instance) -> None:
-    for keys in ("stage_ahead = false", "stage_min_available_bytes = 1_000_000_000_000_000"):
+    for keys in ("stage_ahead = false", "stage_ahead = true\nstage_min_available_bytes = 1_000_000_000_000_000"):
         instance.configure(f"[jobs]\n{keys}\n")
         instance.start()
         instance.drop("first", name="slow-60")
@@ -220,6 +223,7 @@ def test_each_busy_gpu_has_its_next_job_and_the_first_one_takes_the_gpu_that_is_
     gpus = [{"uuid": f"GPU-{name}", "free_bytes": 79 << 30} for name in "ab"]
     (instance.root / "gpus.json").write_text(json.dumps(gpus))
     instance.environment["HONED_TEST_GPUS"] = str(instance.root / "gpus.json")
+    instance.configure(STAGING)
     instance.start()
     instance.drop("a", name="until.a")
     instance.wait_state("until.a", State.RUNNING)
@@ -263,7 +267,7 @@ def spec(real: RealInstance, **keys: Any) -> dict[str, Any]:
 def test_a_staged_job_trains_as_one_that_was_not(real: RealInstance) -> None:
     build_checkpoint(real.root / "llama", "llama")
     write_facts(real.root / "facts.jsonl", 24)
-    real.configure("[jobs]\npoll_interval_sec = 0.05\n")
+    real.configure(f"{STAGING}poll_interval_sec = 0.05\n")
     real.start()
     real.drop("alone", name="alone", **spec(real))
     ended(real, "alone")
@@ -302,7 +306,7 @@ def test_a_job_with_wrong_data_ends_before_its_turn(real: RealInstance) -> None:
     real.drop("wrong", name="wrong", **spec(real, datasets=[{"path": str(rows)}]))
     real.wait_state("wrong", State.QUEUED)
     rows.write_text("".join(line.replace('"content"', '"contents"') for line in rows.read_text().splitlines(True)))
-    real.configure("")
+    real.configure(STAGING)
     assert real.process is not None
     real.process.send_signal(signal.SIGHUP)
     job = real.wait_state("wrong", State.FAILED)

@@ -44,7 +44,7 @@ ExecStop=
 ExecStop={PYTHON} -c "from honed.run.jobview import main; raise SystemExit(main())" %i --remove
 Environment=PYTHONPATH={PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 """
-CONFIG = "[jobs]\nstall_timeout_sec = 3.0\nretry_delay_sec = 0.0\npoll_interval_sec = 0.1\n"
+CONFIG = "[jobs]\nstall_timeout_sec = 3.0\nretry_delay_sec = 0.0\npoll_interval_sec = 0.1\nstage_ahead = true\n"
 INSTALL = """\
 cp {units}/honed.service {units}/honed-job@.service {units}/honed-view@.service {units}/*.slice /etc/systemd/system
 cp {units}/50-honed.rules /usr/share/polkit-1/rules.d

@@ -144,3 +144,12 @@ def test_a_failure_to_load_is_the_package_s_own_and_the_next_use_tries_again() -
     del sys.modules["mpmath"]
     assert str(sympy.Symbol("x")) == "x" and is_loaded("sympy")
     """)
+
+
+def test_a_package_that_loads_another_is_there_once() -> None:
+    check("""
+    torch.compile(lambda x: x + 1, backend=lambda graph, _inputs: graph.forward)(torch.ones(2))
+    inductor = sys.modules["torch._inductor"]
+    assert inductor is torch._inductor and inductor.utils is sys.modules["torch._inductor.utils"]
+    assert inductor.__spec__.loader is inductor.__loader__
+    """)

@@ -12,18 +12,19 @@ from typing import Any
 
 import pytest
 
-from conftest import MakeJob, read_events
 from honed.job.ahead import STAGED_VARIABLE, Pass
 from honed.system.error import InterruptedRunError
 from honed.system.layout import JobLayout
 from honed.worker.gate import NVML_CHECK, Gate, read_ahead
 from honed.worker.run import run
 from honed.worker.stop import Stop
+from worker.conftest import MakeJob, read_events
 
 LORA = {"r": 4}
 
 
 def gate_of(job: JobLayout, environment: dict[str, str], **parts: Any) -> Gate:
+    job.plan_path.touch()
     return Gate(job, 1, environment, **parts)
 
 
@@ -65,6 +66,13 @@ def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
     stop = Stop()
     gate = gate_of(JobLayout(tmp_path), {STAGED_VARIABLE: "1"}, beat=stop.check)
     stop.is_set = True
+    with pytest.raises(InterruptedRunError):
+        gate.wait()
+
+
+def test_the_wait_ends_with_the_job(tmp_path: Path) -> None:
+    gate = gate_of(JobLayout(tmp_path), {STAGED_VARIABLE: "1"})
+    JobLayout(tmp_path).plan_path.unlink()
     with pytest.raises(InterruptedRunError):
         gate.wait()
 

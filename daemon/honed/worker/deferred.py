@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -92,6 +93,19 @@ def defer(packages: Sequence[Package]) -> None:
 _PACKAGE, _EXECUTE = "_honed_package", "_honed_execute"
 
 
+class _Imported(Loader):
+    """Loader of a module that was imported while its finder was asked for it: a second one would lack its modules."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, _spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
 class _Finder:
     """Import hook that finds the packages in their usual places, and loads them before what needs them."""
 
@@ -104,6 +118,10 @@ class _Finder:
         for each in self._packages.values():
             if each.is_needed_by(fullname) and (module := sys.modules.get(each.name)) is not None:
                 load(module)
+        if (there := sys.modules.get(fullname)) is not None:  # what was loaded has imported it
+            again = ModuleSpec(fullname, _Imported(there), is_package=hasattr(there, "__path__"))
+            there.__spec__ = again  # importlib takes the spec of a module that is there, not the one that it is given
+            return again
         if (package := self._packages.get(fullname)) is None:
             return None
         spec = PathFinder.find_spec(fullname, path)

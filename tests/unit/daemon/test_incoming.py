@@ -33,7 +33,14 @@ class Door:
         arrivals = Arrivals(self.spool)
         self.checks = Checks(self.checkers, Config)
         self.incoming = Incoming(
-            arrivals, self.watcher, self.checkers, self.checks, Rejection(arrivals), Config, clock=self.clock
+            arrivals,
+            self.watcher,
+            self.checkers,
+            self.checks,
+            Rejection(arrivals),
+            Config,
+            lambda _uid: (0, 0),
+            clock=self.clock,
         )
 
     def clock(self) -> float:

@@ -55,7 +55,7 @@ class Room(House):
         )  # type: ignore[arg-type]
         plans = Plans(self.spool, self.backlog, placement, nothing)
         self.selection = Selection(
-            self.spool, lambda: self.config, attempts, self.backlog, plans, placement, self.shares
+            self.spool, lambda: self.config, attempts, self.backlog, plans, placement, self.shares, lambda _id: False
         )
 
     def startable(self) -> list[int]:

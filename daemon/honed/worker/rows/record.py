@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
 KINDS = ("messages", "prompt_completion", "text")
 ORDERS: tuple[census.Order | None, ...] = (None, *census.ORDERS)
 
-#: Classes that a pickled row may contain; tables have values of the latter three.
+#: Classes that a pickled row may contain; tables have values of the latter ones.
 _ALLOWED = {
     *(("honed.inputs.row", "Arguments"), ("honed.inputs.media", "Media"), ("pathlib", "PosixPath")),
     *(("honed.text.omission", "Omission"), ("honed.text.asking", "Mismatch"), ("honed.worker.rows.record", "Remark")),
     *(("datetime", name) for name in ("datetime", "date", "time", "timedelta", "timezone")),
-    *(("decimal", "Decimal"), ("uuid", "UUID")),
+    *(("decimal", "Decimal"), ("uuid", "UUID"), ("zoneinfo", "ZoneInfo")),
+    ("pandas._libs.tslibs.timestamps", "_unpickle_timestamp"),
+    ("pandas._libs.tslibs.timedeltas", "_timedelta_unpickle"),
 }
 
 
@@ -62,6 +65,12 @@ class Remark(NamedTuple):
     hint: str = ""
 
 
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce a time zone to its name: its own way asks for `getattr` when it is read."""
+        return (ZoneInfo, (value.key,)) if isinstance(value, ZoneInfo) and value.key else NotImplemented
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
@@ -70,7 +79,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def packed(example: Example) -> bytes:
-    return pickle.dumps(tuple(getattr(example, name) for name in _FIELDS), 5)
+    into = io.BytesIO()
+    _Pickler(into, 5).dump(tuple(getattr(example, name) for name in _FIELDS))
+    return into.getvalue()
 
 
 def unpacked(blob: bytes) -> Example:
