@@ -9,18 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from datetime import date
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
+import pandas as pd
 import pytest
 from transformers import AutoTokenizer
 
 from honed.inputs.dataset import Counts
 from honed.inputs.media import Media
 from honed.inputs.row import Arguments, Example
-from honed.system.error import InterruptedRunError, KilledError
+from honed.system.error import DatasetError, InterruptedRunError, KilledError
 from honed.text.chat import ChatFormat
 from honed.worker.rows import encoder, record, table
 from honed.worker.rows.encoder import NUM_ALONE, Encoder, Pool
@@ -261,3 +263,33 @@ def is_running(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pd.Timestamp("2024-01-02 03:04:05"),
+        pd.Timedelta("1 days"),
+        datetime(2024, 1, 2, tzinfo=ZoneInfo("Europe/Berlin")),
+        timedelta(seconds=3),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_times_of_a_table_are_read_back(value: object) -> None:
+    example = Example("text", text="x", chat_template_kwargs={"when": value})
+    assert record.unpacked(record.packed(example)) == example
+
+
+def test_a_row_that_is_nested_too_deeply_is_named() -> None:
+    tools: list[Any] = []
+    for _ in range(100_000):
+        tools = [tools]
+    with pytest.raises(DatasetError, match="nested too deeply"):
+        record.packed(Example("text", text="x", tools=tools))
+
+
+def test_rows_that_cannot_be_written_leave_no_files(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    assert list(tmp_path.iterdir())
+    writer.discard()
+    assert not list(tmp_path.iterdir())

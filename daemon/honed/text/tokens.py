@@ -130,10 +130,16 @@ class Tokens:
         return next((full[:n] for n in range(len(full)) if full[n : n + len(bare)] == bare), [])
 
 
+#: The modules of transformers that call a tokenizer's backend; those of single families change texts first.
+_TRANSFORMERS = "transformers.tokenization_"
+
+
 def _plain_backend(tokenizer: Any) -> Any:
     """Return a fast tokenizer's backend, a call of which takes less time; None if the tokenizer sets it up."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_simple = getattr(tokenizer, "is_fast", False) and not getattr(tokenizer, "split_special_tokens", False)
+    own = (each for each in type(tokenizer).__mro__ if not each.__module__.startswith(_TRANSFORMERS))
+    is_simple = is_simple and not any(name in each.__dict__ for each in own for name in ("__call__", "_encode_plus"))
     return backend if is_simple and hasattr(backend, "encode") else None
 
 

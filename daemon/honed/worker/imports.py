@@ -64,6 +64,7 @@ def is_plain(job: Assignment) -> bool:
     """Tell whether all code of the run is known: not with Unsloth, code of the model's own, or a compiled model."""
     asked = job.spec.training.as_kwargs()
     has_compiler = asked.get("torch_compile") or asked.get("use_liger_kernel")
+    has_compiler = has_compiler or job.precision.attn_implementation == "flex_attention"
     return job.backend == "transformers" and not job.spec.trust_remote_code and not has_compiler
 
 

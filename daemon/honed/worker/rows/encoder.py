@@ -145,7 +145,6 @@ class Pool:
         self._threads.shutdown(cancel_futures=True)
         for end in self._ends:
             end.close()
-        gc.unfreeze()
 
     def _pass(self, piece: list[bytes]) -> Batch:
         """Have a free process encode a batch."""

@@ -74,10 +74,14 @@ class Maker:
             spill_dir=self.assignment.layout.media_dir,
         )
         writer = Writer(rows_dir)
-        for blobs, batch in self._encoded(self._allowed(reading)):
-            writer.write(blobs, batch)
-        # Rows with media depend on more than the key tells.
-        return writer.finish(reading.counts, name if self.media is None else f"{cache.UNKEYED}-{name}")
+        try:
+            for blobs, batch in self._encoded(self._allowed(reading)):
+                writer.write(blobs, batch)
+            # Rows with media depend on more than the key tells.
+            return writer.finish(reading.counts, name if self.media is None else f"{cache.UNKEYED}-{name}")
+        except BaseException:
+            writer.discard()  # the disk may be full
+            raise
 
     def _allowed(self, examples: Iterable[Example]) -> Iterator[Example]:
         for example in examples:

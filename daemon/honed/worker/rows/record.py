@@ -79,8 +79,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def packed(example: Example) -> bytes:
+    """Return an example as bytes. Raises DatasetError for one that is nested too deeply."""
     into = io.BytesIO()
-    _Pickler(into, 5).dump(tuple(getattr(example, name) for name in _FIELDS))
+    try:
+        _Pickler(into, 5).dump(tuple(getattr(example, name) for name in _FIELDS))
+    except RecursionError as error:
+        raise DatasetError(f"{where(example)}: nested too deeply", hint="fix or delete the row") from error
     return into.getvalue()
 
 

@@ -129,7 +129,7 @@ class _File:
 
 
 class Writer:
-    """An entry while it is made. Raises OSError where there is no room; then, and after a crash, `.new` is left."""
+    """An entry while it is made. Raises OSError where there is no room; after a crash `.new` is left."""
 
     def __init__(self, rows_dir: Path) -> None:
         self._new = rows_dir / ".new"
@@ -147,6 +147,10 @@ class Writer:
         numbers = [pa.array(batch.numbers[name]) for name in NUMBERS]
         examples, remarks = pa.array(blobs, pa.binary()), pa.array(batch.remarks, pa.binary())
         self._rows.write_batch(pa.record_batch([examples, remarks, *numbers], schema=_ROWS_SCHEMA))
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self._new, ignore_errors=True)
 
     def finish(self, counts: Sequence[Counts], name: str) -> Table:
         """Close the entry, put it in its place under this name, and open it."""
@@ -169,8 +173,8 @@ def load(directory: Path, beat: Callable[[], None]) -> Table | None:
     """Return the rows of an entry; None if there is none. Raises DamagedError unless its files are as written."""
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
-        for name, seal in manifest["files"].items():
-            if _seal(directory / name, beat) != seal:
+        for name in (TOKENS, ROWS):
+            if _seal(directory / name, beat) != manifest["files"][name]:
                 raise DamagedError(f"{directory.name}/{name} has changed since it was written")
         counts = [Counts(**{**each, "bad": tuple(each["bad"])}) for each in manifest["counts"]]
         return Table(directory, counts)
