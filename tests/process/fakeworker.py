@@ -191,7 +191,7 @@ def main() -> int:
         case "until":
             steps(int(argument or 20) - 1, pause=0.05)
             while not (job_dir / "go").exists():
-                pulse.beat()
+                beat()
                 time.sleep(0.05)
             result("succeeded", steps(int(argument or 20)))
         case "begin":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from harness import HERE, Instance, wait_for
@@ -207,3 +210,21 @@ def test_a_stop_while_unsloth_gives_up_costs_nothing_and_the_next_start_goes_on_
     instance.start()
     done = instance.wait_state("fallback-slowly", State.SUCCEEDED)
     assert [line.split()[1] for line in instance.starts(done)] == ["unsloth", "transformers"]
+
+
+def test_a_honed_that_waits_for_its_worker_to_end_does_not_spin(instance: Instance) -> None:
+    instance.is_warm = False
+    instance.start()
+    instance.drop("deaf", name="deaf-2000")
+    instance.wait_state("deaf-2000", State.RUNNING)
+    assert instance.process is not None
+
+    def cpu_sec() -> float:
+        fields = Path(f"/proc/{instance.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    instance.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "asked to stop" in instance.log, what="a word of the stop")
+    before = cpu_sec()
+    time.sleep(4)
+    assert cpu_sec() - before < 0.5

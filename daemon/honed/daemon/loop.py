@@ -227,7 +227,9 @@ class Daemon:
 
     def _patience(self) -> float:
         """Return the seconds that the loop may sleep if nothing wakes it."""
-        waits = [part.patience() for part in (self._intake, self._dispatch, self._housekeeper, self._publishing)]
+        waits = [part.patience() for part in (self._dispatch, self._housekeeper, self._publishing)]
+        if not self._shutdown.is_asked:  # then no file is taken any more
+            waits.append(self._intake.patience())
         if self._notifier.watchdog_interval_sec is not None:
             waits.append(self._notifier.watchdog_interval_sec / 2)
         return max(0.0, self._health.pause(), min(waits))
