@@ -119,7 +119,7 @@ class Pool:
         self._number, self._processes, self._ends = number, [], []
         for _ in range(number):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, encoder), daemon=True, name="rows")
+            process = context.Process(target=_serve, args=(theirs, encoder, os.getpid()), daemon=True, name="rows")
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -174,9 +174,11 @@ def _result(future: Future[Batch], stop: Stop) -> Batch:
     return future.result()
 
 
-def _serve(connection: Connection, encoder: Encoder) -> None:
-    """Encode batches until the other end is closed."""
+def _serve(connection: Connection, encoder: Encoder, parent: int) -> None:
+    """Encode batches until the other end is closed, or the parent process ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before prctl took effect
+        return
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     while True:
