@@ -135,3 +135,12 @@ def test_a_staged_run_is_the_run_that_it_would_have_been(make_job: MakeJob) -> N
     assert losses == expected.losses
     manifests = [json.loads((each.output_dir / "honed.json").read_text())["data"] for each in (plain, staged)]
     assert list(manifests[0].values()) == list(manifests[1].values())
+
+
+def test_rows_that_are_too_long_for_the_model_end_a_staged_worker_at_once(make_job: MakeJob) -> None:
+    row = {"prompt": "Say it again.", "completion": " again" * 200}
+    job = make_job("gpt2", model={"n_positions": 64}, rows=[row] * 4, lora=LORA, training={"max_length": 4096})
+    assert run(job.dir, 1, gate=Gate(JobLayout(job.dir), 1, {STAGED_VARIABLE: "1"})) != 0
+    result = json.loads((job.dir / "attempts/1/result.json").read_text())
+    assert (result["error"]["code"], result["phase"]) == ("dataset_invalid", "data"), result
+    assert "64 positions" in result["error"]["message"]

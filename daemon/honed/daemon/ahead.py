@@ -24,7 +24,7 @@ from typing import Protocol
 
 from honed.daemon.attempts import Attempts, clear, next_number, worker_environment, write_adjustments
 from honed.daemon.placement import Placement
-from honed.job.ahead import STAGED_VARIABLE
+from honed.job.ahead import NO_DEVICE_KEY, STAGED_VARIABLE
 from honed.job.job import Job, Staged, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
@@ -49,8 +49,10 @@ STEADY = frozenset({"train", "evaluate", "predict", "save", "export"})
 MIN_PROCESSORS = 2
 #: Errors that are the job's own and would end it at its turn, too.
 OF_THE_JOB = (DatasetError, ModelError, SpecError)
+#: Control group of the workers that are units: its limits count.
+JOBS_GROUP = "honed.slice/honed-jobs.slice"
 #: Device of an attempt that ended before it had one.
-NO_DEVICE = Device("cpu", "no device", uuid="none")
+NO_DEVICE = Device("cpu", "no device", uuid=NO_DEVICE_KEY)
 
 
 class Queue(Protocol):
@@ -65,7 +67,6 @@ class _Worker:
 
     job: Job  #: as it was staged
     staged: Staged
-    plan: tuple[int, int]  #: inode and time of change of its plan
     kill_at: float | None = None  #: monotonic seconds; set once it was asked to end
     unwanted_since: float | None = None
     ended: Exit | None = None  #: kept until it is settled: the runner tells it once
@@ -81,13 +82,14 @@ def _is_stageable(job: Job, plan: PlanFile) -> bool:
     return spec.get("kind", "sft") == "sft" and not begins_with_trial and not spec.get("trust_remote_code")
 
 
-def why_not(config: JobsConfig, *, share: float = 1.0) -> str:
-    """Return why no worker may be staged; empty if one may. `share`: of the memory that must be available."""
+def why_not(config: JobsConfig, *, group: str = "", share: float = 1.0) -> str:
+    """Return why no worker may be staged; empty if one may. `share`: of the memory that must be available in a control
+    group."""
     if not config.stage_ahead:
         return "jobs.stage_ahead is off"
     if len(os.sched_getaffinity(0)) < MIN_PROCESSORS:
         return "the machine has one processor"
-    if usage.available_bytes() < share * config.stage_min_available_bytes:
+    if usage.available_bytes(group) < share * config.stage_min_available_bytes:
         return "little memory is available"
     return ""
 
@@ -154,7 +156,7 @@ class Ahead:
 
     def _adopt(self, job: Job, staged: Staged) -> None:
         if self._runner.adopt(job.id, staged.number, staged.start):
-            self._workers[job.id] = _Worker(job, staged, self._plan_of(job))
+            self._workers[job.id] = _Worker(job, staged)
         elif job.staged is not None:
             self._spool.update(job, staged=None)
 
@@ -178,9 +180,10 @@ class Ahead:
         if now < self._look_at or not (self._workers or self._attempts.running):
             return
         self._look_at = now + LOOK_INTERVAL_SEC
-        if why := why_not(self._config().jobs, share=0.5):
+        config, group = self._config().jobs, JOBS_GROUP if self._runner.name == "systemd" else ""
+        if why := why_not(config, group=group, share=0.5):
             self._step_back(why)
-        elif may_stage and not why_not(self._config().jobs) and all(map(self._is_ready, self._workers.values())):
+        elif may_stage and not why_not(config, group=group) and all(map(self._is_ready, self._workers.values())):
             self._stage_next(queue)
 
     def of(self, job: Job) -> Staged | None:
@@ -209,6 +212,11 @@ class Ahead:
 
     def _stage_next(self, queue: Queue) -> None:
         """Stage the first job without a worker that a busy device would suit, and let go of one that is late now."""
+        self._given_up = {
+            number: attempt
+            for number, attempt in self._given_up.items()
+            if (job := self._spool.job(number)) is not None and job.state in {State.QUEUED, State.HELD}
+        }
         waiting = [worker for worker in self._workers.values() if self._is_wanted(worker)]
         reserved = {worker.staged.device for worker in waiting}
         busy = self._busy()
@@ -264,10 +272,17 @@ class Ahead:
         if not is_stageable:
             self._given_up[job.id] = next_number(job)
             return
-        staged = Staged(next_number(job), job.num_staged + 1, backend, device.uuid or device.kind, time.time())
+        staged = Staged(
+            next_number(job),
+            job.num_staged + 1,
+            backend,
+            device.uuid or device.kind,
+            time.time(),
+            plan=self._plan_of(job),
+        )
         clear(self._layout, job)
         job = self._spool.update(job, staged=staged, num_staged=staged.start)
-        worker = _Worker(job, staged, self._plan_of(job))
+        worker = _Worker(job, staged)
         environment = worker_environment(self._layout, self._config(), job, device.uuid)
         try:
             write_adjustments(self._layout, job)
@@ -293,14 +308,14 @@ class Ahead:
             job is not None
             and job.state is State.QUEUED
             and job.staged == worker.staged
-            and self._plan_of(job) == worker.plan
+            and self._plan_of(job) == worker.staged.plan
         )
 
-    def _plan_of(self, job: Job) -> tuple[int, int]:
+    def _plan_of(self, job: Job) -> str:
         with contextlib.suppress(OSError):
             info = self._layout.job(job.id).plan_path.stat()
-            return info.st_ino, info.st_mtime_ns
-        return 0, 0
+            return f"{info.st_ino}:{info.st_mtime_ns}"
+        return ""
 
     def _is_left(self, job_id: int) -> bool:
         return self._config().jobs.on_stop == "leave" and self._runner.is_supervised(job_id)

@@ -104,12 +104,10 @@ class Selection:
             if uid not in beyond and any(map(self._is_here, jobs))
         }
         for job in self._backlog.ready(for_gpu=for_gpu, levels=self._shares.levels(here), but=beyond):
-            if not self._is_put_off(job):
+            if not self._is_put_off(job) and not self._is_ending(job.id):
                 yield job
 
     def _is_put_off(self, job: Job) -> bool:
-        if self._is_ending(job.id):
-            return True
         return self._backlog.delay_sec(job) > 0 or job.id in self._plans.numbers or self._backlog.is_short(job)
 
     def _is_here(self, job: Job) -> bool:

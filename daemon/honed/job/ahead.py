@@ -11,6 +11,8 @@ from honed.system.layout import JobLayout
 
 #: In a staged worker's environment: the number of its start.
 STAGED_VARIABLE = "HONED_STAGED"
+#: Key of the device of an attempt that ended before it had one.
+NO_DEVICE_KEY = "none"
 #: Bytes of gate.json that are read.
 MAX_BYTES = 64 * 1024
 

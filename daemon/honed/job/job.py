@@ -81,6 +81,7 @@ class Staged:
     backend: str
     device: str  #: the device that it was staged for: a GPU's uuid, or cpu
     since: float  #: seconds since the epoch
+    plan: str = ""  #: which plan.json it has read: inode and time of change
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
+from honed.job.ahead import NO_DEVICE_KEY
 from honed.job.job import Attempt, Job
 from honed.system import durable
 
@@ -121,7 +122,7 @@ class Usage:
         ended_at = attempt.ended_at
         if ended_at is None or (job.id, attempt.number) in self._counted or self._now() - ended_at > MAX_AGE_SEC:
             return
-        sec = attempt.spent_sec * max(1, job.num_gpus)
+        sec = 0.0 if attempt.device == NO_DEVICE_KEY else attempt.spent_sec * max(1, job.num_gpus)
         level = self.level(job.uid) + (sec / weight if weight is not None else 0.0)
         line: _Line = {"uid": job.uid, "level": level, "ended_at": ended_at, "sec": sec, "job": job.id}
         self._add({**line, "attempt": attempt.number})
@@ -139,7 +140,8 @@ class Usage:
             ended.append((line["ended_at"], line["sec"]))
             while line["ended_at"] - ended[0][0] > MAX_AGE_SEC:
                 ended.popleft()
-            self._recent.append(line["sec"])
+            if line["sec"]:
+                self._recent.append(line["sec"])
 
     # -- the file -----------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
-"""The resource use of this process, as the standard metrics `process_*` have it, and the machine's free memory; from
-/proc/self and /proc/meminfo, which every sandbox shows."""
+"""The resource use of this process, as the standard metrics `process_*` have it, and the memory that is left: of the
+machine, and below the limits of control groups; from /proc and /sys/fs/cgroup, which every sandbox shows."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import TypedDict
@@ -25,13 +26,35 @@ class Usage(TypedDict):
     max_fds: int
 
 
-def available_bytes() -> int:
-    """Return the memory of the machine that processes could still get; 0 if that is not known."""
+def available_bytes(group: str = "", *, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory that processes of a control group could still get; 0 if that is not known.
+
+    `group`: its path in cgroup2, where it exists; else this process's own.
+    """
+    left = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
+                left = int(line.split()[1]) * 1024
+    if not group or not (sysfs / group).is_dir():
+        group = ""
+        with contextlib.suppress(OSError):
+            lines = (proc / "self/cgroup").read_text().splitlines()
+            group = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    parts = Path(group).parts
+    return min([left, *(_left_below(sysfs.joinpath(*parts[:depth])) for depth in range(1, len(parts) + 1))])
+
+
+def _left_below(group: Path) -> int:
+    """Return what a control group's own limit leaves, very much without one; cache that can be reclaimed is free."""
+    with contextlib.suppress(OSError, ValueError):
+        limits = [(group / name).read_text().strip() for name in ("memory.max", "memory.high")]
+        limit = min((int(each) for each in limits if each != "max"), default=None)
+        if limit is not None:
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            return max(0, limit - used)
+    return sys.maxsize
 
 
 def usage() -> Usage:

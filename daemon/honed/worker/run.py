@@ -222,6 +222,8 @@ class _Story:
             self._log("warning", text)
         for level, text in chat.advice.notes(data.train.examples) if "messages" in data.train.kinds else ():
             self._log(level, text)
+        config = load.load_config(job)
+        position.check_rows(spec, config.model_type, config.to_dict(), data.longest)
         if self._gate.is_closed:
             self._pass_gate()
             started = time.time()
@@ -243,7 +245,6 @@ class _Story:
         # An adapter's wrapper of the embeddings has their weight, not their num_embeddings.
         num_embeddings = loaded.model.get_input_embeddings().weight.shape[0]
         datas.check_ids(data, chat.tokenizer, num_embeddings, job.base_model_path)
-        position.check_rows(spec, loaded.model.config.model_type, loaded.model.config.to_dict(), data.longest)
         predictor = prediction.Predictor(
             chat,
             precision,

@@ -65,7 +65,9 @@ class Place:
         return job
 
     def stage(self, job: Job) -> None:
-        staged = Staged(1, job.num_staged + 1, "transformers", "cpu", 1.0)
+        info = self.layout.job(job.id).plan_path.stat()
+        plan = f"{info.st_ino}:{info.st_mtime_ns}"
+        staged = Staged(1, job.num_staged + 1, "transformers", "cpu", 1.0, plan=plan)
         self.spool.update(job, staged=staged, num_staged=staged.start)
         environment = {STAGED_VARIABLE: str(staged.start)}
         self.runner.start(job.id, 1, staged.start, backend="transformers", environment=environment)
@@ -174,6 +176,17 @@ def test_a_unit_without_any_file_is_not_followed_twice(place: Place, monkeypatch
     monkeypatch.setattr(place.runner, "live", lambda: [Live(1, None, None)])
     place.look()
     assert (place.job().state, place.attempts.running) == (State.QUEUED, {})
+
+
+def test_a_plan_that_changed_while_honed_was_down_ends_the_worker_that_has_read_the_old_one(place: Place) -> None:
+    place.turn()
+    assert place.ahead.of(place.job()) is not None
+    durable.write(place.layout.job(1).plan_path, b"{ }")
+    place.ahead.forget(place.job())
+    place.ahead.recover()  # as another honed would
+    assert place.ahead.of(place.job()) is None
+    place.turn()
+    place.wait(lambda: place.runner.poll(1) is not None)
 
 
 def test_files_of_another_job_behind_a_link_are_not_removed(place: Place) -> None:

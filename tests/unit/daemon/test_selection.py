@@ -47,6 +47,7 @@ class Room(House):
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         super().__init__(path, config)
+        self.ending: set[int] = set()  # jobs whose staged workers are to end
         attempts: Any = _Attempts()
         nothing: Any = _Nothing()
         availability = Availability(self.spool, lambda: self.config, now=lambda: 0.0)
@@ -55,7 +56,14 @@ class Room(House):
         )  # type: ignore[arg-type]
         plans = Plans(self.spool, self.backlog, placement, nothing)
         self.selection = Selection(
-            self.spool, lambda: self.config, attempts, self.backlog, plans, placement, self.shares, lambda _id: False
+            self.spool,
+            lambda: self.config,
+            attempts,
+            self.backlog,
+            plans,
+            placement,
+            self.shares,
+            self.ending.__contains__,
         )
 
     def startable(self) -> list[int]:
@@ -109,6 +117,19 @@ def test_a_parked_job_of_a_user_who_has_used_nothing_saves_nothing_up_for_others
     fair.admit(uid=3, num_gpus=1)
     fair.startable()
     assert fair.shares.usage.level(3) == 1000.0
+    assert fair.shares.usage.level(1) == 0.0
+
+
+def test_a_user_whose_staged_worker_ends_loses_nothing_by_that(room: Made) -> None:
+    fair = room()
+    waits = fair.admit(uid=1, num_gpus=1)
+    fair.admit(uid=2, num_gpus=1)
+    fair.startable()
+    fair.use(2, 1000.0)
+    fair.ending.add(waits.id)
+    assert fair.startable() == [2]
+    fair.ending.clear()
+    assert fair.startable() == [1, 2]
     assert fair.shares.usage.level(1) == 0.0
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from honed.job.ahead import NO_DEVICE_KEY
 from honed.job.job import Attempt, Job, State
 from honed.job.usage import MAX_AGE_SEC, NUM_RECENT, TYPICAL_SEC, Usage
 
@@ -162,6 +164,13 @@ def test_the_last_attempts_tell_how_long_the_next_one_takes(path: Path, clock: C
     for number in range(1, NUM_RECENT + 3):
         usage.charge(job(number, 1000, 9000.0 if number < 3 else 40.0), 1.0)
     assert usage.typical_sec == 40.0
+
+
+def test_an_attempt_that_had_no_device_counts_for_nothing(path: Path, clock: Clock) -> None:
+    usage = begun(path, clock)
+    ended = job(1, 1000, 50.0)
+    usage.charge(replace(ended, attempts=(replace(ended.attempts[0], device=NO_DEVICE_KEY),)), 1.0)
+    assert (usage.typical_sec, usage.level(1000)) == (TYPICAL_SEC, 0.0)
 
 
 def test_a_level_is_raised_and_never_lowered(path: Path, clock: Clock) -> None:
