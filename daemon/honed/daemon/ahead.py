@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from honed.daemon.attempts import Attempts, clear, next_number, worker_environment, write_adjustments
+from honed.daemon.attempts import Attempts, Running, clear, next_number, worker_environment, write_adjustments
 from honed.daemon.placement import Placement
 from honed.job.ahead import NO_DEVICE_KEY, STAGED_VARIABLE
 from honed.job.job import Job, Staged, State
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 LOOK_INTERVAL_SEC = 1.0
 #: Seconds after which a staged job that is not among the next any more gives up its place.
 REPLACE_AFTER_SEC = 30.0
-#: Phases of a running job in which the next one may be staged: it has its data and its model.
-STEADY = frozenset({"train", "evaluate", "predict", "save", "export"})
+#: Phases of a running job in which the next one may be staged: it has its libraries and its data.
+STEADY = frozenset({"load", "audit", "mask", "baseline", "train", "evaluate", "predict", "save", "export"})
 #: Processors of a machine on which jobs are staged: one trains.
 MIN_PROCESSORS = 2
 #: Errors that are the job's own and would end it at its turn, too.
@@ -92,6 +92,12 @@ def why_not(config: JobsConfig, *, group: str = "", share: float = 1.0) -> str:
     if usage.available_bytes(group) < share * config.stage_min_available_bytes:
         return "little memory is available"
     return ""
+
+
+def _is_prepared(running: Running) -> bool:
+    """Return True if a running job has its libraries and its data: its worker was staged, or is past its own start."""
+    was_staged = running.job.attempt.staged_at is not None and running.job.attempt.num_starts == 1
+    return was_staged or running.phase in STEADY
 
 
 class Ahead:
@@ -194,6 +200,7 @@ class Ahead:
     def forget(self, job: Job) -> None:
         """Leave a job's staged worker to the attempt that has started with it."""
         self._workers.pop(job.id, None)
+        self._look_at = 0.0  # the next one can be staged
 
     def end_all(self) -> None:
         """End the workers that do not continue without honed; call it in each turn until there are none."""
@@ -244,7 +251,7 @@ class Ahead:
         keys = {
             running.job.attempt.device
             for running in self._attempts.running.values()
-            if running.job.stop is None and running.is_alive and running.phase in STEADY
+            if running.job.stop is None and running.is_alive and _is_prepared(running)
         }
         return [each for each in self._placement.all() if each.key in keys]
 
