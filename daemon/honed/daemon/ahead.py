@@ -1,40 +1,28 @@
-"""The staged workers: started ahead of their jobs' turns, while the devices are busy (see worker/gate.py).
+"""The choice of the jobs that are staged (staged.py): those that are next for a busy device.
 
-    queued ── next for a busy device ──► staged ── its turn, and a device is free ──► running, through its gate
-       ▲                                   │
-       └── cancelled, held, planned again, replaced by another, lost: its worker ends, and no attempt is used
-           (what it found wrong in the job itself is an attempt that has failed)
-
-A staged job lies in queued/, and its entry says so before the worker starts. Its turn comes by the queue's order, as
-ever: a job that comes first then starts first, staged or not. It loses its place to another one if it is not among the
-next for REPLACE_AFTER_SEC.
+A job's turn comes by the queue's order, as ever: a job that comes first then starts first, staged or not. A staged job
+loses its place to another one if it is not among the next for REPLACE_AFTER_SEC, and gives it back if it waits for
+something else by now, its worker hangs, or memory or disk space is short.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Protocol
 
-from honed.daemon.attempts import Attempts, Running, clear, next_number, worker_environment, write_adjustments
+from honed.daemon.attempts import Attempts, Running
 from honed.daemon.placement import Placement
-from honed.job.ahead import NO_DEVICE_KEY, STAGED_VARIABLE
-from honed.job.job import Job, Staged, State
+from honed.daemon.staged import StagedWorkers, Worker
+from honed.job.job import Job
 from honed.job.plan_file import PlanFile
-from honed.job.spool import Spool
-from honed.run.deadline import CANCEL_TIMEOUT_SEC, DUMP_SEC
-from honed.run.outcome import judge
-from honed.run.runner import Exit, Live, Runner
 from honed.spec.config import Config, JobsConfig
-from honed.system import untrusted, usage
+from honed.system import usage
 from honed.system.device import Device
-from honed.system.error import DatasetError, InterruptedRunError, ModelError, SpecError, said
 from honed.system.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -47,12 +35,14 @@ REPLACE_AFTER_SEC = 30.0
 STEADY = frozenset({"load", "audit", "mask", "baseline", "train", "evaluate", "predict", "save", "export"})
 #: Processors of a machine on which jobs are staged: one trains.
 MIN_PROCESSORS = 2
-#: Errors that are the job's own and would end it at its turn, too.
-OF_THE_JOB = (DatasetError, ModelError, SpecError)
+#: Seconds for which nothing is staged after memory was short.
+STEP_BACK_SEC = 300.0
+#: Bytes of disk space that must be available: encoded rows take several times the space of their text.
+MIN_FREE_DISK_BYTES = 4 * 1024**3
+#: Jobs at the front of the queue that are looked at for one that can be staged.
+MAX_LOOKS = 16
 #: Control group of the workers that are units: its limits count.
 JOBS_GROUP = "honed.slice/honed-jobs.slice"
-#: Device of an attempt that ended before it had one.
-NO_DEVICE = Device("cpu", "no device", uuid=NO_DEVICE_KEY)
 
 
 class Queue(Protocol):
@@ -60,18 +50,7 @@ class Queue(Protocol):
 
     def startable(self) -> Iterator[Job]: ...
 
-
-@dataclass
-class _Worker:
-    """One staged worker."""
-
-    job: Job  #: as it was staged
-    staged: Staged
-    kill_at: float | None = None  #: monotonic seconds; set once it was asked to end
-    unwanted_since: float | None = None
-    ended: Exit | None = None  #: kept until it is settled: the runner tells it once
-    is_told: bool = False  #: the machine's fault that keeps it from being settled was logged
-    was_killed: bool = field(default=False)
+    def is_ready(self, job_id: int) -> bool: ...
 
 
 def _is_stageable(job: Job, plan: PlanFile) -> bool:
@@ -82,15 +61,19 @@ def _is_stageable(job: Job, plan: PlanFile) -> bool:
     return spec.get("kind", "sft") == "sft" and not begins_with_trial and not spec.get("trust_remote_code")
 
 
-def why_not(config: JobsConfig, *, group: str = "", share: float = 1.0) -> str:
+def why_not(config: JobsConfig, jobs_dir: Path, *, group: str = "", share: float = 1.0) -> str:
     """Return why no worker may be staged; empty if one may. `share`: of the memory that must be available in a control
-    group."""
+    group, and of the disk space in `jobs_dir`."""
     if not config.stage_ahead:
         return "jobs.stage_ahead is off"
     if len(os.sched_getaffinity(0)) < MIN_PROCESSORS:
         return "the machine has one processor"
     if usage.available_bytes(group) < share * config.stage_min_available_bytes:
         return "little memory is available"
+    with contextlib.suppress(OSError):
+        found = os.statvfs(jobs_dir)
+        if found.f_bavail * found.f_frsize < share * MIN_FREE_DISK_BYTES:
+            return "little disk space is available"
     return ""
 
 
@@ -101,150 +84,100 @@ def _is_prepared(running: Running) -> bool:
 
 
 class Ahead:
-    """The staged workers, by job number. `clock` is monotonic seconds."""
+    """The choice of what is staged. `group`: the control group of the workers, if they have one of their own; `clock`
+    is monotonic seconds."""
 
     def __init__(
         self,
         layout: Layout,
-        spool: Spool,
+        workers: StagedWorkers,
         config: Callable[[], Config],
-        runner: Runner,
         attempts: Attempts,
         placement: Placement,
         *,
+        group: str,
         clock: Callable[[], float],
     ) -> None:
         self._layout = layout
-        self._spool = spool
+        self._workers = workers
         self._config = config
-        self._runner = runner
         self._attempts = attempts
         self._placement = placement
+        self._group = group
         self._clock = clock
-        self._workers: dict[int, _Worker] = {}
-        self._given_up: dict[int, int] = {}  # jobs not staged again for an attempt, with its number
         self._look_at = 0.0
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    @property
-    def numbers(self) -> Set[int]:
-        """The jobs whose workers are followed here."""
-        return self._workers.keys()
-
-    @property
-    def num_not_left(self) -> int:
-        """The number of staged workers that do not continue without honed."""
-        return sum(not self._is_left(number) for number in self._workers)
-
-    def is_ending(self, job_id: int) -> bool:
-        """Return True if a job's staged worker is to end: until it has, the job cannot start."""
-        worker = self._workers.get(job_id)
-        return worker is not None and not self._is_wanted(worker)
-
-    # -- steps --------------------------------------------------------------------------------------------------------
-
-    def recover(self) -> None:
-        """Take over the workers that an earlier daemon staged, by the entries."""
-        for job in list(self._spool.jobs(State.QUEUED)):
-            if job.staged is not None:
-                self._adopt(job, job.staged)
-
-    def take_over(self, live: Iterable[Live]) -> None:
-        """Take over staged workers that live and that no entry knows, to end them."""
-        for found in live:
-            if found.job_id not in self._workers and found.attempt is not None:
-                job = self._spool.job(found.job_id)
-                if job is not None and job.state is not State.RUNNING:
-                    number, start = found.attempt
-                    self._adopt(job, Staged(number, start, "", found.device or "", time.time()))
-
-    def _adopt(self, job: Job, staged: Staged) -> None:
-        if self._runner.adopt(job.id, staged.number, staged.start):
-            self._workers[job.id] = _Worker(job, staged)
-        elif job.staged is not None:
-            self._spool.update(job, staged=None)
-
-    def settle(self) -> None:
-        """Settle the staged workers that have ended, and end those that are not wanted."""
-        for number, worker in list(self._workers.items()):
-            try:
-                worker.ended = worker.ended or self._runner.poll(number)
-                if worker.ended is not None:
-                    self._settle(worker, worker.ended)
-                elif not self._is_wanted(worker):
-                    self._end(worker)
-            except Exception as problem:  # noqa: BLE001 - the others are settled all the same, and this one in the next turn
-                if not worker.is_told:
-                    log.warning("job %d (%s): its staged worker: %s", number, worker.job.name, said(problem))
-                worker.is_told = True
+        self._not_before = 0.0  # monotonic seconds
 
     def tend(self, queue: Queue, *, may_stage: bool) -> None:
         """Stage the next job, from time to time; end staged workers where memory is short."""
         now = self._clock()
-        if now < self._look_at or not (self._workers or self._attempts.running):
+        if now < self._look_at or not (len(self._workers) or self._attempts.running):
             return
         self._look_at = now + LOOK_INTERVAL_SEC
-        config, group = self._config().jobs, JOBS_GROUP if self._runner.name == "systemd" else ""
-        if why := why_not(config, group=group, share=0.5):
+        self._let_go(queue)
+        config, jobs_dir = self._config().jobs, self._layout.jobs_dir
+        if why := why_not(config, jobs_dir, group=self._group, share=0.5):
             self._step_back(why)
-        elif may_stage and not why_not(config, group=group) and all(map(self._is_ready, self._workers.values())):
+        elif may_stage and now >= self._not_before and not why_not(config, jobs_dir, group=self._group):
             self._stage_next(queue)
 
-    def of(self, job: Job) -> Staged | None:
-        """Return a job's staged worker, for its attempt; None without one."""
-        worker = self._workers.get(job.id)
-        return worker.staged if worker is not None and worker.ended is None and self._is_wanted(worker) else None
-
-    def forget(self, job: Job) -> None:
-        """Leave a job's staged worker to the attempt that has started with it."""
-        self._workers.pop(job.id, None)
-        self._look_at = 0.0  # the next one can be staged
-
-    def end_all(self) -> None:
-        """End the workers that do not continue without honed; call it in each turn until there are none."""
-        for number, worker in self._workers.items():
-            if not self._is_left(number):
-                self._end(worker)
-                self._give_back(worker)
-
-    # -- staging ------------------------------------------------------------------------------------------------------
+    def hurry(self) -> None:
+        """Look for a job to stage at once."""
+        self._look_at = 0.0
 
     def _step_back(self, why: str) -> None:
-        for worker in self._workers.values():
-            if worker.kill_at is None:
-                log.info("job %d (%s): its staged worker ends: %s", worker.job.id, worker.job.name, why)
-                self._give_up(worker)
+        for worker in self._workers:
+            if worker.asked_at is None:
+                log.info("job %d (%s): its staged worker ends: %s", worker.job_id, worker.name, why)
+                self._workers.give_back(worker)
+                self._not_before = self._clock() + STEP_BACK_SEC
 
     def _stage_next(self, queue: Queue) -> None:
         """Stage the first job without a worker that a busy device would suit, and let go of one that is late now."""
-        self._given_up = {
-            number: attempt
-            for number, attempt in self._given_up.items()
-            if (job := self._spool.job(number)) is not None and job.state in {State.QUEUED, State.HELD}
-        }
-        waiting = [worker for worker in self._workers.values() if self._is_wanted(worker)]
+        waiting = [worker for worker in self._workers if self._workers.is_wanted(worker)]
         reserved = {worker.staged.device for worker in waiting}
         busy = self._busy()
-        first = list(itertools.islice(queue.startable(), len(busy) + len(waiting)))
+        first = list(itertools.islice(queue.startable(), len(busy) + len(waiting) + MAX_LOOKS))
         self._replace(waiting, {job.id for job in first[: max(len(busy), 1)]})
+        if not all(map(self._is_waiting, self._workers)):
+            return  # one at a time: it may still need much memory
         for job in first:
-            if job.id in self._workers or self._given_up.get(job.id) == next_number(job):
+            if job.id in self._workers.numbers or self._workers.has_given_up(job):
                 continue
             device = next(
                 (each for each in busy if each.key not in reserved and self._placement.suits(job, each)), None
             )
-            if device is not None:
-                self._stage(job, device)
+            if device is None:
+                continue
+            if (backend := self._backend_of(job)) is not None:
+                self._workers.start(job, device, backend)
                 return
+            self._workers.give_up(job)
 
-    def _is_ready(self, worker: _Worker) -> bool:
-        """Return True if a worker waits: it will need no more memory before its turn."""
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            path = self._layout.job(worker.job.id).attempt(worker.staged.number).pulse_path
-            return bool(json.loads(untrusted.read_plain(path, max_bytes=4096)).get("phase") == "staged")
-        return False
+    def _backend_of(self, job: Job) -> str | None:
+        """Return the backend that a job is staged with; None if it is not to be staged."""
+        try:
+            plan = PlanFile.read(self._layout.job(job.id).plan_path)
+            if not _is_stageable(job, plan):
+                return None
+            return job.attempts[-1].backend if job.attempts and job.attempts[-1].num_starts > 1 else plan.backend.name
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None  # its turn will tell
+
+    def _let_go(self, queue: Queue) -> None:
+        """Let go of the workers whose jobs wait for something else by now, and of those that give no sign of life."""
+        limit_sec = self._config().jobs.stall_timeout_sec
+        for worker in self._workers:
+            worker.pulse.feel(self._clock())
+            if worker.asked_at is None and not queue.is_ready(worker.job_id):
+                self._workers.give_back(worker)
+            elif worker.asked_at is None and self._clock() - worker.pulse.heard_at >= limit_sec:
+                log.warning("job %d (%s): its staged worker hangs, and ends", worker.job_id, worker.name)
+                self._workers.give_back(worker, for_good=True)
+
+    def _is_waiting(self, worker: Worker) -> bool:
+        """Return True if a worker waits at its gate: it will need no more memory before its turn."""
+        return worker.pulse.phase == "staged"
 
     def _busy(self) -> list[Device]:
         """Return the devices whose jobs are past their own start, and go on."""
@@ -255,121 +188,13 @@ class Ahead:
         }
         return [each for each in self._placement.all() if each.key in keys]
 
-    def _replace(self, waiting: list[_Worker], next_ones: set[int]) -> None:
+    def _replace(self, waiting: list[Worker], next_ones: set[int]) -> None:
         now = self._clock()
         for worker in waiting:
-            if worker.job.id in next_ones:
+            if worker.job_id in next_ones:
                 worker.unwanted_since = None
             elif worker.unwanted_since is None:
                 worker.unwanted_since = now
             elif now - worker.unwanted_since >= REPLACE_AFTER_SEC:
-                log.info("job %d (%s): its staged worker ends: other jobs come first", worker.job.id, worker.job.name)
-                self._give_back(worker)
-
-    def _stage(self, job: Job, device: Device) -> None:
-        """Stage a job. Its entry says so first: a crash after that is a worker that vanished, at no cost."""
-        try:
-            plan = PlanFile.read(self._layout.job(job.id).plan_path)
-            is_stageable = _is_stageable(job, plan)
-            backend = (
-                job.attempts[-1].backend if job.attempts and job.attempts[-1].num_starts > 1 else plan.backend.name
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            is_stageable, backend = False, ""  # its turn will tell
-        if not is_stageable:
-            self._given_up[job.id] = next_number(job)
-            return
-        staged = Staged(
-            next_number(job),
-            job.num_staged + 1,
-            backend,
-            device.uuid or device.kind,
-            time.time(),
-            plan=self._plan_of(job),
-        )
-        clear(self._layout, job)
-        job = self._spool.update(job, staged=staged, num_staged=staged.start)
-        worker = _Worker(job, staged)
-        environment = worker_environment(self._layout, self._config(), job, device.uuid)
-        try:
-            write_adjustments(self._layout, job)
-            self._runner.start(
-                job.id,
-                staged.number,
-                staged.start,
-                backend=backend,
-                environment={**environment, STAGED_VARIABLE: str(staged.start)},
-            )
-        except OSError as problem:
-            log.warning("job %d (%s): cannot be staged: %s", job.id, job.name, problem)
-            self._give_up(worker)
-            return
-        self._workers[job.id] = worker
-        log.info("job %d (%s): staged for %s: its worker prepares, and waits for it", job.id, job.name, device.name)
-
-    # -- ends ---------------------------------------------------------------------------------------------------------
-
-    def _is_wanted(self, worker: _Worker) -> bool:
-        job = self._spool.job(worker.job.id)
-        return (
-            job is not None
-            and job.state is State.QUEUED
-            and job.staged == worker.staged
-            and self._plan_of(job) == worker.staged.plan
-        )
-
-    def _plan_of(self, job: Job) -> str:
-        with contextlib.suppress(OSError):
-            info = self._layout.job(job.id).plan_path.stat()
-            return f"{info.st_ino}:{info.st_mtime_ns}"
-        return ""
-
-    def _is_left(self, job_id: int) -> bool:
-        return self._config().jobs.on_stop == "leave" and self._runner.is_supervised(job_id)
-
-    def _end(self, worker: _Worker) -> None:
-        """Ask a worker to end, and kill it if it does not."""
-        now = self._clock()
-        if worker.kill_at is None:
-            worker.kill_at = now + CANCEL_TIMEOUT_SEC
-            self._runner.stop(worker.job.id)
-        elif now >= worker.kill_at:
-            worker.kill_at = now + DUMP_SEC
-            self._runner.kill(worker.job.id, shim_too=worker.was_killed)
-            worker.was_killed = True
-
-    def _give_back(self, worker: _Worker) -> None:
-        """Take the worker out of its job's entry: it ends, and the job may be staged again."""
-        job = self._spool.job(worker.job.id)
-        if job is not None and job.staged == worker.staged:
-            self._spool.update(job, staged=None)
-
-    def _give_up(self, worker: _Worker) -> None:
-        """Do not stage a job again before its next attempt."""
-        self._given_up[worker.job.id] = worker.staged.number
-        self._give_back(worker)
-
-    def _settle(self, worker: _Worker, ended: Exit) -> None:
-        """Settle a worker that has ended at its gate, or before it."""
-        job = self._spool.job(worker.job.id)
-        if job is None or not self._is_wanted(worker):
-            self._give_back(worker)
-            del self._workers[worker.job.id]
-            return
-        outcome = judge(self._layout.job(job.id).attempt(worker.staged.number).result_path, ended)
-        if outcome.phase and isinstance(outcome.error, OF_THE_JOB):  # it said so itself
-            log.info("job %d (%s): its staged worker found an error", job.id, job.name)
-            running = self._attempts.start(job, NO_DEVICE, worker.staged.backend, worker.staged)
-            running.ended = ended
-        else:
-            level = logging.INFO if outcome.code == InterruptedRunError.code else logging.WARNING
-            why = outcome.error.message if outcome.error is not None else "it did not wait"
-            log.log(
-                level,
-                "job %d (%s): its staged worker has ended, and the job starts at its turn: %s",
-                job.id,
-                job.name,
-                why,
-            )
-            self._give_up(worker)
-        del self._workers[worker.job.id]
+                log.info("job %d (%s): its staged worker ends: other jobs come first", worker.job_id, worker.name)
+                self._workers.give_back(worker)

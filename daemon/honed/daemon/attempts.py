@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 MAX_UNREAD = 60
 #: Unforeseen failures in one job's steps, before the job is settled by its exit status alone.
 MAX_FAILED_STEPS = 5
+#: Stages of a staged worker before it waits at its gate.
+BEFORE_GATE = frozenset({"starting", "prepare", "data"})
 #: Errors that keep a worker from starting although its job and its program are in order.
 MACHINE_ERRNOS = durable.MACHINE_ERRNOS | {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
@@ -174,6 +176,18 @@ class Running:
         self.ended = self.ended or self._runner.poll(self.job.id)
         return self.ended
 
+    def ended_at_gate(self, ended: Exit) -> bool:
+        """Return True if its staged worker ended before it could use the device, and found nothing wrong in the job."""
+        attempt = self.job.attempt
+        if attempt.staged_at is None or attempt.num_starts > 1 or self.job.stop is not None:
+            return False
+        was_early = ended.ended is not None and attempt.began.since(ended.ended) > 0
+        stage, has_vanished = self.following.narrator.stage, ended.status is None and ended.signal is None
+        if not was_early and stage != "staged" and not (has_vanished and stage in BEFORE_GATE):
+            return False
+        result_path = self._layout.job(self.job.id).attempt(attempt.number).result_path
+        return not is_of_job(judge(result_path, ended, is_readable=self._num_failed_steps < MAX_FAILED_STEPS))
+
     def conclude(self, ended: Exit, *, is_stopping: bool) -> Outcome | None:
         """Return the outcome of the attempt; None if it goes on with another backend. `is_stopping`: honed ends."""
         self.following.sync(self.job)
@@ -230,6 +244,11 @@ class Running:
         with contextlib.suppress(sqlite3.Error):  # recorded when the job is adopted, or caught up with
             self.following.tell_fallback(self.job)
         self._launch_again()
+
+
+def is_of_job(outcome: Outcome) -> bool:
+    """Return True if a worker said that the job itself is in error, which would end it at its turn, too."""
+    return bool(outcome.phase) and isinstance(outcome.error, error.DatasetError | error.ModelError | error.SpecError)
 
 
 def worker_environment(layout: Layout, config: Config, job: Job, gpu_uuid: str | None) -> dict[str, str]:
@@ -444,6 +463,9 @@ class Attempts:
         if (ended := running.poll()) is None:
             return None
         is_counted = running.following.read_rest(running.job)
+        if running.ended_at_gate(ended):
+            self._not_now(running, NotNowError("its staged worker ended before it used the device"), has_run=True)
+            return None
         outcome = running.conclude(ended, is_stopping=self.is_stopping)
         return self._settle(running, outcome, is_counted=is_counted) if outcome is not None else None
 
@@ -457,12 +479,13 @@ class Attempts:
         failure = error.EnvironmentInvalidError(f"the worker cannot be started: {problem}", hint="see honectl doctor")
         return self._settle(running, Outcome(failure.code, failure))
 
-    def _not_now(self, running: Running, problem: OSError) -> None:
-        """Put back a job whose worker was not started; remove the attempt, unless its first start did run."""
+    def _not_now(self, running: Running, problem: OSError, *, has_run: bool = False) -> None:
+        """Put back a job whose worker was not started; remove the attempt, unless its first start did run, or this one
+        wrote events (`has_run`)."""
         job = running.job
         attempts = job.attempts[:-1]
-        if job.attempt.num_starts > 1:  # the first start of the attempt did run
-            took_sec = running.deadlines.took_sec(None)
+        if job.attempt.num_starts > 1 or has_run:
+            took_sec = running.deadlines.took_sec(running.ended)
             attempts = job.with_attempt(ended_at=time.time(), outcome="interrupted", took_sec=took_sec).attempts
         if job.stop is Stop.CANCEL:
             job = self._spool.move(job, State.CANCELLED, attempts=attempts, outcome="cancelled", stop=None)

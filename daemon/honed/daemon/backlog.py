@@ -96,6 +96,11 @@ class Backlog:
             if (following := next(places[uid], None)) is not None:
                 heappush(heap, (self._shares.turn(following, level[uid]), following, uid))
 
+    def is_ready(self, job_id: int) -> bool:
+        """Return True if a job waits for nothing but a device."""
+        self.look_again()
+        return job_id in self._places
+
     def first_ones(self, number: int) -> dict[int, list[Job]]:
         """Return the first jobs of each user that wait for nothing but a device, so many of each kind at most."""
         found: dict[int, list[Job]] = {}

@@ -20,6 +20,7 @@ from honed.daemon.placement import Placement
 from honed.daemon.plans import Plans
 from honed.daemon.preempting import Preempting
 from honed.daemon.shares import Shares
+from honed.daemon.staged import StagedWorkers
 from honed.job import unstage
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
@@ -56,9 +57,8 @@ class Selection:
         plans: Plans,
         placement: Placement,
         shares: Shares,
-        is_ending: Callable[[int], bool],
+        staged: StagedWorkers,
     ) -> None:
-        """`is_ending`: True for a job whose staged worker is to end, before which it cannot start."""
         self._spool = spool
         self._config = config
         self._attempts = attempts
@@ -66,7 +66,7 @@ class Selection:
         self._plans = plans
         self._placement = placement
         self._shares = shares
-        self._is_ending = is_ending
+        self._staged = staged
         self._waiting: set[int] = set()  # jobs whose wait for a GPU was logged
 
     @property
@@ -79,8 +79,10 @@ class Selection:
         """Return the job to start on a free device, in the order of `Shares`."""
         self._backlog.look_again()
         with_device = [wants_gpu for wants_gpu in (True, False) if self._placement.is_any_free(wants_gpu)]
-        for job in self._startable(with_device):
+        for job in self._startable(with_device, with_ending=True):
             if (free := self._placement.free_device(job)) is not None:
+                if self._staged.is_ending(job.id):
+                    break  # its turn has come: it starts in a moment
                 if self._placement.holds_on(job, free):
                     return job, free
                 if not self._plans.has_room:
@@ -96,7 +98,18 @@ class Selection:
         self._backlog.look_again()
         return self._startable((True, False))
 
-    def _startable(self, for_gpu: Iterable[bool]) -> Iterator[Job]:
+    def is_ready(self, job_id: int) -> bool:
+        """Return True if a job waits for nothing but a device."""
+        return self._backlog.is_ready(job_id)
+
+    def could_start(self, job: Job) -> bool:
+        """Return True if a job would start now if a device were free."""
+        is_closed = self._spool.is_paused or training.is_missing()
+        return not is_closed and any(each.id == job.id for each in self._startable((True, False), with_ending=True))
+
+    def _startable(self, for_gpu: Iterable[bool], *, with_ending: bool = False) -> Iterator[Job]:
+        """Yield the jobs that wait for nothing but a device. `with_ending`: and for nothing but the end of their staged
+        workers."""
         beyond = {uid for uid in self._backlog.first_ones(1) if self._shares.obstacle(uid)}
         here = {
             uid
@@ -104,7 +117,8 @@ class Selection:
             if uid not in beyond and any(map(self._is_here, jobs))
         }
         for job in self._backlog.ready(for_gpu=for_gpu, levels=self._shares.levels(here), but=beyond):
-            if not self._is_put_off(job) and not self._is_ending(job.id):
+            is_late = self._staged.is_stuck(job.id) or (not with_ending and self._staged.is_ending(job.id))
+            if not is_late and not self._is_put_off(job):
                 yield job
 
     def _is_put_off(self, job: Job) -> bool:
@@ -178,6 +192,7 @@ class Dispatch:
         placement: Placement,
         fence: Fence,
         shares: Shares,
+        staged: StagedWorkers,
         ahead: Ahead,
         *,
         unfinished: Callable[[], Iterable[Job]],
@@ -195,9 +210,10 @@ class Dispatch:
         self._free_since: float | None = None
         self.placement = placement
         self.fence = fence
-        self.ahead = ahead
+        self.staged = staged
+        self._ahead = ahead
         self.plans = Plans(spool, backlog, placement, acceptance)
-        self.selection = Selection(spool, config, attempts, backlog, self.plans, placement, shares, ahead.is_ending)
+        self.selection = Selection(spool, config, attempts, backlog, self.plans, placement, shares, staged)
         self._preempting = Preempting(spool.layout, config, attempts, placement, shares, self.selection)
 
     def patience(self) -> float:
@@ -205,7 +221,7 @@ class Dispatch:
         waits = [self.placement.availability.next_change(self.placement.all())]
         if self.fence.fault:
             waits.append(RETRY_SEC)
-        if self._attempts.running or len(self.ahead):
+        if self._attempts.running or len(self.staged):
             waits.append(self._config().jobs.poll_interval_sec)
         if self._backlog.num_queued and not self._spool.is_paused:
             waits.append(self.placement.probe_interval_sec)
@@ -217,8 +233,8 @@ class Dispatch:
         """Take up the queue, and the use of the devices as far as it was not counted. Raises OSError."""
         self._shares.recover(self._spool.all_jobs().values())
         self._backlog.recover()
-        self.ahead.recover()
-        self.ahead.take_over(self.fence.staged)
+        self.staged.recover()
+        self.staged.take_over(self.fence.staged)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -266,9 +282,9 @@ class Dispatch:
         """Compare entries and live workers at intervals, and adopt the workers that no entry knew of."""
         if self.fence.is_due:
             self._attempts.check_entries()
-            for job in self.fence.look({*self._attempts.running, *self.ahead.numbers}):
+            for job in self.fence.look({*self._attempts.running, *self.staged.numbers}):
                 self._attempts.adopt(job)
-            self.ahead.take_over(self.fence.staged)
+            self.staged.take_over(self.fence.staged)
 
     def start_next(self) -> None:
         """Start what can be started; nothing while it is not known which workers live."""
@@ -286,12 +302,12 @@ class Dispatch:
 
     def settle_staged(self) -> None:
         """Settle the staged workers that have ended."""
-        self.ahead.settle()
+        self.staged.settle(self.selection.could_start)
 
     def stage_next(self) -> None:
         """Have the jobs that are next prepare while the devices are busy."""
         may_stage = not (self._is_stopping() or self._spool.is_paused or self.fence.fault or training.is_missing())
-        self.ahead.tend(self.selection, may_stage=may_stage)
+        self._ahead.tend(self.selection, may_stage=may_stage)
 
     def _must_wait_for_arrivals(self) -> bool:
         """Return True if an arrival that is being accepted may be more urgent than the job that could start now."""
@@ -311,9 +327,12 @@ class Dispatch:
                 job, InternalError(f"its plan cannot be read: {said(error)}", hint="submit the job again")
             )
         else:
-            staged = self.ahead.of(job)
+            staged = self.staged.of(job)
+            if staged is None and job.id in self.staged.numbers:
+                return  # its worker has ended a moment ago: settled in the next pass
             self._attempts.start(job, free, staged.backend if staged is not None else backend, staged)
-            self.ahead.forget(job)  # last: until it runs, its worker is ours to end
+            self.staged.forget(job)  # last: until it runs, its worker is ours to end
+            self._ahead.hurry()
 
     def _backend_of(self, job: Job) -> str:
         """Return the backend that loads the base. Raises OSError, ValueError, KeyError or TypeError for a bad plan."""

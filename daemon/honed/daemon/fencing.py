@@ -81,7 +81,7 @@ class Fence:
         number = live.attempt[0] if live.attempt is not None else None
         if job is not None and job.state is State.RUNNING and number in {None, job.attempt.number}:
             return None if is_known else job
-        if live.is_staged:
+        if live.is_staged or (live.attempt is None and job is not None and _may_wait(job)):
             self.staged.append(live)
             return None
         if job is not None and job.state.is_final and number in {None, *(each.number for each in job.attempts)}:
@@ -95,6 +95,11 @@ class Fence:
             extra=about(rebuilt, ENTRY_DAMAGED, attempt=rebuilt.attempt.number),
         )
         return rebuilt
+
+
+def _may_wait(job: Job) -> bool:
+    """Return True if a worker of a job of which nothing else is known was staged: the job has not begun."""
+    return job.state in {State.QUEUED, State.HELD} and job.num_staged > 0
 
 
 def _entry_of(files: JobLayout, job: Job | None, live: Live) -> Job:

@@ -27,7 +27,7 @@ from typing import Any
 
 from honed import __version__
 from honed.daemon import verbs
-from honed.daemon.ahead import Ahead
+from honed.daemon.ahead import JOBS_GROUP, Ahead
 from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
 from honed.daemon.availability import Availability
@@ -42,6 +42,7 @@ from honed.daemon.publishing import Publishing
 from honed.daemon.rebuild import catch_up, rebuild, tend
 from honed.daemon.shares import Shares
 from honed.daemon.signals import Configuration, Shutdown
+from honed.daemon.staged import StagedWorkers
 from honed.daemon.status import Status
 from honed.daemon.verbs import Answers
 from honed.daemon.wake import Wake
@@ -117,8 +118,10 @@ class Daemon:
         placement = Placement(
             layout, in_force, self._attempts, Availability(self._spool, in_force, now=now), probe=probe, clock=clock
         )
-        ahead = Ahead(layout, self._spool, in_force, runner, self._attempts, placement, clock=clock)
-        self._shutdown = Shutdown(self._attempts, ahead, in_force, drain=drain)
+        staged = StagedWorkers(layout, self._spool, in_force, runner, self._attempts, clock=clock)
+        group = JOBS_GROUP if systemd is not None else ""
+        ahead = Ahead(layout, staged, in_force, self._attempts, placement, group=group, clock=clock)
+        self._shutdown = Shutdown(self._attempts, staged, in_force, drain=drain)
         self._backlog = Backlog(self._spool, self._database, shares, has_room=self._attempts.has_room, clock=clock)
         self._dispatch = Dispatch(
             self._spool,
@@ -129,6 +132,7 @@ class Daemon:
             placement,
             Fence(self._spool, runner, clock=clock, interval=lambda: in_force().spool.rescan_interval_sec),
             shares,
+            staged,
             ahead,
             unfinished=self._unfinished,
             is_stopping=lambda: self._shutdown.is_asked,
@@ -237,7 +241,8 @@ class Daemon:
     def _is_over(self) -> bool:
         if self._shutdown.is_asked or self._attempts.running:
             return self._shutdown.is_over
-        return self._shutdown.is_drain and self._intake.is_empty and self._backlog.all_wait_for_a_person()
+        is_idle = self._intake.is_empty and not len(self._dispatch.staged) and self._backlog.all_wait_for_a_person()
+        return self._shutdown.is_drain and is_idle
 
     # -- start and end ------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from honed.daemon.attempts import Attempts
 from honed.daemon.availability import ALL, Availability
 from honed.daemon.fencing import UNKNOWN_DEVICE
+from honed.job.ahead import NO_DEVICE_KEY
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile
 from honed.job.progress import together
@@ -125,7 +126,7 @@ class Placement:
         known = {found.key: found for found in self.all()}
         for job_id, running in self._attempts.running.items():
             key = running.job.attempt.device or UNKNOWN_DEVICE
-            if key != UNKNOWN_DEVICE:
+            if key not in {UNKNOWN_DEVICE, NO_DEVICE_KEY}:
                 found = known.get(key) or Device("cuda", key, uuid=key)
                 if (reason := self.availability.why_vacate(found)) is not None:
                     yield job_id, reason

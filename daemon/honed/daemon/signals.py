@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from honed.daemon.ahead import Ahead
 from honed.daemon.attempts import Attempts
+from honed.daemon.staged import StagedWorkers
 from honed.job.job import Stop
 from honed.spec import config
 from honed.spec.config import Config
@@ -54,9 +54,9 @@ class Configuration:
 class Shutdown:
     """The end of honed: when a signal asks for it, or with `--drain` when no work is left."""
 
-    def __init__(self, attempts: Attempts, ahead: Ahead, config: Callable[[], Config], *, drain: bool) -> None:
+    def __init__(self, attempts: Attempts, staged: StagedWorkers, config: Callable[[], Config], *, drain: bool) -> None:
         self._attempts = attempts
-        self._ahead = ahead
+        self._staged = staged
         self._config = config
         self._drain = drain
         self.is_asked = False
@@ -70,7 +70,7 @@ class Shutdown:
     def is_over(self) -> bool:
         """True if honed was asked to end, and every worker that still lives continues without it."""
         is_left = all(self._is_left(job_id) for job_id in self._attempts.running)
-        return self.is_asked and is_left and not self._ahead.num_not_left
+        return self.is_asked and is_left and not self._staged.num_not_left
 
     def ask(self) -> None:
         """Begin to end."""
@@ -84,7 +84,7 @@ class Shutdown:
         """Stop the workers that do not continue. Call it in each turn: a full disk may prevent it for one of them."""
         for job_id in self._not_left():
             self._attempts.stop(job_id, Stop.SHUTDOWN)
-        self._ahead.end_all()
+        self._staged.end_all()
 
     def _not_left(self) -> list[int]:
         return [job_id for job_id in self._attempts.running if not self._is_left(job_id)]

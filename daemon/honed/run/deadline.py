@@ -54,7 +54,7 @@ class Pulse:
             learned_sec = told.get("limit_sec")
             is_number = isinstance(learned_sec, int | float) and learned_sec > 0
             self.phase, self.learned_sec = str(told.get("phase", ""))[:32], learned_sec if is_number else None
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError):
             return  # there is no pulse file yet, or it is being written
 
     def last_beat(self) -> Moment | None:

@@ -68,7 +68,7 @@ class ProcessRunner:
             )
         self._children[job_id] = _Child(attempt, start, process)
 
-    def adopt(self, job_id: int, number: int, start: int) -> bool:
+    def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:  # noqa: ARG002
         attempt = self._layout.job(job_id).attempt(number)
         durable.make_dir(attempt.dir)
         self._children[job_id] = _Child(attempt, start, None)

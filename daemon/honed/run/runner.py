@@ -63,8 +63,9 @@ class Runner(Protocol):
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
         """Start the worker of an attempt. Raises OSError if it cannot start, NotNowError if it may later."""
 
-    def adopt(self, job_id: int, number: int, start: int) -> bool:
-        """Take over a worker that an earlier daemon started, or was about to; False if it certainly never started."""
+    def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:
+        """Take over a worker that an earlier daemon started, or was about to; False if it certainly never started.
+        `is_staged`: it waits, or will, at its gate."""
 
     def live(self) -> list[Live]:
         """Return all workers of this instance that live, whoever started them. Raises OSError if that is not known."""

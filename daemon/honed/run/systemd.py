@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from honed.job.ahead import STAGED_VARIABLE
 from honed.run.jobunit import Start, read
 from honed.run.process import ProcessRunner
 from honed.run.runner import (
@@ -94,7 +95,7 @@ class SystemdRunner:
             self._forget(job_id)
             raise NotNowError(f"systemd did not start {unit_name(job_id)}: {error}") from error
 
-    def adopt(self, job_id: int, number: int, start: int) -> bool:
+    def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:
         job = self._layout.job(job_id)
         attempt = job.attempt(number)
         try:
@@ -103,7 +104,8 @@ class SystemdRunner:
         except (OSError, ValueError):
             is_ours = False
         if not is_ours and self._goes_on(job_id):  # start.json is damaged; the end of the unit needs a whole one
-            Start(number, start, "", {}, self._watchdog_sec(), self._stop_timeout_sec()).write(job)
+            waits = {STAGED_VARIABLE: str(start)} if is_staged else {}
+            Start(number, start, "", waits, self._watchdog_sec(), self._stop_timeout_sec()).write(job)
             is_ours = True
         has_run = bool(read_lock_record(attempt, start)) or read_exit_record(attempt, start) is not None
         if not is_ours:
@@ -111,7 +113,7 @@ class SystemdRunner:
             return has_run and self._processes.adopt(job_id, number, start)
         if not has_run and self._is_over(job_id):
             return False
-        self._units[job_id] = _Unit(attempt, start, asked_at=self._clock())
+        self._units[job_id] = _Unit(attempt, start, asked_at=self._clock() - ASK_INTERVAL_SEC)  # ask at once
         return True
 
     def live(self) -> list[Live]:

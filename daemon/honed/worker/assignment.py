@@ -10,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 
 from honed.check.policy import Named, check_granted, inputs
-from honed.inputs import hubdata
+from honed.inputs import datadir, hubdata
 from honed.job import out_of_memory
 from honed.job.job import Adjustment
 from honed.job.plan_file import Grant, PlanFile, Precision
 from honed.spec.spec import JobSpec
-from honed.system.error import InternalError, said
+from honed.system.error import DatasetError, InternalError, said
 from honed.system.layout import AttemptLayout, JobLayout
 
 
@@ -55,6 +55,21 @@ class Assignment:
         adapter = Path(self.spec.adapter) if self.spec.adapter else None
         for named in inputs(self.spec, self.base_model_path, adapter):
             self.check_read(named)
+
+    def files(self) -> list[Path]:
+        """Return the files that are read when the run begins: all inputs but media. A directory that is missing, or has
+        no data files, stands for itself: the run will tell."""
+        found = [self.layout.plan_path]
+        adapter = Path(self.spec.adapter) if self.spec.adapter else None
+        for each in inputs(self.spec, self.base_model_path, adapter):
+            if each.error is not DatasetError:
+                found += [each.path, *(path for path in each.path.glob("*") if path.is_file())]
+        for dataset in (*self.spec.datasets, *self.spec.eval_datasets):
+            try:
+                found += datadir.files_of(dataset)
+            except (OSError, DatasetError):
+                found.append(dataset.place)
+        return found
 
     def check_read(self, named: Named) -> None:
         if self._grant is not None:

@@ -4,19 +4,24 @@
 
 Before the gate a worker imports, reads and encodes its data; nothing there may initialise CUDA, so the device can still
 be another one of the same kind than the one that it was staged for. A worker that starts at its job's turn has no gate.
+
+Hours may pass at the gate. If a file that was read before it changes meanwhile, the worker begins again, in place: the
+process executes itself, before its turn as a staged worker and after it as one that was not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
+from typing import NoReturn
 
-from honed.job.ahead import STAGED_VARIABLE, Pass
-from honed.system import usage
+from honed.job.ahead import MAX_BYTES, STAGED_VARIABLE, Pass
+from honed.system import untrusted, usage
 from honed.system.error import InterruptedRunError
 from honed.system.layout import JobLayout
 
@@ -24,6 +29,8 @@ from honed.system.layout import JobLayout
 LOOK_INTERVAL_SEC = 0.05
 #: Seconds between looks at it while the worker still prepares: its turn may come before it is ready.
 HURRY_INTERVAL_SEC = 0.5
+#: Seconds between looks at the files that were read before the gate.
+FILES_INTERVAL_SEC = 15.0
 #: Nice value, 0 to 19, of a staged worker's session, where the kernel groups processes by session (sched(7)). It can
 #: return to 0 without a privilege, which a process's own nice value cannot.
 SESSION_NICE = 19
@@ -46,13 +53,20 @@ class Gate:
         environment: MutableMapping[str, str] = os.environ,
         *,
         beat: Callable[[], None] = lambda: None,
+        again: Callable[[Mapping[str, str]], NoReturn] | None = None,
     ) -> None:
-        """Prepare the gate. `beat` is called while the worker waits, and may raise to end it."""
+        """Prepare the gate. `beat` is called while the worker waits, and may raise to end it. `again` begins the
+        process again, with this environment."""
         start = environment.pop(STAGED_VARIABLE, "")
         self._path = job.gate_path
         self._wanted = (attempt, int(start)) if start else None
+        self._staged = {STAGED_VARIABLE: start}
         self._environment = environment
         self._beat = beat
+        self._again = again or _execute
+        self._paths: list[Path] = []
+        self._seen: Mapping[Path, tuple[int, ...]] = {}  # as the files were when they were read
+        self._changed: Mapping[Path, tuple[int, ...]] = {}  # as they were at the last look, if they had changed
         if self.is_closed:
             environment[NVML_CHECK] = "1"
             _be_nice(SESSION_NICE)
@@ -66,6 +80,7 @@ class Gate:
 
     def wait(self) -> None:
         """Wait until the device is free, and take its environment. Raises what `beat` raises."""
+        look_at = 0.0
         while self.is_closed:
             self._beat()
             self._check_wanted()
@@ -74,8 +89,32 @@ class Gate:
                 self._wanted = None
                 _be_nice(0)
                 _set_oom_score_adj(self._oom_score_adj)
+                self._check_files({})
+            elif time.monotonic() >= look_at:
+                self._check_files(self._staged)
+                look_at = time.monotonic() + FILES_INTERVAL_SEC
             else:
                 time.sleep(LOOK_INTERVAL_SEC)
+
+    def watch(self, paths: Iterable[Path]) -> None:
+        """Note the files that are read from now on: they must stay as they are."""
+        if self.is_closed:
+            self._paths = list(paths)
+            self._seen = _identities(self._paths)
+
+    def _check_files(self, staged: Mapping[str, str]) -> None:
+        """Begin again if a file has changed that was read; `staged`: the variables of a worker that waits again. As
+        long as it waits it begins again only when the files have not changed for a while."""
+        now = _identities(self._paths)
+        changed = sorted(path for path in {*now, *self._seen} if now.get(path) != self._seen.get(path))
+        is_over = not staged or now == self._changed
+        self._changed = now
+        if changed and is_over:
+            print(f"{changed[0]} has changed: the worker begins again", file=sys.stderr, flush=True)
+            self._wanted = None
+            _be_nice(0)
+            _set_oom_score_adj(self._oom_score_adj)
+            self._again({**self._environment, **staged})
 
     def _hurry(self) -> None:
         """Yield to other work no longer once the device waits for this worker."""
@@ -90,11 +129,34 @@ class Gate:
             raise InterruptedRunError("the job was removed")
 
     def _pass(self) -> Pass | None:
-        with contextlib.suppress(OSError, ValueError):
-            found = Pass.from_json(self._path.read_bytes())
+        """Return the pass of this start, if honed wrote it: the job's user may write into its directory, too."""
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            owner = self._path.with_name("plan.json").stat().st_uid
+            with open(untrusted.open_plain(self._path, num_names=1), "rb") as file:  # noqa: PTH123 - a descriptor
+                if os.fstat(file.fileno()).st_uid != owner:
+                    return None
+                found = Pass.from_json(file.read(MAX_BYTES))
             if (found.number, found.start) == self._wanted:
                 return found
         return None
+
+
+def _identities(paths: Iterable[Path]) -> dict[Path, tuple[int, ...]]:
+    """Return what tells each file's content from another without reading it; without files that are not there."""
+    found: dict[Path, tuple[int, ...]] = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            info = path.stat()
+            found[path] = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+    return found
+
+
+def _execute(environment: Mapping[str, str]) -> NoReturn:
+    """Execute this process's program again."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], dict(environment))
 
 
 def _be_nice(value: int) -> bool:

@@ -184,6 +184,7 @@ class _Story:
         if attempt > 1 and resumed is None:
             events.emit("started_over", reason="damaged" if set_aside else "no checkpoint")
         progress = resumed.progress if resumed else checkpoint.Progress()
+        self._gate.watch(job.files())
         job.check_inputs()
         backend = load.choose(job.backend)
         tracker.prepare(job)
@@ -197,8 +198,8 @@ class _Story:
             backend.import_libraries()
             if not (self._gate.is_closed and imports.asks_device(job)):
                 import honed.worker.train.watched  # noqa: F401 - TRL and peft
-        for name in examiner.named_metrics(spec):
-            score.find(name)  # the administrator's metric may fail to load
+        if not self._gate.is_closed:
+            self._load_metrics(job)
 
         self._stage("data")
         from honed.worker.rows import data as datas
@@ -227,6 +228,8 @@ class _Story:
         if self._gate.is_closed:
             self._pass_gate()
             started = time.time()
+            job.check_inputs()
+            self._load_metrics(job)
 
         with imports.quick():
             from honed.worker.train import losscheck, usage
@@ -380,6 +383,11 @@ class _Story:
             else:
                 self._log("warning", f"{left}, left by an earlier run of this job, cannot be removed: {problem}")
         shutil.rmtree(job.rows_dir, ignore_errors=True)  # no later attempt needs them
+
+    def _load_metrics(self, job: Assignment) -> None:
+        """Load the administrator's metrics that the job names, which may fail; they could use the device."""
+        for name in examiner.named_metrics(job.spec):
+            score.find(name)
 
     def _pass_gate(self) -> None:
         """Wait for the device, if this worker was staged."""

@@ -1,200 +1,126 @@
-"""Staged workers where something fails: none is lost, followed twice, or left to keep its job from starting."""
+"""The choice of what is staged: what is next for a busy device, one at a time, and nothing that cannot start."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from honed.daemon.ahead import Ahead
-from honed.daemon.attempts import Attempts, clear
-from honed.daemon.fencing import Fence
-from honed.daemon.placement import Placement
-from honed.job.ahead import STAGED_VARIABLE, Pass
-from honed.job.database import Database
-from honed.job.job import Job, Staged, State
-from honed.job.spool import Spool
-from honed.run.process import ProcessRunner
-from honed.run.runner import Live
+from honed.daemon.ahead import LOOK_INTERVAL_SEC, REPLACE_AFTER_SEC, STEP_BACK_SEC, Ahead
+from honed.job.job import Job
 from honed.spec.config import Config
-from honed.system import durable
+from honed.system import usage
 from honed.system.device import cpu
 from honed.system.layout import Layout
-
-DEADLINE_SEC = 120.0
-SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+from unit.daemon.test_staged import Place
 
 
-class Place:
-    """An instance whose job 1 has a staged worker; its loop is turned by hand."""
+class _Queue:
+    """Jobs in the order in which they start."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def startable(self) -> Iterator[Job]:
+        return iter(self.jobs)
+
+    def is_ready(self, job_id: int) -> bool:
+        return any(job.id == job_id for job in self.jobs)
+
+
+class _Placement:
+    """One device, that suits all jobs."""
+
+    def all(self) -> list[Any]:
+        return [cpu()]
+
+    def suits(self, _job: Job, _device: Any) -> bool:
+        return True
+
+
+class Chooser(Place):
+    """An instance with a queue of which job 1 is staged."""
 
     def __init__(self, path: Path) -> None:
-        self.layout, self.now = Layout(path), 0.0
-        self.spool = Spool(self.layout)
-        self.spool.recover()
-        durable.make_dir(self.layout.state_dir)
-        self.database = Database(self.layout.database_path)
-        self.runner = ProcessRunner(self.layout, command=SLEEP)
-        config = Config()
-        self.attempts = Attempts(self.layout, config, self.spool, self.database, self.runner)
-        placement: Any = None
+        super().__init__(path)
+        self.config = Config.model_validate({"jobs": {"stage_ahead": True, "stage_min_available_bytes": 0}})
+        self.queue = _Queue()
+        self.queue.jobs = [self.job()]
+        attempts: Any = self.attempts
+        placement: Any = _Placement()
         self.ahead = Ahead(
-            self.layout, self.spool, lambda: config, self.runner, self.attempts, placement, clock=lambda: self.now
+            Layout(path), self.staged, lambda: self.config, attempts, placement, group="", clock=lambda: self.now
         )
-        self.fence = Fence(self.spool, self.runner, clock=lambda: self.now, interval=lambda: 30.0)
-        assert Placement
-        self.stage(self.add(1))
 
-    def add(self, number: int) -> Job:
-        files = self.layout.job(number)
-        durable.make_dir(files.dir)
-        files.plan_path.write_text("{}")
-        durable.finish(self.spool.adding(Job(number, f"j{number}", 1.0, "a.json", 4321, str(files.output_dir))))
-        return self.job(number)
+    def tend(self, after_sec: float = LOOK_INTERVAL_SEC) -> None:
+        self.now += after_sec
+        self.ahead.tend(self.queue, may_stage=True)
 
-    def job(self, number: int = 1) -> Job:
-        job = self.spool.job(number)
-        assert job is not None
-        return job
-
-    def stage(self, job: Job) -> None:
-        info = self.layout.job(job.id).plan_path.stat()
-        plan = f"{info.st_ino}:{info.st_mtime_ns}"
-        staged = Staged(1, job.num_staged + 1, "transformers", "cpu", 1.0, plan=plan)
-        self.spool.update(job, staged=staged, num_staged=staged.start)
-        environment = {STAGED_VARIABLE: str(staged.start)}
-        self.runner.start(job.id, 1, staged.start, backend="transformers", environment=environment)
-        self.ahead.recover()  # as another honed would
-        self.wait(lambda: "worker_pid" in self.lock())
-
-    def lock(self) -> str:
-        with contextlib.suppress(OSError):
-            return (self.layout.job(1).attempt(1).dir / "lock").read_text()
-        return ""
-
-    def wait(self, condition: Any) -> None:
-        deadline = time.monotonic() + DEADLINE_SEC
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def turn(self) -> None:
-        self.attempts.reap()
-        self.ahead.settle()
-
-    def look(self) -> None:
-        for job in self.fence.look({*self.attempts.running, *self.ahead.numbers}):
-            self.attempts.adopt(job)
-        self.ahead.take_over(self.fence.staged)
-
-    def begin(self) -> None:
-        """Start job 1, as the queue does."""
-        self.attempts.start(self.job(), cpu(), "transformers", self.ahead.of(self.job()))
-        self.ahead.forget(self.job())
-
-    def kill(self) -> None:
-        for live in self.runner.live():
-            for path in Path("/proc").iterdir():
-                with contextlib.suppress(OSError, ValueError):
-                    words = (path / "cmdline").read_bytes().decode().split("\0")
-                    if str(self.layout.job(live.job_id).dir) in " ".join(words):
-                        os.kill(int(path.name), signal.SIGKILL)
+    @property
+    def is_kept(self) -> bool:
+        return self.job().staged is not None
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    made = Place(tmp_path)
+def chooser(tmp_path: Path) -> Iterator[Chooser]:
+    made = Chooser(tmp_path)
     yield made
     made.kill()
     made.database.close()
     made.spool.close()
 
 
-def no_room(*_arguments: Any, **_keys: Any) -> Any:
-    raise OSError(28, "No space left on device")
+def test_a_job_that_waits_for_something_else_is_not_kept_staged(chooser: Chooser) -> None:
+    chooser.tend()
+    assert chooser.is_kept
+    chooser.queue.jobs = []
+    chooser.tend()
+    assert not chooser.is_kept
 
 
-def test_an_end_that_cannot_be_written_is_settled_when_there_is_room(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_still_prepares_is_replaced_as_any_other(chooser: Chooser) -> None:
+    chooser.queue.jobs = [chooser.add(2), *chooser.queue.jobs]
+    chooser.tend()
+    assert chooser.is_kept
+    chooser.tend(REPLACE_AFTER_SEC)
+    assert not chooser.is_kept
+
+
+def test_a_worker_that_hangs_while_it_prepares_ends_and_its_job_is_not_staged_again(chooser: Chooser) -> None:
+    chooser.tend(chooser.config.jobs.stall_timeout_sec - 1)
+    assert chooser.is_kept
+    chooser.tend(2)
+    assert not chooser.is_kept
+    assert chooser.staged.has_given_up(chooser.job())
+
+
+@pytest.mark.parametrize("hostile", ["[" * 4000, "[]", '{"phase": {}}', "\xff"])
+def test_a_pulse_that_is_none_stops_nothing(chooser: Chooser, hostile: str) -> None:
+    chooser.layout.job(1).attempt(1).pulse_path.write_text(hostile)
+    chooser.tend()
+    assert chooser.is_kept
+
+
+def test_after_memory_was_short_nothing_is_staged_for_a_while(
+    chooser: Chooser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place.kill()
-    with monkeypatch.context() as full:
-        full.setattr(place.spool, "update", no_room)
-        place.wait(lambda: place.ahead.settle() or place.ahead._workers[1].ended is not None)
-        place.turn()
-    assert 1 in place.ahead.numbers
-    place.turn()
-    assert 1 not in place.ahead.numbers
-    assert (place.job().state, place.job().staged, place.job().attempts) == (State.QUEUED, None, ())
-
-
-def test_a_start_that_cannot_be_written_keeps_the_worker(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as full:
-        full.setattr(place.spool, "move", no_room)
-        with pytest.raises(OSError, match="No space"):
-            place.begin()
-    assert 1 in place.ahead.numbers
-    place.begin()
-    assert (place.job().state, place.job().attempt.staged_at, len(place.ahead)) == (State.RUNNING, 1.0, 0)
-    assert len(place.runner.live()) == 1
-
-
-def test_a_look_that_fails_ends_no_worker_that_trains(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.fence.look()  # sees the staged worker
-    assert [live.job_id for live in place.fence.staged] == [1]
-    place.begin()
-    place.now += 31
-    with monkeypatch.context() as away:
-        away.setattr(place.runner, "live", no_room)
-        place.look()
-    place.turn()
-    assert (len(place.ahead), place.job().state) == (0, State.RUNNING)
-    assert len(place.runner.live()) == 1
-
-
-def test_a_pass_that_is_not_honeds_neither_starts_the_job_nor_stops_the_loop(place: Place) -> None:
-    gate = place.layout.job(1).gate_path
-    os.mkfifo(gate)
-    place.look()
-    gate.unlink()
-    place.now += 31
-    Pass(1, 1).write(place.layout.job(1))
-    os.chown(gate, 4321, 4321) if os.geteuid() == 0 else gate.unlink()
-    place.look()
-    place.turn()
-    assert (place.job().state, set(place.ahead.numbers), place.attempts.running) == (State.QUEUED, {1}, {})
-
-
-def test_a_unit_without_any_file_is_not_followed_twice(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place.runner, "live", lambda: [Live(1, None, None)])
-    place.look()
-    assert (place.job().state, place.attempts.running) == (State.QUEUED, {})
-
-
-def test_a_plan_that_changed_while_honed_was_down_ends_the_worker_that_has_read_the_old_one(place: Place) -> None:
-    place.turn()
-    assert place.ahead.of(place.job()) is not None
-    durable.write(place.layout.job(1).plan_path, b"{ }")
-    place.ahead.forget(place.job())
-    place.ahead.recover()  # as another honed would
-    assert place.ahead.of(place.job()) is None
-    place.turn()
-    place.wait(lambda: place.runner.poll(1) is not None)
-
-
-def test_files_of_another_job_behind_a_link_are_not_removed(place: Place) -> None:
-    theirs = place.layout.job(2).attempt(1)
-    theirs.dir.mkdir(parents=True)
-    theirs.result_path.write_text("{}")
-    place.add(3)
-    place.layout.job(3).attempts_dir.mkdir()
-    (place.layout.job(3).attempts_dir / "1").symlink_to(theirs.dir)
-    clear(place.layout, place.job(3))
-    assert theirs.result_path.exists()
+    left = [0]
+    monkeypatch.setattr(usage, "available_bytes", lambda _group="": left[0])
+    chooser.config = Config.model_validate({"jobs": {"stage_ahead": True, "stage_min_available_bytes": 100}})
+    chooser.tend()
+    assert not chooser.is_kept
+    chooser.turn()
+    chooser.wait(lambda: chooser.runner.live() == [])
+    chooser.turn()
+    looked: list[int] = []
+    monkeypatch.setattr(chooser.ahead, "_stage_next", lambda _queue: looked.append(1))
+    left[0] = 1000
+    chooser.queue.jobs = [chooser.job()]
+    chooser.attempts.running[9] = Any  # type: ignore[assignment]
+    chooser.tend()
+    assert not looked
+    chooser.tend(STEP_BACK_SEC)
+    assert looked
+    chooser.attempts.running.clear()

@@ -42,12 +42,27 @@ class _Nothing:
         return self
 
 
+class _Staged:
+    """Staged workers that are to end."""
+
+    def __init__(self) -> None:
+        self.ending: set[int] = set()
+        self.stuck: set[int] = set()
+
+    def is_ending(self, job_id: int) -> bool:
+        return job_id in self.ending
+
+    def is_stuck(self, job_id: int) -> bool:
+        return job_id in self.stuck
+
+
 class Room(House):
     """The queue of several users, with the real choice of the next job."""
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         super().__init__(path, config)
-        self.ending: set[int] = set()  # jobs whose staged workers are to end
+        self.staged = _Staged()
+        staged: Any = self.staged
         attempts: Any = _Attempts()
         nothing: Any = _Nothing()
         availability = Availability(self.spool, lambda: self.config, now=lambda: 0.0)
@@ -63,7 +78,7 @@ class Room(House):
             plans,
             placement,
             self.shares,
-            self.ending.__contains__,
+            staged,
         )
 
     def startable(self) -> list[int]:
@@ -126,11 +141,29 @@ def test_a_user_whose_staged_worker_ends_loses_nothing_by_that(room: Made) -> No
     fair.admit(uid=2, num_gpus=1)
     fair.startable()
     fair.use(2, 1000.0)
-    fair.ending.add(waits.id)
+    fair.staged.ending.add(waits.id)
     assert fair.startable() == [2]
-    fair.ending.clear()
+    fair.staged.ending.clear()
     assert fair.startable() == [1, 2]
     assert fair.shares.usage.level(1) == 0.0
+
+
+def test_a_job_whose_staged_worker_ends_keeps_its_turn(room: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    fair = room()
+    first, second = fair.admit(uid=1, num_gpus=1), fair.admit(uid=1, num_gpus=1)
+    monkeypatch.setattr(_Attempts, "devices_in_use", lambda _self: {})
+    monkeypatch.setattr(Placement, "holds_on", lambda _self, _job, _device: True)
+
+    def chosen() -> int | None:
+        found = fair.selection.next_that_fits()
+        return found[0].id if found is not None else None
+
+    assert chosen() == first.id
+    fair.staged.ending.add(first.id)
+    assert chosen() is None
+    assert fair.selection.could_start(first)
+    fair.staged.stuck.add(first.id)
+    assert chosen() == second.id
 
 
 def test_a_pass_asks_each_users_limits_once_and_looks_at_few_jobs(room: Made, monkeypatch: pytest.MonkeyPatch) -> None:

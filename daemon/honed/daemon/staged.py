@@ -1,0 +1,290 @@
+"""The staged workers: started ahead of their jobs' turns, while the devices are busy (see worker/gate.py).
+
+    queued ── next for a busy device ──► staged ── its turn, and a device is free ──► running, through its gate
+       ▲            (ahead.py)             │
+       └── cancelled, held, planned again, replaced by another, lost: its worker ends, and no attempt is used
+           (what it found wrong in a job that could start is an attempt that has failed)
+
+A staged job lies in queued/, and its entry says so before the worker starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
+
+from honed.daemon.attempts import (
+    Attempts,
+    clear,
+    is_of_job,
+    next_number,
+    worker_environment,
+    write_adjustments,
+)
+from honed.job.ahead import NO_DEVICE_KEY, STAGED_VARIABLE
+from honed.job.job import Job, Staged, State
+from honed.job.spool import Spool
+from honed.run.deadline import CANCEL_TIMEOUT_SEC, DUMP_SEC, Pulse
+from honed.run.outcome import judge
+from honed.run.runner import Exit, Live, Runner
+from honed.spec.config import Config
+from honed.system.device import Device
+from honed.system.error import InterruptedRunError, said
+from honed.system.layout import Layout
+
+log = logging.getLogger(__name__)
+
+#: Seconds for which a device is kept for a job whose staged worker is to end.
+MAX_END_SEC = CANCEL_TIMEOUT_SEC + 2 * DUMP_SEC
+#: Device of an attempt that ended before it had one.
+NO_DEVICE = Device("cpu", "no device", uuid=NO_DEVICE_KEY)
+
+
+@dataclass
+class Worker:
+    """One staged worker."""
+
+    job_id: int
+    name: str  #: of its job
+    staged: Staged
+    pulse: Pulse
+    asked_at: float | None = None  #: monotonic seconds; set once it was asked to end
+    kill_at: float | None = None  #: likewise
+    unwanted_since: float | None = None
+    ended: Exit | None = None  #: kept until it is settled: the runner tells it once
+    is_told: bool = False  #: the machine's fault that keeps it from being settled was logged
+    was_killed: bool = False
+
+
+class StagedWorkers:
+    """The staged workers, by job number. `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        spool: Spool,
+        config: Callable[[], Config],
+        runner: Runner,
+        attempts: Attempts,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._layout = layout
+        self._spool = spool
+        self._config = config
+        self._runner = runner
+        self._attempts = attempts
+        self._clock = clock
+        self._workers: dict[int, Worker] = {}
+        self._given_up: dict[int, int] = {}  # jobs not staged again for an attempt, with its number
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    @property
+    def numbers(self) -> Set[int]:
+        """The jobs whose workers are followed here."""
+        return self._workers.keys()
+
+    @property
+    def num_not_left(self) -> int:
+        """The number of staged workers that do not continue without honed."""
+        return sum(not self._is_left(number) for number in self._workers)
+
+    def is_ending(self, job_id: int) -> bool:
+        """Return True if a job's staged worker is to end, or has ended: until that is settled, the job cannot start."""
+        worker = self._workers.get(job_id)
+        return worker is not None and (worker.ended is not None or not self.is_wanted(worker))
+
+    def is_stuck(self, job_id: int) -> bool:
+        """Return True if a job's staged worker should have ended long ago: others need not wait for that job."""
+        worker = self._workers.get(job_id)
+        return worker is not None and worker.asked_at is not None and self._clock() - worker.asked_at >= MAX_END_SEC
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Take over the workers that an earlier daemon staged, by the entries."""
+        for job in list(self._spool.jobs(State.QUEUED)):
+            if job.staged is not None:
+                self._adopt(job, job.staged)
+
+    def take_over(self, live: Iterable[Live]) -> None:
+        """Take over staged workers that live and that no entry knows, to end them."""
+        for found in live:
+            if found.job_id not in self._workers:
+                job = self._spool.job(found.job_id)
+                if job is None or job.state is not State.RUNNING:
+                    self._take_over(found, job)
+
+    def _take_over(self, found: Live, job: Job | None) -> None:
+        staged = job.staged if job is not None else None
+        if job is not None and staged is not None and found.attempt in {None, (staged.number, staged.start)}:
+            self._adopt(job, staged)
+            return
+        if found.attempt is not None:
+            number, start = found.attempt
+        elif job is not None:
+            number, start = next_number(job), job.num_staged
+        else:
+            return  # without an entry and without a start it cannot be followed; the fence tells of it
+        staged = Staged(number, start, "", found.device or "", time.time())
+        if self._runner.adopt(found.job_id, number, start, is_staged=True):
+            name = job.name if job is not None else f"job-{found.job_id}"
+            self._follow(found.job_id, name, staged)
+
+    def _adopt(self, job: Job, staged: Staged) -> None:
+        if self._runner.adopt(job.id, staged.number, staged.start, is_staged=True):
+            self._follow(job.id, job.name, staged)
+        elif job.staged is not None:
+            self._spool.update(job, staged=None)
+
+    def _follow(self, job_id: int, name: str, staged: Staged) -> Worker:
+        path = self._layout.job(job_id).attempt(staged.number).pulse_path
+        self._workers[job_id] = worker = Worker(job_id, name, staged, Pulse(path, self._clock()))
+        return worker
+
+    def start(self, job: Job, device: Device, backend: str) -> None:
+        """Stage a job. Its entry says so first: a crash after that is a worker that vanished, at no cost."""
+        staged = Staged(
+            next_number(job),
+            job.num_staged + 1,
+            backend,
+            device.uuid or device.kind,
+            time.time(),
+            plan=self._plan_of(job),
+        )
+        clear(self._layout, job)
+        job = self._spool.update(job, staged=staged, num_staged=staged.start)
+        environment = worker_environment(self._layout, self._config(), job, device.uuid)
+        try:
+            write_adjustments(self._layout, job)
+            self._runner.start(
+                job.id,
+                staged.number,
+                staged.start,
+                backend=backend,
+                environment={**environment, STAGED_VARIABLE: str(staged.start)},
+            )
+        except OSError as problem:
+            log.warning("job %d (%s): cannot be staged: %s", job.id, job.name, problem)
+            self.give_up(job)
+            return
+        self._follow(job.id, job.name, staged)
+        log.info("job %d (%s): staged for %s: its worker prepares, and waits for it", job.id, job.name, device.name)
+
+    def settle(self, may_fail: Callable[[Job], bool]) -> None:
+        """Settle the staged workers that have ended, and end those that are not wanted. `may_fail`: True for a job that
+        could start now, so that what its worker found wrong is the job's end."""
+        for number, worker in list(self._workers.items()):
+            try:
+                worker.ended = worker.ended or self._runner.poll(number)
+                if worker.ended is not None:
+                    self._settle(worker, worker.ended, may_fail)
+                elif not self.is_wanted(worker):
+                    self._end(worker)
+            except Exception as problem:  # noqa: BLE001 - the others are settled all the same, and this one in the next turn
+                if not worker.is_told:
+                    log.warning("job %d (%s): its staged worker: %s", number, worker.name, said(problem))
+                worker.is_told = True
+
+    def of(self, job: Job) -> Staged | None:
+        """Return a job's staged worker, for its attempt; None without one."""
+        worker = self._workers.get(job.id)
+        if worker is None or not self.is_wanted(worker):
+            return None
+        worker.ended = worker.ended or self._runner.poll(job.id)
+        return worker.staged if worker.ended is None else None
+
+    def forget(self, job: Job) -> None:
+        """Leave a job's staged worker to the attempt that has started with it."""
+        self._workers.pop(job.id, None)
+
+    def end_all(self) -> None:
+        """End the workers that do not continue without honed; call it in each turn until there are none."""
+        for number, worker in self._workers.items():
+            if not self._is_left(number):
+                self._end(worker)
+                self.give_back(worker)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def is_wanted(self, worker: Worker) -> bool:
+        """Return True if a worker is the one that its job's entry names, and has read the job's plan."""
+        job = self._spool.job(worker.job_id)
+        return (
+            job is not None
+            and job.state is State.QUEUED
+            and not job.is_deferred
+            and job.staged == worker.staged
+            and self._plan_of(job) == worker.staged.plan
+        )
+
+    def _plan_of(self, job: Job) -> str:
+        with contextlib.suppress(OSError):
+            info = self._layout.job(job.id).plan_path.stat()
+            return f"{info.st_ino}:{info.st_mtime_ns}"
+        return ""
+
+    def _is_left(self, job_id: int) -> bool:
+        return self._config().jobs.on_stop == "leave" and self._runner.is_supervised(job_id)
+
+    def _end(self, worker: Worker) -> None:
+        """Ask a worker to end, and kill it if it does not."""
+        now = self._clock()
+        if worker.kill_at is None:
+            worker.asked_at, worker.kill_at = now, now + CANCEL_TIMEOUT_SEC
+            self._runner.stop(worker.job_id)
+        elif now >= worker.kill_at:
+            worker.kill_at = now + DUMP_SEC
+            self._runner.kill(worker.job_id, shim_too=worker.was_killed)
+            worker.was_killed = True
+
+    def give_back(self, worker: Worker, *, for_good: bool = False) -> None:
+        """Take the worker out of its job's entry: it ends, and the job may be staged again, unless `for_good`."""
+        if for_good:
+            self._given_up[worker.job_id] = worker.staged.number
+        job = self._spool.job(worker.job_id)
+        if job is not None and job.staged == worker.staged:
+            self._spool.update(job, staged=None)
+
+    def give_up(self, job: Job) -> None:
+        """Do not stage a job again before its next attempt; its staged worker, if there is one, ends."""
+        self._given_up[job.id] = next_number(job)
+        if job.staged is not None:
+            self._spool.update(job, staged=None)
+
+    def has_given_up(self, job: Job) -> bool:
+        """Return True if a job is not to be staged before its next attempt."""
+        return self._given_up.get(job.id) == next_number(job)
+
+    def _settle(self, worker: Worker, ended: Exit, may_fail: Callable[[Job], bool]) -> None:
+        """Settle a worker that has ended at its gate, or before it."""
+        job = self._spool.job(worker.job_id)
+        if job is None or not self.is_wanted(worker):
+            self.give_back(worker)
+            del self._workers[worker.job_id]
+            return
+        outcome = judge(self._layout.job(job.id).attempt(worker.staged.number).result_path, ended)
+        if is_of_job(outcome) and may_fail(job):
+            log.info("job %d (%s): its staged worker found an error", job.id, job.name)
+            running = self._attempts.start(job, NO_DEVICE, worker.staged.backend, worker.staged)
+            running.ended = ended
+        else:
+            level = logging.INFO if outcome.code == InterruptedRunError.code else logging.WARNING
+            why = outcome.error.message if outcome.error is not None else "it did not wait"
+            log.log(
+                level,
+                "job %d (%s): its staged worker has ended, and the job starts at its turn: %s",
+                job.id,
+                job.name,
+                why,
+            )
+            self.give_up(job)
+        del self._workers[worker.job_id]

@@ -1,0 +1,281 @@
+"""Staged workers where something fails: none is lost, followed twice, or left to keep its job from starting."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.daemon.attempts import Attempts, clear
+from honed.daemon.fencing import Fence
+from honed.daemon.staged import MAX_END_SEC, StagedWorkers
+from honed.job.ahead import STAGED_VARIABLE, Pass
+from honed.job.database import Database
+from honed.job.job import Job, Staged, State
+from honed.job.spool import Spool
+from honed.run.process import ProcessRunner
+from honed.run.runner import Live
+from honed.spec.config import Config
+from honed.system import durable
+from honed.system.device import cpu
+from honed.system.layout import Layout
+
+DEADLINE_SEC = 120.0
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+
+
+class Place:
+    """An instance whose job 1 has a staged worker; its loop is turned by hand."""
+
+    def __init__(self, path: Path) -> None:
+        self.layout, self.now = Layout(path), 0.0
+        self.spool = Spool(self.layout)
+        self.spool.recover()
+        durable.make_dir(self.layout.state_dir)
+        self.database = Database(self.layout.database_path)
+        self.runner = ProcessRunner(self.layout, command=SLEEP)
+        self.attempts = Attempts(self.layout, Config(), self.spool, self.database, self.runner)
+        self.staged = StagedWorkers(self.layout, self.spool, Config, self.runner, self.attempts, clock=lambda: self.now)
+        self.may_fail = True
+        self.fence = Fence(self.spool, self.runner, clock=lambda: self.now, interval=lambda: 30.0)
+        self.stage(self.add(1))
+
+    def add(self, number: int) -> Job:
+        files = self.layout.job(number)
+        durable.make_dir(files.dir)
+        files.plan_path.write_text("{}")
+        durable.finish(self.spool.adding(Job(number, f"j{number}", 1.0, "a.json", 4321, str(files.output_dir))))
+        return self.job(number)
+
+    def job(self, number: int = 1) -> Job:
+        job = self.spool.job(number)
+        assert job is not None
+        return job
+
+    def stage(self, job: Job) -> None:
+        info = self.layout.job(job.id).plan_path.stat()
+        plan = f"{info.st_ino}:{info.st_mtime_ns}"
+        staged = Staged(1, job.num_staged + 1, "transformers", "cpu", 1.0, plan=plan)
+        self.spool.update(job, staged=staged, num_staged=staged.start)
+        environment = {STAGED_VARIABLE: str(staged.start)}
+        self.runner.start(job.id, 1, staged.start, backend="transformers", environment=environment)
+        self.staged.recover()  # as another honed would
+        self.wait(lambda: "worker_pid" in self.lock())
+
+    def lock(self) -> str:
+        with contextlib.suppress(OSError):
+            return (self.layout.job(1).attempt(1).dir / "lock").read_text()
+        return ""
+
+    def wait(self, condition: Any) -> None:
+        deadline = time.monotonic() + DEADLINE_SEC
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def turn(self) -> None:
+        self.attempts.reap()
+        self.staged.settle(lambda _job: self.may_fail)
+
+    def look(self) -> None:
+        for job in self.fence.look({*self.attempts.running, *self.staged.numbers}):
+            self.attempts.adopt(job)
+        self.staged.take_over(self.fence.staged)
+
+    def begin(self) -> None:
+        """Start job 1, as the queue does."""
+        self.attempts.start(self.job(), cpu(), "transformers", self.staged.of(self.job()))
+        self.staged.forget(self.job())
+
+    def kill(self) -> None:
+        for live in self.runner.live():
+            for path in Path("/proc").iterdir():
+                with contextlib.suppress(OSError, ValueError):
+                    words = (path / "cmdline").read_bytes().decode().split("\0")
+                    if str(self.layout.job(live.job_id).dir) in " ".join(words):
+                        os.kill(int(path.name), signal.SIGKILL)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    made.kill()
+    made.database.close()
+    made.spool.close()
+
+
+def no_room(*_arguments: Any, **_keys: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_an_end_that_cannot_be_written_is_settled_when_there_is_room(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.kill()
+    with monkeypatch.context() as full:
+        full.setattr(place.spool, "update", no_room)
+        place.wait(lambda: place.turn() or place.staged._workers[1].ended is not None)
+        place.turn()
+    assert 1 in place.staged.numbers
+    place.turn()
+    assert 1 not in place.staged.numbers
+    assert (place.job().state, place.job().staged, place.job().attempts) == (State.QUEUED, None, ())
+
+
+def test_a_start_that_cannot_be_written_keeps_the_worker(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(place.spool, "move", no_room)
+        with pytest.raises(OSError, match="No space"):
+            place.begin()
+    assert 1 in place.staged.numbers
+    place.begin()
+    assert (place.job().state, place.job().attempt.staged_at, len(place.staged)) == (State.RUNNING, 1.0, 0)
+    assert len(place.runner.live()) == 1
+
+
+def test_a_look_that_fails_ends_no_worker_that_trains(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.fence.look()  # sees the staged worker
+    assert [live.job_id for live in place.fence.staged] == [1]
+    place.begin()
+    place.now += 31
+    with monkeypatch.context() as away:
+        away.setattr(place.runner, "live", no_room)
+        place.look()
+    place.turn()
+    assert (len(place.staged), place.job().state) == (0, State.RUNNING)
+    assert len(place.runner.live()) == 1
+
+
+def test_a_pass_that_is_not_honeds_neither_starts_the_job_nor_stops_the_loop(place: Place) -> None:
+    gate = place.layout.job(1).gate_path
+    os.mkfifo(gate)
+    place.look()
+    gate.unlink()
+    place.now += 31
+    Pass(1, 1).write(place.layout.job(1))
+    os.chown(gate, 4321, 4321) if os.geteuid() == 0 else gate.unlink()
+    place.look()
+    place.turn()
+    assert (place.job().state, set(place.staged.numbers), place.attempts.running) == (State.QUEUED, {1}, {})
+
+
+def test_a_unit_without_any_file_is_not_followed_twice(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place.runner, "live", lambda: [Live(1, None, None)])
+    place.look()
+    assert (place.job().state, place.attempts.running) == (State.QUEUED, {})
+
+
+def test_a_plan_that_changed_while_honed_was_down_ends_the_worker_that_has_read_the_old_one(place: Place) -> None:
+    place.turn()
+    assert place.staged.of(place.job()) is not None
+    durable.write(place.layout.job(1).plan_path, b"{ }")
+    place.staged.forget(place.job())
+    place.staged.recover()  # as another honed would
+    assert place.staged.of(place.job()) is None
+    place.turn()
+    place.wait(lambda: place.runner.poll(1) is not None)
+
+
+def failed(place: Place) -> None:
+    """Let the worker have found its data wrong, and end."""
+    path = place.layout.job(1).attempt(1).result_path
+    error = {"code": "dataset_invalid", "message": "no rows", "hint": ""}
+    path.write_text(json.dumps({"outcome": "failed", "error": error, "phase": "data", "step": 0}))
+    place.kill()
+    place.wait(lambda: not place.runner.live())
+
+
+def test_what_a_worker_found_wrong_in_a_job_that_could_start_is_the_jobs_end(place: Place) -> None:
+    failed(place)
+    place.turn()
+    place.turn()
+    assert (place.job().state, place.job().outcome) == (State.FAILED, "dataset_invalid")
+
+
+def test_what_a_worker_found_wrong_in_a_job_that_may_not_start_is_left_to_its_turn(place: Place) -> None:
+    """The queue is paused, or the job's maker is made again: its data may be there when its turn comes."""
+    place.may_fail = False
+    failed(place)
+    place.turn()
+    place.turn()
+    assert (place.job().state, place.job().attempts, place.job().staged) == (State.QUEUED, (), None)
+
+
+def test_a_worker_that_has_just_ended_is_no_attempt(place: Place) -> None:
+    place.kill()
+    place.wait(lambda: not place.runner.live())
+    assert place.staged.of(place.job()) is None
+    assert place.staged.is_ending(1)
+    place.turn()
+    assert (place.job().attempts, place.job().staged, len(place.staged)) == ((), None, 0)
+
+
+@pytest.mark.parametrize("is_observed", [True, False])
+def test_a_worker_that_ended_at_its_gate_as_its_turn_came_costs_no_failure(place: Place, is_observed: bool) -> None:
+    if is_observed:
+        os.kill(json.loads(place.lock())["worker_pid"], signal.SIGKILL)
+    else:
+        place.kill()
+    place.wait(lambda: not place.runner.live())
+    staged = place.job().staged
+    assert staged is not None
+    place.attempts.start(place.job(), cpu(), "transformers", staged)
+    place.staged.forget(place.job())
+    assert place.attempts.reap() == []
+    [job] = place.attempts.put_back()
+    assert (job.state, job.num_failures, [each.outcome for each in job.attempts]) == (
+        State.QUEUED,
+        0,
+        ["interrupted"],
+    )
+
+
+def test_a_worker_of_a_job_without_an_entry_is_ended(place: Place) -> None:
+    """Its entry was damaged: nothing would ever open its gate."""
+    place.staged.forget(place.job())
+    (place.layout.spool_dir / "queued/1.json").unlink()
+    place.spool.recover()
+    assert place.spool.job(1) is None
+    place.staged.take_over(place.runner.live())
+    assert place.staged.numbers == {1}
+    place.turn()
+    place.wait(lambda: not place.runner.live())
+    place.turn()
+    assert place.staged.numbers == set()
+
+
+def test_a_unit_of_a_staged_job_without_any_file_keeps_no_device_when_honed_starts(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place.runner, "live", lambda: [Live(1, None, None)])
+    fence = Fence(place.spool, place.runner, clock=lambda: 0.0, interval=lambda: 30.0)
+    assert fence.look() == []
+    assert (place.job().state, fence.staged) == (State.QUEUED, [Live(1, None, None)])
+
+
+def test_others_wait_only_so_long_for_a_worker_that_does_not_end(place: Place) -> None:
+    place.spool.update(place.job(), staged=None)
+    place.turn()
+    assert (place.staged.is_ending(1), place.staged.is_stuck(1)) == (True, False)
+    place.now += MAX_END_SEC
+    assert place.staged.is_stuck(1)
+
+
+def test_files_of_another_job_behind_a_link_are_not_removed(place: Place) -> None:
+    theirs = place.layout.job(2).attempt(1)
+    theirs.dir.mkdir(parents=True)
+    theirs.result_path.write_text("{}")
+    place.add(3)
+    place.layout.job(3).attempts_dir.mkdir()
+    (place.layout.job(3).attempts_dir / "1").symlink_to(theirs.dir)
+    clear(place.layout, place.job(3))
+    assert theirs.result_path.exists()
