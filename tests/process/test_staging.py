@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -318,3 +319,26 @@ def test_a_job_with_wrong_data_ends_before_its_turn(real: RealInstance) -> None:
     assert (still.state, len(still.attempts)) == (State.RUNNING, 1)
     real.honectl("cancel", "busy", check=True)
     real.wait_state("busy", State.CANCELLED)
+
+
+@pytest.mark.timeout(1200)
+def test_a_job_whose_data_changes_while_it_waits_trains_on_what_is_there_at_its_turn(real: RealInstance) -> None:
+    build_checkpoint(real.root / "llama", "llama")
+    write_facts(real.root / "facts.jsonl", 24)
+    rows = write_facts(real.root / "other.jsonl", 24)
+    busy = {"max_steps": 100_000, "per_device_train_batch_size": 1, "gradient_checkpointing": False}
+    real.configure(f"{STAGING}poll_interval_sec = 0.05\n")
+    real.start()
+    real.drop("busy", name="busy", **spec(real, training=busy))
+    real.wait_state("busy", State.RUNNING)
+    real.drop("staged", name="staged", **spec(real, datasets=[{"path": str(rows)}]))
+    wait_staged(real, "staged")
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:12]))
+    real.honectl("cancel", "busy", check=True)
+    job = ended(real, "staged")
+    assert (len(job.attempts), job.attempt.staged_at is not None) == (1, True)
+    path = real.layout.job(job.id).attempt(1).events_path
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [each["num_rows"] for each in events if each["event"] == "data"] == [24, 12]
+    facts = json.loads((real.layout.job(job.id).output_dir / "honed.json").read_text())
+    assert hashlib.sha256(rows.read_bytes()).hexdigest() in json.dumps(facts)

@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from honed.job.ahead import STAGED_VARIABLE, Pass
 from honed.system.error import InterruptedRunError
 from honed.system.layout import JobLayout
+from honed.worker import gate as gates
 from honed.worker.gate import NVML_CHECK, Gate, read_ahead
 from honed.worker.run import run
 from honed.worker.stop import Stop
@@ -144,3 +146,71 @@ def test_rows_that_are_too_long_for_the_model_end_a_staged_worker_at_once(make_j
     result = json.loads((job.dir / "attempts/1/result.json").read_text())
     assert (result["error"]["code"], result["phase"]) == ("dataset_invalid", "data"), result
     assert "64 positions" in result["error"]["message"]
+
+
+class _Again(Exception):  # noqa: N818 - it is no error: it stands for a program that is executed
+    """The program is executed again, with this environment."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+
+
+def _again(environment: Mapping[str, str]) -> NoReturn:
+    raise _Again(environment)
+
+
+def test_a_pass_of_the_jobs_own_user_opens_nothing(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root, to write a file as another user")
+    layout, looks = JobLayout(tmp_path), []
+
+    def beat() -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            Pass(1, 1, {"LD_PRELOAD": "/tmp/mine.so"}).write(layout)
+            os.chown(layout.gate_path, 4321, 4321)
+        elif len(looks) == 4:
+            Pass(1, 1, {"CUDA_VISIBLE_DEVICES": "GPU-b"}).write(layout)
+
+    environment = {STAGED_VARIABLE: "1"}
+    gate_of(layout, environment, beat=beat).wait()
+    assert len(looks) == 4
+    assert environment == {"CUDA_VISIBLE_DEVICES": "GPU-b", NVML_CHECK: "1"}
+
+
+def test_a_worker_begins_again_if_a_file_has_changed_that_it_has_read(tmp_path: Path) -> None:
+    layout, rows = JobLayout(tmp_path), tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    Pass(1, 1, {"CUDA_VISIBLE_DEVICES": "GPU-b"}).write(layout)
+    gate = gate_of(layout, {STAGED_VARIABLE: "1"}, again=_again)
+    gate.watch([rows, tmp_path / "missing"])
+    gate.wait()  # nothing has changed
+    for change in (lambda: rows.write_text("{ }\n"), rows.unlink):
+        rows.write_text("{}\n")
+        gate = gate_of(layout, {STAGED_VARIABLE: "1"}, again=_again)
+        gate.watch([rows, tmp_path / "missing"])
+        change()
+        with pytest.raises(_Again) as again:
+            gate.wait()
+        assert again.value.environment == {"CUDA_VISIBLE_DEVICES": "GPU-b", NVML_CHECK: "1"}  # its turn has come
+
+
+def test_a_worker_that_waits_begins_again_once_the_files_do_not_change_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "FILES_INTERVAL_SEC", 0.0)
+    monkeypatch.setattr(gates, "LOOK_INTERVAL_SEC", 0.0)
+    layout, rows, looks = JobLayout(tmp_path), tmp_path / "rows.jsonl", []
+    rows.write_text("{}\n")
+
+    def beat() -> None:
+        looks.append(1)
+        if 1 < len(looks) <= 10:
+            rows.write_text("{}\n" * len(looks))
+
+    gate = gate_of(layout, {STAGED_VARIABLE: "1"}, again=_again, beat=beat)
+    gate.watch([rows])
+    with pytest.raises(_Again) as again:
+        gate.wait()
+    assert len(looks) > 10
+    assert again.value.environment == {STAGED_VARIABLE: "1", NVML_CHECK: "1"}  # it waits again
