@@ -214,3 +214,12 @@ def test_a_worker_that_waits_begins_again_once_the_files_do_not_change_any_more(
         gate.wait()
     assert len(looks) > 10
     assert again.value.environment == {STAGED_VARIABLE: "1", NVML_CHECK: "1"}  # it waits again
+
+
+def test_a_worker_in_which_cuda_is_initialised_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    gate = gate_of(JobLayout(tmp_path), {STAGED_VARIABLE: "1"})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(InterruptedRunError, match="CUDA"):
+        gate.wait()

@@ -147,10 +147,9 @@ class JobsConfig(_Section):
     """Method of starting workers: as units honed-job@ID.service, or as processes of honed's own. `auto` uses units
     where that works (the instance at /, started by systemd, with the units and the polkit rule installed); the log
     reports the choice and the reason. Read at start."""
-    stage_ahead: bool = False
+    stage_ahead: bool = True
     """Start the worker of the job that is next for a device while that is still busy: it imports its libraries and
-    encodes its data, and waits for the device. New, so it is off unless turned on. Only while a processor and memory
-    are left for it: not on a machine with one processor."""
+    encodes its data, and waits for the device. Only while a processor, memory and disk space are left for it."""
     stage_min_available_bytes: Annotated[int, Field(ge=0)] = 4 * 1024**3
     """Bytes of host memory that must be available for a job to be staged. Below half of that, staged workers are ended,
     and their jobs start at their turn."""

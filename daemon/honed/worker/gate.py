@@ -79,8 +79,11 @@ class Gate:
         return self._wanted is not None
 
     def wait(self) -> None:
-        """Wait until the device is free, and take its environment. Raises what `beat` raises."""
+        """Wait until the device is free, and take its environment. Raises what `beat` raises, and InterruptedRunError
+        if a library uses the device already: it is still another job's."""
         look_at = 0.0
+        if self.is_closed and _has_initialised_cuda():
+            raise InterruptedRunError("a library has initialised CUDA ahead of the job's turn, so it is not staged")
         while self.is_closed:
             self._beat()
             self._check_wanted()
@@ -157,6 +160,11 @@ def _execute(environment: Mapping[str, str]) -> NoReturn:
         with contextlib.suppress(Exception):
             stream.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], dict(environment))
+
+
+def _has_initialised_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
 
 
 def _be_nice(value: int) -> bool:
