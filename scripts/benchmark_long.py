@@ -1,6 +1,6 @@
 """Benchmark of a long run: 300 steps of honed's worker beside those of a bare SFTTrainer, in turn.
 
-    scripts/bench long [--pairs 5] [--steps 300] [--every 50] [--hidden 256] [--layers 4]
+    scripts/bench long [--pairs 5] [--steps 300] [--every 50] [--hidden 192] [--layers 3]
     scripts/bench long --embeddings 131072 --hidden 1024 --batch 1 --steps 60 --every 20    checkpoints of 1.6 GB
 
 Both log each step, save a checkpoint, evaluate and generate the same answers every 50 steps; each is a process with one
@@ -39,7 +39,11 @@ class Marks:
     """Times at which a trainer begins a step, and has evaluated, saved, and ended."""
 
     def __init__(self) -> None:
-        self.times: dict[str, dict[int, float]] = defaultdict(dict)
+        self.times: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)
+
+    def take(self, name: str, step: int) -> None:
+        """Take the time and the CPU time of the process, all threads."""
+        self.times[name][step] = time.time(), time.process_time()
 
     def watch(self, module: Any) -> None:
         """Take the times of each trainer of `transformers.trainer`."""
@@ -47,7 +51,7 @@ class Marks:
 
         def note(name: str) -> Any:
             def take(_self: Any, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
-                marks.times[name][state.global_step] = time.time()
+                marks.take(name, state.global_step)
 
             return take
 
@@ -57,7 +61,7 @@ class Marks:
         determine = module.Trainer._determine_best_metric
 
         def determined(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            marks.times["evaluated"][trainer.state.global_step] = time.time()
+            marks.take("evaluated", trainer.state.global_step)
             return determine(trainer, *args, **kwargs)
 
         module.Trainer._determine_best_metric = determined
@@ -107,7 +111,7 @@ def run_bare(root: Path, output: Path, found_path: Path, case: Case) -> None:
     marks.watch(transformers.trainer)
     data = load_dataset(
         "json",
-        data_files={name: str(root / f"{name}.jsonl") for name in ("train", "held-out")},
+        data_files={"train": str(root / "train.jsonl"), "test": str(root / "held-out.jsonl")},
         cache_dir=str(output / "cache"),
     )
     tokenizer = AutoTokenizer.from_pretrained(root / "model")
@@ -115,7 +119,7 @@ def run_bare(root: Path, output: Path, found_path: Path, case: Case) -> None:
     model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
     if case.rank:
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **case.lora))
-    held_out = list(data["held-out"])
+    held_out = list(data["test"])
     chosen = sorted(random.Random(SEED).sample(range(len(held_out)), NUM_SAMPLES))
     prompts = [held_out[place]["prompt"] for place in chosen]
     texts = []
@@ -146,7 +150,7 @@ def run_bare(root: Path, output: Path, found_path: Path, case: Case) -> None:
         model=model,
         args=arguments,
         train_dataset=data["train"],
-        eval_dataset=data["held-out"],
+        eval_dataset=data["test"],
         processing_class=tokenizer,
         callbacks=[Answers()],
     )
@@ -254,24 +258,31 @@ class Run:
     """Times of one run, in seconds."""
 
     steps: Sequence[float]  #: each of the steps alone
+    cpu_steps: Sequence[float]  #: the same in CPU time
     saves: Sequence[float]  #: the time of the trainer's thread for each checkpoint
     evaluations: Sequence[float]  #: with their predictions
     whole: float
+    cpu_whole: float  #: CPU time from the first step to the last
     process: float
     told: dict[str, Any]
 
     @classmethod
     def read(cls, found_path: Path, process_sec: float, every: int) -> Run:
         found = json.loads(found_path.read_text())
-        marks = {name: {int(step): at for step, at in times.items()} for name, times in found["marks"].items()}
+        marks, cpu = (
+            {name: {int(step): at[n] for step, at in times.items()} for name, times in found["marks"].items()}
+            for n in (0, 1)
+        )
         begun, ended, evaluated, saved = (marks[name] for name in ("step_begin", "step_end", "evaluated", "save"))
         first = min(begun)
-        alone = [begun[n + 1] - begun[n] for n in begun if n + 1 in begun and (n + 1) % every and n != first]
+        alone = [n for n in begun if n + 1 in begun and (n + 1) % every and n != first]
         return cls(
-            alone,
+            [begun[n + 1] - begun[n] for n in alone],
+            [cpu["step_begin"][n + 1] - cpu["step_begin"][n] for n in alone],
             [saved[n] - evaluated.get(n, ended[n]) for n in saved],
             [evaluated[n] - ended[n] for n in evaluated if n in ended],
             found["ended_at"] - begun[first],
+            max(cpu["train_end"].values()) - cpu["step_begin"][first],
             process_sec,
             found,
         )
@@ -333,8 +344,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=50, help="steps between two checkpoints and evaluations")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--rank", type=int, default=16, help="0: all weights are trained")
     parser.add_argument("--embeddings", type=int, default=0, help="rows of the model's embeddings; all are trained")
     parser.add_argument("--dir", type=Path, default=None, help="directory for the checkpoints, on the disk to measure")
@@ -358,9 +369,12 @@ def main() -> None:
     print(f"\n| {case.steps} steps | honed | bare | ratio, pair by pair |\n|---|---|---|---|")
     print(row("a step alone, median, ms", pairs, lambda run: statistics.median(run.steps), 1e3, 2))
     print(row("a step alone, mean, ms", pairs, lambda run: statistics.mean(run.steps), 1e3, 2))
+    print(row("a step alone, median, CPU ms", pairs, lambda run: statistics.median(run.cpu_steps), 1e3, 2))
+    print(row("a step alone, mean, CPU ms", pairs, lambda run: statistics.mean(run.cpu_steps), 1e3, 2))
     print(row("an evaluation with predictions, ms", pairs, lambda run: statistics.median(run.evaluations), 1e3, 0))
     print(row("a checkpoint, ms", pairs, lambda run: statistics.median(run.saves), 1e3, 0))
     print(row("the whole, s", pairs, lambda run: run.whole, 1, 2))
+    print(row("from the first step to the last, CPU s", pairs, lambda run: run.cpu_whole, 1, 2))
     print(row("the process, s", pairs, lambda run: run.process, 1, 2))
 
 
