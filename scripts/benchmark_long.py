@@ -1,20 +1,23 @@
 """Benchmark of a long run: 300 steps of honed's worker beside those of a bare SFTTrainer, in turn.
 
     scripts/bench long [--pairs 5] [--steps 300] [--every 50] [--hidden 192] [--layers 3]
-    scripts/bench long --embeddings 131072 --hidden 1024 --batch 1 --steps 60 --every 20    checkpoints of 1.6 GB
+    scripts/bench long --apart --embeddings 131072 --hidden 1024 --batch 1 --steps 60 --every 20    large checkpoints
 
 Both log each step, save a checkpoint, evaluate and generate the same answers every 50 steps; each is a process with one
-thread for its computations. Durations of steps go from the beginning of one to the beginning of the next, so they
-include logging; steps followed by an evaluation or a checkpoint are not among them. The whole goes from the first step
-to the end of training, when the last checkpoint is whole: honed's is then durable, the bare trainer's is not.
+thread for its computations. The two of a pair make their steps in turn, so that both meet the same load of the machine;
+with --apart one runs after the other. Durations of steps go from the beginning of one to the beginning of the next, so
+they include logging; steps followed by an evaluation or a checkpoint are not among them. The whole goes from the first
+step to the end of training, when the last checkpoint is whole: honed's is then durable, the bare trainer's is not.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,6 +31,9 @@ from typing import Any
 
 NUM_ROWS, NUM_HELD_OUT, NUM_SAMPLES, MAX_NEW_TOKENS = 2048, 64, 16, 32
 SEED = 42
+#: In the environment of a run that makes its steps in turn with another: the descriptors of its turn and the other's,
+#: and that it has the first turn: it waits for the other to be ready.
+TURNS_VARIABLE, FIRST_VARIABLE = "HONED_BENCHMARK_TURNS", "HONED_BENCHMARK_FIRST"
 #: A difference between the losses of the two that is more than rounding.
 TOLERANCE = 1e-6
 
@@ -41,6 +47,16 @@ class Marks:
     def __init__(self) -> None:
         self.times: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)
 
+    def turn(self) -> None:
+        """Give the turn to the other run of the pair, and wait until it is given back, or the other run has ended."""
+        if TURNS_VARIABLE not in os.environ:
+            return
+        own, other = map(int, os.environ[TURNS_VARIABLE].split())
+        if self.times["step_begin"] or os.environ.get(FIRST_VARIABLE) is None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(other, b".")
+        os.read(own, 1)
+
     def take(self, name: str, step: int) -> None:
         """Take the time and the CPU time of the process, all threads."""
         self.times[name][step] = time.time(), time.process_time()
@@ -51,11 +67,14 @@ class Marks:
 
         def note(name: str) -> Any:
             def take(_self: Any, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
+                if name == "step_begin":
+                    marks.take("step_over", state.global_step)  # the one before it
+                    marks.turn()
                 marks.take(name, state.global_step)
 
             return take
 
-        names = ("on_step_begin", "on_step_end", "on_save", "on_train_end")
+        names = ("on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_save", "on_train_end")
         callback = type("Marked", (module.TrainerCallback,), {name: note(name.removeprefix("on_")) for name in names})
         module.DEFAULT_CALLBACKS.append(callback)
         determine = module.Trainer._determine_best_metric
@@ -143,14 +162,14 @@ def run_bare(root: Path, output: Path, found_path: Path, case: Case) -> None:
         disable_tqdm=True,
         dataloader_pin_memory=False,
         save_total_limit=2,
-        eval_on_start=True,
+        eval_on_start=case.evaluates,
         **case.training,
     )
     trainer = SFTTrainer(
         model=model,
         args=arguments,
         train_dataset=data["train"],
-        eval_dataset=data["test"],
+        eval_dataset=data["test"] if case.evaluates else None,
         processing_class=tokenizer,
         callbacks=[Answers()],
     )
@@ -185,6 +204,7 @@ class Case:
     layers: int
     rank: int
     embeddings: int
+    evaluates: bool
 
     @property
     def lora(self) -> dict[str, Any]:
@@ -200,19 +220,19 @@ class Case:
             "max_length": 512,
             "logging_steps": 1,
             "save_steps": self.every,
-            "eval_strategy": "steps",
-            "eval_steps": self.every,
+            **({"eval_strategy": "steps", "eval_steps": self.every} if self.evaluates else {}),
         }
 
     @property
     def keys(self) -> dict[str, Any]:
         """The job's keys."""
+        answers = {"num_samples": NUM_SAMPLES, "max_new_tokens": MAX_NEW_TOKENS, "max_share": None}
         lora = {"lora": {key: self.lora[key] for key in ("r", "lora_alpha")}} if self.rank else {}
         return {
             "dtype": "float32",
             "training": self.training,
             "save_interval_sec": None,
-            "predictions": {"num_samples": NUM_SAMPLES, "max_new_tokens": MAX_NEW_TOKENS, "max_share": None},
+            "predictions": answers if self.evaluates else {"sample_frequency": "off"},
             **lora,
         }
 
@@ -259,6 +279,7 @@ class Run:
 
     steps: Sequence[float]  #: each of the steps alone
     cpu_steps: Sequence[float]  #: the same in CPU time
+    rests: Sequence[float]  #: of each step what follows the forward and backward pass
     saves: Sequence[float]  #: the time of the trainer's thread for each checkpoint
     evaluations: Sequence[float]  #: with their predictions
     whole: float
@@ -273,51 +294,97 @@ class Run:
             {name: {int(step): at[n] for step, at in times.items()} for name, times in found["marks"].items()}
             for n in (0, 1)
         )
-        begun, ended, evaluated, saved = (marks[name] for name in ("step_begin", "step_end", "evaluated", "save"))
-        first = min(begun)
-        alone = [n for n in begun if n + 1 in begun and (n + 1) % every and n != first]
+        begun, over, ended, evaluated, saved = (
+            marks.get(name, {}) for name in ("step_begin", "step_over", "step_end", "evaluated", "save")
+        )
+        computed = marks["pre_optimizer_step"]
+        first, last = min(begun), max(begun)
+        turns = [n for n in begun if n + 1 in over]
+        alone = [n for n in turns if (n + 1) % every and n != first]
+        cpu_begun, cpu_over, cpu_end = cpu["step_begin"], cpu["step_over"], max(cpu["train_end"].values())
         return cls(
-            [begun[n + 1] - begun[n] for n in alone],
-            [cpu["step_begin"][n + 1] - cpu["step_begin"][n] for n in alone],
+            [over[n + 1] - begun[n] for n in alone],
+            [cpu_over[n + 1] - cpu_begun[n] for n in alone],
+            [over[n + 1] - computed[n] for n in alone],
             [saved[n] - evaluated.get(n, ended[n]) for n in saved],
             [evaluated[n] - ended[n] for n in evaluated if n in ended],
-            found["ended_at"] - begun[first],
-            max(cpu["train_end"].values()) - cpu["step_begin"][first],
+            sum(over[n + 1] - begun[n] for n in turns) + found["ended_at"] - begun[last],
+            sum(cpu_over[n + 1] - cpu_begun[n] for n in turns) + cpu_end - cpu_begun[last],
             process_sec,
             found,
         )
 
 
-def run_once(side: str, root: Path, number: int, case: Case) -> Run:
-    """Run one side in a process of its own."""
-    from benchmark_start import job, worker_environment
+class Process:
+    """One side in a process of its own."""
 
-    output = root / f"{side}-{number}"
-    found_path = root / f"{side}-{number}.json"
-    command = [sys.executable, __file__, f"--{side}"]
-    if side == "honed":
-        keys = {**case.keys, "eval_datasets": [{"path": str(root / "held-out.jsonl")}]}
-        output = job(root, f"long{number}", keys)
-        command += [str(output), str(found_path)]
-    else:
-        output.mkdir()
-        command += [str(root), str(output), str(found_path), json.dumps(vars(case))]
-    environment = worker_environment() | {"TOKENIZERS_PARALLELISM": "false"}
-    started = time.perf_counter()
-    with (root / f"{side}-{number}.log").open("wb") as log:
-        done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
-    process_sec = time.perf_counter() - started
-    if done.returncode:
-        raise SystemExit((root / f"{side}-{number}.log").read_text()[-5000:])
-    subprocess.run(["rm", "-rf", str(output)], check=True)
-    os.sync()  # what this run has left to the disk is not the next one's
-    return Run.read(found_path, process_sec, case.every)
+    def __init__(
+        self,
+        side: str,
+        root: Path,
+        number: int,
+        case: Case,
+        *,
+        turns: tuple[int, int] | None = None,
+        is_first: bool = False,
+    ) -> None:
+        """Start it; `turns` and `is_first` as in the environment."""
+        from benchmark_start import job, worker_environment
+
+        self._output = root / f"{side}-{number}"
+        self._found_path, self._log_path = (root / f"{side}-{number}.{end}" for end in ("json", "log"))
+        self._every = case.every
+        command = [sys.executable, __file__, f"--{side}"]
+        environment = worker_environment() | {"TOKENIZERS_PARALLELISM": "false"}
+        if side == "honed":
+            held_out = [{"path": str(root / "held-out.jsonl")}] if case.evaluates else []
+            keys = {**case.keys, "eval_datasets": held_out}
+            self._output = job(root, f"long{number}", keys)
+            command += [str(self._output), str(self._found_path)]
+        else:
+            self._output.mkdir()
+            command += [str(root), str(self._output), str(self._found_path), json.dumps(vars(case))]
+        if turns is not None:
+            environment[TURNS_VARIABLE] = f"{turns[0]} {turns[1]}"
+            if is_first:
+                environment[FIRST_VARIABLE] = "1"
+        self._started = time.perf_counter()
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=turns or ())
+
+    def result(self) -> Run:
+        """Wait for its end."""
+        self._process.wait()
+        process_sec = time.perf_counter() - self._started
+        if self._process.returncode:
+            raise SystemExit(self._log_path.read_text()[-5000:])
+        shutil.rmtree(self._output)
+        return Run.read(self._found_path, process_sec, self._every)
+
+
+def pair_in_turn(sides: Sequence[str], root: Path, number: int, case: Case) -> dict[str, Run]:
+    """Run both sides at the same time, one step of each after the other."""
+    (first_in, first_out), (second_in, second_out) = os.pipe(), os.pipe()
+    first = Process(sides[0], root, number, case, turns=(first_in, second_out), is_first=True)
+    second = Process(sides[1], root, number, case, turns=(second_in, first_out))
+    for fd in (first_in, first_out, second_in, second_out):
+        os.close(fd)
+    return {sides[0]: first.result(), sides[1]: second.result()}
+
+
+def pair_apart(sides: Sequence[str], root: Path, number: int, case: Case) -> dict[str, Run]:
+    """Run one side after the other."""
+    found = {}
+    for side in sides:
+        found[side] = Process(side, root, number, case).result()
+        os.sync()  # what this run has left to the disk is not the next one's
+    return found
 
 
 def compare(pairs: Sequence[tuple[Run, Run]]) -> None:
     """Print what the two sides have told: losses and texts must be those of the same work."""
     ours, theirs = pairs[0][0].told, pairs[0][1].told
-    for name in ("losses", "eval_losses"):
+    for name in ("losses", "eval_losses") if ours["eval_losses"] else ("losses",):
         assert len(ours[name]) == len(theirs[name]), name
         gap = max(abs(a - b) for a, b in zip(ours[name], theirs[name], strict=True))
         print(f"{name}: {len(ours[name])}, {'equal' if not gap else f'differ by at most {gap:.2g}'}")
@@ -341,16 +408,20 @@ def row(name: str, pairs: Sequence[tuple[Run, Run]], figure: Any, scale: float, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--apart", action="store_true", help="run one side after the other")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=50, help="steps between two checkpoints and evaluations")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--rank", type=int, default=16, help="0: all weights are trained")
-    parser.add_argument("--embeddings", type=int, default=0, help="rows of the model's embeddings; all are trained")
+    parser.add_argument(
+        "--embeddings", type=int, default=0, help="train a whole model with so many, and do not evaluate"
+    )
     parser.add_argument("--dir", type=Path, default=None, help="directory for the checkpoints, on the disk to measure")
     options = vars(parser.parse_args())
-    num_pairs, place = options.pop("pairs"), options.pop("dir")
+    num_pairs, place, is_apart = (options.pop(name) for name in ("pairs", "dir", "apart"))
+    options["evaluates"] = not options["embeddings"]
     if options["embeddings"]:
         options["rank"] = 0
     case = Case(**options)
@@ -361,21 +432,24 @@ def main() -> None:
         print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {num_pairs} pairs")
         for number in range(num_pairs):
             sides = ("honed", "bare") if number % 2 else ("bare", "honed")  # neither always comes first
-            found = {side: run_once(side, root, number, case) for side in sides}
+            found = (pair_apart if is_apart else pair_in_turn)(sides, root, number, case)
             pairs.append((found["honed"], found["bare"]))
-            ratios = [a / b for a, b in ((pairs[-1][0].whole, pairs[-1][1].whole),)]
-            print(f"pair {number + 1}: whole {ratios[0]:.3f}, load {os.getloadavg()[0]:.1f}", flush=True)
+            ratio = pairs[-1][0].whole / pairs[-1][1].whole
+            print(f"pair {number + 1}: whole {ratio:.3f}, load {os.getloadavg()[0]:.1f}", flush=True)
         compare(pairs)
     print(f"\n| {case.steps} steps | honed | bare | ratio, pair by pair |\n|---|---|---|---|")
     print(row("a step alone, median, ms", pairs, lambda run: statistics.median(run.steps), 1e3, 2))
     print(row("a step alone, mean, ms", pairs, lambda run: statistics.mean(run.steps), 1e3, 2))
     print(row("a step alone, median, CPU ms", pairs, lambda run: statistics.median(run.cpu_steps), 1e3, 2))
     print(row("a step alone, mean, CPU ms", pairs, lambda run: statistics.mean(run.cpu_steps), 1e3, 2))
-    print(row("an evaluation with predictions, ms", pairs, lambda run: statistics.median(run.evaluations), 1e3, 0))
+    print(row("of it, after the backward pass, ms", pairs, lambda run: statistics.median(run.rests), 1e3, 2))
+    if case.evaluates:
+        print(row("an evaluation with predictions, ms", pairs, lambda run: statistics.median(run.evaluations), 1e3, 0))
     print(row("a checkpoint, ms", pairs, lambda run: statistics.median(run.saves), 1e3, 0))
     print(row("the whole, s", pairs, lambda run: run.whole, 1, 2))
     print(row("from the first step to the last, CPU s", pairs, lambda run: run.cpu_whole, 1, 2))
-    print(row("the process, s", pairs, lambda run: run.process, 1, 2))
+    if is_apart:
+        print(row("the process, s", pairs, lambda run: run.process, 1, 2))
 
 
 if __name__ == "__main__":
