@@ -24,6 +24,7 @@ from honed.worker import assignment
 from honed.worker.assignment import Assignment
 from honed.worker.model import export
 from honed.worker.train import checkpoint
+from honed.worker.train.sealing import Sealing
 
 #: What changes something, or makes it durable. Opening for reading is in it, too: it can fail.
 CALLS = (
@@ -135,9 +136,10 @@ def save_checkpoint(checkpoints_dir: Path, save: Save) -> None:
     """What the trainer does, with `save_total_limit: 1`."""
     made = checkpoint.new_dir(checkpoints_dir) / save.place
     write(made, CHECKPOINT_FILES, save)
-    checkpoint.seal(made, checkpoint.Progress(data_hashes={"word": save.word}))
-    checkpoint.put(made, checkpoints_dir)
-    checkpoint.rotate(checkpoints_dir, limit=1, keep=set())
+    progress = checkpoint.Progress(data_hashes={"word": save.word})
+    sealing = Sealing(beat=lambda: None)
+    sealing.start(1, lambda beat: checkpoint.commit(made, progress, checkpoints_dir, limit=1, keep=set(), beat=beat))
+    sealing.wait()
 
 
 def write(directory: Path, names: Sequence[str], save: Save) -> None:

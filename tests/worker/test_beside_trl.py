@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from honed.worker.train import checkpoint
 from worker.conftest import MakeJob, WorkerJob
 
 _WORDS = ["the", "capital", "of", "is", "what", "answer", "plus", "minus", "equals", "city", "yes", "no", "Ünï", "日本"]
@@ -94,10 +95,16 @@ def test_the_losses_are_those_of_a_bare_trainer(
     assert list(ended.losses.values()) == expected
 
 
+@pytest.mark.parametrize("is_older", [False, True], ids=["by length", "begun by an earlier version"])
 def test_evaluations_are_those_of_a_bare_trainer(
-    make_job: MakeJob, checkpoint_of: Callable[..., Path], tmp_path: Path
+    make_job: MakeJob,
+    checkpoint_of: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_older: bool,
 ) -> None:
-    asked = case(eval_strategy="steps", eval_steps=2, eval_on_start=True)
+    """Whatever the batches, they are those of one batch of all rows; TRL averages its batches' means."""
+    asked = case(eval_strategy="steps", eval_steps=2, eval_on_start=True, per_device_eval_batch_size=2)
     base = checkpoint_of("qwen3", dtype="bfloat16")
     path = tmp_path / "held-out.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows("pc")[:8]))
@@ -108,15 +115,26 @@ def test_evaluations_are_those_of_a_bare_trainer(
         predictions={"sample_frequency": "off"},
         lora=LORA,
         eval_datasets=[{"path": str(path)}],
+        dtype="float32",
     )
+    if is_older:
+        older = checkpoint.Progress()
+        assert not older.evaluates_by_length
+        monkeypatch.setattr(checkpoint, "Progress", lambda **_: older)
     ended = job.run()
     assert ended.status == 0, ended.result
     told: list[dict[str, float]] = []
+    if not is_older:
+        asked["training"]["per_device_eval_batch_size"] = 8
     bare(job, asked, base, tmp_path / "bare", held_out=rows("pc")[:8], told=told)
     names = ("eval_loss", "eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens")
     found = [tuple(item["metrics"][name] for name in names) for item in ended.of("evaluation")]
-    assert found == [tuple(entry[name] for name in names) for entry in told if "eval_loss" in entry]
+    expected = [tuple(entry[name] for name in names) for entry in told if "eval_loss" in entry]
     assert len(found) == 3
+    if is_older:
+        assert found == expected
+    else:  # sums in another order
+        assert all(ours == pytest.approx(theirs, rel=1e-5) for ours, theirs in zip(found, expected, strict=True))
 
 
 def bare(

@@ -3,6 +3,7 @@ space."""
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 from honed.job.event import EventWriter
 from honed.worker.train import checkpoint, disk_reserve
 from worker.conftest import MakeJob, WorkerJob, read_events
+from worker.test_checkpoints_beside_steps import fail_syncs
 
 TRAINING = {"max_steps": 6, "save_steps": 1, "save_total_limit": 6, "learning_rate": 1e-3}
 KEYS: dict[str, Any] = {"dtype": "float32", "predictions": {"sample_frequency": "off"}}
@@ -97,6 +99,29 @@ def test_without_room_for_one_the_run_stops_and_goes_on_as_the_same_run(
     assert second.status == 0, second.result["error"]
     assert [item["step"] for item in second.of("resumed")] == [1]
     assert second.losses == {step: loss for step, loss in undisturbed.losses.items() if step > 1}
+
+
+@pytest.mark.parametrize("others", [set(), {"checkpoint-4", "checkpoint-5", "checkpoint-6"}], ids=["one", "all"])
+def test_a_disk_that_is_full_when_a_checkpoint_is_synced_costs_an_older_one_and_the_next_step_makes_up_for_it(
+    make_job: MakeJob, mount: Any, monkeypatch: pytest.MonkeyPatch, others: set[str]
+) -> None:
+    """A second one in a row ends the run."""
+    monkeypatch.setattr(disk_reserve, "SPARE_BYTES", 4096)
+    job = make_job(training=TRAINING, **KEYS)
+    mount(job.dir / "checkpoints", "64m")
+    fail_syncs(monkeypatch, of={"checkpoint-3", *others}, number=errno.ENOSPC)
+    ended = job.run()
+    told = ended.messages("warning")
+    assert any("a checkpoint could not be written: [Errno 28] No space left" in text for text in told)
+    assert any("removing checkpoint-1: the disk is almost full" in text for text in told)
+    if others:
+        assert ended.status == 73
+        assert names(job) == {"checkpoint-2"}
+    else:
+        assert ended.status == 0, ended.result["error"]
+        assert names(job) == {f"checkpoint-{step}" for step in (2, 4, 5, 6)}
+        assert [item["step"] for item in ended.of("checkpoint")] == [1, 2, 4, 5, 6]
+        assert checkpoint.find(job.dir / "checkpoints")[1] == []
 
 
 def test_the_word_on_an_attempts_end_has_room_kept_for_it(tmp_path: Path, mount: Any) -> None:

@@ -56,6 +56,37 @@ def test_a_batch_writes_what_each_prompt_gets_alone(
     assert num_different <= MAX_DIFFERENT[dtype], list(zip(texts[16], texts[1], strict=True))
 
 
+def test_questions_of_similar_length_share_a_batch_and_answers_come_in_the_order_of_questions(
+    checkpoint_of: Callable[..., Path],
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = checkpoint_of("qwen3")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    chat = ChatFormat(AutoTokenizer.from_pretrained(path))
+    batches: list[Any] = []
+    generate = model.generate
+
+    def recorded(**inputs: Any) -> Any:
+        batches.append(inputs["attention_mask"])
+        return generate(**inputs)
+
+    model.generate = recorded
+    questions = prediction.from_prompts(PROMPTS, chat)
+    told: list[str] = []
+    alone = predictor_of(chat, told, batch_size=1).ask(model, questions).texts
+    assert len(set(alone)) > 4, "the answers tell the questions apart"
+    del batches[:]
+    assert predictor_of(chat, told, batch_size=4).ask(model, questions).texts == alone
+    lengths = sorted((len(question.input_ids) for question in questions), reverse=True)
+    assert [mask.shape[1] for mask in batches] == lengths[::4], (
+        "the longest first, and each batch as short as it can be"
+    )
+    assert [length for mask in batches for length in mask.sum(1).tolist()] == lengths
+    assert told == []
+
+
 @pytest.fixture
 def narrow(checkpoint_of: Callable[..., Path]) -> Callable[[int], tuple[Any, ChatFormat]]:
     """A function that makes a model with memory for so many prompts at a time."""

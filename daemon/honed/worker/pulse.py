@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -50,6 +51,7 @@ class Pulse:
         self._path = path
         self._clock = clock
         self._beat_at = clock()
+        self._status_at = -math.inf  #: when the last step was sent
         self._is_ready = False
         self._patience = Patience(clock())
         self._told_sec: float | None = 0.0
@@ -73,7 +75,10 @@ class Pulse:
             case "stage":
                 self._begin(str(data.get("stage")))
             case "step":
-                self._send("WATCHDOG=1", f"STATUS={progress_text(data)}")
+                # systemd reads each message, and tells its listeners: a hundred steps a second need not all be sent.
+                if (now := self._clock()) - self._status_at >= BEAT_INTERVAL_SEC:
+                    self._status_at = now
+                    self._send("WATCHDOG=1", f"STATUS={progress_text(data)}")
             case "evaluation":
                 self._send("WATCHDOG=1", f"STATUS=step {data.get('step')}: evaluated")
             case _:

@@ -183,7 +183,7 @@ class _Story:
             self._log("error", "all checkpoints of this job are damaged: it starts from the beginning")
         if attempt > 1 and resumed is None:
             events.emit("started_over", reason="damaged" if set_aside else "no checkpoint")
-        progress = resumed.progress if resumed else checkpoint.Progress()
+        progress = resumed.progress if resumed else checkpoint.Progress(evaluates_by_length=True)
         self._gate.watch(job.files())
         job.check_inputs()
         backend = load.choose(job.backend)
@@ -326,12 +326,14 @@ class _Story:
         try:
             trainer.train(resume_from_checkpoint=str(resumed.path) if resumed else None)
             figures = exam.end(trainer.model, trainer.state, trainer.final_step())
+            trainer.settle()
             stop.check()
         except (InterruptedRunError, TimeLimitError, DatasetError):  # DatasetError: an image that has disappeared
             if not job.is_trial:
                 trainer.save()
             raise
         finally:
+            trainer.let_go()
             self.step = max(self.step, trainer.state.global_step)
             self.metrics |= _metrics(trainer.state, progress) | figures
             self.memory = memory.trained(trainer.model)

@@ -49,6 +49,15 @@ def test_a_worker_is_ready_at_its_first_stage_and_says_where_it_is(systemd: sock
     ]
 
 
+def test_of_many_steps_a_second_one_is_sent(systemd: socket.socket) -> None:
+    clock = [0.0]
+    told, _ = pulse(systemd, clock)
+    for step in range(1, 41):
+        clock[0] = step / 16
+        told.tell("step", {"step": step, "num_steps": 40})
+    assert heard(systemd) == [["WATCHDOG=1", f"STATUS=step {step}/40"] for step in (1, 17, 33)]
+
+
 def test_each_look_at_the_stop_flag_is_a_sign_of_life_but_not_too_many(systemd: socket.socket) -> None:
     clock = [0.0]
     told, _ = pulse(systemd, clock)

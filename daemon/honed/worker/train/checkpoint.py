@@ -56,6 +56,7 @@ class Progress:
     logged_step: int | None = None  #: the last step whose loss was logged
     num_seen_tokens: int = 0  #: by TRL's count, without padding
     loss_type: str | None = None  #: SFTConfig's; None in a checkpoint of an earlier version
+    evaluates_by_length: bool = False  #: as in evaluation.py; a run begun by an earlier version keeps TRL's means
 
     @classmethod
     def read(cls, found: dict[str, Any]) -> Progress:
@@ -143,6 +144,23 @@ def rotate(checkpoints_dir: Path, *, limit: int, keep: set[Path]) -> None:
         for step, path in _named(checkpoints_dir, _DAMAGED):
             if step < whole[-limit][0]:
                 _remove(path)
+
+
+def commit(
+    made: Path, progress: Progress, checkpoints_dir: Path, *, limit: int, keep: set[Path], beat: Callable[[], None]
+) -> Path:
+    """Seal a written checkpoint, put it into its place, and remove older ones; return its place.
+
+    This is all that happens to files after they are written. An error before the rename leaves nothing of it.
+    """
+    try:
+        seal(made, progress, beat=beat)
+        place = put(made, checkpoints_dir)
+    except BaseException:
+        shutil.rmtree(made.parent, ignore_errors=True)  # where the disk is full, the room is needed
+        raise
+    rotate(checkpoints_dir, limit=limit, keep=keep)
+    return place
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Predictions for held-out examples: before training, during it, and at the end.
 
-They are greedy unless the job asks for sampling, in batches padded on the left, without autocast unless the job asks
-for it. They leave no trace in the run: mode, cache, and the random state of Python, NumPy and torch are restored, so
-that the losses are those of a run without predictions.
+They are greedy unless the job asks for sampling, in batches of similar length padded on the left, without autocast
+unless the job asks for it. They leave no trace in the run: mode, cache, and the random state of Python, NumPy and torch
+are restored, so that the losses are those of a run without predictions.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class Question:
     ground_truth: str
     text: str = ""  #: as rendered, beside media
     media: tuple[Media, ...] = ()
+
+    @property
+    def length(self) -> tuple[int, int]:
+        """A measure of its length, for batches with little padding: its media, then its tokens or, with media, text."""
+        return len(self.media), len(self.input_ids) or len(self.text)
 
 
 @dataclass(frozen=True)
@@ -283,7 +288,7 @@ class Predictor:
         """
         import torch
 
-        texts: list[str | None] = []
+        texts: list[str | None] = [None] * len(questions)
         self._faults.begin()
         self._stop_ids = list(dict.fromkeys([*self._stop_ids, *generation.end_ids(model)]))
         settled = contextlib.nullcontext() if self._is_bases else generation.neutral(model)
@@ -292,11 +297,17 @@ class Predictor:
         with self._stop.phase("predict"), calm, torch.no_grad(), saved, computing.autocast(model), settled:
             has_media = any(question.media for question in questions)
             size = self._batch_size or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
-            for start in range(0, len(questions), size):
+            order = list(range(len(questions)))
+            if len(order) > size:  # the longest first: if memory runs out, then at once
+                order.sort(key=lambda place: questions[place].length, reverse=True)
+            for start in range(0, len(order), size):
                 self._stop.check()
                 if self._sample is not None or self._is_bases:  # by position: samples are the same in each round
                     torch.manual_seed((self._sample.seed if self._sample is not None else 0) + start)
-                texts += self._ask_batch(model, questions[start : start + size])
+                places = order[start : start + size]
+                answers = self._ask_batch(model, [questions[place] for place in places])
+                for place, text in zip(places, answers, strict=True):
+                    texts[place] = text
         return Answers(texts, self._faults.first)
 
     def _ask_batch(self, model: Any, questions: Sequence[Question]) -> list[str | None]:

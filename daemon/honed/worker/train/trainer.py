@@ -5,7 +5,9 @@ It is imported after the backend has imported its libraries: under Unsloth, SFTT
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import math
 import shutil
 import time
@@ -36,7 +38,9 @@ from honed.worker.stop import Stop
 from honed.worker.train import checkpoint, optimizer
 from honed.worker.train.callback import RunCallback, is_epoch_end
 from honed.worker.train.checkpoint import Progress
+from honed.worker.train.evaluation import TokenMeans, by_length
 from honed.worker.train.prediction import random_state_kept
+from honed.worker.train.sealing import Sealing
 
 #: Number of checkpoints that are kept, if the spec does not say.
 SAVE_TOTAL_LIMIT = 2
@@ -244,7 +248,9 @@ class Trainer(SFTTrainer):
         self._stop = stop
         self._progress = progress
         self._limit = TimeLimit(assignment.spec.time_limit_sec, progress.elapsed_sec)
-        self._saved_step = resumed_step
+        self._means = TokenMeans()
+        self._sealing = Sealing(stop.beat)
+        self._saved_step = resumed_step  #: of the last checkpoint in its place
         self._callback = callback
         self._resumed_path: str | None = None
         self._has_best = False
@@ -256,7 +262,7 @@ class Trainer(SFTTrainer):
             model=loaded.model,
             args=args,
             train_dataset=data.train.dataset,
-            eval_dataset=data.held_out.dataset if data.held_out else None,
+            eval_dataset=_held_out(data, args, progress),
             # The tokenizer, not the processor: TRL's own support for images makes another mask.
             processing_class=loaded.tokenizer,
             data_collator=_collator(assignment, data, loaded.tokenizer, args),
@@ -279,6 +285,8 @@ class Trainer(SFTTrainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Log, save and evaluate at the end of each step and each epoch: the one place where a run is stopped."""
         self._progress.is_evaluation_due = self.control.should_evaluate
+        if self._sealing.has_ended and not self._sealing.has_failed:
+            self.settle()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.control.should_training_stop:
             return  # finishing is quicker than resuming
@@ -336,6 +344,20 @@ class Trainer(SFTTrainer):
         self._progress.is_evaluation_due = False
         return metrics
 
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._means.count(inputs["labels"])
+        found = super().prediction_step(model, inputs, *args, **kwargs)
+        self._means.add(found[0])
+        return found
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, with means over all tokens, whatever the batches."""
+        self._means.begin()
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._progress.evaluates_by_length:
+            self._means.weigh(output.metrics, "eval_loss", self._metrics["eval"])
+        return output
+
     def _may_judge(self, metrics: dict[str, float]) -> bool:
         """Tell whether an evaluation judges the model: not if it goes by answers that failed, without a score."""
         asked = self._assignment.spec.predictions
@@ -390,12 +412,20 @@ class Trainer(SFTTrainer):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Save a checkpoint of the step just done, unless there is one."""
+        """Save a checkpoint of the step just done, unless there is one, and wait until it is in place."""
+        self.settle()
         if self.state.global_step and self._saved_step != self.state.global_step:
             self._save_checkpoint(self.model, None)
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until the last checkpoint is in place. Raises the error for which it is not."""
+        if (sealed := self._sealing.wait()) is not None:
+            self._saved_step = sealed.step
+            self._events.emit("checkpoint", step=sealed.step, path=str(sealed.path))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint beside its place, seal it, and rename it into place."""
+        """Write a checkpoint beside its place. It is sealed and renamed into place beside the next steps."""
         checkpoints_dir, step = self._assignment.layout.checkpoints_dir, self.state.global_step
         best = self.state.best_global_step
         if best and (best == step or (checkpoints_dir / f"checkpoint-{best}").is_dir()):
@@ -410,17 +440,21 @@ class Trainer(SFTTrainer):
                 self.state.best_model_checkpoint = best_path
                 self.state.save_to_json(str(made / TRAINER_STATE_NAME))
             self._remember()
-            checkpoint.seal(made, self._progress, beat=self._stop.beat)
-            path = checkpoint.put(made, checkpoints_dir)
         except BaseException:
             shutil.rmtree(new_dir, ignore_errors=True)  # where the disk is full, the room is needed
             raise
         finally:
             self._run_dir = None
-        self._saved_step = step
-        self._events.emit("checkpoint", step=step, path=str(path))
         limit = self._assignment.spec.training.as_kwargs().get("save_total_limit") or SAVE_TOTAL_LIMIT
-        checkpoint.rotate(checkpoints_dir, limit=limit, keep=self._kept())
+        commit = functools.partial(
+            checkpoint.commit,
+            made,
+            copy.deepcopy(self._progress),  # it goes on changing
+            checkpoints_dir,
+            limit=limit,
+            keep=self._kept(),
+        )
+        self._sealing.start(step, lambda beat: commit(beat=beat))
 
     def _remember(self) -> None:
         """Keep the state that transformers and TRL leave out of a checkpoint, or lose when they resume from it."""
@@ -454,6 +488,7 @@ class Trainer(SFTTrainer):
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint if it is whole: it may be older than those that a resume has checked."""
+        self.settle()
         path = Path(str(self.state.best_model_checkpoint))
         if (why := checkpoint.read(path, beat=self._stop.beat)[1]) != "":
             self._events.log(
@@ -487,6 +522,13 @@ def _restore_figures(trainer: Any, progress: Progress) -> None:
 def _name_of(args: SFTConfig) -> str:
     """Return the optimizer's name as in training.optim."""
     return str(getattr(args.optim, "value", args.optim))
+
+
+def _held_out(data: Data, args: SFTConfig, progress: Progress) -> Any:
+    """Return the rows to evaluate on, in the order in which they are batched."""
+    if data.held_out is None:
+        return None
+    return by_length(data.held_out, args) if progress.evaluates_by_length else data.held_out.dataset
 
 
 def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfig) -> Any:

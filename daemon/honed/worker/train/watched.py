@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from honed.system.error import said
 from honed.worker.train import disk_reserve, divergence
+from honed.worker.train.callback import is_epoch_end
 from honed.worker.train.divergence import Divergence
 from honed.worker.train.trainer import Trainer
 
@@ -26,6 +28,8 @@ class WatchedTrainer(Trainer):
         self._losses: list[Any] = []  #: of the step's batches
         self._looked_step = -1
         self._is_save_withheld = False
+        self._needed_bytes = 0  #: for the next checkpoint
+        self._is_short = False  #: the last checkpoint found no room
         is_divided = any("training.gradient_accumulation_steps" in each.changes for each in assignment.adjustments)
         if is_divided and not self.model_accepts_loss_kwargs:
             self._tell(
@@ -44,6 +48,8 @@ class WatchedTrainer(Trainer):
             norm = None if grad_norm is None else float(grad_norm)
             was_skipped = bool(self.accelerator.optimizer_step_was_skipped)
             lost = self._divergence.look(self.state.global_step, loss, norm, was_skipped=was_skipped)
+        if self._sealing.has_failed and not (self._callback.is_in_step and is_epoch_end(self.state)):
+            self.control.should_save = True  # the next one takes its place, or its error ends the run
         self._withhold()
         if lost is not None:
             self.control.should_log, self.control.should_evaluate = True, False
@@ -77,37 +83,74 @@ class WatchedTrainer(Trainer):
 
     def save(self) -> None:
         if self._divergence.is_suspicious:
+            self.settle()
             return  # the last checkpoint is better
         super().save()
+
+    def settle(self) -> None:
+        """Wait until the last checkpoint is in place; if it found no room, save this step's in its stead."""
+        if not self._sealing.is_idle:
+            with self._stop.phase("save"):
+                while not self._settled():
+                    self._write(self.model, None)
+
+    def let_go(self) -> None:
+        """Wait for the last checkpoint at the end of a run that another error has ended: this one is only logged."""
+        if self._sealing.is_idle:
+            return
+        with self._stop.phase("save"):
+            try:
+                super().settle()
+            except Exception as problem:  # noqa: BLE001 - the other error is raised
+                self._tell(f"the last checkpoint could not be written: {said(problem)}")
+
+    def _settled(self) -> bool:
+        """Wait for the last checkpoint. Return False if it found no room; then there is room now."""
+        try:
+            super().settle()
+        except Exception as problem:  # noqa: BLE001 - raised again unless room helps
+            self._make_room(problem)
+            return False
+        self._is_short = False
+        return True
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.check_weights()
         with self._stop.phase("save"):
+            self._settled()
             self._write(model, trial)
 
-    def _write(self, model: Any, trial: Any) -> Any:
+    def _write(self, model: Any, trial: Any) -> None:
         """Write a checkpoint; remove older ones if there is no room. Raises DiskShortError, with none of it left."""
         checkpoints_dir = self._assignment.layout.checkpoints_dir
         is_whole = self._assignment.precision.adapter_dtype is None
         written = disk_reserve.written_bytes(self.model, self.optimizer, is_whole=is_whole)
-        num_bytes = disk_reserve.needed_bytes(checkpoints_dir, written)
-        disk_reserve.make(checkpoints_dir, num_bytes, keep=self._kept(), tell=self._tell)
-        for is_last in (False, True):
+        self._needed_bytes = disk_reserve.needed_bytes(checkpoints_dir, written)
+        disk_reserve.make(checkpoints_dir, self._needed_bytes, keep=self._kept(), tell=self._tell)
+        while True:
             try:
                 return super()._save_checkpoint(model, trial)
-            except Exception as problem:
-                # torch.save reports only that it failed.
-                left = disk_reserve.free_bytes(checkpoints_dir)
-                is_full = isinstance(problem, RuntimeError) and left < max(num_bytes, disk_reserve.SPARE_BYTES)
-                if not (is_full or disk_reserve.is_no_room(problem)):
-                    raise
-                self._tell(f"checkpoint-{self.state.global_step} could not be written: {problem}")
-                # Others write there, too, or the checkpoint is larger than the last one.
-                num_bytes = max(num_bytes, disk_reserve.free_bytes(checkpoints_dir)) + disk_reserve.SPARE_BYTES
-                if is_last:
-                    raise disk_reserve.short(checkpoints_dir, num_bytes) from problem
-                disk_reserve.make(checkpoints_dir, num_bytes, keep=self._kept(), tell=self._tell)
-        return None
+            except Exception as problem:  # noqa: BLE001 - raised again unless room helps
+                self._make_room(problem)
+
+    def _make_room(self, problem: Exception) -> None:
+        """Make room after a checkpoint found none; raise any other problem, and DiskShortError if there is none.
+
+        One that finds none right after it ends the run.
+        """
+        checkpoints_dir = self._assignment.layout.checkpoints_dir
+        # torch.save reports only that it failed.
+        left = disk_reserve.free_bytes(checkpoints_dir)
+        is_full = isinstance(problem, RuntimeError) and left < max(self._needed_bytes, disk_reserve.SPARE_BYTES)
+        if not (is_full or disk_reserve.is_no_room(problem)):
+            raise problem
+        self._tell(f"a checkpoint could not be written: {problem}")
+        # Others write there, too, or the checkpoint is larger than the last one.
+        num_bytes = max(self._needed_bytes, disk_reserve.free_bytes(checkpoints_dir)) + disk_reserve.SPARE_BYTES
+        if self._is_short:
+            raise disk_reserve.short(checkpoints_dir, num_bytes) from problem
+        self._is_short = True
+        disk_reserve.make(checkpoints_dir, num_bytes, keep=self._kept(), tell=self._tell)
 
     def _tell(self, text: str) -> None:
         self._events.log("warning", text)

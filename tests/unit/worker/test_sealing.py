@@ -1,0 +1,76 @@
+"""Checkpoints that a thread makes whole while the run goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from honed.worker.train.sealing import Sealed, Sealing
+
+PLACE = Path("/checkpoints/checkpoint-5")
+DEADLINE_SEC = 60.0
+
+
+def test_a_checkpoint_is_sealed_beside_its_caller_who_takes_the_outcome_once() -> None:
+    sealing, may_end = Sealing(lambda: None), threading.Event()
+
+    def seal(_beat: Callable[[], None]) -> Path:
+        assert may_end.wait(DEADLINE_SEC)
+        return PLACE
+
+    assert sealing.wait() is None
+    sealing.start(5, seal)
+    assert not sealing.is_idle
+    assert not sealing.has_ended
+    may_end.set()
+    assert sealing.wait() == Sealed(5, PLACE)
+    assert sealing.is_idle
+    assert sealing.wait() is None
+
+
+def test_an_error_is_raised_where_the_outcome_is_taken() -> None:
+    sealing, has_begun = Sealing(lambda: None), threading.Event()
+
+    def seal(_beat: Callable[[], None]) -> Path:
+        has_begun.set()
+        raise OSError(5, "Input/output error")
+
+    sealing.start(5, seal)
+    assert has_begun.wait(DEADLINE_SEC)
+    with pytest.raises(OSError, match="Input/output error"):
+        sealing.wait()
+    assert sealing.is_idle
+    assert not sealing.has_failed
+
+
+def test_there_is_no_second_before_the_outcome_of_the_first_is_taken() -> None:
+    sealing = Sealing(lambda: None)
+    sealing.start(5, lambda _beat: PLACE)
+    with pytest.raises(AssertionError):
+        sealing.start(6, lambda _beat: PLACE)
+    assert sealing.wait() == Sealed(5, PLACE)
+
+
+def test_who_waits_gives_signs_of_life_as_long_as_there_is_progress_and_only_then() -> None:
+    beats: list[str] = []
+    is_heard, may_end = threading.Event(), threading.Event()
+
+    def beat() -> None:
+        beats.append(threading.current_thread().name)
+        is_heard.set()
+
+    def seal(progress: Callable[[], None]) -> Path:
+        while not is_heard.wait(0.05):
+            progress()  # a piece is hashed
+        is_silent = not may_end.wait(1.0)  # a disk that hangs
+        assert is_silent
+        return PLACE
+
+    sealing = Sealing(beat)
+    sealing.start(5, seal)
+    sealing.wait()
+    assert 1 <= len(beats) <= 2, "beats without progress"
+    assert set(beats) == {threading.current_thread().name}, "the pulse is the trainer's thread's"

@@ -1,0 +1,139 @@
+"""Runs whose checkpoints are made whole beside their steps: on time, late, in vain, and when the run is stopped."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.worker.train import checkpoint, digest
+from worker.conftest import Ended, MakeJob, WorkerJob, read_events
+
+DEADLINE_SEC = 120.0
+KEYS: dict[str, Any] = {
+    "dtype": "float32",
+    "predictions": {"sample_frequency": "off"},
+    "training": {"max_steps": 6, "save_steps": 2, "save_total_limit": 6, "learning_rate": 1e-3},
+}
+
+
+def names(job: WorkerJob) -> set[str]:
+    return {path.name for path in (job.dir / "checkpoints").iterdir()}
+
+
+def order(ended: Ended) -> list[tuple[str, int]]:
+    return [(item.kind, item.data["step"]) for item in ended.events if item.kind in {"step", "checkpoint"}]
+
+
+def hold_back(monkeypatch: pytest.MonkeyPatch, job: WorkerJob, *, number: int, until_step: int) -> None:
+    """Let a checkpoint be sealed only once a step after it is reported."""
+    seal = checkpoint.seal
+
+    def late(path: Path, *args: Any, **kwargs: Any) -> None:
+        deadline = time.monotonic() + DEADLINE_SEC
+        while path.name == f"checkpoint-{number}" and not any(
+            item.kind == "step" and item.data["step"] == until_step for item in read_events(job.events_path(1))
+        ):
+            assert time.monotonic() < deadline, "no step is made while a checkpoint is sealed"
+            time.sleep(0.01)
+        seal(path, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "seal", late)
+
+
+def fail_syncs(monkeypatch: pytest.MonkeyPatch, *, of: set[str], number: int) -> None:
+    """Have the syncs of these checkpoints' files fail."""
+    sync: Callable[[Path], None] = digest._sync
+
+    def failing(path: Path) -> None:
+        if path.parent.name in of:
+            raise OSError(number, os.strerror(number), str(path))
+        sync(path)
+
+    monkeypatch.setattr(digest, "_sync", failing)
+
+
+def test_steps_go_on_while_a_checkpoint_is_sealed_and_it_is_reported_once_it_is_in_place(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = make_job(**KEYS).run()
+    job = make_job(**KEYS)
+    hold_back(monkeypatch, job, number=2, until_step=3)
+    ended = job.run()
+    assert ended.status == 0, ended.result["error"]
+    assert ended.losses == undisturbed.losses
+    found = order(ended)
+    assert found.index(("checkpoint", 2)) > found.index(("step", 3))
+    assert [step for kind, step in found if kind == "checkpoint"] == [2, 4, 6]
+    assert names(job) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    assert not checkpoint.find(job.dir / "checkpoints")[1]
+
+
+def test_a_checkpoint_holds_the_state_of_its_step_though_it_is_sealed_later(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = make_job(**KEYS).run()
+    job = make_job(**KEYS)
+    hold_back(monkeypatch, job, number=2, until_step=3)
+    job.stopped_at(3)
+    assert names(job) == {"checkpoint-2", "checkpoint-3"}, "the stop waits for both"
+    for name in ("checkpoint-3", "checkpoint-2"):
+        found, _ = checkpoint.find(job.dir / "checkpoints")
+        assert found is not None
+        assert found.path.name == name
+        assert len(found.progress.divergence["steps"]) == found.step
+        if name == "checkpoint-3":
+            (found.path / checkpoint.MANIFEST).unlink()
+    ended = job.run(2)
+    assert ended.status == 0, ended.result["error"]
+    assert ended.losses == {step: loss for step, loss in undisturbed.losses.items() if step > 2}
+
+
+def test_a_checkpoint_that_cannot_be_synced_ends_the_run_with_the_error_and_is_not_there(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(**(KEYS | {"training": KEYS["training"] | {"max_steps": 80, "save_steps": 40}}))
+    fail_syncs(monkeypatch, of={"checkpoint-40"}, number=errno.EIO)
+    ended = job.run()
+    assert ended.status != 0
+    assert "Input/output error" in ended.result["error"]["message"]
+    assert ended.of("checkpoint") == []
+    assert names(job) == set()
+    assert 40 < ended.result["step"] < 80, "it ends the run at a boundary soon after, not when the next one is due"
+
+
+def test_one_that_finds_no_room_while_it_is_sealed_ends_the_run_for_lack_of_it(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(**KEYS)
+    fail_syncs(monkeypatch, of={f"checkpoint-{step}" for step in range(3, 7)}, number=errno.ENOSPC)
+    ended = job.run()
+    assert ended.status == 73
+    assert ended.result["error"]["code"] == "disk_insufficient"
+    assert names(job) == {"checkpoint-2"}
+
+
+def test_a_run_that_another_error_ends_keeps_the_checkpoint_that_is_being_sealed(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from honed.worker.train.callback import RunCallback
+
+    job = make_job(**KEYS)
+    hold_back(monkeypatch, job, number=2, until_step=3)
+    on_log = RunCallback.on_log
+
+    def failing(self: Any, args: Any, state: Any, *others: Any, **more: Any) -> None:
+        on_log(self, args, state, *others, **more)
+        if state.global_step == 3:
+            raise RuntimeError("the run fails here")
+
+    monkeypatch.setattr(RunCallback, "on_log", failing)
+    ended = job.run()
+    assert ended.status not in {0, 73}
+    assert [item["step"] for item in ended.of("checkpoint")] == [2]
+    assert checkpoint.find(job.dir / "checkpoints")[0] is not None
