@@ -55,18 +55,14 @@ class Shares:
         self._entitlements = Entitlements(config)
         self._active: set[int] = set()  # users with waiting or running jobs at the last look
 
-    def weight(self, uid: int) -> float:
-        """Return a user's weight: their share in relation to others."""
-        return self._entitlements.of(uid).weight or 1.0
-
     def recover(self, jobs: Iterable[Job]) -> None:
         """Count the attempts that a crash has left out. Raises OSError."""
-        self.usage.catch_up(jobs, self.weight)
+        self.usage.catch_up(jobs, self._entitlements.weight)
 
     def charge(self, jobs: Iterable[Job]) -> None:
         """Count the attempts of these jobs that have ended; `usage.flush` writes them."""
         for job in jobs:
-            self.usage.charge(job, self.weight(job.uid))
+            self.usage.charge(job, self._entitlements.weight(job.uid))
 
     # -- the order ----------------------------------------------------------------------------------------------------
 
@@ -89,7 +85,7 @@ class Shares:
         self._active = here
         levels = {uid: usage.level(uid) for uid in here}
         for use in uses:
-            levels[use.uid] += max(use.device_sec, usage.typical_sec) / self.weight(use.uid)
+            levels[use.uid] += max(use.device_sec, usage.typical_sec) / self._entitlements.weight(use.uid)
         return levels
 
     def turn(self, place: Place, level: float) -> tuple[float, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,7 @@ class Door:
 
     def __init__(self, path: Path) -> None:
         self.now = 0.0
+        self.config = Config()
         layout = Layout(path)
         self.spool = Spool(layout)
         self.spool.recover()
@@ -38,7 +41,7 @@ class Door:
             self.checkers,
             self.checks,
             Rejection(arrivals),
-            Config,
+            lambda: self.config,
             lambda _uid: (0, 0),
             clock=self.clock,
         )
@@ -47,9 +50,10 @@ class Door:
         self.now += 0.5
         return self.now
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: str, uid: int = 0) -> None:
         hidden = self.spool.incoming_dir / f".{name}"
         hidden.write_text("{}")
+        os.chown(hidden, uid, uid) if uid else None
         hidden.rename(hidden.with_name(name))
         self.watcher.hint(FileMovedEvent(str(hidden), str(hidden.with_name(name))))
 
@@ -57,6 +61,11 @@ class Door:
         """Scan once, and return the names of all that are being checked."""
         self.incoming.scan(self.checks.numbers)
         return sorted(each.claim.name for each in self.checks._pending.values())
+
+    def num_taken(self) -> Counter[int]:
+        """Scan once, and return the number of files of each user that are being checked."""
+        self.incoming.scan(self.checks.numbers)
+        return self.checks.num_by_user()
 
 
 @pytest.fixture
@@ -89,3 +98,37 @@ def test_a_file_that_is_hinted_at_again_is_taken_once(door: Door) -> None:
         door.watcher.hint(FileMovedEvent(path, path))
     assert len(door.taken()) == MAX_TOGETHER + 3
     assert list(door.spool.incoming_dir.glob("*.json")) == []
+
+
+ANNA, BERTA, CARL = 23001, 23002, 23003
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to drop files as several users")
+@pytest.mark.parametrize("submits", [False, True])
+def test_files_of_users_are_taken_by_turns_of_their_weights(door: Door, submits: bool) -> None:
+    door.config = Config.model_validate({"users": {str(ANNA): {"weight": 3}, str(CARL): {"weight": 0.5}}})
+    for number in range(40):
+        for uid in (CARL, BERTA, ANNA):
+            if submits and uid == BERTA:  # however they come
+                door.incoming.submit(f"{uid}-{number}.json", b"{}", uid)
+            else:
+                door.drop(f"{uid}-{number}.json", uid)
+    counts = [door.num_taken(), door.num_taken(), door.num_taken()]
+    assert sum(counts[-1].values()) == 3 * MAX_TOGETHER
+    for number, found in enumerate(counts, start=1):
+        rounds = number * MAX_TOGETHER / 4.5
+        shares = {ANNA: 3 * rounds, BERTA: rounds, CARL: rounds / 2}
+        assert all(abs(found[uid] - share) <= 2 for uid, share in shares.items()), found
+    own = sorted(each.claim.id for each in door.checks._pending.values() if each.copy.uid == ANNA)
+    names = {each.claim.id: each.claim.name for each in door.checks._pending.values()}
+    assert [names[number] for number in own] == [f"{ANNA}-{number}.json" for number in range(len(own))]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to drop files as several users")
+def test_an_only_file_is_taken_in_the_next_pass_beside_a_flood_of_a_user_of_a_greater_weight(door: Door) -> None:
+    door.config = Config.model_validate({"users": {str(ANNA): {"weight": 1000}, str(BERTA): {"weight": 0.001}}})
+    for number in range(60):
+        door.drop(f"{number}.json", ANNA)
+    door.num_taken()
+    door.drop("only.json", BERTA)
+    assert door.num_taken()[BERTA] == 1

@@ -3,13 +3,12 @@
     incoming/ ── listed ── whole ──► claimed/<id>/ ── copied ──► checks
     socket    ── claimed/<id>/ ────────────────────── copied ──► checks
 
-Users take turns: a flood of one user's files delays nobody else's.
+Users take turns, weighted (turns.py): a flood of one user's files delays nobody else's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from typing import TypeVar
 from honed.daemon.arrivals.checkers import Checkers
 from honed.daemon.arrivals.checks import MAX_TOGETHER, Checks, Pending
 from honed.daemon.arrivals.rejection import Rejection
+from honed.daemon.arrivals.turns import Turns
 from honed.daemon.arrivals.watcher import Watcher
 from honed.job.arrival import Arrivals, Claim, Copy, Dropped, shown, too_large
 from honed.job.entitlement import Entitlements
@@ -148,6 +148,7 @@ class Incoming:
         self._config = config
         self._clock = clock
         self._entitlements = Entitlements(config)
+        self._turns = Turns(self._entitlements.weight)
         self._listing = Listing(arrivals, watcher)
         self._submitted: dict[int, deque[Claim]] = {}  # came over the control socket and not copied yet, by submitter
         self._list_at = 0.0
@@ -245,15 +246,8 @@ class Incoming:
             self._listing.refresh()
             self._list_at = now + LISTING_REST * (self._clock() - now)
         self._take_earlier(known)
-        whole: list[Path] = []
-        submitted: list[Claim] = []
-        for claim in self._in_turn(self._submitted, submitted, limit=MAX_TOGETHER):
-            submitted.append(claim)
+        submitted, whole = self._take_by_turns()
         self._copy(submitted)
-        looked_at = self._in_turn(self._listing.not_looked_at, whole, limit=MAX_TOGETHER - len(submitted))
-        for path in itertools.islice(looked_at, MAX_LOOKS_PER_PASS):
-            if self._listing.is_whole(path):
-                whole.append(path)
         claims, faults = self._listing.claim(whole)
         self._copy(claims)
         if faults:
@@ -264,26 +258,35 @@ class Incoming:
         yield from self._listing.not_looked_at.items()
         yield from self._submitted.items()
 
-    def _in_turn(self, lists: dict[int, deque[T]], taken: Sequence[object], *, limit: int) -> Iterator[T]:
-        """Take items off these lists, one of each user in turn, until `limit` are `taken`.
+    def _take_by_turns(self) -> tuple[list[Claim], list[Path]]:
+        """Take as many arrivals off the lists as are claimed together, by turns of their users: claims from the control
+        socket, which are a user's first ones, and whole files of incoming/.
 
         Users with too much under way, and users whose files cannot be checked, are skipped.
         """
-        counts = self._checks.num_by_user()
-        while len(taken) < limit:
-            having = (
-                uid
-                for uid in lists
-                if counts[uid] < min(MAX_PENDING, self._room_of(uid)) and not self._checkers.is_stuck(uid)
-            )
-            if (uid := next(having, None)) is None:
-                return
-            waiting, num_taken = lists.pop(uid), len(taken)
-            first = waiting.popleft()
-            if waiting:
-                lists[uid] = waiting  # behind the other users
-            yield first
-            counts[uid] += len(taken) - num_taken
+        counts, submitted, whole = self._checks.num_by_user(), list[Claim](), list[Path]()
+        lists = {**self._submitted, **self._listing.not_looked_at}
+        room = {
+            uid: min(MAX_PENDING, self._room_of(uid)) - counts[uid] for uid in lists if not self._checkers.is_stuck(uid)
+        }
+        room = {uid: num for uid, num in room.items() if num > 0}
+        num_looks = 0
+        while room and len(submitted) + len(whole) < MAX_TOGETHER and num_looks < MAX_LOOKS_PER_PASS:
+            uid = self._turns.first(room)
+            self._turns.take(uid)
+            if uid in self._submitted:
+                submitted.append(_pop(self._submitted, uid))
+                room[uid] -= 1
+            else:
+                num_looks += 1
+                if self._listing.is_whole(path := _pop(self._listing.not_looked_at, uid)):
+                    whole.append(path)
+                    room[uid] -= 1
+            if not room[uid] or not (uid in self._submitted or uid in self._listing.not_looked_at):
+                del room[uid]
+        if not room:
+            self._turns.end()
+        return submitted, whole
 
     def _take_earlier(self, known: Set[int]) -> None:
         """Take up earlier claims: of a honed that was killed, or left unsettled by a full disk."""
@@ -330,3 +333,11 @@ class Incoming:
                     self._rejection.postpone(claim, copy)
                 case Copy():
                     self._checks.begin(Pending(claim, copy))
+
+
+def _pop(lists: dict[int, deque[T]], uid: int) -> T:
+    """Take a user's first item off these lists."""
+    item = lists[uid].popleft()
+    if not lists[uid]:
+        del lists[uid]
+    return item
