@@ -245,6 +245,8 @@ class Daemon:
         recovery.recover(self._spool)
         self._publishing.counters.recover()
         self._intake.acceptance.listen(self._publishing.counters.count_rejection)
+        self._intake.acceptance.fetches.listen(self._publishing.counters.count_fetched)
+        self._housekeeper.listen(self._publishing.counters.count_removed)
         self._dispatch.fence.look()  # before anything is started; what it finds is adopted below
         self._intake.recover()
         if self._database.is_new:

@@ -24,7 +24,7 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from honed.job import views
-from honed.job.event import Event, Reading
+from honed.job.event import Event, Reading, Written, written_bytes
 from honed.job.job import Job
 from honed.job.shape import Answer, LastPrediction, Prediction, Progress
 from honed.system.error import EnvironmentInvalidError
@@ -245,6 +245,12 @@ class Database:
         """Return True if the latest attempt has reported an event of this kind."""
         sql = "SELECT 1 FROM events WHERE job_id = ? AND attempt = ? AND kind = ?"
         return self._db.execute(sql, (job.id, job.attempt.number, kind)).fetchone() is not None
+
+    def written_bytes(self, job: Job) -> Written:
+        """Return the bytes that the latest attempt has reported as written."""
+        sql = "SELECT kind, data FROM events WHERE job_id = ? AND attempt = ? AND kind IN ('checkpoint', 'artifact')"
+        rows = self._db.execute(sql, (job.id, job.attempt.number))
+        return written_bytes((kind, json.loads(data)) for kind, data in rows)
 
     def apply(self, job: Job, reading: Reading) -> None:
         """Store the events of the latest attempt, each exactly once."""

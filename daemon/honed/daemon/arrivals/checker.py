@@ -26,8 +26,8 @@ class Checker:
 
     `helper_changed` is called with the old and the new descriptor to watch for reading (None: there is none), so that
     the caller's selector can follow: up to `num_helpers` are started as requests come, and again after a death. While
-    none can be started, requests wait, and `fault` says why. `who` names the user in log lines; `weight` returns a user's.
-    Without `may_go_on`, current checks are finished, and no other is begun.
+    none can be started, requests wait, and `fault` says why. `who` names the user in log lines; `weight` returns that
+    of one. Without `may_go_on`, current checks are finished, and no other is begun.
     """
 
     def __init__(

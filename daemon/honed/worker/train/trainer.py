@@ -26,6 +26,7 @@ from honed.plan import loss
 from honed.spec import metric_names
 from honed.spec.optimizer import EIGHT_BIT
 from honed.spec.training import TrainingSpec
+from honed.system import durable
 from honed.system.error import InterruptedRunError, SpecError, TimeLimitError, said
 from honed.worker.assignment import Assignment
 from honed.worker.model import generation
@@ -418,7 +419,7 @@ class Trainer(SFTTrainer):
         finally:
             self._run_dir = None
         self._saved_step = step
-        self._events.emit("checkpoint", step=step, path=str(path))
+        self._events.emit("checkpoint", step=step, path=str(path), num_bytes=durable.num_bytes_below(path))
         limit = self._assignment.spec.training.as_kwargs().get("save_total_limit") or SAVE_TOTAL_LIMIT
         checkpoint.rotate(checkpoints_dir, limit=limit, keep=self._kept())
 
