@@ -134,7 +134,9 @@ class Daemon:
             is_stopping=lambda: self._shutdown.is_asked,
             clock=clock,
         )
-        self._publishing = Publishing(layout, config, self._database, self._attempts, self._spool, clock=clock)
+        self._publishing = Publishing(
+            layout, config, self._database, self._attempts, self._spool, self._dispatch.selection.queue, clock=clock
+        )
         self._housekeeper = Housekeeper(layout, config, self._spool, self._database, self._unfinished, clock=clock)
         self._status = Status(
             self._notifier,
@@ -160,7 +162,7 @@ class Daemon:
                 self._housekeeper,
                 self._status,
                 Maintenance(self._spool, self._dispatch.placement),
-                self._dispatch.selection.waits_for,
+                self._dispatch.selection,
             ),
             self._wake,
         )
