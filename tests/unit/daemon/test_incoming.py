@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from honed.daemon.arrivals.checks import MAX_TOGETHER, Checks
 from honed.daemon.arrivals.incoming import LISTING_REST, Incoming
 from honed.daemon.arrivals.rejection import Rejection
 from honed.daemon.arrivals.watcher import Watcher
-from honed.job.arrival import Arrivals
+from honed.job.arrival import Arrivals, Dropped
 from honed.job.spool import Spool
 from honed.run.helper import children
 from honed.spec.config import Config
@@ -25,7 +25,7 @@ from honed.system.layout import Layout
 class Door:
     """incoming/ and its clock; each listing takes a second, and no check ever ends."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, arrivals_of: Callable[[Spool], Arrivals] = Arrivals) -> None:
         self.now = 0.0
         self.config = Config()
         layout = Layout(path)
@@ -33,7 +33,7 @@ class Door:
         self.spool.recover()
         self.watcher = Watcher(self.spool.incoming_dir, settle_sec=0, wake=lambda: None)
         self.checkers = Checkers(children(layout, ["sleep", "600"]))
-        arrivals = Arrivals(self.spool)
+        arrivals = arrivals_of(self.spool)
         self.checks = Checks(self.checkers, Config)
         self.incoming = Incoming(
             arrivals,
@@ -98,6 +98,76 @@ def test_a_file_that_is_hinted_at_again_is_taken_once(door: Door) -> None:
         door.watcher.hint(FileMovedEvent(path, path))
     assert len(door.taken()) == MAX_TOGETHER + 3
     assert list(door.spool.incoming_dir.glob("*.json")) == []
+
+
+def test_a_file_whose_event_comes_after_a_listing_has_seen_it_does_not_wait_for_the_next_one(door: Door) -> None:
+    """Beside a flood the next listing is seconds away, and watchdog behind."""
+    door.watcher.settle_sec = 1e6
+    hints: list[FileMovedEvent] = []
+    door.watcher.hint, hint = hints.append, door.watcher.hint  # type: ignore[method-assign, assignment]
+    door.drop("late.json")
+    assert door.taken() == []  # listed, looked at, and not known to be whole
+    assert door.taken() == []
+    hint(hints[0])
+    assert door.now < LISTING_REST / 2
+    assert door.taken() == ["late.json"]
+
+
+def test_a_file_that_is_whole_after_a_while_does_not_wait_for_the_next_listing(door: Door) -> None:
+    door.watcher.hint = lambda _event: None  # type: ignore[method-assign]
+    now = [0.0]
+    door.watcher.settle_sec, door.watcher._clock = 1.0, lambda: now[0]
+    door.watcher._made_at = (0.0, 0.0)  # so that it is not older than the daemon
+    door.drop("copied.json")
+    assert door.taken() == []
+    now[0] = 2.0
+    assert door.now < LISTING_REST / 2
+    assert door.taken() == ["copied.json"]
+
+
+class Counted(Arrivals):
+    """Counts the files that are asked for."""
+
+    num_looks = 0
+
+    def dropped_of(self, names: Iterable[str]) -> list[Dropped]:
+        names = list(names)
+        self.num_looks += len(names)
+        return super().dropped_of(names)
+
+
+def test_a_listing_asks_for_no_file_that_an_earlier_one_has_seen(tmp_path: Path) -> None:
+    """What a listing costs beside a flood that waits is the listing of its names."""
+    door = Door(tmp_path, Counted)
+    for number in range(500):
+        door.drop(f"{number:03}.json")
+    door.taken()
+    arrivals = door.incoming._arrivals
+    assert isinstance(arrivals, Counted)
+    assert arrivals.num_looks == 500
+    for number in range(5):
+        door.drop(f"new-{number}.json")
+        door.now += LISTING_REST  # the next listing is due
+        door.taken()
+    assert arrivals.num_looks == 505
+    assert door.incoming.num_seen == 505 - len(door.checks.numbers)
+    door.checkers.close()
+    door.spool.close()
+
+
+def test_files_that_are_removed_or_replaced_while_they_wait_are_forgotten_or_seen_anew(door: Door) -> None:
+    for number in range(MAX_TOGETHER + 4):
+        door.drop(f"{number:02}.json")
+    door.taken()
+    waiting = sorted(path.name for path in door.spool.incoming_dir.glob("*.json"))
+    assert len(waiting) == 4
+    (door.spool.incoming_dir / waiting[0]).unlink()
+    door.drop(waiting[1])  # another file under its name
+    door.now += LISTING_REST
+    taken = door.taken()
+    assert waiting[0] not in taken
+    assert set(waiting[1:]) <= set(taken)
+    assert door.incoming.num_seen == 0
 
 
 ANNA, BERTA, CARL = 23001, 23002, 23003
