@@ -23,7 +23,7 @@ def taken(turns: Turns, users: list[int], count: int) -> list[int]:
     found = []
     for _ in range(count):
         found.append(turns.first(users))
-        turns.take(found[-1])
+        turns.take(found[-1], users)
     return found
 
 

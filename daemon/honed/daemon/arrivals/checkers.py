@@ -181,8 +181,8 @@ class Checkers:
                 break
             self._queue.remove(uid)
             self._placed[uid] = now
-            self._turns.take(uid)
-        if not self._queue:
+            self._turns.take(uid, self._present())
+        if self._present() <= self._placed.keys():
             self._turns.end()
         for uid in self._placed:
             self._people[uid].let(go_on=uid in self._new or not (self._new or uid in self._ending))
@@ -221,7 +221,11 @@ class Checkers:
         if len(self._ending) < len(left):
             for uid in reversed(over):
                 self._placed[uid] = now
-                self._turns.take(uid)
+                self._turns.take(uid, self._present())
+
+    def _present(self) -> set[int]:
+        """Return the users with job files that are to be checked, whether they have a place or not."""
+        return {uid for uid, checker in self._people.items() if checker.is_busy}
 
     def _rank(self, uid: int) -> tuple[bool, bool, float]:
         """Return a user's rank among those who want a place, the lowest is first."""

@@ -302,7 +302,7 @@ class Incoming:
         num_looks = 0
         while room and len(submitted) + len(whole) < MAX_TOGETHER and num_looks < MAX_LOOKS_PER_PASS:
             uid = self._turns.first(room)
-            self._turns.take(uid)
+            self._turns.take(uid, room)
             if uid in self._submitted:
                 submitted.append(_pop(self._submitted, uid))
                 room[uid] -= 1

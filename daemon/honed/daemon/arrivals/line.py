@@ -90,7 +90,7 @@ class Line:
         if self.num_takeable <= 0:
             return None
         uid = min(self._turns.order(self._waiting), key=self._rank)
-        self._turns.take(uid)
+        self._turns.take(uid, (other for other in self._waiting if (other in self._late) == (uid in self._late)))
         waiting = self._waiting[uid]
         request = waiting.popleft()
         if not waiting:

@@ -42,11 +42,12 @@ class Turns:
         """Return the user, of at least one, whose turn it is."""
         return min(self.order(users), key=self.due)
 
-    def take(self, uid: int | None) -> None:
-        """Begin a user's turn."""
-        self._now = self.due(uid)
+    def take(self, uid: int | None, present: Iterable[int | None]) -> None:
+        """Begin a user's turn. `present`: those who wait for turns or have one; who is not saves up nothing."""
+        self._now = min(map(self.due, (uid, *present)))
+        due = self.due(uid)
         self._last.pop(uid, None)
-        self._last[uid] = self._now
+        self._last[uid] = due
 
     def give_back(self, uid: int | None) -> None:
         """Let a user, whose turn was in vain, be due at once."""
