@@ -118,14 +118,6 @@ def listed_after(instance: Instance, name: str) -> list[str]:
     return [row["name"] for row in json.loads(done.stdout)]
 
 
-def helpers(instance: Instance) -> list[int]:
-    """Return the preflight helpers, oldest first."""
-    assert instance.process is not None
-    children = Path(f"/proc/{instance.process.pid}/task").glob("*/children")
-    pids = sorted(int(pid) for path in children for pid in path.read_text().split())
-    return [pid for pid in pids if b"honed.check.preflight" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
 def test_one_users_check_that_stands_still_holds_up_no_other_user_where_there_are_two_helpers(
     instance: Instance,
 ) -> None:
@@ -135,14 +127,14 @@ def test_one_users_check_that_stands_still_holds_up_no_other_user_where_there_ar
     instance.client.ask("pause")
     drop(instance, ANNA, "succeed.first")
     instance.wait_state("succeed.first", State.QUEUED)
-    (helper,) = helpers(instance)
+    (helper,) = instance.helpers()
     os.kill(helper, signal.SIGSTOP)
     for number in range(3):
         drop(instance, ANNA, f"succeed.a{number}")
     drop(instance, BERTA, "succeed.b")
     instance.wait_state("succeed.b", State.QUEUED)
     assert [job.name for job in instance.spool.all_jobs().values()] == ["succeed.first", "succeed.b"]
-    assert len(helpers(instance)) == 2
+    assert len(instance.helpers()) == 2
     os.kill(helper, signal.SIGCONT)
     wait_for(lambda: len(instance.spool.all_jobs()) == 5, what="all")
     numbers = {job.name: job.id for job in instance.spool.all_jobs().values()}
@@ -314,7 +306,7 @@ def test_honed_that_is_to_drain_ends_where_only_a_person_can_lift_a_limit(instan
 
 def test_honed_that_is_to_drain_ends_where_a_file_waits_for_one_that_a_limit_keeps_away(instance: Instance) -> None:
     instance.configure(f"[users.{ANNA}]\nmax_running = 0\nmax_queued = 2\n")
-    drop(instance, BERTA, "succeed.after", depends_on=["succeed.last"])
+    drop(instance, ANNA, "succeed.after", depends_on=["succeed.last"])
     for name in ("succeed.one", "succeed.last"):
         drop(instance, ANNA, name)
     assert instance.drain() == 0
@@ -352,7 +344,7 @@ def test_a_job_that_names_one_which_a_limit_keeps_in_incoming_waits_for_it(insta
     instance.configure(f"[users.{ANNA}]\nmax_queued = 3\n[spool]\nsettle_sec = 0\n")
     instance.start()
     instance.client.ask("pause")
-    drop(instance, BERTA, "succeed.after", depends_on=["succeed.last"])
+    drop(instance, ANNA, "succeed.after", depends_on=["succeed.last"])
     for name in ("succeed.one", "succeed.two", "succeed.last"):
         drop(instance, ANNA, name)
     wait_for(lambda: "1 file waits until fewer jobs" in status(instance), what="the limit")
