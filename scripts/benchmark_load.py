@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import demonstration
 
@@ -340,10 +341,24 @@ def measure_beside(num_files: int) -> None:
         def num_queued() -> int:
             return len(list((spool / "queued").glob("*.json")))
 
+        def tell(user: str) -> None:
+            """Print how long a user's only file has waited as soon as it is queued: the flood takes minutes."""
+            uid = int(machine.run("id", "-u", user))
+
+            def found() -> dict[str, Any] | None:
+                entries = (json.loads(path.read_bytes()) for path in (spool / "queued").glob("*.json"))
+                return next((each for each in entries if each["uid"] == uid), None)
+
+            job = wait_for(found, what=f"{user}'s file")
+            assert job is not None
+            waited = job["submitted_at"] - job["arrived_at"]
+            print(f"{user}: {waited:.2f} s; {num_queued():,} queued, load {os.getloadavg()[0]:.1f}", flush=True)
+
         drop("anna", "flood", num_files)
         begun = [num_queued()]
         drop("berta", "berta", 1)
         drop("anna", "anna", 1)
+        tell("berta")
         with slow_data(machine, "carl", "/srv/rows.jsonl", NUM_SLOW) as paths:
             for number, path in enumerate(paths):
                 drop("carl", f"carl{number}", 1, path)
@@ -352,6 +367,7 @@ def measure_beside(num_files: int) -> None:
             begun.append(num_queued())
             drop("dora", "dora", 1)
             drop("anna", "annas-next", 1)
+            tell("dora")
             wait_for(lambda: num_queued() >= num_files + 4, what="arrivals", deadline_sec=3600)
         entries = [json.loads(path.read_bytes()) for path in (spool / "queued").glob("*.json")]
     took = {entry["name"]: entry["submitted_at"] - entry["arrived_at"] for entry in entries}

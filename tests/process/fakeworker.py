@@ -151,7 +151,7 @@ def main() -> int:
                 durable.write(progress_path, str(step).encode())
             if asked:
                 time.sleep(save_sec)
-                events.emit("checkpoint", step=step, path=str(progress_path))
+                events.emit("checkpoint", step=step, path=str(progress_path), num_bytes=progress_path.stat().st_size)
                 result("interrupted", step, {"code": "interrupted", "message": f"stopped at step {step}", "hint": ""})
                 sys.exit(75)
         return count

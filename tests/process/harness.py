@@ -92,6 +92,13 @@ class Instance:
         self.process.send_signal(number)
         self.process.wait(timeout=DEADLINE_SEC)
 
+    def helpers(self) -> list[int]:
+        """Return the preflight helpers, oldest first; `is_warm` must be false."""
+        assert self.process is not None
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        pids = sorted(int(pid) for path in children for pid in path.read_text().split())
+        return [pid for pid in pids if b"honed.check.preflight" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.kill(signal.SIGTERM)

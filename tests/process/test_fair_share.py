@@ -74,12 +74,48 @@ def test_one_job_beside_a_flood_starts_next_and_a_higher_class_before_it(instanc
     assert [name for name in names if ".a" in name] == [f"succeed.a{number}" for number in range(6)]
 
 
-def helpers(instance: Instance) -> list[int]:
-    """Return the preflight helpers, oldest first."""
-    assert instance.process is not None
-    children = Path(f"/proc/{instance.process.pid}/task").glob("*/children")
-    pids = sorted(int(pid) for path in children for pid in path.read_text().split())
-    return [pid for pid in pids if b"honed.check.preflight" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+def listed(instance: Instance) -> list[str]:
+    """Return the names of the queued jobs as honectl lists them."""
+    rows = json.loads(instance.honectl("list", "--json", "--state", "queued", check=True).stdout)
+    return [row["name"] for row in rows]
+
+
+def test_the_list_has_the_queue_in_the_order_in_which_the_jobs_start_and_without_honed_too(instance: Instance) -> None:
+    instance.configure(f"[classes.urgent]\nrank = 5\n[users.{BERTA}]\nweight = 2\n")
+    instance.start()
+    instance.client.ask("pause")
+    for number in range(4):
+        drop(instance, ANNA, f"succeed.a{number}", priority=5 if number == 3 else 0)
+        wait_for(lambda number=number: instance.job(f"succeed.a{number}"), what="a job")  # type: ignore[misc]
+    for number in range(4):
+        drop(instance, BERTA, f"succeed.b{number}")
+        wait_for(lambda number=number: instance.job(f"succeed.b{number}"), what="a job")  # type: ignore[misc]
+    drop(instance, CARL, "succeed.c", **{"class": "urgent"})
+    drop(instance, BERTA, "succeed.after", depends_on=["succeed.b3"])
+    wait_for(lambda: len(instance.spool.all_jobs()) == 10 or instance.rejected(), what="all")
+    assert instance.rejected() == {}
+    wait_for(lambda: waits(instance, "succeed.after").startswith("dependency"), what="a look")
+    told = listed(instance)
+    assert told[0] == "succeed.c"
+    assert told[-1] == "succeed.after"
+    assert [name for name in told if ".a" in name][:4] == [f"succeed.a{number}" for number in (3, 0, 1, 2)]
+    assert told.index("succeed.b1") < told.index("succeed.a0") < told.index("succeed.b3")  # a, b, b, a, b, b
+    assert [row["name"] for row in instance.client.ask("overview")["jobs"]] == told
+    assert listed_after(instance, told[3]) == told[4:]
+    instance.stop()
+    assert listed(instance) == told
+    assert "the shares, as last written" in instance.honectl("list", check=True).stdout
+    instance.start()
+    assert listed(instance) == told
+    instance.client.ask("resume")
+    wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 10, what="all")
+    assert order(instance)[:3] == told[:3]  # later, each job's own duration counts
+
+
+def listed_after(instance: Instance, name: str) -> list[str]:
+    number = str(instance.show(name)["id"])
+    done = instance.honectl("list", "--json", "--state", "queued", "--after", number, check=True)
+    return [row["name"] for row in json.loads(done.stdout)]
 
 
 def test_one_users_check_that_stands_still_holds_up_no_other_user_where_there_are_two_helpers(
@@ -91,14 +127,14 @@ def test_one_users_check_that_stands_still_holds_up_no_other_user_where_there_ar
     instance.client.ask("pause")
     drop(instance, ANNA, "succeed.first")
     instance.wait_state("succeed.first", State.QUEUED)
-    (helper,) = helpers(instance)
+    (helper,) = instance.helpers()
     os.kill(helper, signal.SIGSTOP)
     for number in range(3):
         drop(instance, ANNA, f"succeed.a{number}")
     drop(instance, BERTA, "succeed.b")
     instance.wait_state("succeed.b", State.QUEUED)
     assert [job.name for job in instance.spool.all_jobs().values()] == ["succeed.first", "succeed.b"]
-    assert len(helpers(instance)) == 2
+    assert len(instance.helpers()) == 2
     os.kill(helper, signal.SIGCONT)
     wait_for(lambda: len(instance.spool.all_jobs()) == 5, what="all")
     numbers = {job.name: job.id for job in instance.spool.all_jobs().values()}

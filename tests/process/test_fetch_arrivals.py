@@ -16,7 +16,7 @@ from fakehub import Hub, Repository
 from harness import Instance, wait_for
 
 from honed.daemon.arrivals.fetches import Waiting
-from honed.job import query
+from honed.job import counters, query
 from honed.job.job import State
 from honed.run import snapshot
 from honed.run.fetcher import ProcessFetchRunner
@@ -101,6 +101,10 @@ def test_a_model_is_fetched_once_for_all_and_holds_up_nobody_else(fetching: Inst
         assert plan["base_model_commit"] == COMMIT
         assert plan["base_model_path"] == str(snapshot.snapshot_dir(fetching.layout.cache_dir, REPO, COMMIT))
     assert hub.num_gets("model.safetensors") == 1
+    fetched = [path.stat() for path in snapshot.snapshot_dir(fetching.layout.cache_dir, REPO, COMMIT).iterdir()]
+    counted = counters.read(fetching.layout.counters_path)
+    assert counted is not None
+    assert counted["counters"]["honed_fetched_bytes_total"] == {"model": sum(info.st_size for info in fetched)}
     assert not list((fetching.layout.state_dir / "fetch").iterdir()), "nothing is left behind"
     fetching.drop("succeed-1.later", base_model=REPO)
     num_requests = len(hub.requests)

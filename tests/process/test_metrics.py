@@ -66,11 +66,14 @@ def test_each_event_is_counted_once_by_daemons_that_are_killed_and_nothing_lower
     assert sum(found["honed_device_seconds_total"].values()) == pytest.approx(sum(each.spent_sec for each in attempts))
     assert found["honed_out_of_memory_adjustments_total"] == {(): 1}
     assert found["honed_resumes_total"] == {(): sum(each.is_resumed for each in attempts)}
+    assert "honed_removed_bytes_total" not in found
     assert found["honed_queue_wait_seconds_count"] == {(): 4}
     assert found["honed_check_duration_seconds_count"][("accepted",)] == 4
     assert found["honed_queue_wait_seconds_bucket"][("+Inf",)] == 4
     assert instance.honectl("prune", "--keep", "0").returncode == 0
     wait_for(lambda: not instance.entries(), what="the prune")
+    wait_for(lambda: "honed_removed_bytes_total" in told(instance), what="the bytes")
+    assert told(instance)["honed_removed_bytes_total"][("job",)] > 1000
     instance.layout.database_path.unlink()
     instance.stop()
     instance.start()
@@ -89,6 +92,29 @@ def test_a_resumed_attempt_is_known_to_a_daemon_that_did_not_see_it_resume(insta
     instance.start()
     job = instance.wait_state("die-2-200", State.SUCCEEDED)
     assert [each.is_resumed for each in job.attempts] == [False, True]
+
+
+def test_bytes_of_checkpoints_are_counted_once_though_honed_is_killed_after_they_were_reported(
+    instance: Instance,
+) -> None:
+    """The fake worker says how much it has written; the last word is bounded."""
+    instance.start()
+    instance.drop("slow")
+    wait_for(lambda: instance.job("slow") and instance.show("slow")["progress"]["step"], what="a step")
+    instance.client.ask("hold", id="slow")
+    job = instance.wait_state("slow", State.HELD)
+    (checkpoint,) = (event for event in events(instance, job.id) if event["event"] == "checkpoint")
+    assert job.attempts[0].checkpoint_bytes == checkpoint["num_bytes"] > 0
+    instance.kill(signal.SIGKILL)
+    instance.layout.database_path.unlink()
+    instance.start()
+    wait_for(lambda: "honed_written_bytes_total" in told(instance), what="the bytes")
+    assert told(instance)["honed_written_bytes_total"] == {("checkpoint",): checkpoint["num_bytes"]}
+
+
+def events(instance: Instance, job_id: int) -> list[dict[str, Any]]:
+    path = instance.layout.job(job_id).attempt(1).events_path
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_while_honed_is_down_its_counters_stay_and_what_only_it_knows_is_left_out(instance: Instance) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from honed.system.client import Client
-from honed.system.error import EnvironmentInvalidError
+from honed.system.error import EnvironmentInvalidError, HonedError
 from honed.system.layout import Layout
 
 if TYPE_CHECKING:
+    from honed.job.job import Job
     from honed.job.shape import ChangedRow, DeviceRow, Overview, Refusal, Row, Shown, Status, Submitted
     from honed.job.spool import Spool
 
@@ -57,7 +58,8 @@ class Instance:
             return list(self._client.ask("list", **choice))
         from honed.job import query
 
-        return [*query.rows(self._spool(), self.layout, query.Choice.of(choice))]
+        spool = self._spool()
+        return [*query.rows(spool, self.layout, query.Choice.of(choice), queue=self._queue(spool))]
 
     def overview(self, **choice: Any) -> Overview:
         """Return the first jobs of each kind, and their counts."""
@@ -66,7 +68,20 @@ class Instance:
             return found
         from honed.job import query
 
-        return query.overview(self._spool(), self.layout, query.Choice.of(choice))
+        spool = self._spool()
+        return query.overview(spool, self.layout, query.Choice.of(choice), queue=self._queue(spool))
+
+    def _queue(self, spool: Spool) -> Callable[[], Iterator[Job]] | None:
+        """Return the queue as a honed that is down would start it; None if the configuration or the shares cannot be
+        read: then it is listed by priority and number."""
+        from honed.job import queue_order
+        from honed.spec import config
+
+        try:
+            found = list(queue_order.expected(self.layout.usage_path, config.load(self.layout), spool.all()))
+        except (OSError, HonedError):
+            return None
+        return lambda: iter(found)
 
     @property
     def takes_drops(self) -> bool:

@@ -74,6 +74,8 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
             terminal.say(terminal.plain(words, limit=400), style="yellow")
         if limit := status.get("limit"):
             terminal.say(limit)
+    elif sum(job["state"] == "queued" for job in jobs) > 1:
+        terminal.say(_DOWN, style="dim")
     return 0
 
 
@@ -82,6 +84,8 @@ def _priority(job: Row) -> int | str:
     return "head" if job["priority"] == MAX_PRIORITY else job["priority"]
 
 
+#: The remark on a queue that was read from files.
+_DOWN = "honed is not running: the queue is in the order that the shares, as last written, let expect"
 #: Columns of a terminal from which on priority and the reason of a wait are shown; and those for the submission time.
 BROAD, WIDE = 100, 140
 #: Characters of a name below BROAD.

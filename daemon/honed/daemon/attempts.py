@@ -508,6 +508,8 @@ class Attempts:
         step = outcome.step if outcome.step is not None else told if isinstance(told, int) else 0
         took_sec = running.deadlines.took_sec(running.ended)
         ended = {"ended_at": time.time(), "outcome": outcome.code, "step": step, "took_sec": took_sec}
+        written = running.following.written_bytes(running.job)
+        ended |= {"checkpoint_bytes": written.checkpoints, "output_bytes": written.outputs}
         job = running.job.with_attempt(**ended, is_resumed=running.following.is_resumed(running.job))
         remedy = ending.remedy_for(self._layout, job, outcome, running.phase)
         if remedy.error is not None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from heapq import heapify, heappop, heappush, merge
+from heapq import merge
 
 from honed.daemon.dependencies import Dependencies
-from honed.daemon.shares import Place, Shares
+from honed.daemon.shares import Shares
 from honed.job.database import Database
 from honed.job.job import Job, State
+from honed.job.queue_order import Place, by_turns
 from honed.job.spool import Spool
 from honed.system.error import HonedError
 from honed.system.log import about
@@ -79,22 +80,23 @@ class Backlog:
         """Return a queued or held job."""
         return self._jobs.get(job_id)
 
-    def ready(self, *, for_gpu: Iterable[bool], levels: Mapping[int, float], but: Container[int] = ()) -> Iterator[Job]:
+    def ready(
+        self,
+        *,
+        for_gpu: Iterable[bool],
+        levels: Mapping[int, float],
+        but: Container[int] = (),
+        spends: Callable[[int], float] | None = None,
+    ) -> Iterator[Job]:
         """Yield the jobs that waited for nothing but a device at the last look, in the order of `Shares`. `for_gpu`:
         jobs that want a GPU, jobs that want none, or both. `levels`: of the users; others have what they were charged.
-        `but`: users who are left out; it may grow meanwhile."""
+        `but`: users who are left out; it may grow meanwhile. `spends`: what the start of a job adds to its user's
+        level; None where only the next one counts."""
         kinds = [self._ready[wants_gpu] for wants_gpu in for_gpu]
         level = {uid: levels.get(uid, self._shares.usage.level(uid)) for of in kinds for uid in of}
         places = {uid: merge(*(of.get(uid, ()) for of in kinds)) for uid in level}
-        heap = [(self._shares.turn(place := next(of_user), level[uid]), place, uid) for uid, of_user in places.items()]
-        heapify(heap)
-        while heap:
-            _, place, uid = heappop(heap)
-            if uid in but:
-                continue
+        for place in by_turns(places, level, self._shares.turn, but=but, spends=spends):
             yield self._jobs[place.job_id]
-            if (following := next(places[uid], None)) is not None:
-                heappush(heap, (self._shares.turn(following, level[uid]), following, uid))
 
     def is_ready(self, job_id: int) -> bool:
         """Return True if a job waits for nothing but a device."""

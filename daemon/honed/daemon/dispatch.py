@@ -121,6 +121,20 @@ class Selection:
             if not is_late and not self._is_put_off(job):
                 yield job
 
+    def queue(self) -> Iterator[Job]:
+        """Yield all queued jobs in the order in which they start, as far as it can be told now: first those that wait
+        for a device alone, then those of users beyond a limit, then those that wait for something else as well."""
+        users = set(self._backlog.first_ones(1))
+        beyond = {uid for uid in users if self._shares.obstacle(uid)}
+        levels, spends = self._shares.expected_levels(users), self._shares.start_costs
+        told: set[int] = set()
+        for but in (beyond, users - beyond):
+            for job in self._backlog.ready(for_gpu=(True, False), levels=levels, but=but, spends=spends):
+                if not self._is_put_off(job):
+                    told.add(job.id)
+                    yield job
+        yield from (job for job in self._spool.catalog.of_state(State.QUEUED) if job.id not in told)
+
     def _is_put_off(self, job: Job) -> bool:
         return self._backlog.delay_sec(job) > 0 or job.id in self._plans.numbers or self._backlog.is_short(job)
 

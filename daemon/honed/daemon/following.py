@@ -9,6 +9,7 @@ from collections.abc import Callable
 from honed.daemon import rebuild
 from honed.job import event
 from honed.job.database import Database
+from honed.job.event import Written
 from honed.job.job import Job
 from honed.job.narration import Narrator
 from honed.send.outbox import Outbox
@@ -102,6 +103,13 @@ class Following:
             log.exception("job %d (%s): its last events were not counted", job.id, job.name)
             return False
         return not self._fault  # a disk may return them in a moment
+
+    def written_bytes(self, job: Job) -> Written:
+        """Return the bytes that the attempt has reported as written; none if honed.db fails."""
+        try:
+            return self._database.written_bytes(job)
+        except sqlite3.Error:
+            return Written()
 
     def sync(self, job: Job) -> None:
         """Make the events of a worker that has ended durable: a killed one has not, and honed.db may have them."""

@@ -397,6 +397,10 @@ class Housekeeper:
             self._sums[uid] = (now, sum(sizes.of(job) or 0 for job in jobs))
         return self._sums[uid][1]
 
+    def listen(self, told: Callable[[str, int], None]) -> None:
+        """Register a callback for each removal: it gets the kind, `job` or `checkpoints`, and the bytes."""
+        self._removals.listeners.append(told)
+
     def free_checkpoints(self, job_id: int) -> None:
         """Free the disk space of checkpoints that were already set aside."""
         self._removals.want(f"checkpoints:{job_id}")

@@ -138,7 +138,9 @@ class Daemon:
             is_stopping=lambda: self._shutdown.is_asked,
             clock=clock,
         )
-        self._publishing = Publishing(layout, config, self._database, self._attempts, self._spool, clock=clock)
+        self._publishing = Publishing(
+            layout, config, self._database, self._attempts, self._spool, self._dispatch.selection.queue, clock=clock
+        )
         self._housekeeper = Housekeeper(layout, config, self._spool, self._database, self._unfinished, clock=clock)
         self._status = Status(
             self._notifier,
@@ -164,7 +166,7 @@ class Daemon:
                 self._housekeeper,
                 self._status,
                 Maintenance(self._spool, self._dispatch.placement),
-                self._dispatch.selection.waits_for,
+                self._dispatch.selection,
             ),
             self._wake,
         )
@@ -250,6 +252,8 @@ class Daemon:
         recovery.recover(self._spool)
         self._publishing.counters.recover()
         self._intake.acceptance.listen(self._publishing.counters.count_rejection)
+        self._intake.acceptance.fetches.listen(self._publishing.counters.count_fetched)
+        self._housekeeper.listen(self._publishing.counters.count_removed)
         self._dispatch.fence.look()  # before anything is started; what it finds is adopted below
         self._intake.recover()
         if self._database.is_new:

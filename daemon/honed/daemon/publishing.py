@@ -3,12 +3,13 @@ make them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from honed.daemon.attempts import Attempts
 from honed.daemon.reporter import Reporter
 from honed.job.counters import Counters
 from honed.job.database import Database
+from honed.job.job import Job
 from honed.job.spool import Spool
 from honed.run.sender_process import SendProcess, is_a_unit
 from honed.send.notification import Notices
@@ -28,9 +29,11 @@ class Publishing:
         database: Database,
         attempts: Attempts,
         spool: Spool,
+        queue: Callable[[], Iterator[Job]],
         *,
         clock: Callable[[], float],
     ) -> None:
+        """`queue` returns the queued jobs in the order in which they start."""
         self._layout = layout
         self._config = config
         self._database = database
@@ -39,7 +42,7 @@ class Publishing:
         self.counters = Counters(layout.counters_path, spool, clock=clock)
         self.notices = Notices(layout, config.notify, spool)
         self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
-        self._reporter = Reporter(layout, clock=clock)
+        self._reporter = Reporter(layout, queue, clock=clock)
         self._offline_runs = Collector(layout)
         self._set_outbox()
 

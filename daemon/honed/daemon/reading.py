@@ -21,17 +21,18 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 @dataclass(frozen=True)
 class Reading:
-    """Answers about jobs. `waits_for` returns why a queued job does not run."""
+    """Answers about jobs. `waits_for` returns why a queued job does not run, `queue` the queued jobs in order."""
 
     layout: Layout
     spool: Spool
     fetches: Fetches
     waits_for: Callable[[int], Wait | None]
+    queue: query.Queue
 
     def list_jobs(self, request: Request, asker: Asker) -> Rows:
         """Answer `list`."""
         choice = query.Choice.of(request.arguments)
-        return Rows(self.with_reasons(query.rows(self.spool, self.layout, choice, asker), asker))
+        return Rows(self.with_reasons(query.rows(self.spool, self.layout, choice, asker, self.queue), asker))
 
     def numbers(self, *_: object) -> list[int]:
         """Answer `numbers`: those of all jobs, for completions."""
@@ -39,7 +40,7 @@ class Reading:
 
     def overview(self, request: Request, asker: Asker) -> Overview:
         """Answer `overview`."""
-        found = query.overview(self.spool, self.layout, query.Choice.of(request.arguments), asker)
+        found = query.overview(self.spool, self.layout, query.Choice.of(request.arguments), asker, self.queue)
         return {**found, "jobs": list(self.with_reasons(found["jobs"], asker))}
 
     def show(self, request: Request, asker: Asker) -> Shown:

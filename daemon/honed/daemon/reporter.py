@@ -13,8 +13,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from itertools import islice
 
+from honed.job.job import Job
 from honed.run.process import DAEMON_VARIABLES, SECRET_VARIABLES
 from honed.spec.config import PolicyConfig
 from honed.system.layout import Layout
@@ -32,6 +34,8 @@ FINISH_SEC = 20.0
 CHILD_POLL_SEC = 0.5
 #: Jobs in one child, so that a command line has an end.
 MAX_JOBS = 500
+#: Queued jobs whose order the child is told: as many as the index shows.
+MAX_INDEX_JOBS = 200
 #: Due jobs from which on pages are no longer made at once; and the pause then, as a multiple of the child's duration.
 FLOOD = 20
 FLOOD_REST = 4
@@ -40,8 +44,12 @@ FLOOD_REST = 4
 class Reporter:
     """Runs the children that make reports. `clock` is monotonic seconds."""
 
-    def __init__(self, layout: Layout, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, layout: Layout, queue: Callable[[], Iterator[Job]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`queue` returns the queued jobs in the order in which they start, for the index."""
         self._layout = layout
+        self._queue = queue
         self._clock = clock
         self._due: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
@@ -102,6 +110,7 @@ class Reporter:
             "--admin-group",
             policy.admin_group,
             *(["--shared"] if policy.share_results else []),
+            *_queue_options(list(islice(self._queue(), MAX_INDEX_JOBS))),
             *map(str, sorted(self._at_work)),
         ]
         hidden = {*DAEMON_VARIABLES, *SECRET_VARIABLES}
@@ -144,3 +153,10 @@ class Reporter:
         with contextlib.suppress(subprocess.TimeoutExpired):  # one in an unanswered system call may linger
             self._process.wait(1.0)
         self._process = None
+
+
+def _queue_options(jobs: Sequence[Job]) -> list[str]:
+    """Return the options that tell the child the order of the queue, and which of its jobs are staged."""
+    numbers = ",".join(str(job.id) for job in jobs)
+    staged = ",".join(str(job.id) for job in jobs if job.staged is not None)
+    return [*([f"--queue={numbers}"] if numbers else []), *([f"--staged={staged}"] if staged else [])]

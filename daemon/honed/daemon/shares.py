@@ -9,24 +9,17 @@ at least as long as jobs mostly do, so that two devices which become free togeth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from honed.job.entitlement import Entitlements, class_of
+from honed.job import queue_order
+from honed.job.entitlement import Entitlements
 from honed.job.job import Job
 from honed.job.progress import duration, gib
+from honed.job.queue_order import Place
 from honed.job.usage import Usage
 from honed.spec.config import Config
 from honed.system import access
-
-
-class Place(NamedTuple):
-    """A job's place among its user's jobs: the lowest is first."""
-
-    rank: int  #: of its class, negative
-    priority: int  #: negative
-    job_id: int
 
 
 @dataclass(frozen=True)
@@ -55,48 +48,61 @@ class Shares:
         self._entitlements = Entitlements(config)
         self._active: set[int] = set()  # users with waiting or running jobs at the last look
 
-    def weight(self, uid: int) -> float:
-        """Return a user's weight: their share in relation to others."""
-        return self._entitlements.of(uid).weight or 1.0
-
     def recover(self, jobs: Iterable[Job]) -> None:
         """Count the attempts that a crash has left out. Raises OSError."""
-        self.usage.catch_up(jobs, self.weight)
+        self.usage.catch_up(jobs, self._entitlements.weight)
 
     def charge(self, jobs: Iterable[Job]) -> None:
         """Count the attempts of these jobs that have ended; `usage.flush` writes them."""
         for job in jobs:
-            self.usage.charge(job, self.weight(job.uid))
+            self.usage.charge(job, self._entitlements.weight(job.uid))
 
     # -- the order ----------------------------------------------------------------------------------------------------
 
     def place(self, job: Job) -> Place:
         """Return a job's place among its user's jobs."""
-        return Place(-class_of(self._config(), job.job_class).rank, -job.priority, job.id)
+        return queue_order.place_of(self._config(), job)
 
     def levels(self, waiting: Iterable[int]) -> dict[int, float]:
         """Return the shares of the users with jobs that could start and of those with running ones. Whoever comes back
         after having had neither begins at the floor: the lowest level of those who stayed, or the highest of those who
         left last. Only what was charged counts for it: what running jobs may still take is not known."""
-        uses = list(self._in_use())
-        here = {*waiting, *(use.uid for use in uses)}
-        stayed, usage = here & self._active, self.usage
-        if stayed:
-            usage.floor = min(map(usage.level, stayed))
-        elif self._active:
-            usage.floor = max(map(usage.level, self._active))
-        usage.raise_to(usage.floor, here - self._active)
+        here = {*waiting, *(use.uid for use in self._in_use())}
+        self.usage.floor = self._floor(here)
+        self.usage.raise_to(self.usage.floor, here - self._active)
         self._active = here
-        levels = {uid: usage.level(uid) for uid in here}
-        for use in uses:
-            levels[use.uid] += max(use.device_sec, usage.typical_sec) / self.weight(use.uid)
+        return self._with_running(here)
+
+    def expected_levels(self, waiting: Iterable[int]) -> dict[int, float]:
+        """Return what `levels` would, and change nothing."""
+        here = {*waiting, *(use.uid for use in self._in_use())}
+        floor, levels = self._floor(here), self._with_running(here)
+        return {
+            uid: level if uid in self._active else level + max(0.0, floor - self.usage.level(uid))
+            for uid, level in levels.items()
+        }
+
+    def _floor(self, here: Set[int]) -> float:
+        """Return the level at which a user begins who was not there, while these users are."""
+        level = self.usage.level
+        if stayed := here & self._active:
+            return max(self.usage.floor, min(map(level, stayed)))
+        return max(self.usage.floor, max(map(level, self._active), default=0.0))
+
+    def _with_running(self, here: Iterable[int]) -> dict[int, float]:
+        """Return these users' levels, with what their running jobs take."""
+        levels = {uid: self.usage.level(uid) for uid in here}
+        for use in self._in_use():
+            levels[use.uid] += max(use.device_sec, self.usage.typical_sec) / self._entitlements.weight(use.uid)
         return levels
+
+    def start_costs(self, uid: int) -> float:
+        """Return what the start of a job adds to its user's level."""
+        return self.usage.typical_sec / self._entitlements.weight(uid)
 
     def turn(self, place: Place, level: float) -> tuple[float, ...]:
         """Return the order between users' jobs, the lowest one starts: `place` of a job, `level` of its user."""
-        if self._config().fair_share.priority_across_users:
-            return (place.rank, place.priority, level, place.job_id)
-        return (place.rank, level, place.job_id)
+        return queue_order.turn_of(self._config(), place, level)
 
     def room(self, uid: int) -> float:
         """Return how many more jobs of a user may run; infinite without a limit."""

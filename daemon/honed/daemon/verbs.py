@@ -15,6 +15,7 @@ from honed.daemon.arrivals.submission import submit
 from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
 from honed.daemon.changes import Changes
+from honed.daemon.dispatch import Selection
 from honed.daemon.housekeeper import Housekeeper
 from honed.daemon.maintenance import Maintenance
 from honed.daemon.reading import Reading
@@ -23,7 +24,6 @@ from honed.daemon.telemetry import Observer
 from honed.daemon.wake import Wake
 from honed.job.database import Database
 from honed.job.query import Asker
-from honed.job.shape import Wait
 from honed.job.spool import Spool
 from honed.spec.config import Config
 from honed.system import access, control
@@ -64,11 +64,11 @@ def table(
     housekeeper: Housekeeper,
     status: Status,
     maintenance: Maintenance,
-    waits_for: Callable[[int], Wait | None],
+    selection: Selection,
 ) -> dict[str, Verb]:
-    """Return the verbs by name. `waits_for` returns why a queued job does not run."""
+    """Return the verbs by name. `selection` knows why a queued job does not run, and the order of the queue."""
     fetches, incoming = intake.acceptance.fetches, intake.acceptance.incoming
-    reading = Reading(layout, spool, fetches, waits_for)
+    reading = Reading(layout, spool, fetches, selection.waits_for, selection.queue)
     changes = Changes(layout, spool, database, fetches, attempts, backlog, housekeeper, reading)
     changing = partial(Verb, Right.OWNER, find=changes.job)
     return {

@@ -5,9 +5,10 @@ resumed.
     python -m honed.inputs.fetch --root DIR --dataset REPO_ID [--revision R] [--name N] [--split S]
     python -m honed.inputs.fetch --root DIR --request N                                                for the daemon
 
-For people: lines of JSON on stdout, `{"bytes", "of", "files", "of_files", "file", "problem"}` as progress and, last,
-`{"ok": true, "path"}` or `{"ok": false, "error": {"code", "message", "hint"}}`. For the daemon the same goes to the
-files of layout.FetchLayout, and nowhere else: so any service manager can run it. Exit statuses: 0 and error.py's.
+For people: lines of JSON on stdout, `{"bytes", "of", "files", "of_files", "file", "problem", "received"}` as progress
+and, last, `{"ok": true, "path"}` or `{"ok": false, "error": {"code", "message", "hint"}}`. For the daemon the same goes
+to the files of layout.FetchLayout, and nowhere else: so any service manager can run it. Exit statuses: 0 and
+error.py's.
 
 Of a model it fetches the configuration, the tokenizer and processor, templates, and the weights as safetensors; pickled
 weights only if they are allowed and there are no others; code only if it is allowed. Of a data set it fetches the data
@@ -140,6 +141,7 @@ class Download:
         self._blobs_dir = blobs_dir
         self._tell = tell
         self.progress: FetchProgress = {"bytes": 0, "of": 0, "files": 0, "of_files": 0, "file": None, "problem": None}
+        self.progress["received"] = 0
         self._told_at = 0.0
         self._backoff = Backoff(FIRST_DELAY_SEC, MAX_DELAY_SEC)
 
@@ -203,6 +205,7 @@ class Download:
                     _write(out.fileno(), chunk)
                     self._backoff.reset()
                     self.progress["bytes"] += len(chunk)
+                    self.progress["received"] += len(chunk)
                     self.say(problem=None)
                     self._check_deadline()
                     if out.tell() > file.num_bytes:  # it might continue until the disk is full

@@ -13,7 +13,8 @@ from itertools import islice
 
 from honed.job.job import Job, State
 
-#: The list shows running jobs first, then the queue in order, then held jobs, then finished jobs, newest first.
+#: The list shows running jobs first, then the queue, then held jobs, then finished jobs, newest first. Here
+#: the queue is ordered by priority and number; queue_order.py knows in which order it starts.
 _RANKS = {State.RUNNING: 0, State.QUEUED: 1, State.HELD: 2}
 _ENDED = len(_RANKS)
 _UNSTARTED = (State.QUEUED, State.HELD)

@@ -5,12 +5,13 @@
 
 The file also records how far each job was counted. After a crash the difference to the entries is counted, so each of
 these is counted exactly once, whatever kills honed: a job's acceptance, its first start, the end of each attempt with
-its outcome, device time, fallback, resumption and adjustment, and each time that it finishes. Only what is in the file
-is published, so no value ever decreases; a prune or a rebuilt honed.db changes nothing.
+its outcome, device time, written bytes, fallback, resumption and adjustment, and each time that it finishes. Only what
+is in the file is published, so no value ever decreases; a prune or a rebuilt honed.db changes nothing.
 
 A rejection is counted once, by the number in its `.reason`. Not exact: one whose `.reason` is removed between a crash
-and the next start is lost; one counted after a crash has no latency; durations are those of the wall clock. If the file
-is missing or damaged, all counters start at zero, and what happened before is not counted.
+and the next start is lost; one counted after a crash has no latency; durations are those of the wall clock; bytes that
+were fetched or removed in the seconds before a crash are lost. If the file is missing or damaged, all counters start at
+zero, and what happened before is not counted.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ COUNTERS = {
     "honed_fallbacks_total": Counter(None, "Ended attempts that fell back from Unsloth to transformers"),
     "honed_resumes_total": Counter(None, "Ended attempts that had resumed from a checkpoint"),
     "honed_preemptions_total": Counter(None, "Ended attempts that had been asked to give up their device"),
+    "honed_written_bytes_total": Counter("kind", "Bytes that ended attempts had written, as they report it, by kind"),
+    "honed_fetched_bytes_total": Counter("type", "Bytes that were fetched from the hub, by type of the repository"),
+    "honed_removed_bytes_total": Counter("kind", "Bytes that prunes and retention have removed, by kind"),
     "honed_out_of_memory_adjustments_total": Counter(None, "Out-of-memory adjustments of jobs"),
 }
 HISTOGRAMS = {
@@ -152,6 +156,14 @@ class Counters:
         if arrived_at is not None:
             self._observe("honed_check_duration_seconds", time.time() - arrived_at, "rejected")
 
+    def count_fetched(self, repo_type: str, num_bytes: int) -> None:
+        """Count the bytes that one process has fetched."""
+        self._add("honed_fetched_bytes_total", repo_type, num_bytes)
+
+    def count_removed(self, kind: str, num_bytes: int) -> None:
+        """Count the bytes that were removed: of a `job`, or of `checkpoints`."""
+        self._add("honed_removed_bytes_total", kind, num_bytes)
+
     # -- what is counted ----------------------------------------------------------------------------------------------
 
     def _told(self, old: Job | None, new: Job | None) -> None:
@@ -174,6 +186,9 @@ class Counters:
                 outcome = attempt.outcome or "none"
                 self._add("honed_attempts_finished_total", outcome)
                 self._add("honed_device_seconds_total", outcome, attempt.spent_sec)
+                for kind, num_bytes in (("checkpoint", attempt.checkpoint_bytes), ("output", attempt.output_bytes)):
+                    if num_bytes:
+                        self._add("honed_written_bytes_total", kind, num_bytes)
                 self._add("honed_fallbacks_total", by=int(attempt.fallback is not None))
                 self._add("honed_resumes_total", by=int(attempt.is_resumed))
                 self._add("honed_preemptions_total", by=int(attempt.preemption is not None))

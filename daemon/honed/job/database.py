@@ -24,7 +24,7 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from honed.job import views
-from honed.job.event import Event, Reading
+from honed.job.event import Event, Reading, Written, written_bytes
 from honed.job.job import Job
 from honed.job.shape import Answer, LastPrediction, Prediction, Progress
 from honed.system.error import EnvironmentInvalidError
@@ -246,6 +246,12 @@ class Database:
         sql = "SELECT 1 FROM events WHERE job_id = ? AND attempt = ? AND kind = ?"
         return self._db.execute(sql, (job.id, job.attempt.number, kind)).fetchone() is not None
 
+    def written_bytes(self, job: Job) -> Written:
+        """Return the bytes that the latest attempt has reported as written."""
+        sql = "SELECT kind, data FROM events WHERE job_id = ? AND attempt = ? AND kind IN ('checkpoint', 'artifact')"
+        rows = self._db.execute(sql, (job.id, job.attempt.number))
+        return written_bytes((kind, json.loads(data)) for kind, data in rows)
+
     def apply(self, job: Job, reading: Reading) -> None:
         """Store the events of the latest attempt, each exactly once."""
         attempt = job.attempt.number
@@ -414,20 +420,28 @@ class Reader:
         sql = f"SELECT id, progress FROM jobs WHERE id IN ({some}) AND progress <> '{{}}'"
         return {number: progress_of(json.loads(text)) for number, text in self._rows(sql, *job_ids)}
 
-    def overview(self, num_jobs: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """Return the first `num_jobs` jobs of each group in list order, and the number of jobs in each state."""
-        keys = ("id", "name", "state", "outcome", "priority", "submitted_at")
-        found: list[dict[str, Any]] = []
-        for condition, order in (
-            ("state = 'running'", "-priority, id"),
-            ("state = 'queued'", "-priority, id"),
-            ("state = 'held'", "-priority, id"),
-            ("state NOT IN ('running', 'queued', 'held')", "-id"),
-        ):
-            sql = f"SELECT {', '.join(keys)}, progress FROM jobs WHERE {condition} ORDER BY {order} LIMIT ?"
-            for row in self._rows(sql, num_jobs):
-                found.append({**dict(zip(keys, row[:-1], strict=True)), "progress": json.loads(row[-1])})
+    def overview(self, num_jobs: int, queue: Sequence[int] = ()) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """Return the first `num_jobs` jobs of each group in list order, and the number of jobs in each state. `queue`:
+        the first queued jobs in their order; the others follow by priority and number."""
+        numbers = ", ".join(map(str, queue))
+        place = {number: place for place, number in enumerate(queue)}
+        known = self._listed(f"state = 'queued' AND id IN ({numbers})", "id", num_jobs)
+        known.sort(key=lambda row: place[row["id"]])
+        num_left = max(0, num_jobs - len(known))
+        found = [
+            *self._listed("state = 'running'", "-priority, id", num_jobs),
+            *known,
+            *self._listed(f"state = 'queued' AND id NOT IN ({numbers})", "-priority, id", num_left),
+            *self._listed("state = 'held'", "-priority, id", num_jobs),
+            *self._listed("state NOT IN ('running', 'queued', 'held')", "-id", num_jobs),
+        ]
         return found, dict(self._rows("SELECT state, count(*) FROM jobs GROUP BY state"))
+
+    def _listed(self, condition: str, order: str, num_jobs: int) -> list[dict[str, Any]]:
+        keys = ("id", "name", "state", "outcome", "priority", "submitted_at")
+        sql = f"SELECT {', '.join(keys)}, progress FROM jobs WHERE {condition} ORDER BY {order} LIMIT ?"
+        rows = self._rows(sql, num_jobs)
+        return [{**dict(zip(keys, row[:-1], strict=True)), "progress": json.loads(row[-1])} for row in rows]
 
     def latest_metrics(self, job_id: int) -> dict[str, float]:
         """Return the last value of each metric."""

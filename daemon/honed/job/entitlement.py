@@ -30,6 +30,10 @@ class Entitlements:
             self._found[uid] = _entitlement(config, _person(uid))
         return self._found[uid]
 
+    def weight(self, uid: int | None) -> float:
+        """Return a user's weight: their share of devices and turns in relation to others. None is honed itself."""
+        return 1.0 if uid is None else self.of(uid).weight or 1.0
+
     def max_queued(self, uid: int) -> int:
         """Return the maximum number of a user's queued jobs."""
         return self.of(uid).max_queued or MAX_QUEUED

@@ -26,12 +26,12 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
     worse        found [text]    metrics that got worse during training, where no guard forbids it
     trial        verdict (learns learns_slowly does_not_learn), loss_before, loss_after, whole_sec, peak_bytes, …: see
                  trial.py
-    checkpoint   step, path
+    checkpoint   step, path, num_bytes
     adjusted     steps [{attempt, text, changes}]            settings changed because memory ran out
     resumed      step, path                                  events of later steps are repeated
     started_over reason                                      all events are repeated
     fallback     from, to, reason
-    artifact     name (output_dir merged report), path
+    artifact     name (output_dir merged report), path, num_bytes (what is below)
     finished     outcome, step, metrics
 
 Readers skip unknown kinds and keys. A worker may die in the middle of a line, and a power cut may leave a tail of NULs:
@@ -48,7 +48,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ from honed.system import quote, untrusted
 
 #: Bytes. A longer line is not one of our events; it is skipped, so that garbage cannot fill the daemon's memory.
 MAX_LINE_BYTES = 4 * 1024 * 1024
+#: Bytes that one attempt can have written: no worker's account makes a counter useless.
+MAX_WRITTEN_BYTES = 2**50
 #: Bytes read in one pass of the daemon's loop, so that a verbose worker cannot block it.
 MAX_READ_BYTES = 8 * 1024 * 1024
 #: Nesting depth of lists and objects in an event; ours have five levels. Python parses some hundred, but code that
@@ -218,6 +220,25 @@ def _parse(line: bytes) -> Event | None:
         return Event(encodable(kind), float(when), encodable(data))
     except ValueError:
         return None
+
+
+@dataclass(frozen=True)
+class Written:
+    """Bytes that an attempt has written, by its own account."""
+
+    checkpoints: int = 0
+    outputs: int = 0  #: in its output directory, with what is below it
+
+
+def written_bytes(events: Iterable[tuple[str, Mapping[str, Any]]]) -> Written:
+    """Return the sums of these events, as (kind, data)."""
+    sums = {"checkpoint": 0, "output_dir": 0}
+    for kind, data in events:
+        key = str(data.get("name")) if kind == "artifact" else kind
+        num_bytes = data.get("num_bytes")
+        if key in sums and type(num_bytes) is int and num_bytes > 0:
+            sums[key] = min(MAX_WRITTEN_BYTES, sums[key] + num_bytes)
+    return Written(*sums.values())
 
 
 def items(data: Mapping[str, Any], key: str) -> list[Any]:

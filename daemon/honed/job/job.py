@@ -103,6 +103,8 @@ class Attempt:
     boot_id: str | None = None  #: the boot that started_monotonic belongs to
     is_resumed: bool = False  #: ended, and had resumed from a checkpoint
     is_adjusted: bool = False  #: ended, and its lack of memory was answered with an Adjustment
+    checkpoint_bytes: int = 0  #: ended, and bytes of the checkpoints that it had written, by its own account
+    output_bytes: int = 0  #: the same for its output directory
     took_sec: float | None = None  #: duration until the worker ended, unaffected by clock changes; None while it runs
     preemption: Preemption | None = None  #: why honed asked it to give up its device
 

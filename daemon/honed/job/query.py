@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from honed.system import untrusted
 from honed.system.error import NotPermittedError, UsageError, plain
 from honed.system.layout import JobLayout, Layout
 
+#: The queued jobs in the order in which they start.
+Queue = Callable[[], Iterator[Job]]
 #: Rows of a list that are built at a time, so that one request does not block the daemon.
 ROWS_AT_ONCE = 256
 #: Jobs per group in an overview.
@@ -133,9 +135,12 @@ def list_jobs(spool: Spool, layout: Layout, _reference: str = "", asker: Asker =
     return list(rows(spool, layout, Choice(), asker))
 
 
-def rows(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> Iterator[Row]:
-    """Iterate over the chosen jobs' rows; the jobs are fixed now, each row is built when it is requested."""
-    chosen = (job for job in spool.all().ordered(choice.after) if choice.has(job, asker))
+def rows(
+    spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY, queue: Queue | None = None
+) -> Iterator[Row]:
+    """Iterate over the chosen jobs' rows; the jobs are fixed now, each row is built when it is requested. `queue`
+    returns the queued jobs in their order; without it they are listed by priority and number."""
+    chosen = (job for job in _ordered(spool.all(), choice.after, queue) if choice.has(job, asker))
     jobs = list(islice(chosen, choice.limit))
     return _rows(layout, jobs, asker)
 
@@ -148,23 +153,39 @@ def _rows(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[Row]:
         yield from (_row(job, progress.get(job.id, NO_PROGRESS), asker) for job in some)
 
 
-def overview(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> Overview:
-    """Return the first jobs of each group and the number of jobs in each state."""
+def _ordered(jobs: Catalog, after: int | None, queue: Queue | None) -> Iterator[Job]:
+    """Iterate over all jobs in list order, from the start or after the job `after`."""
+    last = jobs.get(after) if after is not None else None
+    if queue is None or (last is not None and last.state not in (State.RUNNING, State.QUEUED)):
+        yield from jobs.ordered(after)
+        return
+    for job in chain(jobs.of_state(State.RUNNING), queue(), jobs.of_state(State.HELD), jobs.ended()):
+        if last is None:
+            yield job
+        elif job.id == last.id:
+            last = None
+
+
+def overview(
+    spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY, queue: Queue | None = None
+) -> Overview:
+    """Return the first jobs of each group and the number of jobs in each state; `queue` as for `rows`."""
     jobs = spool.all()
     num = choice.limit if choice.limit is not None else OVERVIEW_JOBS
     counts = {state.value: jobs.num(state) for state in State if not choice.states or state in choice.states}
     if choice.names:
-        chosen = [job for job in jobs.ordered() if choice.has(job, asker)]
+        chosen = [job for job in _ordered(jobs, None, queue) if choice.has(job, asker)]
         counts = {state: sum(job.state == state for job in chosen) for state in counts}
     else:
-        chosen = list(_heads(jobs, choice, num))
+        chosen = list(_heads(jobs, choice, num, queue))
     return {"jobs": list(_rows(layout, chosen, asker)), "counts": counts}
 
 
-def _heads(jobs: Catalog, choice: Choice, num: int) -> Iterator[Job]:
+def _heads(jobs: Catalog, choice: Choice, num: int, queue: Queue | None) -> Iterator[Job]:
     for state in (State.RUNNING, State.QUEUED, State.HELD):
         if not choice.states or state in choice.states:
-            yield from islice(jobs.of_state(state), num)
+            found = queue() if queue is not None and state is State.QUEUED else jobs.of_state(state)
+            yield from islice(found, num)
     ended = (job for job in jobs.ended() if not choice.states or job.state in choice.states)
     yield from islice(ended, num)
 

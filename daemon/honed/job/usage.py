@@ -54,8 +54,10 @@ class Usage:
     next start (`catch_up`).
     """
 
-    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time, is_ours: bool = True) -> None:
+        """`is_ours`: False for a reader, who leaves the file as it is."""
         self._path = path
+        self._is_ours = is_ours
         self._now = now
         self._levels: dict[int, float] = {}
         self._ended: dict[int, deque[tuple[float, float]]] = collections.defaultdict(deque)  # (ended_at, seconds)
@@ -180,6 +182,8 @@ class Usage:
             self._apply(line)
             if line.get("ended_at", 0.0) > since:
                 kept.append(line)
+        if not self._is_ours:
+            return
         if num_bad:
             log.warning("%s: %d damaged lines were left out", self._path, num_bad)
         if num_bad or len(lines) > 2 * (len(kept) + len(self._levels)):

@@ -17,7 +17,7 @@ import stat
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -491,9 +491,18 @@ def index(
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
-def write(layout: Layout, job_ids: Sequence[int], *, is_shared: bool, admin_group: str) -> int:
+def write(
+    layout: Layout,
+    job_ids: Sequence[int],
+    *,
+    is_shared: bool,
+    admin_group: str,
+    queue: Sequence[int] = (),
+    staged: Container[int] = (),
+) -> int:
     """Write the reports of these jobs, and the index. Returns how many failed to be written and may succeed another
-    time; each is reported on stderr.
+    time; each is reported on stderr. `queue`: the first queued jobs in the order in which they start; `staged`: the
+    staged ones.
 
     The index names all users' jobs: if they are not shared, only honed and the administrators' group may read it.
     """
@@ -512,9 +521,10 @@ def write(layout: Layout, job_ids: Sequence[int], *, is_shared: bool, admin_grou
             print(f"job {job_id}: its report could not be generated:\n{trace(error)}", file=sys.stderr)
     reader = Reader(layout.database_path)
     try:
-        rows, counts = reader.overview(MAX_INDEX_JOBS)
+        rows, counts = reader.overview(MAX_INDEX_JOBS, queue)
     finally:
         reader.close()
+    rows = [{**row, "staged_at": True} if row["id"] in staged and row["state"] == "queued" else row for row in rows]
     page = render_index(rows, layout, now=now, counts=counts)
     try:
         path = durable.write_beside(layout.index_path, page, mode=0o644 if is_shared else 0o600)
@@ -547,6 +557,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--shared", action="store_true", help="let everybody read every job")
     parser.add_argument("--admin-group", default="")
+    parser.add_argument("--queue", type=_job_ids, default=(), help="the first queued jobs, in their order")
+    parser.add_argument("--staged", type=_job_ids, default=(), help="those of them that are staged")
     parser.add_argument("--print", action="store_true", help="print the page of one job for honed-web; write nothing")
     parser.add_argument("ids", nargs="*", type=int)
     options = parser.parse_args(arguments)
@@ -555,7 +567,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     layout = layouts.of(options.root)
     if options.print:
         return print_page(layout, *options.ids)
-    return min(write(layout, options.ids, is_shared=options.shared, admin_group=options.admin_group), 1)
+    num_failed = write(
+        layout,
+        options.ids,
+        is_shared=options.shared,
+        admin_group=options.admin_group,
+        queue=options.queue,
+        staged=options.staged,
+    )
+    return min(num_failed, 1)
+
+
+def _job_ids(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

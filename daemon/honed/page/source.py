@@ -195,7 +195,15 @@ class Source:
         rows = query.list_jobs(self.entries, self.layout, "", asker)
         for row in rows:
             self._explain(row, asker)
-        return rows
+        return self._in_order(rows)
+
+    def _in_order(self, rows: list[Row]) -> list[Row]:
+        """Return the rows with the queue in honed's order, as far as it was asked for; the files do not have it."""
+        places = {number: place for place, number in enumerate(self._reasons.get() or ())}
+        queued = [row for row in rows if row["state"] == State.QUEUED]
+        queued.sort(key=lambda row: places.get(row["id"], len(places)))
+        following = iter(queued)
+        return [next(following) if row["state"] == State.QUEUED else row for row in rows]
 
     def jobs(self, asker: Asker, *, state: str | None, limit: int, cursor: str | None) -> Page:
         """Return a page of jobs, newest first."""

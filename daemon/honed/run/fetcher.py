@@ -157,6 +157,7 @@ class Fetcher:
         self._clock = clock
         self._dir = layout.fetch(0).dir
         self._fetches: dict[int, _Fetch] = {}
+        self.listeners: list[Callable[[str, int], None]] = []  #: get a type of repository and the bytes received for it
         durable.make_dir(self._dir)
 
     @property
@@ -182,6 +183,7 @@ class Fetcher:
                     self._fetches[number] = fetch
                 continue  # its deadline still applies when it is requested again
             self._runner.stop(number)
+            self._count(number, (request or {}).get("repo_type"))
             self._remove_files(number)
 
     def want(self, number: int, missing: Missing) -> None:
@@ -257,6 +259,7 @@ class Fetcher:
             )
             if fetch.is_started or is_taken or len(started) >= self.config.hub.max_fetches or now < fetch.not_before:
                 continue
+            self._count(fetch.number, fetch.missing.repo_type)  # of a process that ended while honed was down
             self._layout.fetch(fetch.number).result_path.unlink(missing_ok=True)
             self._write_request(fetch)
             log.info("fetches %s, for %s", fetch.name, _numbers(fetch.waiting))
@@ -301,6 +304,7 @@ class Fetcher:
                 "times",
                 hint="see the journal; submit the job again to continue: files fetched so far are kept",
             )
+        self._count(fetch.number, fetch.missing.repo_type)
         delay = fetch.backoff.next_sec()
         log.warning("the fetch of %s died without an error message; retrying in %.0f s", fetch.name, delay)
         fetch.is_started, fetch.not_before = False, self._clock() + delay
@@ -308,7 +312,17 @@ class Fetcher:
 
     def _forget(self, fetch: _Fetch) -> None:
         del self._fetches[fetch.number]
+        self._count(fetch.number, fetch.missing.repo_type)
         self._remove_files(fetch.number)
+
+    def _count(self, number: int, repo_type: object) -> None:
+        """Report what a process, which has ended or is being ended, has received, once."""
+        path = self._layout.fetch(number).progress_path
+        received = (_read(path) or {}).get("received")
+        path.unlink(missing_ok=True)
+        if isinstance(received, int) and received > 0 and isinstance(repo_type, str):
+            for told in self.listeners:
+                told(repo_type, received)
 
     def _remove_files(self, number: int) -> None:
         files = self._layout.fetch(number)

@@ -63,6 +63,7 @@ class RemovalProcess:
         self._said: IO[bytes] | None = None  # the child's output, read when it has ended
         self._done: dict[str, Count] = {}
         self._retry: dict[str, float] = {}  # failed items, and when they are tried again
+        self.listeners: list[Callable[[str, int], None]] = []  #: get the kind of a removed item and its bytes
 
     # -- what is wanted -----------------------------------------------------------------------------------------------
 
@@ -169,6 +170,9 @@ class RemovalProcess:
                 if (job := self._spool.job(int(number))) is not None:
                     sizes.put(job, done.num_bytes)
                 return
+        if done.num_bytes:
+            for told in self.listeners:
+                told(kind, done.num_bytes)
         earlier = self.done(item)
         self._done[item] = Count(earlier.num_bytes + done.num_bytes, earlier.num_files + done.num_files, done.problem)
         what = "its directory" if kind == "job" else "its old checkpoints"

@@ -64,6 +64,7 @@ class FetchProgress(TypedDict, total=False):
 
     bytes: int
     of: int
+    received: int  #: bytes that came over the network since this process was started
     files: int
     of_files: int
     file: str | None

@@ -380,7 +380,8 @@ class UserConfig(_Section):
     that one precedes `"*"`. A job beyond a limit waits; none is rejected or ended for it."""
 
     weight: Annotated[float, Field(gt=0, le=1000)] | None = None
-    """Share of the devices, in relation to other users with waiting jobs; 1 if not set."""
+    """Share of the devices, and of the turns at which job files are taken and checked, in relation to other users who
+    wait; 1 if not set."""
     max_queued: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of a user's queued and held jobs, with the checked files that wait for a fetch or for a job that
     they name; further files wait in incoming/; 10000 if not set."""

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sqlite3
+import stat
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -59,6 +60,15 @@ def below(directory: Path) -> Iterator[Path]:
     """
     for place, directories, files in os.walk(directory, onerror=_raise):
         yield from (Path(place, name) for name in (*directories, *files))
+
+
+def num_bytes_below(directory: Path) -> int:
+    """Return the bytes of the regular files below a directory; 0 if they cannot be read."""
+    try:
+        infos = [path.lstat() for path in below(directory)]
+    except OSError:
+        return 0
+    return sum(info.st_size for info in infos if stat.S_ISREG(info.st_mode))
 
 
 def _raise(error: OSError) -> None:

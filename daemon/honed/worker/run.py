@@ -374,7 +374,7 @@ class _Story:
             trainer.save()  # the merge was stopped; the training before it must not be repeated
             raise
         for name, place in self.artifacts.items():
-            events.emit("artifact", name=name, path=place)
+            events.emit("artifact", name=name, path=place, num_bytes=durable.num_bytes_below(Path(place)))
         if fault is not None:
             raise fault
         if regression is not None:

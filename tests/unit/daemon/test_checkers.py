@@ -7,7 +7,8 @@ import select
 import selectors
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,15 @@ class Desk:
         def of(who: object) -> Any:
             return children(layout, [sys.executable, "-S", "-c", HELPER, str(who), str(path)])
 
-        self.checkers = Checkers(of("honed"), of, self._follow, clock=self.clock, num_helpers=num_helpers)
+        self.weights: dict[int | None, float] = {}
+        self.checkers = Checkers(
+            of("honed"),
+            of,
+            self._follow,
+            clock=self.clock,
+            num_helpers=num_helpers,
+            weight=lambda uid: self.weights.get(uid, 1.0),
+        )
         self.answers: list[Passed] = []
         for name in ("plain", "hang", "block"):
             (path / f"{name}.json").write_text("{}")
@@ -172,6 +181,46 @@ def test_a_flood_gives_way_when_its_turn_is_over(desk: Desk) -> None:
     for uid in people:
         assert [number for number in desk.whose() if number // 1000 == uid] == [uid * 1000 + n for n in range(200)]
     assert desk.num_starts <= 2 * MAX_UNITS + 2
+
+
+def test_turns_at_the_places_are_weighted_and_no_one_starves(desk: Desk) -> None:
+    """Five users flood three places. After each turn, a place changes hands or is kept for another one."""
+    people = [1000 + number for number in range(MAX_UNITS + 2)]
+    desk.weights = {1000: 2.0, 1004: 0.5}
+    desk.checkers._welcome = lambda _uid: None  # type: ignore[method-assign]  # who has just come is another test's
+    num_submitted: Counter[int] = Counter()
+    num_turns: Counter[int] = Counter()
+    take = desk.checkers._turns.take
+
+    def count(uid: int | None, present: Iterable[int | None]) -> None:
+        num_turns[uid or 0] += 1
+        take(uid, present)
+
+    def top_up() -> None:
+        num_answered = Counter(answer.id // 100_000 for answer in desk.answers)
+        for uid in people:
+            while num_submitted[uid] - num_answered[uid] < 50:
+                desk.submit(uid * 100_000 + num_submitted[uid], uid)
+                num_submitted[uid] += 1
+
+    def is_settled() -> bool:
+        top_up()
+        live = desk.live()
+        return len(live) == MAX_UNITS and not desk.checkers._ending and all(map(is_ready, live))
+
+    def is_ready(uid: int) -> bool:
+        return desk.checkers._people[uid].is_ready
+
+    desk.wait(is_settled)
+    desk.checkers._turns.take = count  # type: ignore[method-assign]
+    for _ in range(11):
+        desk.ahead += TURN_SEC
+        desk.turn()
+        desk.wait(is_settled)
+    # By weight, of 33 turns 12, 6, 6, 6 and 3; nobody can have more than 11, one after another.
+    assert num_turns[1000] > max(num_turns[uid] for uid in people[1:4]) + 1, num_turns
+    assert min(num_turns[uid] for uid in people[1:4]) > num_turns[1004] >= 2, num_turns
+    assert max(num_turns[uid] for uid in people[1:4]) - min(num_turns[uid] for uid in people[1:4]) <= 3, num_turns
 
 
 def test_users_of_one_helper_take_turns(desk: Desk) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from honed.daemon.arrivals.checks import MAX_TOGETHER, Checks
 from honed.daemon.arrivals.incoming import LISTING_REST, Incoming
 from honed.daemon.arrivals.rejection import Rejection
 from honed.daemon.arrivals.watcher import Watcher
-from honed.job.arrival import Arrivals
+from honed.job.arrival import Arrivals, Dropped
 from honed.job.spool import Spool
 from honed.run.helper import children
 from honed.spec.config import Config
@@ -23,14 +25,15 @@ from honed.system.layout import Layout
 class Door:
     """incoming/ and its clock; each listing takes a second, and no check ever ends."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, arrivals_of: Callable[[Spool], Arrivals] = Arrivals) -> None:
         self.now = 0.0
+        self.config = Config()
         layout = Layout(path)
         self.spool = Spool(layout)
         self.spool.recover()
         self.watcher = Watcher(self.spool.incoming_dir, settle_sec=0, wake=lambda: None)
         self.checkers = Checkers(children(layout, ["sleep", "600"]))
-        arrivals = Arrivals(self.spool)
+        arrivals = arrivals_of(self.spool)
         self.checks = Checks(self.checkers, Config)
         self.incoming = Incoming(
             arrivals,
@@ -38,7 +41,7 @@ class Door:
             self.checkers,
             self.checks,
             Rejection(arrivals),
-            Config,
+            lambda: self.config,
             lambda _uid: (0, 0),
             clock=self.clock,
         )
@@ -47,9 +50,10 @@ class Door:
         self.now += 0.5
         return self.now
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: str, uid: int = 0) -> None:
         hidden = self.spool.incoming_dir / f".{name}"
         hidden.write_text("{}")
+        os.chown(hidden, uid, uid) if uid else None
         hidden.rename(hidden.with_name(name))
         self.watcher.hint(FileMovedEvent(str(hidden), str(hidden.with_name(name))))
 
@@ -57,6 +61,11 @@ class Door:
         """Scan once, and return the names of all that are being checked."""
         self.incoming.scan(self.checks.numbers)
         return sorted(each.claim.name for each in self.checks._pending.values())
+
+    def num_taken(self) -> Counter[int]:
+        """Scan once, and return the number of files of each user that are being checked."""
+        self.incoming.scan(self.checks.numbers)
+        return self.checks.num_by_user()
 
 
 @pytest.fixture
@@ -89,3 +98,107 @@ def test_a_file_that_is_hinted_at_again_is_taken_once(door: Door) -> None:
         door.watcher.hint(FileMovedEvent(path, path))
     assert len(door.taken()) == MAX_TOGETHER + 3
     assert list(door.spool.incoming_dir.glob("*.json")) == []
+
+
+def test_a_file_whose_event_comes_after_a_listing_has_seen_it_does_not_wait_for_the_next_one(door: Door) -> None:
+    """Beside a flood the next listing is seconds away, and watchdog behind."""
+    door.watcher.settle_sec = 1e6
+    hints: list[FileMovedEvent] = []
+    door.watcher.hint, hint = hints.append, door.watcher.hint  # type: ignore[method-assign, assignment]
+    door.drop("late.json")
+    assert door.taken() == []  # listed, looked at, and not known to be whole
+    assert door.taken() == []
+    hint(hints[0])
+    assert door.now < LISTING_REST / 2
+    assert door.taken() == ["late.json"]
+
+
+def test_a_file_that_is_whole_after_a_while_does_not_wait_for_the_next_listing(door: Door) -> None:
+    door.watcher.hint = lambda _event: None  # type: ignore[method-assign]
+    now = [0.0]
+    door.watcher.settle_sec, door.watcher._clock = 1.0, lambda: now[0]
+    door.watcher._made_at = (0.0, 0.0)  # so that it is not older than the daemon
+    door.drop("copied.json")
+    assert door.taken() == []
+    now[0] = 2.0
+    assert door.now < LISTING_REST / 2
+    assert door.taken() == ["copied.json"]
+
+
+class Counted(Arrivals):
+    """Counts the files that are asked for."""
+
+    num_looks = 0
+
+    def dropped_of(self, names: Iterable[str]) -> list[Dropped]:
+        names = list(names)
+        self.num_looks += len(names)
+        return super().dropped_of(names)
+
+
+def test_a_listing_asks_for_no_file_that_an_earlier_one_has_seen(tmp_path: Path) -> None:
+    """What a listing costs beside a flood that waits is the listing of its names."""
+    door = Door(tmp_path, Counted)
+    for number in range(500):
+        door.drop(f"{number:03}.json")
+    door.taken()
+    arrivals = door.incoming._arrivals
+    assert isinstance(arrivals, Counted)
+    assert arrivals.num_looks == 500
+    for number in range(5):
+        door.drop(f"new-{number}.json")
+        door.now += LISTING_REST  # the next listing is due
+        door.taken()
+    assert arrivals.num_looks == 505
+    assert door.incoming.num_seen == 505 - len(door.checks.numbers)
+    door.checkers.close()
+    door.spool.close()
+
+
+def test_files_that_are_removed_or_replaced_while_they_wait_are_forgotten_or_seen_anew(door: Door) -> None:
+    for number in range(MAX_TOGETHER + 4):
+        door.drop(f"{number:02}.json")
+    door.taken()
+    waiting = sorted(path.name for path in door.spool.incoming_dir.glob("*.json"))
+    assert len(waiting) == 4
+    (door.spool.incoming_dir / waiting[0]).unlink()
+    door.drop(waiting[1])  # another file under its name
+    door.now += LISTING_REST
+    taken = door.taken()
+    assert waiting[0] not in taken
+    assert set(waiting[1:]) <= set(taken)
+    assert door.incoming.num_seen == 0
+
+
+ANNA, BERTA, CARL = 23001, 23002, 23003
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to drop files as several users")
+@pytest.mark.parametrize("submits", [False, True])
+def test_files_of_users_are_taken_by_turns_of_their_weights(door: Door, submits: bool) -> None:
+    door.config = Config.model_validate({"users": {str(ANNA): {"weight": 3}, str(CARL): {"weight": 0.5}}})
+    for number in range(40):
+        for uid in (CARL, BERTA, ANNA):
+            if submits and uid == BERTA:  # however they come
+                door.incoming.submit(f"{uid}-{number}.json", b"{}", uid)
+            else:
+                door.drop(f"{uid}-{number}.json", uid)
+    counts = [door.num_taken(), door.num_taken(), door.num_taken()]
+    assert sum(counts[-1].values()) == 3 * MAX_TOGETHER
+    for number, found in enumerate(counts, start=1):
+        rounds = number * MAX_TOGETHER / 4.5
+        shares = {ANNA: 3 * rounds, BERTA: rounds, CARL: rounds / 2}
+        assert all(abs(found[uid] - share) <= 2 for uid, share in shares.items()), found
+    own = sorted(each.claim.id for each in door.checks._pending.values() if each.copy.uid == ANNA)
+    names = {each.claim.id: each.claim.name for each in door.checks._pending.values()}
+    assert [names[number] for number in own] == [f"{ANNA}-{number}.json" for number in range(len(own))]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to drop files as several users")
+def test_an_only_file_is_taken_in_the_next_pass_beside_a_flood_of_a_user_of_a_greater_weight(door: Door) -> None:
+    door.config = Config.model_validate({"users": {str(ANNA): {"weight": 1000}, str(BERTA): {"weight": 0.001}}})
+    for number in range(60):
+        door.drop(f"{number}.json", ANNA)
+    door.num_taken()
+    door.drop("only.json", BERTA)
+    assert door.num_taken()[BERTA] == 1

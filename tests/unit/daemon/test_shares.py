@@ -12,6 +12,7 @@ from test_backlog import Desk
 
 from honed.daemon import backlog
 from honed.daemon.shares import Shares, Use
+from honed.job import queue_order
 from honed.job.job import Job, State
 from honed.job.usage import Usage
 from honed.spec.config import Config
@@ -209,3 +210,52 @@ def test_each_limit_is_told_with_its_numbers(house: Fair) -> None:
     assert [fair.shares.waits_for_a_person(uid) for uid in (1, 2, 3)] == [False, False, True]
     assert "has used 2.0 h of the devices within 24.0 h, and the maximum is 2.0 h" in fair.shares.obstacle(2)
     assert "take 1.5 GiB of disk space, and the maximum is 1.0 GiB" in fair.shares.obstacle(3)
+
+
+def expected(fair: House) -> list[int]:
+    """Return the queue in its order, by `Backlog.ready` as `Selection.queue` calls it."""
+    fair.backlog.look_again()
+    levels = fair.shares.expected_levels(fair.backlog.first_ones(1))
+    ready = fair.backlog.ready(for_gpu=(True, False), levels=levels, spends=fair.shares.start_costs)
+    return [job.id for job in ready]
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_the_queue_is_told_in_the_order_in_which_jobs_of_the_same_duration_start_one_by_one(
+    house: Fair, across: bool
+) -> None:
+    fair = house(
+        users={"2": {"weight": 3.0}, "3": {"weight": 0.4}},
+        classes={"high": {"rank": 5}, "low": {"rank": -1, "default": True}},
+        fair_share={"priority_across_users": across},
+    )
+    for number in range(40):
+        uid = 1 + number % 4
+        fair.admit(uid=uid, priority=number % 3, job_class="high" if number % 11 == 0 else None)
+    for uid in range(1, 5):
+        fair.use(uid, 700.0 * uid)
+    told = expected(fair)
+    assert expected(fair) == told  # a question changes nothing
+    started = []
+    for job in iter(lambda: next(iter(fair.order()), None), None):
+        started.append(job.id)
+        fair.spool.move(job, State.CANCELLED)
+        fair.use(job.uid, fair.shares.usage.typical_sec / fair.shares._entitlements.weight(job.uid))
+    assert started == told
+    assert len(told) == 40
+
+
+def test_without_honed_the_queue_is_told_by_the_shares_as_they_were_written(house: Fair) -> None:
+    fair = house(users={"2": {"weight": 3.0}}, classes={"high": {"rank": 5}})
+    for number in range(24):
+        fair.admit(uid=1 + number % 3, priority=number % 2, job_class="high" if number % 7 == 0 else None)
+    for uid in (1, 2, 3):
+        fair.use(uid, 900.0 * uid)
+    told = expected(fair)
+    fair.shares.usage.flush()
+    path = fair.root / "own.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"uid": 1, "lev')  # honed was killed while it wrote
+    before = path.read_bytes()
+    found = queue_order.expected(path, fair.config, fair.spool.catalog)
+    assert [job.id for job in found] == told
+    assert path.read_bytes() == before

@@ -94,7 +94,15 @@ STORY: tuple[Callable[[Spool], None], ...] = (
     accept(1, 100.0),
     start(1, 1, 160.0),
     accept(2, 100.5),
-    end(1, State.QUEUED, "out_of_memory", 30.0, is_adjusted=True, fallback=Fallback(5.0, "no kernel")),
+    end(
+        1,
+        State.QUEUED,
+        "out_of_memory",
+        30.0,
+        is_adjusted=True,
+        fallback=Fallback(5.0, "no kernel"),
+        checkpoint_bytes=300,
+    ),
     start(2, 1, 400.0),
     put_back,  # it is started for the first time a second time: it waited once
     start(1, 2, 200.0),
@@ -102,11 +110,11 @@ STORY: tuple[Callable[[Spool], None], ...] = (
     reject(3, SpecError("no such key")),
     start(2, 1, 500.0),
     lambda spool: spool.move(job_of(spool, 1), State.QUEUED, outcome=None, adjustments=()) and None,
-    end(2, State.SUCCEEDED, "succeeded", 10.0),
+    end(2, State.SUCCEEDED, "succeeded", 10.0, output_bytes=50),
     lambda spool: spool.prune(job_of(spool, 2)),
     reject(4, DatasetError("no rows")),
     start(1, 3, 700.0),
-    end(1, State.SUCCEEDED, "succeeded", 5.5, is_resumed=True),
+    end(1, State.SUCCEEDED, "succeeded", 5.5, is_resumed=True, checkpoint_bytes=200, output_bytes=7),
     lambda spool: spool.move(job_of(spool, 1), State.QUEUED, outcome=None) and None,
     lambda spool: spool.move(job_of(spool, 1), State.CANCELLED, outcome="cancelled") and None,
     lambda spool: spool.prune(job_of(spool, 1)),
@@ -120,6 +128,9 @@ WHOLE = {
     "honed_resumes_total": {"": 2},
     "honed_preemptions_total": {"": 1},
     "honed_out_of_memory_adjustments_total": {"": 1},
+    "honed_written_bytes_total": {"checkpoint": 500, "output": 57},
+    "honed_fetched_bytes_total": {},
+    "honed_removed_bytes_total": {},
 }
 
 
@@ -161,6 +172,18 @@ def test_a_whole_life_without_a_kill_counts_the_same(tmp_path: Path) -> None:
     waits = found["histograms"]["honed_queue_wait_seconds"][""]
     assert waits == {"counts": [0, 0, 0, 1, 1, *[0] * 8], "sum": 60 + 299.5}
     assert sum(found["histograms"]["honed_check_duration_seconds"]["rejected"]["counts"]) == 2
+
+
+def test_bytes_that_were_fetched_and_removed_add_up_over_restarts(tmp_path: Path) -> None:
+    for _ in range(2):
+        with honed(tmp_path) as (_, made):
+            made.count_fetched("model", 2**40)
+            made.count_fetched("dataset", 7)
+            made.count_removed("job", 100)
+            made.tend(is_last=True)
+    found = values(tmp_path)["counters"]
+    assert found["honed_fetched_bytes_total"] == {"model": 2**41, "dataset": 14}
+    assert found["honed_removed_bytes_total"] == {"job": 200}
 
 
 def test_a_damaged_entry_takes_nothing_back_and_is_not_counted_again_when_it_is_repaired(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from honed.daemon.arrivals.line import Line, Request
 from honed.daemon.arrivals.seat import Seat
+from honed.daemon.arrivals.turns import alike
 from honed.job.plan_file import Precision
 from honed.run.helper import Start, Watch
 from honed.run.helper_slot import HelperSlot
@@ -25,8 +26,8 @@ class Checker:
 
     `helper_changed` is called with the old and the new descriptor to watch for reading (None: there is none), so that
     the caller's selector can follow: up to `num_helpers` are started as requests come, and again after a death. While
-    none can be started, requests wait, and `fault` says why. `who` names the user in log lines. Without `may_go_on`,
-    current checks are finished, and no other is begun.
+    none can be started, requests wait, and `fault` says why. `who` names the user in log lines; `weight` returns that
+    of one. Without `may_go_on`, current checks are finished, and no other is begun.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class Checker:
         who: str = "",
         may_go_on: bool = True,
         num_helpers: int = 1,
+        weight: Callable[[int | None], float] = alike,
     ) -> None:
         self._clock = clock
-        self._line = Line(num_helpers)
+        self._line = Line(num_helpers, weight)
         self._unread: list[Answer] = []  # to job files that could not be read
         self._may_go_on = may_go_on
         self._seats = [

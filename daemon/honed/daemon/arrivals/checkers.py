@@ -4,7 +4,8 @@
     people (access.is_person)                                          each their own, as honed-check@UID.service
 
 A unit is kept while there is work for it, and for a while after. Only a few run at a time: a user who waits for one
-takes the place of an idle unit, or of the unit that has worked the longest, when that is between two job files.
+takes the place of an idle unit, or of the unit that has worked the longest, when that is between two job files. Turns
+at a place are weighted (turns.py): a user whose next turn comes before that of one who waits keeps the place.
 
 While the helper of a user who has just come is being started, no other begins a check: a flood that is being checked
 is ahead of them by the checks under way, and no more.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from honed.daemon.arrivals.checker import IDLE_SEC, Checker
+from honed.daemon.arrivals.turns import Turns, alike
 from honed.job.plan_file import Precision
 from honed.run.helper import Start, Watch
 from honed.run.reply import Answer
@@ -56,14 +58,16 @@ class Checkers:
         *,
         clock: Callable[[], float] = time.monotonic,
         num_helpers: int = 1,
+        weight: Callable[[int | None], float] = alike,
     ) -> None:
         self._start_as = start_as
         self._helper_changed = helper_changed
         self._clock = clock
         self._max_units = num_helpers + NUM_MORE_UNITS
-        self._common = Checker(start, helper_changed, clock=clock, num_helpers=num_helpers)
+        self._common = Checker(start, helper_changed, clock=clock, num_helpers=num_helpers, weight=weight)
         self._people: dict[int, Checker] = {}  # by uid
-        self._turns: dict[int, float] = {}  # uid → since when it has had a place
+        self._turns = Turns(weight)  # at a place
+        self._placed: dict[int, float] = {}  # uid → since when it has had a place, or another turn at it
         self._idle: dict[int, float] = {}  # uid → since when it has been idle, of those with a place
         self._queue: deque[int] = deque()  # users that wait for a place
         self._ending: set[int] = set()  # users with a place that give it up when their check has ended
@@ -159,27 +163,30 @@ class Checkers:
             self._new.add(uid)
 
     def _hand_out(self) -> None:
-        """Give the places to users with work, in turn."""
+        """Give the places to users with work, by turns."""
         now = self._clock()
-        for uid in list(self._turns):
+        for uid in list(self._placed):
             self._look_after(uid, self._people[uid], now)
         self._queue.extend(
             uid
             for uid, checker in self._people.items()
-            if checker.wants_helper and uid not in self._turns and uid not in self._queue
+            if checker.wants_helper and uid not in self._placed and uid not in self._queue
         )
         self._came = {uid: since for uid, since in self._came.items() if now - since < START_GRACE_SEC}
         self._new = {uid for uid in self._new if uid in self._came and self._is_awaited(uid)}
         self._end_turns(now)
         while self._queue:
-            uid = min(self._queue, key=lambda uid: (uid not in self._new, self._people[uid].is_late))
-            if len(self._turns) >= self._max_units and not self._take_back_one(uid):
+            uid = min(self._queue, key=self._rank)
+            if len(self._placed) >= self._max_units and not self._take_back_one(uid):
                 break
             self._queue.remove(uid)
-            self._turns[uid] = now
-        for uid in self._turns:
+            self._placed[uid] = now
+            self._turns.take(uid, self._present())
+        if self._present() <= self._placed.keys():
+            self._turns.end()
+        for uid in self._placed:
             self._people[uid].let(go_on=uid in self._new or not (self._new or uid in self._ending))
-        self._common.let(go_on=self._new.isdisjoint(self._turns))
+        self._common.let(go_on=self._new.isdisjoint(self._placed))
         self._forget()
 
     def _is_awaited(self, uid: int) -> bool:
@@ -192,23 +199,42 @@ class Checkers:
         if not checker.has_helper and not checker.wants_helper:
             self._take_back(uid)  # its start has failed, or its helper has died without work
         elif not checker.is_ready:
-            self._turns[uid] = now  # the time of the start does not count
+            self._placed[uid] = now  # the time of the start does not count
         elif checker.is_busy:
             self._idle.pop(uid, None)
         elif now - self._idle.setdefault(uid, now) >= IDLE_SEC:
             self._take_back(uid)
 
     def _end_turns(self, now: float) -> None:
-        """Choose as many units as there are places missing to end after their job file: the longest-working ones, and
-        only those whose turn is over."""
-        over = sorted((since, uid) for uid, since in self._turns.items() if now - since >= TURN_SEC)
-        num_short = max(0, len(self._queue) - (self._max_units - len(self._turns)))
-        self._ending = {uid for _, uid in over[:num_short]}
+        """Choose units, of those whose turn is over, that end after their job file: one for each user who waits and is
+        due before them; of several that of the user who is due last, or has worked the longest. Where a user who waits
+        is due later, the others begin their next turns."""
+        working = sorted(self._placed.keys() - self._idle.keys(), key=self._placed.__getitem__)
+        over = [uid for uid in working if now - self._placed[uid] >= TURN_SEC]
+        over.sort(key=self._turns.due, reverse=True)
+        num_free = max(0, self._max_units - len(working))
+        left = sorted(self._queue, key=self._rank)[num_free:]
+        self._ending = set()
+        for comer in left:
+            if over and self._turns.due(over[0]) >= self._turns.due(comer):
+                self._ending.add(over.pop(0))
+        if len(self._ending) < len(left):
+            for uid in reversed(over):
+                self._placed[uid] = now
+                self._turns.take(uid, self._present())
+
+    def _present(self) -> set[int]:
+        """Return the users with job files that are to be checked, whether they have a place or not."""
+        return {uid for uid, checker in self._people.items() if checker.is_busy}
+
+    def _rank(self, uid: int) -> tuple[bool, bool, float]:
+        """Return a user's rank among those who want a place, the lowest is first."""
+        return (uid not in self._new, self._people[uid].is_late, self._turns.due(uid))
 
     def _take_back_one(self, comer: int) -> bool:
         """Take back the longest-idle place, or for `comer` one that is between two job files: of a user whose turn is
         over, or of the longest-working one for a user who has just come."""
-        working = sorted(self._turns, key=self._turns.__getitem__)
+        working = sorted(self._placed, key=self._placed.__getitem__)
         giving = [uid for uid in working if uid in self._ending or (comer in self._new and uid not in self._new)]
         between = [uid for uid in giving if self._people[uid].is_between]
         for uid in [*sorted(self._idle, key=self._idle.__getitem__), *between][:1]:
@@ -217,13 +243,13 @@ class Checkers:
         return False
 
     def _take_back(self, uid: int) -> None:
-        del self._turns[uid]
+        del self._placed[uid]
         self._idle.pop(uid, None)
         self._people[uid].rest()
 
     def _forget(self) -> None:
         """Remove the checkers of users who have neither work nor a helper."""
         for uid, checker in list(self._people.items()):
-            if uid not in self._turns and not checker.is_busy:
+            if uid not in self._placed and not checker.is_busy:
                 checker.close()
                 del self._people[uid]

@@ -91,6 +91,10 @@ class Fetches:
         """Return the number of a user's arrivals that wait for a fetch."""
         return sum(waits.pending is not None and waits.pending.copy.uid == uid for waits in self._fetching.values())
 
+    def listen(self, told: Callable[[str, int], None]) -> None:
+        """Register a callback for each end of a fetching process: it gets the type of the repository and the bytes."""
+        self._fetcher.listeners.append(told)
+
     def begin(self, answer: Passed, missing: Missing, pending: Pending | None) -> None:
         """Start the fetch of the model or data set that a check missed; `pending` is None for an accepted job."""
         number = answer.id

@@ -3,25 +3,25 @@
     incoming/ ── listed ── whole ──► claimed/<id>/ ── copied ──► checks
     socket    ── claimed/<id>/ ────────────────────── copied ──► checks
 
-Users take turns: a flood of one user's files delays nobody else's.
+Users take turns, weighted (turns.py): a flood of one user's files delays nobody else's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import TypeVar
 
 from honed.daemon.arrivals.checkers import Checkers
 from honed.daemon.arrivals.checks import MAX_TOGETHER, Checks, Pending
 from honed.daemon.arrivals.rejection import Rejection
+from honed.daemon.arrivals.turns import Turns
 from honed.daemon.arrivals.watcher import Watcher
-from honed.job.arrival import Arrivals, Claim, Copy, Dropped, shown, too_large
+from honed.job.arrival import Arrivals, Claim, Copy, shown, too_large
 from honed.job.entitlement import Entitlements
 from honed.job.job import Job
 from honed.spec.config import Config
@@ -38,6 +38,8 @@ MAX_PENDING = 64
 #: duration.
 MAX_LOOKS_PER_PASS = 200
 LISTING_REST = 20
+#: Seconds between two looks at a file that was not whole, unless an event comes for it.
+LOOK_AGAIN_SEC = 0.25
 #: Failed attempts to take an arrival, after which it is left in incoming/.
 MAX_DENIALS = 3
 #: Unchecked files of one user that came over the control socket: they count on honed's disk, and not in the user's
@@ -46,47 +48,78 @@ MAX_SUBMITTED = 10_000
 
 
 class Listing:
-    """Files in incoming/ that were not taken yet, and what is known of them from earlier listings."""
+    """Files in incoming/ that were not taken yet. A listing looks only at those that it did not know: but for the names
+    themselves, it costs no more beside a flood that waits."""
 
     def __init__(self, arrivals: Arrivals, watcher: Watcher) -> None:
         self._arrivals = arrivals
         self._watcher = watcher
-        self.not_looked_at: dict[int, deque[Path]] = {}  #: by owner
-        self.num_unsettled = 0  #: looked at and not claimed, such as files that are still being written
+        self.not_looked_at: dict[int, deque[str]] = {}  #: names by owner
+        self._looked_at: list[tuple[int, str]] = []  # lately, and not claimed
+        self._look_again_at = 0.0
+        self._known: dict[str, int] = {}  # name → inode, of all that are to be claimed
         self._left: dict[str, int] = {}  # name → inode
         self._num_denials: dict[str, int] = {}
-        self._num_scans = 0
-        self._seen_at: dict[str, int] = {}  # name → the scan that saw it first
-        self._added: set[str] = set()  # names that were added since the last listing
 
-    def refresh(self) -> None:
-        """List incoming/."""
-        self._added.clear()
+    @property
+    def num_unsettled(self) -> int:
+        """Number of files that were looked at and not claimed, such as files that are still being written."""
+        return len(self._looked_at)
+
+    def refresh(self, now: float) -> None:
+        """List incoming/. Files keep the order in which listings first saw them, and within one that of their times,
+        which clock jumps falsify."""
         self._watcher.take_hinted()  # all of these are listed now
-        arrivals = self._in_order(self._arrivals.dropped())
-        self._watcher.keep({each.path.name for each in arrivals})
-        self.not_looked_at, self.num_unsettled = {}, 0
-        for each in arrivals:
-            self.not_looked_at.setdefault(each.uid, deque()).append(each.path)
+        present = self._arrivals.listed()
+        self._watcher.keep(present.keys())
+        if lost := [name for name, inode in self._known.items() if present.get(name) != inode]:
+            self._forget(set(lost))
+        self._look_again(now)
+        self._add(name for name, inode in present.items() if self._known.get(name) != inode)
 
-    def add_hinted(self) -> None:
-        """Add what has come since the last listing: beside a flood, the next listing may be seconds away."""
-        names = self._watcher.take_hinted() - self._seen_at.keys() - self._added
-        self._added |= names
-        for each in self._arrivals.dropped_of(names):
-            self.not_looked_at.setdefault(each.uid, deque()).append(each.path)
+    def add_hinted(self, now: float) -> None:
+        """Add what has come since the last listing, and what was not whole when it was looked at: beside a flood, the
+        next listing may be seconds away."""
+        hinted = self._watcher.take_hinted()
+        self._add(name for name in hinted if name not in self._known)
+        if now >= self._look_again_at or any(name in hinted for _, name in self._looked_at):
+            self._look_again(now)
 
-    def is_whole(self, path: Path) -> bool:
-        """Look at a file, once per listing. Return True if it can be claimed now."""
+    def _look_again(self, now: float) -> None:
+        """Let the files that were looked at and not claimed be the first ones again."""
+        for uid, name in reversed(self._looked_at):
+            self.not_looked_at.setdefault(uid, deque()).appendleft(name)
+        self._looked_at.clear()
+        self._look_again_at = now + LOOK_AGAIN_SEC
+
+    def is_whole(self, uid: int, name: str) -> bool:
+        """Look at a user's file. Return True if it can be claimed now."""
+        path = self._arrivals.incoming_dir / name
         if self._is_left(path):
             return False
-        self.num_unsettled += 1  # until it is claimed, or the next listing
+        self._looked_at.append((uid, name))  # until it is claimed, or looked at again
         return self._watcher.is_whole(path)
 
-    def claim(self, paths: list[Path]) -> tuple[list[Claim], list[Exception]]:
+    def _add(self, names: Iterable[str]) -> None:
+        for each in self._arrivals.dropped_of(names):
+            self._known[each.path.name] = each.inode
+            self.not_looked_at.setdefault(each.uid, deque()).append(each.path.name)
+
+    def _forget(self, names: set[str]) -> None:
+        """Forget files that are gone, or have been replaced by others."""
+        for name in names:
+            del self._known[name]
+            self._left.pop(name, None)
+        self._looked_at = [(uid, name) for uid, name in self._looked_at if name not in names]
+        kept = {uid: deque(name for name in own if name not in names) for uid, own in self.not_looked_at.items()}
+        self.not_looked_at = {uid: own for uid, own in kept.items() if own}
+
+    def claim(self, names: list[str]) -> tuple[list[Claim], list[Exception]]:
         """Claim these files. Returns the claims, and the machine's faults that prevented others."""
         claims: list[Claim] = []
         faults: list[Exception] = []
+        settled: set[str] = set()
+        paths = [self._arrivals.incoming_dir / name for name in names]
         for path, taken in zip(paths, self._arrivals.claim_all(paths), strict=True):
             match taken:
                 case PermissionError() if taken.filename == str(path):  # else the error is about a directory of our own
@@ -101,14 +134,12 @@ class Listing:
                     claims.append(taken)
             self._watcher.forget(path.name)
             self._num_denials.pop(path.name, None)
-            self.num_unsettled -= 1
+            settled.add(path.name)
+            if path.name not in self._left:
+                del self._known[path.name]
+        if settled:
+            self._looked_at = [(uid, name) for uid, name in self._looked_at if name not in settled]
         return claims, faults
-
-    def _in_order(self, arrivals: list[Dropped]) -> list[Dropped]:
-        """Sort arrivals by the scan that first saw them, then by their times, which clock jumps falsify."""
-        self._num_scans += 1
-        self._seen_at = {each.path.name: self._seen_at.get(each.path.name, self._num_scans) for each in arrivals}
-        return sorted(arrivals, key=lambda each: self._seen_at[each.path.name])
 
     def _leave(self, path: Path, error: OSError) -> None:
         """Leave an arrival that cannot be taken (another user's directory) where it is, and log it once."""
@@ -117,11 +148,9 @@ class Listing:
             log.warning("%r in %s cannot be taken: %s", path.name, path.parent, error.strerror)
 
     def _is_left(self, path: Path) -> bool:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return path.name in self._left and self._left[path.name] == path.lstat().st_ino
-        except FileNotFoundError:
-            del self._left[path.name]
-            return False
+        return False
 
 
 class Incoming:
@@ -148,6 +177,7 @@ class Incoming:
         self._config = config
         self._clock = clock
         self._entitlements = Entitlements(config)
+        self._turns = Turns(self._entitlements.weight)
         self._listing = Listing(arrivals, watcher)
         self._submitted: dict[int, deque[Claim]] = {}  # came over the control socket and not copied yet, by submitter
         self._list_at = 0.0
@@ -240,20 +270,13 @@ class Incoming:
         now = self._clock()
         self._must_list = now < self._list_at
         if self._must_list:
-            self._listing.add_hinted()
+            self._listing.add_hinted(now)
         else:
-            self._listing.refresh()
+            self._listing.refresh(now)
             self._list_at = now + LISTING_REST * (self._clock() - now)
         self._take_earlier(known)
-        whole: list[Path] = []
-        submitted: list[Claim] = []
-        for claim in self._in_turn(self._submitted, submitted, limit=MAX_TOGETHER):
-            submitted.append(claim)
+        submitted, whole = self._take_by_turns()
         self._copy(submitted)
-        looked_at = self._in_turn(self._listing.not_looked_at, whole, limit=MAX_TOGETHER - len(submitted))
-        for path in itertools.islice(looked_at, MAX_LOOKS_PER_PASS):
-            if self._listing.is_whole(path):
-                whole.append(path)
         claims, faults = self._listing.claim(whole)
         self._copy(claims)
         if faults:
@@ -264,26 +287,35 @@ class Incoming:
         yield from self._listing.not_looked_at.items()
         yield from self._submitted.items()
 
-    def _in_turn(self, lists: dict[int, deque[T]], taken: Sequence[object], *, limit: int) -> Iterator[T]:
-        """Take items off these lists, one of each user in turn, until `limit` are `taken`.
+    def _take_by_turns(self) -> tuple[list[Claim], list[str]]:
+        """Take as many arrivals off the lists as are claimed together, by turns of their users: claims from the control
+        socket, which are a user's first ones, and whole files of incoming/.
 
         Users with too much under way, and users whose files cannot be checked, are skipped.
         """
-        counts = self._checks.num_by_user()
-        while len(taken) < limit:
-            having = (
-                uid
-                for uid in lists
-                if counts[uid] < min(MAX_PENDING, self._room_of(uid)) and not self._checkers.is_stuck(uid)
-            )
-            if (uid := next(having, None)) is None:
-                return
-            waiting, num_taken = lists.pop(uid), len(taken)
-            first = waiting.popleft()
-            if waiting:
-                lists[uid] = waiting  # behind the other users
-            yield first
-            counts[uid] += len(taken) - num_taken
+        counts, submitted, whole = self._checks.num_by_user(), list[Claim](), list[str]()
+        lists = {**self._submitted, **self._listing.not_looked_at}
+        room = {
+            uid: min(MAX_PENDING, self._room_of(uid)) - counts[uid] for uid in lists if not self._checkers.is_stuck(uid)
+        }
+        room = {uid: num for uid, num in room.items() if num > 0}
+        num_looks = 0
+        while room and len(submitted) + len(whole) < MAX_TOGETHER and num_looks < MAX_LOOKS_PER_PASS:
+            uid = self._turns.first(room)
+            self._turns.take(uid, room)
+            if uid in self._submitted:
+                submitted.append(_pop(self._submitted, uid))
+                room[uid] -= 1
+            else:
+                num_looks += 1
+                if self._listing.is_whole(uid, name := _pop(self._listing.not_looked_at, uid)):
+                    whole.append(name)
+                    room[uid] -= 1
+            if not room[uid] or not (uid in self._submitted or uid in self._listing.not_looked_at):
+                del room[uid]
+        if not room:
+            self._turns.end()
+        return submitted, whole
 
     def _take_earlier(self, known: Set[int]) -> None:
         """Take up earlier claims: of a honed that was killed, or left unsettled by a full disk."""
@@ -330,3 +362,11 @@ class Incoming:
                     self._rejection.postpone(claim, copy)
                 case Copy():
                     self._checks.begin(Pending(claim, copy))
+
+
+def _pop(lists: dict[int, deque[T]], uid: int) -> T:
+    """Take a user's first item off these lists."""
+    item = lists[uid].popleft()
+    if not lists[uid]:
+        del lists[uid]
+    return item

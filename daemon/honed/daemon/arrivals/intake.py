@@ -12,6 +12,7 @@ from honed.daemon.arrivals.acceptance import Acceptance
 from honed.daemon.arrivals.checkers import Checkers, default_num_helpers
 from honed.daemon.arrivals.watcher import Watcher
 from honed.job.arrival import Arrivals
+from honed.job.entitlement import Entitlements
 from honed.job.job import Job
 from honed.job.spool import Spool
 from honed.run.choice import choose_fetch_runner
@@ -50,7 +51,14 @@ class Intake:
         self._watcher = Watcher(spool.incoming_dir, settle_sec=config().spool.settle_sec, wake=wake)
         start_as = CheckUnits(layout, systemd, clock=clock).of if systemd is not None else None
         num_helpers = config().spool.preflight_helpers or default_num_helpers()
-        self._checkers = Checkers(children(layout), start_as, helper_changed, clock=clock, num_helpers=num_helpers)
+        self._checkers = Checkers(
+            children(layout),
+            start_as,
+            helper_changed,
+            clock=clock,
+            num_helpers=num_helpers,
+            weight=Entitlements(config).weight,
+        )
         self._fetcher = Fetcher(
             layout, config(), fetch_runner or choose_fetch_runner(layout, config(), systemd), clock=clock
         )

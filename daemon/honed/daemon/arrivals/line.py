@@ -1,11 +1,12 @@
-"""Job files that wait for a preflight helper: one of each user in turn, a user's own in order.
+"""Job files that wait for a preflight helper: by turns of their users (turns.py), a user's own in order.
 
     waiting ── take ──► under check ── end ──► answered, as soon as all earlier ones of the same user are
        ▲                     │
        └───── put_back ◄─────┘ its helper has died
 
-With several helpers, users who wait are served before anybody has two of them, and nobody has all: one is left for
-whoever comes. So slow data sets of one user delay nobody else by more than the check under way.
+With several helpers, users who wait are served before anybody has two of them, the others are shared by weight, and
+nobody has all: one is left for whoever comes. So slow data sets of one user delay nobody else by more than the check
+under way.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from honed.daemon.arrivals.turns import Turns, alike
 from honed.run.reply import Answer
 from honed.spec.config import Config
 from honed.system import untrusted
@@ -48,10 +50,11 @@ class Request:
 
 class Line:
     """The requests of the users of so many helpers. Users whose last check ran into its deadline come after all
-    others."""
+    others. `weight` returns a user's."""
 
-    def __init__(self, num_helpers: int) -> None:
+    def __init__(self, num_helpers: int, weight: Callable[[int | None], float] = alike) -> None:
         self._num_helpers = num_helpers
+        self._turns = Turns(weight)
         self._waiting: dict[int | None, deque[Request]] = {}
         self._under_check: Counter[int | None] = Counter()
         self._taken: dict[int | None, deque[int]] = {}  # not answered yet, in order
@@ -82,18 +85,25 @@ class Line:
 
     def take(self) -> Request | None:
         """Remove and return the next request; None if none may be taken now."""
+        if not self._waiting:
+            self._turns.end()
         if self.num_takeable <= 0:
             return None
-        uid = min(self._waiting, key=lambda uid: (self._under_check[uid], uid in self._late))
-        waiting = self._waiting.pop(uid)
+        uid = min(self._turns.order(self._waiting), key=self._rank)
+        self._turns.take(uid, (other for other in self._waiting if (other in self._late) == (uid in self._late)))
+        waiting = self._waiting[uid]
         request = waiting.popleft()
-        if waiting:
-            self._waiting[uid] = waiting  # behind the other users
+        if not waiting:
+            del self._waiting[uid]
         self._under_check[uid] += 1
         taken = self._taken.setdefault(uid, deque())
         if request.id not in taken:  # else it was put back
             taken.append(request.id)
         return request
+
+    def _rank(self, uid: int | None) -> tuple[float, bool, float]:
+        """Return a user's rank among those who wait, the lowest is first."""
+        return (self._under_check[uid] / self._turns.weight(uid), uid in self._late, self._turns.due(uid))
 
     def put_back(self, request: Request) -> None:
         """Let a request that was taken be the next one, in the same place among its user's."""
@@ -101,6 +111,7 @@ class Line:
         waiting = self._waiting.pop(request.uid, deque())
         waiting.appendleft(request)
         self._waiting = {request.uid: waiting, **self._waiting}
+        self._turns.give_back(request.uid)
 
     def end(self, request: Request, answer: Answer, *, is_late: bool | None = None) -> list[Answer]:
         """End a request's check; `is_late` is None if it tells nothing of the user's data. Returns the answers of its

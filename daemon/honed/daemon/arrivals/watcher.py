@@ -14,11 +14,19 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from watchdog.events import FileClosedEvent, FileMovedEvent, FileSystemEvent, FileSystemEventHandler
+from watchdog.events import (
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileDeletedEvent,
+    FileModifiedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
@@ -26,6 +34,16 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a closed file must stay unchanged: a shell's `>` and `>>` close and open again.
 CLOSED_SETTLE_SEC = 0.25
+
+
+#: Kinds of events that are asked for. Files that are opened, read and closed are not: honed itself opens each arrival.
+_KINDS: list[type[FileSystemEvent]] = [
+    FileClosedEvent,
+    FileMovedEvent,
+    FileCreatedEvent,
+    FileModifiedEvent,
+    FileDeletedEvent,
+]
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,7 @@ class Watcher:
         observer: BaseObserver | None = None
         try:
             observer = Observer()  # an inotify instance is already taken here
-            observer.schedule(_Hints(self), str(self._directory))
+            observer.schedule(_Hints(self), str(self._directory), event_filter=_KINDS)
             observer.start()
         except OSError as error:
             if observer is not None:
@@ -146,7 +164,7 @@ class Watcher:
             self._closed.discard(name)
             self._moved.discard(name)
 
-    def keep(self, names: set[str]) -> None:
+    def keep(self, names: Set[str]) -> None:
         """Forget all arrivals but these, so that the records do not grow for ever."""
         with self._lock:
             hinted = self._closed | self._moved

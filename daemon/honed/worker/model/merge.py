@@ -94,7 +94,8 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
         facts = Facts(started=started, versions=versions(job.backend), step=merged.num_tensors, metrics={})
         export.finish(job, place, facts)
     artifacts = {"output_dir": str(job.output_dir)}
-    events.emit("artifact", name="output_dir", path=artifacts["output_dir"])
+    num_bytes = durable.num_bytes_below(job.output_dir)
+    events.emit("artifact", name="output_dir", path=artifacts["output_dir"], num_bytes=num_bytes)
     return artifacts
 
 

@@ -28,6 +28,7 @@ from honed.plan import loss
 from honed.spec import metric_names
 from honed.spec.optimizer import EIGHT_BIT
 from honed.spec.training import TrainingSpec
+from honed.system import durable
 from honed.system.error import InterruptedRunError, SpecError, TimeLimitError, said
 from honed.worker.assignment import Assignment
 from honed.worker.model import generation
@@ -422,7 +423,8 @@ class Trainer(SFTTrainer):
         """Wait until the last checkpoint is in place. Raises the error for which it is not."""
         if (sealed := self._sealing.wait()) is not None:
             self._saved_step = sealed.step
-            self._events.emit("checkpoint", step=sealed.step, path=str(sealed.path))
+            num_bytes = durable.num_bytes_below(sealed.path)
+            self._events.emit("checkpoint", step=sealed.step, path=str(sealed.path), num_bytes=num_bytes)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint beside its place. It is sealed and renamed into place beside the next steps."""
