@@ -13,14 +13,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from honed.job.needs import IMPORT_ALL_VARIABLE, Needs
 from honed.worker import deferred
 from honed.worker.assignment import Assignment
-
-#: In a worker's environment: import all that the libraries import, and when they do. For comparisons, and in case that
-#: a library is not content with less.
-IMPORT_ALL_VARIABLE = "HONED_IMPORT_ALL"
-#: Optimizers of torch's own.
-PLAIN_OPTIMIZERS = frozenset({None, "adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd"})
 
 
 def prepare(job: Assignment) -> None:
@@ -39,33 +34,23 @@ def narrow(hidden: Sequence[str], *, defers: bool) -> None:
 
 
 def hidden(job: Assignment) -> list[str]:
-    """Return the packages that a job does not use although they may be installed, and that its libraries would import.
+    """Return the packages that a job does not use, and that its libraries would import."""
+    return list(of(job).hidden)
 
-    wandb leaves directories in /tmp. datasets imports aiohttp for an exception of streaming over HTTP, transformers
-    imports torchvision with any model, and peft bitsandbytes with any adapter.
-    """
-    hidden = [] if "wandb" in job.spec.report_to else ["wandb"]
-    if not is_plain(job) or job.spec.kind == "merge":
-        return hidden
-    hidden.append("aiohttp")
-    if not job.plan.checkpoint.has_vision:
-        hidden.append("torchvision")
-    if job.precision.quantization == "none" and job.spec.training.optim in PLAIN_OPTIMIZERS:
-        hidden.append("bitsandbytes")
-    return hidden
+
+def of(job: Assignment) -> Needs:
+    """Return what a job needs of its libraries."""
+    return Needs.of(job.plan, job.backend)
 
 
 def asks_device(job: Assignment) -> bool:
-    """Tell whether the imports of TRL and peft ask the device for its properties: bitsandbytes does, in theirs."""
-    return "bitsandbytes" not in hidden(job) or IMPORT_ALL_VARIABLE in os.environ
+    """Tell whether the imports of TRL and peft ask the device for its properties."""
+    return of(job).asks_device or IMPORT_ALL_VARIABLE in os.environ
 
 
 def is_plain(job: Assignment) -> bool:
-    """Tell whether all code of the run is known: not with Unsloth, code of the model's own, or a compiled model."""
-    asked = job.spec.training.as_kwargs()
-    has_compiler = asked.get("torch_compile") or asked.get("use_liger_kernel")
-    has_compiler = has_compiler or job.precision.attn_implementation == "flex_attention"
-    return job.backend == "transformers" and not job.spec.trust_remote_code and not has_compiler
+    """Tell whether all code of the run is known."""
+    return of(job).is_plain
 
 
 class _Finder:

@@ -1,0 +1,195 @@
+"""A spare: a worker that has imported its libraries, and waits for a job of its user that needs the same ones.
+
+    python -m honed.worker --spare NEEDS      its standard input is a socket; shim.py says what goes over it
+
+It is a process of its own, not a fork: what libraries draw or start when they are imported, each worker has for itself.
+It has no data and no device; CUDA must not be initialised in it. When it is given a job it becomes the worker that
+would have been started: environment, working directory, output, arguments. It declines, and the job starts anew, if
+anything that it has imported has changed since, or if the job needs other imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import site
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from honed.job.needs import Needs
+from honed.system import usage
+from honed.worker import assignment, imports
+from honed.worker.background import Background
+from honed.worker.gate import NVML_CHECK
+
+#: Bytes of a message; see shim.py.
+MAX_MESSAGE_BYTES = 1024 * 1024
+#: Modules that a run imports on its way, beside those of `run` and of its backend.
+ON_THE_WAY = (
+    "honed.worker.train.watched",
+    "honed.worker.rows.data",
+    "honed.worker.train.losscheck",
+    "honed.worker.train.usage",
+    "honed.worker.train.trainer",
+    "honed.worker.train.callback",
+    "honed.worker.model.export",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job that a spare was given."""
+
+    words: list[str]  #: the arguments of its worker
+    was_asked: bool  #: True if it was asked to stop meanwhile
+    age_sec: float  #: how long the spare had waited for it
+
+
+class RefusalError(Exception):
+    """The spare is of no use for the job."""
+
+
+def wait(needs: Needs) -> Job:
+    """Import what such a job needs, wait for one, and be its worker from then on. Ends the process if there is none, or
+    if it cannot be that worker."""
+    link_fd, own_place = _take_link(), sys.path[0]
+    background = Background()
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.append(1))
+    os.environ[NVML_CHECK] = "1"
+    _import(needs)
+    _check_plain()
+    files, ready_at = dict(_files(own_place)), time.monotonic()
+    began_ns = usage.usage()["start_time_seconds"] * 1e9
+    if changed := [name for name, state in files.items() if state is not None and state[3] >= began_ns]:
+        _leave(f"{changed[0]} has changed meanwhile")
+    os.write(link_fd, b"ready")
+    if not (message := os.read(link_fd, MAX_MESSAGE_BYTES)):
+        os._exit(0)
+    job: dict[str, Any] = json.loads(message)
+    try:
+        changed = [name for name, state in files.items() if _state(name) != state]
+        if changed:
+            raise RefusalError(f"{changed[0]} has changed")
+        words = _become(job, needs, own_place)
+    except RefusalError as refusal:
+        _leave(str(refusal))
+    background.end()
+    os.write(link_fd, b"taken")
+    os.close(link_fd)
+    return Job(words, bool(asked), time.monotonic() - ready_at)
+
+
+def _take_link() -> int:
+    """Return the socket, and leave an empty standard input, so that no child has the socket."""
+    link_fd = os.dup(0)
+    null_fd = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_fd, 0)
+    os.close(null_fd)
+    return link_fd
+
+
+def _leave(why: str) -> NoReturn:
+    print(f"honed: the spare worker is of no use: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _import(needs: Needs) -> None:
+    with imports.quick():
+        importlib.import_module("honed.worker.run")
+    imports.narrow(needs.hidden, defers=needs.is_plain)
+    from honed.worker.model import load, torchvision
+
+    torchvision.mend()
+    with imports.quick():
+        load.choose("transformers").import_libraries()
+        for name in ON_THE_WAY:
+            importlib.import_module(name)
+        _import_model(needs.model_type)
+
+
+def _import_model(model_type: str) -> None:
+    """Import the modules of a kind of model, if transformers has it."""
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if isinstance(name, str):
+        with contextlib.suppress(AttributeError, ImportError):  # the job will tell
+            getattr(transformers, name)
+
+
+def _check_plain() -> None:
+    """End the process if an import has done more than import: a device that is in use, or a thread."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        _leave("CUDA was initialised")
+    if others := [each.name for each in threading.enumerate() if each is not threading.main_thread()]:
+        _leave(f"it has threads: {', '.join(others)}")
+
+
+# -- what it has imported ----------------------------------------------------------------------------------------------
+
+#: Inode, bytes, and the times of the last changes of its content and of anything of it, in ns; None if there is none.
+_State = tuple[int, int, int, int] | None
+
+
+def _files(own_place: str) -> Iterator[tuple[str, _State]]:
+    """Yield the files and directories that decide what a worker imports, each with its state."""
+    places = [place for place in sys.path if place != own_place]
+    names = {sys.executable, str(Path(sys.prefix) / "pyvenv.cfg"), *places}
+    for module in list(sys.modules.values()):
+        if module is not None and isinstance(name := vars(module).get("__file__"), str):
+            names.add(name)
+    for place in {*site.getsitepackages(), *places}:
+        names.update(map(str, Path(place).glob("*.pth")))
+    for name in sorted(names):
+        yield name, _state(name)
+
+
+def _state(name: str) -> _State:
+    try:
+        info = os.stat(name)  # noqa: PTH116 - of thousands of files
+    except OSError:
+        return None
+    return info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+
+
+# -- the job -----------------------------------------------------------------------------------------------------------
+
+
+def _become(job: dict[str, Any], needs: Needs, own_place: str) -> list[str]:
+    """Take over what a process has from its start. Returns the worker's arguments. Raises RefusalError."""
+    command: list[str] = job["command"]
+    words = command[command.index("honed.worker") + 1 :]
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    if own_place == os.getcwd():  # noqa: PTH109 - as `python -m` sets it, but for PYTHONSAFEPATH
+        sys.path[sys.path.index(own_place)] = job["dir"]
+    os.chdir(job["dir"])
+    sys.argv[1:] = words
+    sys.orig_argv[:] = command
+    log_fd = os.open(job["log"], os.O_WRONLY | os.O_APPEND)
+    for stream, place in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(log_fd, place)
+    os.close(log_fd)
+    importlib.invalidate_caches()
+    try:
+        wanted = imports.of(assignment.read(Path(words[0]).resolve(), int(words[1]), backend=words[3]))
+    except Exception as problem:
+        raise RefusalError(f"the job's assignment cannot be read: {problem}") from problem
+    if wanted != needs:
+        raise RefusalError("the job needs other libraries")
+    return words
