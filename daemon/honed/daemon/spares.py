@@ -67,8 +67,10 @@ class Spares:
         self._ending: list[Spare] = []  # until their processes are gone
         self._look_at = 0.0
 
-    def __len__(self) -> int:
-        return len(self._kept)
+    @property
+    def num_ready(self) -> int:
+        """The number of spares that wait for a job."""
+        return sum(kept.spare.is_ready for kept in self._kept.values())
 
     def patience(self) -> float:
         """Return the seconds until a step is due."""

@@ -19,7 +19,7 @@ import site
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,17 +57,16 @@ class RefusalError(Exception):
     """The spare is of no use for the job."""
 
 
-def wait(needs: Needs) -> Job:
+def wait(needs: Needs, load: Callable[[Needs], None] | None = None) -> Job:
     """Import what such a job needs, wait for one, and be its worker from then on. Ends the process if there is none, or
-    if it cannot be that worker."""
+    if it cannot be that worker. `load` imports, instead of what a worker's libraries need."""
     link_fd, own_place = _take_link(), sys.path[0]
     background = Background()
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: asked.append(1))
     os.environ[NVML_CHECK] = "1"
-    _import(needs)
-    _check_plain()
+    (load or _import)(needs)
     files, ready_at = dict(_files(own_place)), time.monotonic()
     began_ns = usage.usage()["start_time_seconds"] * 1e9
     if changed := [name for name, state in files.items() if state is not None and state[3] >= began_ns]:
@@ -115,6 +114,7 @@ def _import(needs: Needs) -> None:
         for name in ON_THE_WAY:
             importlib.import_module(name)
         _import_model(needs.model_type)
+    _check_plain()
 
 
 def _import_model(model_type: str) -> None:
@@ -172,7 +172,7 @@ def _state(name: str) -> _State:
 def _become(job: dict[str, Any], needs: Needs, own_place: str) -> list[str]:
     """Take over what a process has from its start. Returns the worker's arguments. Raises RefusalError."""
     command: list[str] = job["command"]
-    words = command[command.index("honed.worker") + 1 :]
+    words = command[sys.orig_argv.index("--spare") :]  # ours begins with the same program
     os.environ.clear()
     os.environ.update(job["environment"])
     if own_place == os.getcwd():  # noqa: PTH109 - as `python -m` sets it, but for PYTHONSAFEPATH
