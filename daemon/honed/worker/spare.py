@@ -75,6 +75,7 @@ def wait(needs: Needs, load: Callable[[Needs], None] | None = None) -> Job:
     if not (message := os.read(link_fd, MAX_MESSAGE_BYTES)):
         os._exit(0)
     job: dict[str, Any] = json.loads(message)
+    _redirect(job["log"])
     try:
         changed = [name for name, state in files.items() if _state(name) != state]
         if changed:
@@ -169,6 +170,15 @@ def _state(name: str) -> _State:
 # -- the job -----------------------------------------------------------------------------------------------------------
 
 
+def _redirect(path: str) -> None:
+    """Have all that this process writes go to the job's log from now on."""
+    log_fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+    for stream, place in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(log_fd, place)
+    os.close(log_fd)
+
+
 def _become(job: dict[str, Any], needs: Needs, own_place: str) -> list[str]:
     """Take over what a process has from its start. Returns the worker's arguments. Raises RefusalError."""
     command: list[str] = job["command"]
@@ -180,11 +190,6 @@ def _become(job: dict[str, Any], needs: Needs, own_place: str) -> list[str]:
     os.chdir(job["dir"])
     sys.argv[1:] = words
     sys.orig_argv[:] = command
-    log_fd = os.open(job["log"], os.O_WRONLY | os.O_APPEND)
-    for stream, place in ((sys.stdout, 1), (sys.stderr, 2)):
-        stream.flush()
-        os.dup2(log_fd, place)
-    os.close(log_fd)
     importlib.invalidate_caches()
     try:
         wanted = imports.of(assignment.read(Path(words[0]).resolve(), int(words[1]), backend=words[3]))
