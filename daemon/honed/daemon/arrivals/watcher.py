@@ -73,7 +73,8 @@ class Watcher:
         self._inode = self._identity()
         observer: BaseObserver | None = None
         try:
-            observer = Observer()  # an inotify instance is already taken here
+            # Otherwise a file that is moved in from another directory is one that was created.
+            observer = Observer(generate_full_events=True)  # an inotify instance is already taken here
             observer.schedule(_Hints(self), str(self._directory))
             observer.start()
         except OSError as error:
@@ -113,12 +114,17 @@ class Watcher:
 
     def hint(self, event: FileSystemEvent) -> None:
         """Record one event, in watchdog's thread."""
-        where = event.dest_path if isinstance(event, FileMovedEvent) else event.src_path
+        where = event.src_path
+        if isinstance(event, FileMovedEvent):
+            where = event.dest_path or event.src_path  # without one it was moved away
         name = Path(os.fsdecode(where)).name
         if name.startswith("."):
             return
         with self._lock:
             match event:
+                case FileMovedEvent(dest_path=""):
+                    self._closed.discard(name)
+                    self._moved.discard(name)
                 case FileMovedEvent():
                     self._moved.add(name)
                     self._hinted.add(name)
