@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from watchdog.events import FileClosedEvent, FileMovedEvent, FileSystemEvent, FileSystemEventHandler
-from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
+from watchdog.observers.inotify import InotifyObserver
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Watcher:
         observer: BaseObserver | None = None
         try:
             # Otherwise a file that is moved in from another directory is one that was created.
-            observer = Observer(generate_full_events=True)  # an inotify instance is already taken here
+            observer = InotifyObserver(generate_full_events=True)  # an inotify instance is already taken here
             observer.schedule(_Hints(self), str(self._directory))
             observer.start()
         except OSError as error:
