@@ -38,6 +38,8 @@ MAKE_SEC = 300.0
 MAX_SPARES = 4
 #: Devices of attempts that had none, or none that is known.
 NOWHERE = frozenset({"none", "unknown"})
+#: Seconds between looks at the processes of spares that are to end, where no signal tells of them.
+REAP_INTERVAL_SEC = 1.0
 #: Seconds between looks at the memory while there are spares.
 LOOK_INTERVAL_SEC = 10.0
 
@@ -74,11 +76,11 @@ class Spares:
 
     def patience(self) -> float:
         """Return the seconds until a step is due."""
-        if not (self._kept or self._ending or self._wanted):
-            return math.inf
         now = self._clock()
-        due = [self._look_at, *(kept.until for kept in self._kept.values())]
-        return max(0.0, min(due) - now)
+        waits = [kept.until - now for kept in self._kept.values()]
+        waits += [self._look_at - now] if self._kept else []
+        waits += [REAP_INTERVAL_SEC] if self._ending else []
+        return max(0.0, min(waits, default=math.inf))
 
     # -- use ----------------------------------------------------------------------------------------------------------
 
@@ -109,10 +111,12 @@ class Spares:
         if kept is None or self._runner is None:
             return False
         try:
-            needs = Needs.of(PlanFile.read(self._layout.job(job.id).plan_path), job.attempt.backend)
+            plan = PlanFile.read(self._layout.job(job.id).plan_path)
+            is_alike = Needs.of(plan, job.attempt.backend) == kept.needs
+            is_alike = is_alike and plan.spec.get("trial") != "only"  # a process of its own does all of that
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
-        if needs != kept.needs:
+        if not is_alike:
             return False
         attempt = job.attempt
         is_given = self._runner.start_with(

@@ -178,13 +178,11 @@ class ProcessRunner:
         elif not self._settle(child):
             return None
         record = read_exit_record(child.layout, child.start)
-        del self._children[job_id]
         if record is None and child.start_anew is not None and not read_lock_record(child.layout, child.start):
-            try:
+            with contextlib.suppress(OSError):  # a full disk, say: it is tried again at the next look
                 child.start_anew()
-            except OSError:
-                return exit_of({"ran": False})
             return None
+        del self._children[job_id]
         return exit_of(record)
 
     def _settle(self, child: _Child) -> bool:

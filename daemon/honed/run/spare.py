@@ -72,14 +72,14 @@ class Spare:
     @property
     def is_ready(self) -> bool:
         """True once its libraries are imported, and it waits for a job."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        with contextlib.suppress(OSError):  # it has said nothing yet, or was ended
             self._is_ready = self._is_ready or self._link.recv(64, socket.MSG_DONTWAIT) == b"ready"
         return self._is_ready and self.is_alive
 
     @property
     def output(self) -> bytes:
         """The first part of what it has written."""
-        return os.pread(self._output_fd, MAX_OUTPUT_BYTES, 0)
+        return os.pread(self._output_fd, MAX_OUTPUT_BYTES, 0) if self._output_fd >= 0 else b""
 
     def suits(self, environment: Mapping[str, str]) -> bool:
         """Return True if a worker with this environment would have imported as the spare did."""

@@ -447,3 +447,29 @@ def test_what_a_plan_needs_survives_its_way_to_the_spare() -> None:
     needs = Needs.of(PlanFile(PLAN), "transformers")
     assert needs.can_be_ahead
     assert Needs.from_json(needs.to_json()) == needs
+
+
+def test_a_spare_that_vanished_is_replaced_as_soon_as_that_is_possible(place: Place) -> None:
+    place.begin(1)
+    place.end(1)
+    shim = place.spare()
+    os.kill(shim, signal.SIGSTOP)
+    place.attempts.start(place.add(2), cpu(), "transformers")
+    log_path = place.layout.job(2).attempt(1).log_path
+    log_path.unlink()
+    log_path.mkdir()  # no worker can be started
+    os.kill(shim, signal.SIGKILL)
+    place.wait(lambda: not is_there(shim))
+    assert place.attempts.reap() == []
+    assert 2 in place.attempts.running
+    log_path.rmdir()
+    assert place.who(2)["parent"] != shim
+    assert place.spares.patience() == float("inf")
+
+
+def test_a_trial_alone_leaves_the_spare_to_the_job(place: Place) -> None:
+    place.begin(1, spec={"kind": "sft", "trial": "only"})
+    place.end(1)
+    spare = place.spare()
+    assert place.begin(2, spec={"kind": "sft", "trial": "only"})["parent"] != spare
+    assert place.begin(3)["parent"] == spare
