@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import importlib.metadata
 import os
 import sys
@@ -16,6 +17,17 @@ from typing import Any
 from honed.job.needs import IMPORT_ALL_VARIABLE, Needs
 from honed.worker import deferred
 from honed.worker.assignment import Assignment
+
+#: Modules that a run imports on its way, beside those of `run` and of its backend.
+ON_THE_WAY = (
+    "honed.worker.train.watched",
+    "honed.worker.rows.data",
+    "honed.worker.train.losscheck",
+    "honed.worker.train.usage",
+    "honed.worker.train.trainer",
+    "honed.worker.train.callback",
+    "honed.worker.model.export",
+)
 
 
 def prepare(job: Assignment) -> None:
@@ -48,9 +60,38 @@ def asks_device(job: Assignment) -> bool:
     return of(job).asks_device or IMPORT_ALL_VARIABLE in os.environ
 
 
+def can_be_ahead(job: Assignment) -> bool:
+    """Tell whether a job's imports may be made before a device is its own."""
+    return of(job).can_be_ahead and IMPORT_ALL_VARIABLE not in os.environ
+
+
 def is_plain(job: Assignment) -> bool:
     """Tell whether all code of the run is known."""
     return of(job).is_plain
+
+
+def ahead(needs: Needs) -> None:
+    """Import what a run with such needs will import on its way, if that asks no device; nothing is lost by it."""
+    from honed.worker.model import load, torchvision
+
+    torchvision.mend()
+    with quick():
+        load.choose("transformers").import_libraries()
+        for name in ON_THE_WAY:
+            importlib.import_module(name)
+        _import_model(needs.model_type)
+
+
+def _import_model(model_type: str) -> None:
+    """Import the modules of a kind of model, if transformers has it."""
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if isinstance(name, str):
+        with contextlib.suppress(AttributeError, ImportError):  # the job will tell
+            getattr(transformers, name)
 
 
 class _Finder:

@@ -162,7 +162,12 @@ class _Story:
             return
         self._pass_gate()
         self._stage("trial")
-        found = trials.run(job, attempt=attempt, tell=self._log, stop=self._stop)
+
+        def prepare() -> None:
+            if job.spec.trial != "only" and not self._stop.is_set and imports.can_be_ahead(job):
+                imports.ahead(imports.of(job))
+
+        found = trials.run(job, attempt=attempt, tell=self._log, stop=self._stop, meanwhile=prepare)
         self._events.emit("trial", **found.as_dict())
         level = "info" if found.verdict == "learns" else "warning"
         self._log(level, f"trial: {trial.headline(found)}")

@@ -10,7 +10,6 @@ anything that it has imported has changed since, or if the job needs other impor
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -32,16 +31,6 @@ from honed.worker.gate import NVML_CHECK
 
 #: Bytes of a message; see shim.py.
 MAX_MESSAGE_BYTES = 1024 * 1024
-#: Modules that a run imports on its way, beside those of `run` and of its backend.
-ON_THE_WAY = (
-    "honed.worker.train.watched",
-    "honed.worker.rows.data",
-    "honed.worker.train.losscheck",
-    "honed.worker.train.usage",
-    "honed.worker.train.trainer",
-    "honed.worker.train.callback",
-    "honed.worker.model.export",
-)
 
 
 @dataclass(frozen=True)
@@ -107,27 +96,8 @@ def _import(needs: Needs) -> None:
     with imports.quick():
         importlib.import_module("honed.worker.run")
     imports.narrow(needs.hidden, defers=needs.is_plain)
-    from honed.worker.model import load, torchvision
-
-    torchvision.mend()
-    with imports.quick():
-        load.choose("transformers").import_libraries()
-        for name in ON_THE_WAY:
-            importlib.import_module(name)
-        _import_model(needs.model_type)
+    imports.ahead(needs)
     _check_plain()
-
-
-def _import_model(model_type: str) -> None:
-    """Import the modules of a kind of model, if transformers has it."""
-    import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    if isinstance(name, str):
-        with contextlib.suppress(AttributeError, ImportError):  # the job will tell
-            getattr(transformers, name)
 
 
 def _check_plain() -> None:
