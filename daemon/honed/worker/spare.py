@@ -38,7 +38,7 @@ class Job:
     """The job that a spare was given."""
 
     words: list[str]  #: the arguments of its worker
-    was_asked: bool  #: True if it was asked to stop meanwhile
+    asked: list[int]  #: not empty once it was asked to stop; until other signal handlers take over
     age_sec: float  #: how long the spare had waited for it
 
 
@@ -75,7 +75,7 @@ def wait(needs: Needs, load: Callable[[Needs], None] | None = None) -> Job:
     background.end()
     os.write(link_fd, b"taken")
     os.close(link_fd)
-    return Job(words, bool(asked), time.monotonic() - ready_at)
+    return Job(words, asked, time.monotonic() - ready_at)
 
 
 def _take_link() -> int:
