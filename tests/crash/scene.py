@@ -92,13 +92,19 @@ class Hit:
 class Scene:
     """An instance below `root`."""
 
-    def __init__(self, root: Path, *, mutant: str | None = None, is_staging: bool = False) -> None:
+    def __init__(
+        self, root: Path, *, mutant: str | None = None, is_staging: bool = False, is_warm: bool = False
+    ) -> None:
         """`mutant`: the bug that is planted in its honed; see mutant/sitecustomize.py. `is_staging`: the second job is
-        staged while the first one runs."""
+        staged while the first one runs. `is_warm`: both are one user's, and the second begins again from a spare."""
         self.root = root
         self.layout = Layout(root)
         self.is_staging = is_staging
-        self.environment = environment(mutant) | ({"HONED_TEST_STAGING": "1"} if is_staging else {})
+        self.is_warm = is_warm
+        self.submitter = os.getuid() if is_warm else SUBMITTER
+        self.environment = environment(mutant)
+        self.environment |= {"HONED_TEST_STAGING": "1"} if is_staging else {}
+        self.environment |= {"HONED_TEST_WARM": "1"} if is_warm else {}
         self.log_path = root / "log"
 
     def prepare(self) -> None:
@@ -110,7 +116,7 @@ class Scene:
         dataset = plain.write_dataset(self.root / "rows.jsonl")
         text = json.dumps(plain.spec(model, dataset))
         spool = Spool(self.layout, lock=False)
-        Arrivals(spool).submit(HANDED, text.encode(), SUBMITTER)
+        Arrivals(spool).submit(HANDED, text.encode(), self.submitter)
         for place in [*filter(Path.is_dir, spool.dir.iterdir()), self.layout.jobs_dir]:
             if not any(place.iterdir()) and place != incoming_dir:
                 place.rmdir()
@@ -119,7 +125,9 @@ class Scene:
             path.write_text(text if name in GOOD else text[:20])
             os.utime(path, (1, 1))
         self.layout.config_path.parent.mkdir(parents=True)
-        self.layout.config_path.write_text(CONFIG + ("stage_ahead = true\n" if self.is_staging else ""))
+        more = "stage_ahead = true\n" if self.is_staging else ""
+        more += "warm_sec = 600\nstage_min_available_bytes = 0\n" if self.is_warm else ""
+        self.layout.config_path.write_text(CONFIG + more)
 
     def honed(self, *, before: Sequence[str] = (), shim_hit: Sequence[str] = ()) -> int | None:
         """Run honed until nothing is left to do. Returns its exit status; None where it did not come to an end.
@@ -155,6 +163,11 @@ class Scene:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
+    @property
+    def num_from_spares(self) -> int:
+        """The attempts that began as spares."""
+        return sum("from a spare" in path.read_text() for path in self.layout.jobs_dir.glob("*/attempts/*/worker.log"))
+
     # -- what must hold ---------------------------------------------------------------------------------------------
 
     def violations(self, *, may_be_unreadable: bool = False) -> list[str]:
@@ -183,7 +196,7 @@ class Scene:
         found += [
             f"job {job.id} ({job.name}) is user {job.uid}'s"
             for job in jobs
-            if (job.uid == SUBMITTER) != (job.source == HANDED)
+            if job.uid != (self.submitter if job.source == HANDED else os.getuid())
         ]
         for job in jobs:
             if job.state is not State.SUCCEEDED:
@@ -272,11 +285,17 @@ def dump(path: Path) -> dict[str, frozenset[tuple[object, ...]]]:
 
 
 def try_hit(
-    directory: Path, hit: Hit, *, mutant: str | None = None, shim: bool = False, is_staging: bool = False
+    directory: Path,
+    hit: Hit,
+    *,
+    mutant: str | None = None,
+    shim: bool = False,
+    is_staging: bool = False,
+    is_warm: bool = False,
 ) -> list[str]:
     """One cell of the matrix: honed or its first shim is hit once; honed is started again where it died of that."""
     name = re.sub(r"\W+", "-", f"{hit.fault}-{hit.point.call}-{hit.point.number}")
-    scene = Scene(directory / name, mutant=mutant, is_staging=is_staging)
+    scene = Scene(directory / name, mutant=mutant, is_staging=is_staging, is_warm=is_warm)
     scene.prepare()
     status = scene.honed(shim_hit=hit.arguments) if shim else scene.honed(before=("strace", *hit.arguments))
     found = [f"it hangs after {hit}"] if status is None else []
@@ -296,13 +315,14 @@ def try_hit(
 
 
 def points_of(
-    directory: Path, *, mutant: str | None = None, shim: bool = False, is_staging: bool = False
+    directory: Path, *, mutant: str | None = None, shim: bool = False, is_staging: bool = False, is_warm: bool = False
 ) -> list[Point]:
     """The points of an undisturbed run, which must break nothing, whatever bug is planted: else any fault would do."""
-    scene = Scene(directory / "undisturbed", mutant=mutant, is_staging=is_staging)
+    scene = Scene(directory / "undisturbed", mutant=mutant, is_staging=is_staging, is_warm=is_warm)
     scene.prepare()
     found = scene.points(shim=shim)
     assert scene.violations() == []
+    assert scene.num_from_spares == int(is_warm)
     scene.clear()
     return found
 

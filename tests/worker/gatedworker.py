@@ -1,6 +1,7 @@
-"""The worker, with a torch whose GPU exists and may not be used: `python gatedworker.py JOB_DIR ATTEMPT …`.
+"""The worker, with a torch whose GPU exists and may not be used: `python gatedworker.py JOB_DIR ATTEMPT …`, or
+`--spare NEEDS`.
 
-NVML says that there is one GPU; every way of torch to initialise CUDA is written to `touched` in the job's directory.
+NVML says that there is one GPU; every way of torch to initialise CUDA is written to `touched` in the working directory.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from honed.worker.model import torchvision
 torchvision.mend()
 import torch  # noqa: E402
 
+TOUCHED = Path.cwd() / "touched"
+
 
 def touch(*_arguments: object) -> NoReturn:
-    with (Path(sys.argv[1]) / "touched").open("a") as file:
+    with TOUCHED.open("a") as file:
         traceback.print_stack(file=file)
     raise RuntimeError("CUDA was initialised before the gate")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -14,13 +15,14 @@ from typing import Any, NoReturn
 import pytest
 
 from honed.job.ahead import STAGED_VARIABLE, Pass
+from honed.job.needs import Needs
 from honed.system.error import InterruptedRunError
 from honed.system.layout import JobLayout
 from honed.worker import gate as gates
 from honed.worker.gate import NVML_CHECK, Gate, read_ahead
 from honed.worker.run import run
 from honed.worker.stop import Stop
-from worker.conftest import MakeJob, read_events
+from worker.conftest import WORKER_TIMEOUT_SEC, MakeJob, read_events
 
 LORA = {"r": 4}
 
@@ -112,6 +114,27 @@ def test_no_worker_initialises_cuda_before_its_gate(make_job: MakeJob, keys: dic
     process.terminate()
     ended = job.wait(process)
     assert (ended.status, ended.result["error"]["code"]) == (75, "interrupted")
+    assert not touched.exists(), touched.read_text()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "no such model"])
+def test_no_spare_initialises_cuda(tmp_path: Path, model_type: str) -> None:
+    needs = Needs(("wandb", "aiohttp", "torchvision", "bitsandbytes"), is_plain=True, model_type=model_type)
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "GPU-a",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(WORKER_TIMEOUT_SEC)
+    command = [sys.executable, str(Path(__file__).with_name("gatedworker.py")), "--spare", needs.to_json()]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=theirs, stdout=log, stderr=log, cwd=tmp_path, env=environment)
+    theirs.close()
+    with ours:
+        assert ours.recv(64) == b"ready", (tmp_path / "log").read_text()
+    assert process.wait(WORKER_TIMEOUT_SEC) == 0  # it ends with its shim
+    touched = tmp_path / "touched"
     assert not touched.exists(), touched.read_text()
 
 

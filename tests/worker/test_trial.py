@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,28 @@ def test_a_job_learns_the_same_after_a_trial_that_warns_of_it(make_job: MakeJob)
     assert "will not learn to stop" in warning, "and no word of rows held out, which no trial has"
     assert tried.losses == plain.losses
     assert tried.of("artifact")
+
+
+@pytest.mark.parametrize(("keys", "is_ahead"), [({}, True), ({"quantization": "4bit"}, False)], ids=["lora", "4bit"])
+def test_the_job_imports_its_libraries_during_its_trial_if_that_asks_no_device(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys: dict[str, Any], is_ahead: bool
+) -> None:
+    job = make_job(lora=LORA, trial=True, training={"max_steps": 1}, **keys)
+    places = [str(tmp_path / "ended-before-import"), str(job.dir / "trial/findings.json"), str(job.dir)]
+    code = f"""if True:
+        import os, sys
+        told, findings, job_dir = {places!r}
+        def hear(event, values):
+            if event == "open" and "sft_trainer.cpython" in str(values[0]) and job_dir in sys.orig_argv:
+                with open(told, "w") as file:
+                    file.write(str(os.path.exists(findings)))
+        sys.addaudithook(hear)
+    """
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)  # which WorkerJob.start hands on
+    ended = job.wait(job.start(popen=subprocess.Popen))
+    assert ended.status == 0, job.log()
+    assert (tmp_path / "ended-before-import").read_text() == str(not is_ahead)
 
 
 def test_what_ends_the_trial_ends_the_job(make_job: MakeJob) -> None:

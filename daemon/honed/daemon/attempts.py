@@ -23,6 +23,7 @@ from typing import Any
 
 from honed.daemon.following import Following
 from honed.daemon.shares import Use
+from honed.daemon.spares import Spares
 from honed.job import recovery
 from honed.job.ahead import Pass
 from honed.job.database import Database
@@ -63,6 +64,7 @@ class Running:
         layout: Layout,
         spool: Spool,
         runner: Runner,
+        spares: Spares,
         config: Callable[[], Config],
     ) -> None:
         self.job = job
@@ -71,6 +73,7 @@ class Running:
         self._layout = layout
         self._spool = spool
         self._runner = runner
+        self._spares = spares
         self._config = config
         self.ended: Exit | None = None
         self._waits_at_gate = False  # it was staged, and could not be let through
@@ -105,7 +108,10 @@ class Running:
             return
         environment = worker_environment(self._layout, self._config(), job, gpu_uuid)
         try:
-            self._runner.start(job.id, attempt.number, attempt.start, backend=attempt.backend, environment=environment)
+            if not self._spares.start(job, environment):
+                self._runner.start(
+                    job.id, attempt.number, attempt.start, backend=attempt.backend, environment=environment
+                )
         except OSError as problem:
             self.not_started = problem
 
@@ -316,6 +322,7 @@ class Attempts:
         self._database = database
         self._runner = runner
         self._clock = clock
+        self.spares = Spares(layout, lambda: self.config, runner, clock=clock)
         self.outbox: Outbox | None = None  #: where a metrics API is configured
         self.running: dict[int, Running] = {}
         self._put_back: list[Job] = []
@@ -400,7 +407,7 @@ class Attempts:
         self._database.put_job(job)
         following = Following(job, offset, self._layout, self._database, lambda: self.outbox, clock=self._clock)
         deadlines = Deadlines(job, self._layout, self._runner, config, clock=self._clock)
-        running = Running(job, following, deadlines, self._layout, self._spool, self._runner, config)
+        running = Running(job, following, deadlines, self._layout, self._spool, self._runner, self.spares, config)
         self.running[job.id] = running
         return running
 
@@ -522,4 +529,5 @@ class Attempts:
         else:
             self._database.is_behind = True
         ending.tell(job, outcome, step, remedy)
+        self.spares.want(job, worker_environment(self._layout, self.config, job, _gpu(job.attempt)))
         return job

@@ -3,7 +3,7 @@
 The loop is a list of named steps. Each does what can be done now, and never blocks:
 
     obey signals · settle what ended · follow events · take arrivals · plan what waited for others ·
-    look for workers without entries · vacate closed devices · start what can · stage what is next ·
+    look for workers without entries · vacate closed devices · start what can · stage what is next · tend spares ·
     end what must · notify · have rows sent and pages made · keep house · report
 
 Signals, arrivals, the preflight helpers and the control socket only wake it.
@@ -56,7 +56,7 @@ from honed.run.fetcher import FetchRunner
 from honed.run.runner import Runner
 from honed.spec import config
 from honed.spec.config import Config
-from honed.system import device, durable, message
+from honed.system import device, durable, message, training
 from honed.system import layout as layouts
 from honed.system import log as logs
 from honed.system.device import Device
@@ -215,6 +215,7 @@ class Daemon:
                 self._dispatch.vacate,
                 self._dispatch.start_next,
                 self._dispatch.stage_next,
+                self._tend_spares,
                 self._attempts.enforce,
                 self._publishing.notices.tend,
                 self._publishing.tend_sender,
@@ -233,7 +234,9 @@ class Daemon:
 
     def _patience(self) -> float:
         """Return the seconds that the loop may sleep if nothing wakes it."""
-        waits = [part.patience() for part in (self._dispatch, self._housekeeper, self._publishing)]
+        waits = [
+            part.patience() for part in (self._dispatch, self._attempts.spares, self._housekeeper, self._publishing)
+        ]
         if not self._shutdown.is_asked:  # then no file is taken any more
             waits.append(self._intake.patience())
         if self._notifier.watchdog_interval_sec is not None:
@@ -269,6 +272,7 @@ class Daemon:
         self._publishing.tend_sender()  # rows may wait although there is nothing else to do
 
     def _close(self) -> None:
+        self._attempts.spares.end_all("honed ends")
         self._answers.close()
         self._intake.stop()
         self._housekeeper.close()
@@ -296,11 +300,13 @@ class Daemon:
             self._reload()
         if self._shutdown.is_asked:
             self._shutdown.stop_jobs()
+            self._attempts.spares.end_all("honed ends")
 
     def _reload(self) -> None:
         self._notifier.reloading()
         if self._configuration.reload():
             self._attempts.config = self._configuration.get()
+            self._attempts.spares.end_all("the configuration was loaded again")
             self._housekeeper.reload(self._configuration.get())
             self._intake.reload()
             self._answers.reload()
@@ -317,6 +323,12 @@ class Daemon:
         for number in [job.id for job in accepted]:  # one that was found late may have moved on meanwhile
             if (job := self._spool.job(number)) is not None:
                 self._database.put_job(job)
+                self._attempts.spares.see(job.uid)
+
+    def _tend_spares(self) -> None:
+        may_make = not (self._shutdown.is_asked or training.is_missing())
+        num_busy = len(self._attempts.running) + len(self._dispatch.staged)
+        self._attempts.spares.tend(may_make=may_make, num_busy=num_busy)
 
 
 def parser() -> argparse.ArgumentParser:

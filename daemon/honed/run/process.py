@@ -1,12 +1,16 @@
 """Workers as processes of the daemon's user, each in its own session, behind the shim.
 
 A restarted daemon adopts such workers by the shim's lock and reads their exit from exit.json.
+
+A worker may have been a spare before (spare.py): its shim and its session are then those that it had, and all else is
+what a start gives to any worker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import signal
@@ -17,12 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from honed.job.needs import Needs
 from honed.run.runner import Exit, Live, device_of, exit_of, is_staged, read_exit_record, read_lock_record
+from honed.run.spare import Spare
 from honed.system import durable, untrusted
 from honed.system.layout import AttemptLayout, JobLayout, Layout
 
 log = logging.getLogger(__name__)
 
+SHIM = Path(__file__).with_name("shim.py")
 #: Variables that a worker must not inherit: it would speak to systemd in the daemon's name.
 DAEMON_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "JOURNAL_STREAM", "INVOCATION_ID", "LISTEN_FDS")
 #: Variables meant for honed-send and for fetches only.
@@ -34,6 +41,8 @@ class _Child:
     layout: AttemptLayout
     start: int
     process: subprocess.Popen[bytes] | None  #: None for an adopted one
+    #: Starts it anew if it was a spare, and has ended before it was the job's; None once it was asked to end.
+    start_anew: Callable[[], None] | None = None
 
 
 class ProcessRunner:
@@ -53,11 +62,9 @@ class ProcessRunner:
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
         attempt = self._layout.job(job_id).attempt(number)
         durable.make_dir(attempt.dir)
-        shim = Path(__file__).with_name("shim.py")
-        worker = [*self._command, str(self._layout.job(job_id).dir), str(number), "--backend", backend]
         with attempt.log_path.open("ab") as log_file:
             process = self._popen(
-                [sys.executable, "-I", "-S", str(shim), str(attempt.dir), str(start), *worker],
+                [sys.executable, "-I", "-S", str(SHIM), str(attempt.dir), str(start), *self._worker(attempt, backend)],
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
@@ -67,6 +74,39 @@ class ProcessRunner:
                 restore_signals=True,
             )
         self._children[job_id] = _Child(attempt, start, process)
+
+    def _worker(self, attempt: AttemptLayout, backend: str) -> list[str]:
+        return [*self._command, str(attempt.dir.parents[1]), attempt.dir.name, "--backend", backend]
+
+    def make_spare(self, needs: Needs, *, environment: Mapping[str, str]) -> Spare:
+        """Start a spare worker, for a job with such needs. Raises OSError."""
+        durable.make_dir(self._layout.jobs_dir)
+        return Spare.make(
+            SHIM,
+            [*self._command, "--spare", needs.to_json()],
+            python=sys.executable,
+            cwd=self._layout.jobs_dir,
+            environment={**_inherited(), **environment},
+            popen=self._popen,
+        )
+
+    def start_with(
+        self, spare: Spare, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]
+    ) -> bool:
+        """Start the worker of an attempt by giving it a spare. Returns False if the two do not fit, or that failed.
+        Raises OSError."""
+        variables = {**_inherited(), **environment}
+        if not (spare.is_ready and spare.suits(variables)):
+            return False
+        files = self._layout.job(job_id)
+        attempt = files.attempt(number)
+        durable.make_dir(attempt.dir)
+        worker = self._worker(attempt, backend)
+        if not spare.give(attempt, start, cwd=files.dir, command=worker, environment=variables):
+            return False
+        anew = functools.partial(self.start, job_id, number, start, backend=backend, environment=environment)
+        self._children[job_id] = _Child(attempt, start, spare.process, start_anew=anew)
+        return True
 
     def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:  # noqa: ARG002
         attempt = self._layout.job(job_id).attempt(number)
@@ -87,7 +127,7 @@ class ProcessRunner:
         ValueError or IndexError for other processes."""
         command = _words(process_dir / "cmdline")
         at = [word.endswith("/shim.py") for word in command].index(True) + 1
-        at += command[at] == "--relay"
+        at += {"--relay": 1, "--worker": 2}.get(command[at], 0)
         attempt, start = AttemptLayout(Path(command[at])), int(command[at + 1])
         job_dir = attempt.dir.parents[1]
         if attempt != self._layout.job(int(job_dir.name)).attempt(int(attempt.dir.name)):
@@ -106,6 +146,7 @@ class ProcessRunner:
         return False  # nothing tells us; but then honed is asked to stop as well
 
     def stop(self, job_id: int) -> None:
+        self._children[job_id].start_anew = None
         pid = self._shim_pid(self._children[job_id])
         if pid is not None:
             _signal(pid, signal.SIGTERM)
@@ -118,6 +159,7 @@ class ProcessRunner:
 
     def kill(self, job_id: int, *, shim_too: bool = False) -> None:
         child = self._children[job_id]
+        child.start_anew = None
         shim_pid = self._shim_pid(child)
         if shim_pid is None:
             return
@@ -135,8 +177,13 @@ class ProcessRunner:
                 return None
         elif not self._settle(child):
             return None
+        record = read_exit_record(child.layout, child.start)
+        if record is None and child.start_anew is not None and not read_lock_record(child.layout, child.start):
+            with contextlib.suppress(OSError):  # a full disk, say: it is tried again at the next look
+                child.start_anew()
+            return None
         del self._children[job_id]
-        return exit_of(read_exit_record(child.layout, child.start))
+        return exit_of(record)
 
     def _settle(self, child: _Child) -> bool:
         """Tell whether an adopted worker has ended. If no exit is recorded, record one: no late shim may start it."""

@@ -13,6 +13,19 @@ shows the actual result.
 
 START counts the worker starts of one attempt (a fallback makes a second). If exit.json for this START already exists,
 another process has settled it, and nothing is started.
+
+As `shim.py --spare COMMAND...` it starts a worker without a job (worker/spare.py), and waits on its standard input, a
+socket, for a job that the worker is given. It ends with that socket: with the daemon that holds the other end.
+
+    socket    ─► ready     once the worker has imported its libraries
+              ◄─ {"attempt_dir", "start", "dir", "command", "environment"}     at most one
+
+It then becomes, by exec, the shim of that start: `shim.py --worker PID:FD ATTEMPT_DIR START COMMAND...`, as which it
+holds the lock before the worker hears of the job. If the worker does not take the job, it is killed, and COMMAND is
+started as if there had been none.
+
+    FD        ─► {"dir", "log", "command", "environment"}
+              ◄─ taken     the worker is the job's from now on
 """
 
 import contextlib
@@ -36,6 +49,10 @@ HANDED_ON = (signal.SIGTERM, signal.SIGABRT)
 LOOK_INTERVAL_SEC = 10.0
 #: Seconds requested from systemd at a time, and how often, while the worker stops.
 EXTENSION_SEC, EXTEND_INTERVAL_SEC = 20.0, 5.0
+#: Seconds in which a spare worker has to take its job.
+TAKE_SEC = 10.0
+#: Bytes of one message to a spare worker; a socket takes less.
+MAX_MESSAGE_BYTES = 1024 * 1024
 #: Seconds for which output of a dead worker's children is still read.
 DRAIN_SEC = 2.0
 #: Bytes. The journal cuts longer lines, too.
@@ -49,9 +66,13 @@ FATAL = [
 
 def main() -> int:
     arguments = sys.argv[1:]
-    relays = arguments[0] == "--relay"
-    attempt_dir, start, command = arguments[relays], int(arguments[relays + 1]), arguments[relays + 2 :]
     signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD})
+    if arguments[0] == "--spare":
+        return wait_for_job(arguments[1:])
+    relays = arguments[0] == "--relay"
+    spare = arguments[1] if arguments[0] == "--worker" else ""
+    arguments = arguments[2 if spare else relays :]
+    attempt_dir, start, command = arguments[0], int(arguments[1]), arguments[2:]
     # honed may be another user of our group, and tests the lock to see whether we are alive.
     lock_fd = os.open(f"{attempt_dir}/lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o664)
     try:
@@ -63,9 +84,11 @@ def main() -> int:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{attempt_dir}/result.json")  # noqa: PTH108 - pathlib would double the shim's start
     pipe = os.pipe2(os.O_CLOEXEC) if relays else None
-    shim_pid, worker_pid = os.getpid(), os.fork()
-    if worker_pid == 0:
-        run(command, shim_pid, pipe[1] if pipe else None)
+    shim_pid, worker_pid = os.getpid(), give(spare, f"{attempt_dir}/worker.log", command) if spare else None
+    if worker_pid is None:
+        worker_pid = os.fork()
+        if worker_pid == 0:
+            run(command, shim_pid, output_fd=pipe[1] if pipe else None)
     who = {"shim_pid": shim_pid, "worker_pid": worker_pid, "start": start}
     os.ftruncate(lock_fd, 0)
     os.pwrite(lock_fd, json.dumps(who).encode(), 0)
@@ -79,9 +102,11 @@ def main() -> int:
     return end_as(status) if relays else 0
 
 
-def run(command: list[str], shim_pid: int, output_fd: int | None) -> None:
+def run(command: list[str], shim_pid: int, *, input_fd: int | None = None, output_fd: int | None = None) -> None:
     """Become the worker; it dies with the shim."""
     try:
+        if input_fd is not None:
+            os.dup2(input_fd, 0)
         if output_fd is not None:
             os.dup2(output_fd, 1)
             os.dup2(output_fd, 2)
@@ -95,6 +120,79 @@ def run(command: list[str], shim_pid: int, output_fd: int | None) -> None:
         print(f"honed: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
     finally:
         os._exit(127)
+
+
+def wait_for_job(command: list[str]) -> int:
+    """Start a spare worker, and become the shim of the job that it is given. Returns if there is none any more."""
+    import socket  # noqa: PLC0415 - most shims never need it
+
+    link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    shim_pid, worker_pid = os.getpid(), os.fork()
+    if worker_pid == 0:
+        run(command, shim_pid, input_fd=theirs.fileno())
+    theirs.close()
+    poll = select.poll()
+    for fd in (0, link.fileno()):
+        poll.register(fd, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if 0 in ready:
+            message = os.read(0, MAX_MESSAGE_BYTES)
+            if not message:
+                return 0  # honed has ended, or wants us no longer; the worker ends with us
+            become(worker_pid, link.fileno(), **json.loads(message))
+        if not (told := link.recv(64)):
+            return 1  # the worker has ended
+        with contextlib.suppress(OSError):  # honed has just ended
+            os.write(0, told)
+
+
+def become(
+    worker_pid: int,
+    link_fd: int,
+    *,
+    attempt_dir: str,
+    start: int,
+    dir: str,  # noqa: A002 - the message's word
+    command: list[str],
+    environment: dict[str, str],
+) -> None:
+    """Become the shim of a job's start, with the worker that there is; everything else is as if it were started now."""
+    os.chdir(dir)
+    null_fd = os.open(os.devnull, os.O_RDWR)
+    log_fd = os.open(f"{attempt_dir}/worker.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
+    for place, fd in enumerate((null_fd, log_fd, log_fd)):
+        os.dup2(fd, place)
+    os.close(null_fd)
+    os.close(log_fd)
+    os.set_inheritable(link_fd, True)
+    shim = [sys.executable, "-I", "-S", __file__, "--worker", f"{worker_pid}:{link_fd}"]
+    os.execve(sys.executable, [*shim, attempt_dir, str(start), *command], environment)
+
+
+def give(spare: str, log_path: str, command: list[str]) -> int | None:
+    """Give the job to a spare worker, and return its pid; None if it does not take it, and has ended."""
+    pid, link_fd = map(int, spare.split(":"))
+    os.set_inheritable(link_fd, False)
+    job = {"dir": os.getcwd(), "log": log_path, "command": command, "environment": dict(os.environ)}  # noqa: PTH109
+    poll = select.poll()
+    poll.register(link_fd, select.POLLIN)
+    deadline = time.monotonic() + TAKE_SEC
+    with contextlib.suppress(OSError):  # it has ended, or the message is too long
+        os.write(link_fd, json.dumps(job).encode())
+        while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            told = os.read(link_fd, 64)
+            if told == b"taken":
+                os.close(link_fd)
+                return pid
+            if not told:
+                break
+    print("honed: the spare worker did not take the job; it starts anew", file=sys.stderr, flush=True)
+    os.close(link_fd)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
 
 
 class Relay:

@@ -24,6 +24,7 @@ from honed.job.ahead import MAX_BYTES, STAGED_VARIABLE, Pass
 from honed.system import untrusted, usage
 from honed.system.error import InterruptedRunError
 from honed.system.layout import JobLayout
+from honed.worker.background import MAX_OOM_SCORE_ADJ, SESSION_NICE, be_nice, set_oom_score_adj
 
 #: Seconds between looks at the gate: the device idles for half of it on average.
 LOOK_INTERVAL_SEC = 0.05
@@ -31,12 +32,6 @@ LOOK_INTERVAL_SEC = 0.05
 HURRY_INTERVAL_SEC = 0.5
 #: Seconds between looks at the files that were read before the gate.
 FILES_INTERVAL_SEC = 15.0
-#: Nice value, 0 to 19, of a staged worker's session, where the kernel groups processes by session (sched(7)). It can
-#: return to 0 without a privilege, which a process's own nice value cannot.
-SESSION_NICE = 19
-SESSION_NICE_PATH = Path("/proc/self/autogroup")
-#: Of all processes the kernel ends this one first: it costs the least.
-MAX_OOM_SCORE_ADJ = "1000"
 #: Share of the available memory up to which the weights are read ahead into the page cache.
 MAX_READ_SHARE = 0.5
 #: Has torch ask NVML whether there is a GPU, and not initialise CUDA for that.
@@ -69,8 +64,8 @@ class Gate:
         self._changed: Mapping[Path, tuple[int, ...]] = {}  # as they were at the last look, if they had changed
         if self.is_closed:
             environment[NVML_CHECK] = "1"
-            _be_nice(SESSION_NICE)
-            self._oom_score_adj = _set_oom_score_adj(MAX_OOM_SCORE_ADJ)
+            be_nice(SESSION_NICE)
+            self._oom_score_adj = set_oom_score_adj(MAX_OOM_SCORE_ADJ)
             threading.Thread(target=self._hurry, name="gate", daemon=True).start()
 
     @property
@@ -90,8 +85,8 @@ class Gate:
             if (found := self._pass()) is not None:
                 self._environment.update(found.environment)
                 self._wanted = None
-                _be_nice(0)
-                _set_oom_score_adj(self._oom_score_adj)
+                be_nice(0)
+                set_oom_score_adj(self._oom_score_adj)
                 self._check_files({})
             elif time.monotonic() >= look_at:
                 self._check_files(self._staged)
@@ -115,15 +110,15 @@ class Gate:
         if changed and is_over:
             print(f"{changed[0]} has changed: the worker begins again", file=sys.stderr, flush=True)
             self._wanted = None
-            _be_nice(0)
-            _set_oom_score_adj(self._oom_score_adj)
+            be_nice(0)
+            set_oom_score_adj(self._oom_score_adj)
             self._again({**self._environment, **staged})
 
     def _hurry(self) -> None:
         """Yield to other work no longer once the device waits for this worker."""
         while self.is_closed and self._pass() is None:
             time.sleep(HURRY_INTERVAL_SEC)
-        while not _be_nice(0):  # the kernel takes a few such wishes a second, of all users together
+        while not be_nice(0):  # the kernel takes a few such wishes a second, of all users together
             time.sleep(HURRY_INTERVAL_SEC)
 
     def _check_wanted(self) -> None:
@@ -165,27 +160,6 @@ def _execute(environment: Mapping[str, str]) -> NoReturn:
 def _has_initialised_cuda() -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
-
-
-def _be_nice(value: int) -> bool:
-    """Set the nice value of the session. Returns False if the kernel wants to be asked again later."""
-    try:
-        SESSION_NICE_PATH.write_text(str(value))
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a kernel without groups by session
-    return True
-
-
-def _set_oom_score_adj(value: str) -> str:
-    """Set how soon the kernel ends this process if memory runs out, and return what it was."""
-    path = Path("/proc/self/oom_score_adj")
-    before = "0"
-    with contextlib.suppress(OSError):
-        before = path.read_text()
-        path.write_text(value)
-    return before
 
 
 def read_ahead(model_dir: Path) -> int:

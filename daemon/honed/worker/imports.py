@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import importlib.metadata
 import os
 import sys
@@ -13,14 +14,20 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from honed.job.needs import IMPORT_ALL_VARIABLE, Needs
 from honed.worker import deferred
 from honed.worker.assignment import Assignment
 
-#: In a worker's environment: import all that the libraries import, and when they do. For comparisons, and in case that
-#: a library is not content with less.
-IMPORT_ALL_VARIABLE = "HONED_IMPORT_ALL"
-#: Optimizers of torch's own.
-PLAIN_OPTIMIZERS = frozenset({None, "adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd"})
+#: Modules that a run imports on its way, beside those of `run` and of its backend.
+ON_THE_WAY = (
+    "honed.worker.train.watched",
+    "honed.worker.rows.data",
+    "honed.worker.train.losscheck",
+    "honed.worker.train.usage",
+    "honed.worker.train.trainer",
+    "honed.worker.train.callback",
+    "honed.worker.model.export",
+)
 
 
 def prepare(job: Assignment) -> None:
@@ -39,33 +46,52 @@ def narrow(hidden: Sequence[str], *, defers: bool) -> None:
 
 
 def hidden(job: Assignment) -> list[str]:
-    """Return the packages that a job does not use although they may be installed, and that its libraries would import.
+    """Return the packages that a job does not use, and that its libraries would import."""
+    return list(of(job).hidden)
 
-    wandb leaves directories in /tmp. datasets imports aiohttp for an exception of streaming over HTTP, transformers
-    imports torchvision with any model, and peft bitsandbytes with any adapter.
-    """
-    hidden = [] if "wandb" in job.spec.report_to else ["wandb"]
-    if not is_plain(job) or job.spec.kind == "merge":
-        return hidden
-    hidden.append("aiohttp")
-    if not job.plan.checkpoint.has_vision:
-        hidden.append("torchvision")
-    if job.precision.quantization == "none" and job.spec.training.optim in PLAIN_OPTIMIZERS:
-        hidden.append("bitsandbytes")
-    return hidden
+
+def of(job: Assignment) -> Needs:
+    """Return what a job needs of its libraries."""
+    return Needs.of(job.plan, job.backend)
 
 
 def asks_device(job: Assignment) -> bool:
-    """Tell whether the imports of TRL and peft ask the device for its properties: bitsandbytes does, in theirs."""
-    return "bitsandbytes" not in hidden(job) or IMPORT_ALL_VARIABLE in os.environ
+    """Tell whether the imports of TRL and peft ask the device for its properties."""
+    return of(job).asks_device or IMPORT_ALL_VARIABLE in os.environ
+
+
+def can_be_ahead(job: Assignment) -> bool:
+    """Tell whether a job's imports may be made before a device is its own."""
+    return of(job).can_be_ahead and IMPORT_ALL_VARIABLE not in os.environ
 
 
 def is_plain(job: Assignment) -> bool:
-    """Tell whether all code of the run is known: not with Unsloth, code of the model's own, or a compiled model."""
-    asked = job.spec.training.as_kwargs()
-    has_compiler = asked.get("torch_compile") or asked.get("use_liger_kernel")
-    has_compiler = has_compiler or job.precision.attn_implementation == "flex_attention"
-    return job.backend == "transformers" and not job.spec.trust_remote_code and not has_compiler
+    """Tell whether all code of the run is known."""
+    return of(job).is_plain
+
+
+def ahead(needs: Needs) -> None:
+    """Import what a run with such needs will import on its way, if that asks no device; nothing is lost by it."""
+    from honed.worker.model import load, torchvision
+
+    torchvision.mend()
+    with quick():
+        load.choose("transformers").import_libraries()
+        for name in ON_THE_WAY:
+            importlib.import_module(name)
+        _import_model(needs.model_type)
+
+
+def _import_model(model_type: str) -> None:
+    """Import the modules of a kind of model, if transformers has it."""
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if isinstance(name, str):
+        with contextlib.suppress(AttributeError, ImportError):  # the job will tell
+            getattr(transformers, name)
 
 
 class _Finder:

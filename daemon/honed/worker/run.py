@@ -59,17 +59,19 @@ def run(
     stop: Stop | None = None,
     gate: Gate | None = None,
     tell: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
+    origin: str = "",
 ) -> int:
     """Run one attempt. Write events and, once everything else is durable, result.json; return the exit status.
 
-    Each event is also passed to `tell`. `gate`: before it the device is not used.
+    Each event is also passed to `tell`. `gate`: before it the device is not used. `origin`: how the process began, for
+    the log, where that was not a start.
     """
     layout = JobLayout(job_dir).attempt(attempt)
     durable.make_dir(layout.dir)
     events = EventWriter(layout.events_path, tell=tell)
     stop = stop or Stop()
     reserve = disk_reserve.Reserve(layout.dir)
-    story = _Story(events, stop, gate or Gate(JobLayout(job_dir), attempt, {}))
+    story = _Story(events, stop, gate or Gate(JobLayout(job_dir), attempt, {}), origin)
     error: HonedError | None = None
     try:
         torchvision.mend()
@@ -142,10 +144,11 @@ _MEMORY_HINT = (
 class _Story:
     """The state of the run so far, for its result."""
 
-    def __init__(self, events: EventWriter, stop: Stop, gate: Gate) -> None:
+    def __init__(self, events: EventWriter, stop: Stop, gate: Gate, origin: str) -> None:
         self._events = events
         self._stop = stop
         self._gate = gate
+        self._origin = origin
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.artifacts: dict[str, str] = {}
@@ -159,7 +162,12 @@ class _Story:
             return
         self._pass_gate()
         self._stage("trial")
-        found = trials.run(job, attempt=attempt, tell=self._log, stop=self._stop)
+
+        def prepare() -> None:
+            if job.spec.trial != "only" and not self._stop.is_set and imports.can_be_ahead(job):
+                imports.ahead(imports.of(job))
+
+        found = trials.run(job, attempt=attempt, tell=self._log, stop=self._stop, meanwhile=prepare)
         self._events.emit("trial", **found.as_dict())
         level = "info" if found.verdict == "learns" else "warning"
         self._log(level, f"trial: {trial.headline(found)}")
@@ -169,6 +177,8 @@ class _Story:
         started = time.time()
         events, stop, spec, precision = self._events, self._stop, job.spec, job.precision
         events.emit("started", pid=os.getpid(), versions=versions(job.backend), backend=job.backend)
+        if self._origin:
+            self._log("info", self._origin)
         if job.adjustments:
             events.emit("adjusted", steps=[asdict(each) for each in job.adjustments])
 

@@ -26,8 +26,16 @@ LOOK_INTERVAL_SEC, TOLD_INTERVAL_SEC = 0.1, 10.0
 _PR_SET_PDEATHSIG = 1
 
 
-def run(job: Assignment, *, attempt: int, tell: Callable[[str, str], None], stop: Stop) -> Findings:
-    """Try the job on a few rows. Raises the error that ended the trial; a stop ends it, too."""
+def run(
+    job: Assignment,
+    *,
+    attempt: int,
+    tell: Callable[[str, str], None],
+    stop: Stop,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Findings:
+    """Try the job on a few rows. Raises the error that ended the trial; a stop ends it, too. `meanwhile` is called once
+    the trial has begun."""
     layout = JobLayout(job.layout.dir / "trial")
     place = layout.attempt(attempt)
     durable.make_dir(place.dir)
@@ -40,6 +48,7 @@ def run(job: Assignment, *, attempt: int, tell: Callable[[str, str], None], stop
     command = [sys.executable, "-m", "honed.worker", str(layout.dir), str(attempt), "--backend", job.backend]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)  # noqa: PLW1509
     try:
+        meanwhile()
         _follow(process, place.events_path, tell, stop)
     finally:
         if process.poll() is None:

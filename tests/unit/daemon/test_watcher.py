@@ -49,6 +49,18 @@ def test_a_file_renamed_in_is_whole_at_once(watcher: Watcher, tmp_path: Path) ->
     assert becomes(lambda: watcher.is_whole(path))
 
 
+def test_a_file_moved_in_from_elsewhere_is_whole_at_once(watcher: Watcher, tmp_path: Path) -> None:
+    outside = tmp_path / "a.json"
+    outside.write_text("{}")
+    path = outside.rename(tmp_path / "incoming/a.json")
+    assert becomes(lambda: watcher.is_whole(path))
+    path.rename(outside)
+    assert becomes(lambda: not watcher._moved)
+    with path.open("w") as file:  # another file of that name
+        file.write("{")
+        assert not becomes(lambda: watcher.is_whole(path), within_sec=2 * CLOSED_SETTLE_SEC)
+
+
 def test_a_file_moved_in_from_elsewhere_is_whole_if_it_is_old(watcher: Watcher, tmp_path: Path) -> None:
     outside = tmp_path / "a.json"
     outside.write_text("{}")

@@ -27,8 +27,8 @@ from watchdog.events import (
     FileSystemEvent,
     FileSystemEventHandler,
 )
-from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
+from watchdog.observers.inotify import InotifyObserver
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ class Watcher:
         self._inode = self._identity()
         observer: BaseObserver | None = None
         try:
-            observer = Observer()  # an inotify instance is already taken here
+            # Otherwise a file that is moved in from another directory is one that was created.
+            observer = InotifyObserver(generate_full_events=True)  # an inotify instance is already taken here
             observer.schedule(_Hints(self), str(self._directory), event_filter=_KINDS)
             observer.start()
         except OSError as error:
@@ -131,12 +132,17 @@ class Watcher:
 
     def hint(self, event: FileSystemEvent) -> None:
         """Record one event, in watchdog's thread."""
-        where = event.dest_path if isinstance(event, FileMovedEvent) else event.src_path
+        where = event.src_path
+        if isinstance(event, FileMovedEvent):
+            where = event.dest_path or event.src_path  # without one it was moved away
         name = Path(os.fsdecode(where)).name
         if name.startswith("."):
             return
         with self._lock:
             match event:
+                case FileMovedEvent(dest_path=""):
+                    self._closed.discard(name)
+                    self._moved.discard(name)
                 case FileMovedEvent():
                     self._moved.add(name)
                     self._hinted.add(name)
