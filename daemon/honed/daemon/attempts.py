@@ -23,10 +23,12 @@ from typing import Any
 
 from honed.daemon.following import Following
 from honed.daemon.shares import Use
-from honed.job import recovery
+from honed.job import recovery, row_cache
 from honed.job.ahead import Pass
 from honed.job.database import Database
+from honed.job.event import Event
 from honed.job.job import Attempt, Fallback, Job, Preemption, Staged, State, Stop
+from honed.job.row_cache import RowCache
 from honed.job.spool import Spool
 from honed.run import ending
 from honed.run.deadline import Deadlines
@@ -62,8 +64,10 @@ class Running:
         spool: Spool,
         runner: Runner,
         config: Callable[[], Config],
+        rows: RowCache,
     ) -> None:
         self.job = job
+        self._rows = rows
         self.following = following
         self.deadlines = deadlines
         self._layout = layout
@@ -101,7 +105,7 @@ class Running:
         except OSError as problem:
             self.not_started = NotNowError(f"its assignment cannot be written: {problem}")
             return
-        environment = worker_environment(self._layout, self._config(), job, gpu_uuid)
+        environment = worker_environment(self._layout, self._config(), job, gpu_uuid) | self._rows.environment(job)
         try:
             self._runner.start(job.id, attempt.number, attempt.start, backend=attempt.backend, environment=environment)
         except OSError as problem:
@@ -299,6 +303,7 @@ class Attempts:
         self._clock = clock
         self.outbox: Outbox | None = None  #: where a metrics API is configured
         self.running: dict[int, Running] = {}
+        self.rows = RowCache(layout, lambda: self.config.retention.max_row_bytes, running=lambda: self.running)
         self._put_back: list[Job] = []
         self.fault = ""  #: the machine's fault that keeps a job from being settled or followed
         self.is_stopping = False  #: honed itself was asked to stop
@@ -379,11 +384,17 @@ class Attempts:
             return self.config
 
         self._database.put_job(job)
-        following = Following(job, offset, self._layout, self._database, lambda: self.outbox, clock=self._clock)
+        following = Following(
+            job, offset, self._layout, self._database, lambda: self.outbox, clock=self._clock, heard=self._hear
+        )
         deadlines = Deadlines(job, self._layout, self._runner, config, clock=self._clock)
-        running = Running(job, following, deadlines, self._layout, self._spool, self._runner, config)
+        running = Running(job, following, deadlines, self._layout, self._spool, self._runner, config, self.rows)
         self.running[job.id] = running
         return running
+
+    def _hear(self, job: Job, item: Event) -> None:
+        if item.kind == "rows":
+            self.rows.take(job, row_cache.names(item.data))
 
     # -- while they run -----------------------------------------------------------------------------------------------
 

@@ -218,6 +218,7 @@ class _Story:
             )
         progress.data_hashes = data.hashes
         events.emit("data", **data.counts)
+        events.emit("rows", entries=data.entries)
         for text in data.told():
             self._log("warning", text)
         for level, text in chat.advice.notes(data.train.examples) if "messages" in data.train.kinds else ():

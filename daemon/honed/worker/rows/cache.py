@@ -1,5 +1,9 @@
 """The rows of a job, encoded once: a resume, a smaller batch after a lack of memory, a fallback and the job's own run
-after its trial find what an earlier attempt made.
+after its trial find what an earlier attempt made, and other jobs of the same user what one of them made.
+
+    rows/<key>/     in the job's directory: made by this job, or links into the user's cache, which is read-only; what
+                    libraries cache beside the rows stays in the job's directory
+    rows/<uid>/     the user's cache, filled by honed; see job/row_cache.py
 
 An entry's name is a hash of all that decides what the rows become: the content of the data files and how they are read,
 the tokenizer, the template with its arguments, the maximum length, the versions of honed and of the libraries, and the
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import honed
+from honed.job.row_cache import FILES
 from honed.spec.spec import DatasetSpec
 from honed.system import installed
 from honed.text.chat import ChatFormat
@@ -51,17 +56,44 @@ def key(job: Assignment, chat: ChatFormat, datasets: Sequence[DatasetSpec], hash
     return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def find(directory: Path, beat: Callable[[], None], warn: Callable[[str], None]) -> Table | None:
-    """Return the rows of an entry, or None where they must be made; a damaged one is removed, with a warning."""
+def find(
+    directory: Path, beat: Callable[[], None], warn: Callable[[str], None], *, shared_dir: Path | None = None
+) -> Table | None:
+    """Return the rows of an entry, or None where they must be made; a damaged one is removed, with a warning.
+
+    `shared_dir` is the user's cache, in which the entry is looked for, too.
+    """
+    if is_shared(directory) and not (directory / table.MANIFEST).exists():
+        shutil.rmtree(directory)  # links to an entry that the cache no longer has
+    if shared_dir is not None and not directory.exists():
+        _link(shared_dir / directory.name, directory)
     try:
         found = table.load(directory, beat)
     except DamagedError as error:
-        warn(f"the encoded rows of an earlier attempt are damaged and are made anew: {error}")
+        whose = "job" if is_shared(directory) else "attempt"
+        warn(f"the encoded rows of an earlier {whose} are damaged and are made anew: {error}")
         shutil.rmtree(directory, ignore_errors=True)
         return None
     for path in directory.glob("cache-*.arrow") if found is not None else ():
         path.unlink()  # made by datasets, for packing
     return found
+
+
+def is_shared(directory: Path) -> bool:
+    """Return True if an entry in the job's directory consists of links into the user's cache."""
+    return (directory / table.MANIFEST).is_symlink()
+
+
+def _link(shared: Path, directory: Path) -> None:
+    """Link an entry of the user's cache to a job's directory, if it exists."""
+    if not (shared / table.MANIFEST).exists():
+        return
+    new = directory.with_name(f".{directory.name}.link")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    for name in FILES:
+        (new / name).symlink_to(shared / name)
+    new.rename(directory)
 
 
 def keep(rows_dir: Path, names: Iterable[str]) -> None:

@@ -112,6 +112,12 @@ class Data:
     num_in_both: int = 0  #: held-out rows that are also trained on
 
     @property
+    def entries(self) -> list[str]:
+        """Names of the entries in the cache that hold these rows, except those that no later attempt uses."""
+        found = dict.fromkeys(rows.table.directory.name for rows in (self.train, self.held_out) if rows is not None)
+        return [name for name in found if not name.startswith(cache.UNKEYED)]
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest row, as it is trained on or evaluated."""
         return max(rows.longest for rows in (self.train, self.held_out) if rows is not None)

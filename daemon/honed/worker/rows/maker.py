@@ -65,7 +65,9 @@ class Maker:
         hashes = {str(file): self.hashes[str(file)] for each in datasets for file in files_of(each)}
         name = cache.key(self.assignment, self.chat, datasets, hashes)
         rows_dir = self.assignment.rows_dir
-        if (found := cache.find(rows_dir / name, self.stop.check, self.warn)) is not None:
+        shared_dir = self.assignment.shared_rows_dir
+        found = cache.find(rows_dir / name, self.stop.check, self.warn, shared_dir=shared_dir)
+        if found is not None:
             return found
         reading = dataset.Reading(
             datasets,
