@@ -112,7 +112,7 @@ def _remove(ask: Ask, plan: PruneAnswer, options: argparse.Namespace) -> Iterato
 
 
 def _say_plan(plan: PruneAnswer, options: argparse.Namespace) -> None:
-    rows: Sequence[RefusedRow | CachedRows | PrunedRow] = plan["jobs"] if "jobs" in plan else ()
+    rows: Sequence[RefusedRow | CachedRows | PrunedRow] = plan.get("jobs", ())
     rows = plan["rejected"] if options.rejected else plan["rows"] if options.rows else rows
     num_items, total = len(rows), sum(row["num_bytes"] or 0 for row in rows)
     if options.dry_run:

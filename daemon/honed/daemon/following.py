@@ -22,8 +22,8 @@ MAX_REST_BYTES = 512 * 2**20
 
 
 class Following:
-    """Follows the events of one attempt from `offset` on; all it knows may be lost. `clock` is monotonic seconds; `heard`
-    is called with each event once it is in the database."""
+    """Follows the events of one attempt from `offset` on; all it knows may be lost. `clock` is monotonic seconds;
+    `heard` is called with each event once it is in the database."""
 
     def __init__(
         self,

@@ -400,8 +400,8 @@ class Housekeeper:
         return found
 
     def num_bytes(self, uid: int) -> int:
-        """Return the bytes of a user's cached rows, and of the directories of the user's jobs that do not run, as far as
-        they are measured; the others are measured now. It is looked up anew after SUM_AGE_SEC."""
+        """Return the bytes of a user's cached rows, and of the directories of the user's jobs that do not run, as far
+        as they are measured; the others are measured now. It is looked up anew after SUM_AGE_SEC."""
         now = self._clock()
         if uid not in self._sums or now - self._sums[uid][0] >= SUM_AGE_SEC:
             jobs = [job for job in self._spool.catalog if job.uid == uid and job.state is not State.RUNNING]

@@ -317,8 +317,10 @@ def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: 
 
 
 def prune_rows(cache: RowCache, wish: Wish, asker: Asker, *, is_dry: bool, now: float) -> PruneAnswer:
-    """Remove cached rows beyond the limits, or list them if `is_dry`: the asker's, or all for an administrator. Those of
-    running jobs stay."""
+    """Remove cached rows beyond the limits, or list them if `is_dry`: the asker's, or all for an administrator.
+
+    Those of running jobs stay.
+    """
     if not wish.limits:
         raise UsageError(
             "nothing is selected", hint="--rows needs --older-than, --keep or --max-size; --keep 0 removes all"

@@ -299,7 +299,7 @@ def has_code(layout: Layout, job_id: int) -> bool:
     """Return True if a job runs code of its own, or if that is not certain: a worker could replace its plan."""
     path = layout.job(job_id).plan_path
     try:
-        with open(untrusted.open_plain(path, num_names=1), "rb") as file:
+        with os.fdopen(untrusted.open_plain(path, num_names=1), "rb") as file:
             is_honed_s = os.fstat(file.fileno()).st_uid == path.parent.stat().st_uid
             plan = PlanFile.from_json(file.read(untrusted.MAX_BYTES))
         return not is_honed_s or bool(plan.spec.get("trust_remote_code"))
