@@ -185,10 +185,13 @@ def build(
     for each in [*spec.datasets, *spec.eval_datasets]:
         for file in _files(each):
             assignment.check_read(Named("datasets", file, DatasetError))
-    hashes = {str(file): sha256(file, stop) for each in [*spec.datasets, *spec.eval_datasets] for file in _files(each)}
-    maker = Maker(assignment, chat, stop, load_processor, warn, hashes)
-    tables = [maker.table(datasets) for datasets in (spec.datasets, spec.eval_datasets) if datasets]
-    cache.keep(assignment.rows_dir, {each.directory.name for each in tables})
+    files = [file for each in [*spec.datasets, *spec.eval_datasets] for file in _files(each)]
+    before = _stamps(files)
+    hashes = {str(file): sha256(file, stop) for file in files}
+    maker = Maker(assignment, chat, stop, load_processor, warn, hashes, lambda: _stamps(files) == before)
+    wanted = [datasets for datasets in (spec.datasets, spec.eval_datasets) if datasets]
+    cache.keep(assignment.rows_dir, map(maker.name, wanted))
+    tables = [maker.table(datasets) for datasets in wanted]
     places = np.arange(len(tables[0]))
     num_read = len(places)
     held_out = np.arange(len(tables[1])) if spec.eval_datasets else places[:0]
@@ -409,6 +412,12 @@ def _listed(named: Sequence[str], number: int) -> str:
 
 def _counts(count: dataset.Counts) -> dict[str, int]:
     return {"num_rows": count.num_rows, "num_taken": count.num_taken, "num_bad": count.num_bad}
+
+
+def _stamps(files: Sequence[Path]) -> list[tuple[int, ...]]:
+    """Return what changes with a file's content."""
+    infos = [file.stat() for file in files]
+    return [(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns) for info in infos]
 
 
 def _files(each: Any) -> list[Path]:
