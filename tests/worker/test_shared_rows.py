@@ -77,6 +77,7 @@ def test_another_job_finds_the_rows_and_trains_as_it_would_without(make_job: Mak
     second = make_job(**OTHER)
     ended = second.stopped_at(2)
     assert is_linked(second)
+    assert ended.of("rows")[0]["shared"] == list(shared.entries())
     assert ended.of("data") == alone.of("data")
     assert ended.losses | second.run(2).losses == alone.losses
 

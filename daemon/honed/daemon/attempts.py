@@ -456,6 +456,8 @@ class Attempts:
             return None
         is_counted = running.following.read_rest(running.job)
         outcome = running.conclude(ended, is_stopping=self.is_stopping)
+        if outcome is not None and outcome.is_success:
+            self.rows.finish(running.job)
         return self._settle(running, outcome, is_counted=is_counted) if outcome is not None else None
 
     def _settle_unstarted(self, running: Running, problem: OSError) -> Job | None:

@@ -8,7 +8,7 @@
     rows/.old/                  entries on their way out, which removal.py deletes
 
 Only honed writes here. A worker encodes into its job's directory (see worker/rows/cache.py) and reports the entry by an
-event; honed links its files. Workers read the directory of their submitter, the only one in their unit's view, and
+event; honed links its files, and removes the job's own once it has succeeded. Workers read the directory of their submitter, the only one in their unit's view, and
 compare each file with its hash. A job with code of its own takes no part: it could write rows that another job reads.
 
 An entry is removed with the last job that used it, and sooner if the entries of all users exceed the limit: then it is
@@ -128,6 +128,14 @@ class RowCache:
                 except OSError as error:
                     self._complain(error)
         self.trim()
+
+    def finish(self, job: Job) -> None:
+        """Remove the rows in the directory of a job that has succeeded: no later attempt needs them."""
+        if self._dir.is_dir():  # else its worker has removed them
+            try:
+                self._set_aside(self._layout.job(job.id).rows_dir)
+            except OSError as error:
+                self._complain(error)
 
     def _take(self, job: Job, name: str) -> None:
         entry = self._known.get((job.uid, name))

@@ -218,7 +218,7 @@ class _Story:
             )
         progress.data_hashes = data.hashes
         events.emit("data", **data.counts)
-        events.emit("rows", entries=data.entries)
+        events.emit("rows", entries=data.entries, shared=data.shared_entries)
         for text in data.told():
             self._log("warning", text)
         for level, text in chat.advice.notes(data.train.examples) if "messages" in data.train.kinds else ():
@@ -379,7 +379,8 @@ class _Story:
                 self._log("info", f"removed {left}, left by an earlier run of this job, because this one succeeded")
             else:
                 self._log("warning", f"{left}, left by an earlier run of this job, cannot be removed: {problem}")
-        shutil.rmtree(job.rows_dir, ignore_errors=True)  # no later attempt needs them
+        if job.shared_rows_dir is None:  # else honed takes them first, and removes them
+            shutil.rmtree(job.rows_dir, ignore_errors=True)  # no later attempt needs them
 
     def _pass_gate(self) -> None:
         """Wait for the device, if this worker was staged."""

@@ -149,6 +149,21 @@ def test_rows_made_anew_replace_the_entry_and_the_same_ones_are_not_linked_again
     assert cache.has_old
 
 
+def test_a_job_that_has_succeeded_keeps_no_rows_of_its_own(layout: Layout, tmp_path: Path) -> None:
+    cache = cache_of(layout)
+    job = made(cache, layout, 1, ONE)
+    cache.finish(job)
+    assert not layout.job(1).rows_dir.exists()
+    assert held(layout) == {f"{ANNA}/{ONE}"}
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    layout.job(1).rows_dir.symlink_to(kept)  # as its worker might
+    cache.finish(job)
+    assert not layout.job(1).rows_dir.is_symlink()
+    removal.remove(row_cache.old_dir(layout))
+    assert (kept.is_dir(), held(layout)) == (True, {f"{ANNA}/{ONE}"})
+
+
 def test_an_entry_goes_with_the_last_job_that_used_it(layout: Layout) -> None:
     cache = cache_of(layout)
     made(cache, layout, 1, ONE)

@@ -118,6 +118,11 @@ class Data:
         return [name for name in found if not name.startswith(cache.UNKEYED)]
 
     @property
+    def shared_entries(self) -> list[str]:
+        """Those that an earlier job of the user encoded."""
+        return [name for name in self.entries if cache.is_shared(self.train.table.directory.with_name(name))]
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest row, as it is trained on or evaluated."""
         return max(rows.longest for rows in (self.train, self.held_out) if rows is not None)
