@@ -81,13 +81,14 @@ def _is_stageable(job: Job, plan: PlanFile) -> bool:
     return spec.get("kind", "sft") == "sft" and not begins_with_trial and not spec.get("trust_remote_code")
 
 
-def why_not(config: JobsConfig, *, share: float = 1.0) -> str:
-    """Return why no worker may be staged; empty if one may. `share`: of the memory that must be available."""
+def why_not(config: JobsConfig, *, share: float = 1.0, num_bytes: int = 0) -> str:
+    """Return why no worker may be staged; empty if one may. `share`: of the memory that must be available; `num_bytes`:
+    what its rows take besides."""
     if not config.stage_ahead:
         return "jobs.stage_ahead is off"
     if len(os.sched_getaffinity(0)) < MIN_PROCESSORS:
         return "the machine has one processor"
-    if usage.available_bytes() < share * config.stage_min_available_bytes:
+    if usage.available_bytes() < share * config.stage_min_available_bytes + num_bytes:
         return "little memory is available"
     return ""
 
@@ -256,6 +257,8 @@ class Ahead:
         try:
             plan = PlanFile.read(self._layout.job(job.id).plan_path)
             is_stageable = _is_stageable(job, plan)
+            if is_stageable and why_not(self._config().jobs, num_bytes=plan.row_memory_bytes):
+                return  # looked at again, as the other jobs' memory changes
             backend = (
                 job.attempts[-1].backend if job.attempts and job.attempts[-1].num_starts > 1 else plan.backend.name
             )
