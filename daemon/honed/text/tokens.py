@@ -72,6 +72,8 @@ class Tokens:
 
     def _spelled(self, text: str, spans: Sequence[Span], ids: list[int]) -> Masked | None:
         """Return ids and mask by the spellings of the tokens; None where these do not settle them."""
+        if text[:1].isspace() and any(a == 0 for a, _ in spans):
+            return None  # offsets may leave a first space out
         if self._spellings is None:
             self._spellings = list(_spellings(self.tokenizer))
         data = text.encode(errors="surrogatepass")
