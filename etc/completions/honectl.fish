@@ -132,7 +132,7 @@ complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 
 complete -c honectl -n '_shtab_honectl_using unpin' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using unpin' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using unpin; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
-complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a prune -d 'remove finished jobs, their checkpoints, or rejected files, and list them'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a prune -d 'remove finished jobs, their checkpoints, rejected files, or cached rows, and list them'
 complete -c honectl -n '_shtab_honectl_using prune' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using prune' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using prune' -l older-than -x -d 'remove jobs that finished more than AGE ago: 30d, 12h, 2w'
@@ -141,6 +141,7 @@ complete -c honectl -n '_shtab_honectl_using prune' -l max-size -x -d 'remove th
 complete -c honectl -n '_shtab_honectl_using prune' -l state -xka "succeeded failed cancelled" -d 'remove only jobs that ended in this state; may be repeated'
 complete -c honectl -n '_shtab_honectl_using prune' -l checkpoints -d 'remove only checkpoints; without ID or --state, those of succeeded jobs'
 complete -c honectl -n '_shtab_honectl_using prune' -l rejected -d 'remove rejected files instead of jobs'
+complete -c honectl -n '_shtab_honectl_using prune' -l rows -d 'remove encoded rows kept for later jobs, instead of jobs'
 complete -c honectl -n '_shtab_honectl_using prune' -l dry-run -d 'show what would be removed; remove nothing'
 complete -c honectl -n '_shtab_honectl_using prune; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d 'jobs to remove; without ID, all jobs beyond a limit'
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a pause -d 'stop starting jobs; running jobs continue'

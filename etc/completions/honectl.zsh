@@ -23,7 +23,7 @@ _shtab_honectl_commands() {
     plan:'show what a job would do and why; no model is loaded'
     predictions:'show predictions for held-out examples, step by step, next to the reference'
     preview:'show rows exactly as they will be trained on, with masked and trained text marked'
-    prune:'remove finished jobs, their checkpoints, or rejected files, and list them'
+    prune:'remove finished jobs, their checkpoints, rejected files, or cached rows, and list them'
     release:'queue a held job again'
     report:'print the path of a job'"'"'s report, or of the index of all jobs'
     requeue:'queue a finished job again; unless it succeeded, it resumes from its last checkpoint, if any'
@@ -186,6 +186,7 @@ _shtab_honectl_prune_options=(
   "*--state[remove only jobs that ended in this state\; may be repeated]:state:(succeeded failed cancelled)"
   "--checkpoints[remove only checkpoints\; without ID or --state, those of succeeded jobs]"
   "--rejected[remove rejected files instead of jobs]"
+  "--rows[remove encoded rows kept for later jobs, instead of jobs]"
   "--dry-run[show what would be removed\; remove nothing]"
   "*:jobs to remove\; without ID, all jobs beyond a limit:_honectl_jobs"
 )

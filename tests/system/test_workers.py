@@ -209,6 +209,68 @@ def test_what_one_job_leaves_no_other_finds(honed: Machine) -> None:
     assert honed.sh("cat /dev/shm/planted") == "planted\n"  # and its end removes nothing of its user's
 
 
+#: Adds rows to the users' caches, as honed does when a worker reports them: `KEY JOB…`.
+TAKE_ROWS = """
+import sys
+from pathlib import Path
+from honed.job.row_cache import RowCache
+from honed.job.spool import Spool
+from honed.system.layout import Layout
+layout = Layout(Path("/"))
+spool, cache = Spool(layout, lock=False), RowCache(layout, lambda: 2**30)
+for number in sys.argv[2:]:
+    job = spool.job(int(number))
+    print(cache.environment(job))
+    cache.take(job, [sys.argv[1]])
+"""
+KEY = "0123456789abcdef" * 2
+ROWS = "/var/lib/honed/rows"
+
+
+def test_a_users_encoded_rows_are_in_the_view_of_their_jobs_alone(honed: Machine) -> None:
+    makers = {user: job_of(honed, user, f"encodes-{user}") for user in ("anna", "berta", None)}
+    for user, number in makers.items():
+        honed.run(
+            "sh",
+            "-ec",
+            f"umask 007; mkdir -p {JOBS}/{number}/rows/{KEY}; cd {JOBS}/{number}/rows/{KEY}; "
+            f"for each in tokens.arrow rows.arrow MANIFEST.json; do echo of-{user} >$each; done",
+            user=user or "honed-job",
+        )
+    numbers = [str(number) for number in makers.values()]
+    honed.run("/opt/honed/current/bin/python", "-c", TAKE_ROWS, KEY, *numbers, user="honed")
+    uids = {user: honed.run("id", "-u", user or "root").strip() for user in makers}
+    assert sorted(honed.sh(f"cd {ROWS}; ls -d */{KEY}").split()) == sorted(f"{uid}/{KEY}" for uid in uids.values())
+    script = (
+        f"ls {ROWS}; cat {ROWS}/*/{KEY}/tokens.arrow; ls /var/lib/honed; "
+        f"for each in {ROWS}/*; do touch $each/mine $each/{KEY}/tokens.arrow && echo wrote; done 2>&1"
+    )
+    for user, uid in uids.items():
+        said = probe(honed, job_of(honed, user, f"reads-{user}"), script)
+        assert said.splitlines()[:4] == [uid, f"of-{user}", "jobs", "rows"], said
+        assert said.count("Read-only file system") == 2
+        assert "wrote" not in said
+    # Outside of a unit, too, other people cannot enter it, and its owner cannot change it.
+    place = f"{ROWS}/{uids['anna']}"
+    assert honed.run("cat", f"{place}/{KEY}/tokens.arrow", user="anna") == "of-anna\n"
+    for command in (f"cat {place}/{KEY}/tokens.arrow", f"ls {place}", f"ls {ROWS}"):
+        assert honed.try_run("sh", "-c", command, user="berta").returncode != 0, command
+    for command in (f"touch {place}/mine", f"rm -r {place}/{KEY}", f"mv {place}/{KEY} {place}/other"):
+        assert honed.try_run("sh", "-c", command, user="anna").returncode != 0, command
+    # Neither does a job with code of its own, nor one whose plan is not honed's.
+    for change in ("code", "owner"):
+        number = job_of(honed, "anna", f"with-{change}")
+        plan = honed.read_json(f"{JOBS}/{number}/plan.json")
+        plan["spec"]["trust_remote_code"] = change == "code"
+        honed.write(f"{JOBS}/{number}/plan.json", json.dumps(plan))
+        honed.sh(f"chown {'honed' if change == 'code' else 'anna'} {JOBS}/{number}/plan.json")
+        said = probe(honed, number, f"ls /var/lib/honed; ls {ROWS} 2>&1")
+        assert said.splitlines()[0] == "jobs"
+        assert "No such file" in said
+    assert "honed-view" not in honed.sh("cat /proc/mounts")
+    honed.sh(f"rm -r {ROWS}/*")
+
+
 #: Everything that a job can write and read, as its own code would find it; and whose processes it sees.
 INVENTORY = f"""
 echo "= writable"
@@ -328,6 +390,11 @@ def test_a_persons_chain_trains_and_merges_and_what_it_makes_is_theirs(honed: Ma
 
     chain = wait_for(over, what="the chain's end", deadline_sec=400)
     assert chain is not None
+    # The second found the rows that the first had encoded.
+    uid = honed.run("id", "-u", "anna").strip()
+    assert len(honed.sh(f"ls {ROWS}/{uid}").split()) == 1
+    events = honed.read(f"{JOBS}/{chain['go-on']['id']}/attempts/1/events.jsonl").splitlines()
+    assert [len(each["shared"]) for each in map(json.loads, events) if each["event"] == "rows"] == [1]
     told = {name: json.loads(honed.run("honectl", "show", "--json", name, user="anna")) for name in chain}
     assert {name: row["state"] for name, row in chain.items()} == dict.fromkeys(chain, "succeeded"), told
     made = honed.sh(

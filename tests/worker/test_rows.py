@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from honed.inputs.dataset import Counts
 from honed.inputs.media import Media
 from honed.inputs.row import Arguments, Example
-from honed.system.error import DatasetError, InterruptedRunError, KilledError
+from honed.system.error import DatasetError, InterruptedRunError, KilledError, OutOfMemoryError
 from honed.text.chat import ChatFormat
 from honed.worker.rows import encoder, record, table
 from honed.worker.rows.encoder import NUM_ALONE, Encoder, Pool
@@ -124,6 +124,22 @@ def test_an_error_in_a_process_is_the_job_s(chat: ChatFormat) -> None:
     try:
         with pytest.raises(RuntimeError, match="UnpicklingError"):
             list(pool.encode([[pickle.dumps(os.system)]], Stop()))
+    finally:
+        pool.close()
+
+
+class Hungry(Encoder):
+    def encode(self, blobs: Sequence[bytes], stop: Stop | None = None) -> Batch:
+        bytearray(2**62)
+        return super().encode(blobs, stop)
+
+
+def test_a_lack_of_memory_in_a_process_is_named(chat: ChatFormat) -> None:
+    pool = Pool(Hungry(chat, MAX_LENGTH), 1)
+    try:
+        with pytest.raises(OutOfMemoryError, match="memory ran out while a process encoded rows") as caught:
+            list(pool.encode([[record.packed(next(rows(1)))]], Stop()))
+        assert "MemoryMax=" in caught.value.hint
     finally:
         pool.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,10 @@ from honed.inputs.basemodel import BaseModelInfo
 from honed.inputs.datadir import files_of
 from honed.inputs.media import PLURAL
 from honed.inputs.row import told_unread
-from honed.plan import activation
+from honed.job.plan_file import RowNeeds
+from honed.plan import activation, row_needs
 from honed.plan.activation import Row
+from honed.spec.data_form import form_of
 from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import quote
 from honed.system.error import DatasetError
@@ -48,6 +51,7 @@ class Looked:
     attached: list[Row]  #: the rows with images, videos or sounds
     num_train_rows: int | None = None  #: rows to train on; None if not every row was read
     is_sampled: bool = False  #: True if a data set has more rows than the first ones, which were checked
+    needs: RowNeeds | None = None  #: of all rows; None if a data set is missing, or has no rows of text
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class _Seen:
     found: dataset.Inspection
     num_row_tokens: int | None  #: as in Looked
     has_conversations: bool  #: a chat template has to render them
+    row_bytes: float = 0.0  #: of the text of a row, on average; 0 if there is none
+    row_tokens: float = 0.0  #: estimated tokens of a row, on average
 
 
 class Cache:
@@ -135,10 +141,12 @@ def check(
     num_rows: int | None = 0
     num_train_rows: int | None = None
     inspected: dict[str, tuple[DatasetSpec, dataset.Inspection]] = {}
+    looked: dict[str, list[tuple[DatasetSpec, _Seen]]] = {"datasets": [], "eval_datasets": []}
+    num_missing = 0
     for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
         for number, each in enumerate(datasets):
             if each.is_missing:
-                num_rows = None
+                num_rows, num_missing = None, num_missing + 1
                 continue
             name = f"{key}.{number}"
             try:
@@ -156,10 +164,35 @@ def check(
             attached += [Row(_num_tokens(list(row.texts)), row.media) for row in found.attached]
             num_rows = num_rows + found.num_rows if num_rows is not None and found.is_whole else None
             inspected[name] = (each, found)
+            looked[key].append((each, seen))
         num_train_rows = num_rows if key == "datasets" else num_train_rows
     warnings += _check_held_out(job_spec, inspected)
     is_sampled = any(not found.is_whole for _, found in inspected.values())
-    return Looked(warnings, max(lengths, default=None), num_rows, attached, num_train_rows, is_sampled)
+    needs = _needs(job_spec, looked) if num_missing == 0 else None
+    return Looked(warnings, max(lengths, default=None), num_rows, attached, num_train_rows, is_sampled, needs)
+
+
+def _needs(job_spec: JobSpec, looked: Mapping[str, Sequence[tuple[DatasetSpec, _Seen]]]) -> RowNeeds | None:
+    """Return what the encoded rows will take; None where rows have media, which depend on the processor."""
+    found: RowNeeds | None = None
+    for pairs in looked.values():
+        if any(seen.found.num_attached or not seen.row_bytes for _, seen in pairs):
+            return None
+        extents = [_extent(each, seen) for each, seen in pairs]
+        training = job_spec.training
+        needs = row_needs.estimate(extents, max_length=training.cut_at, is_packed=training.packing)
+        if extents:
+            found = needs if found is None else found + needs
+    return found
+
+
+def _extent(each: DatasetSpec, seen: _Seen) -> row_needs.Extent:
+    found = seen.found
+    number = found.num_rows if found.is_whole else max(found.num_rows, round(found.num_bytes / seen.row_bytes))
+    if each.max_rows is not None:
+        number = min(number, each.max_rows)
+    whole = [path.stat().st_size for path in files_of(each) if form_of(path) == ".json"]
+    return row_needs.Extent(number, seen.row_bytes, seen.row_tokens, each.fraction, max(whole, default=0))
 
 
 def _within(name: str, key: str) -> str:
@@ -226,8 +259,13 @@ def _look(each: DatasetSpec, rights: Policy) -> _Seen:
     found = dataset.inspect(
         each, num_rows=NUM_ROWS, permit=lambda path: rights.check_read(Named("a row", path, DatasetError))
     )
-    longest = max(map(_num_tokens, found.rows), default=None)
-    return _Seen(found, longest, _needs_template(found, each))
+    tokens = [_num_tokens(row) for row in found.rows]
+    texts = [len(json.dumps(row, ensure_ascii=False, default=str).encode(errors="replace")) for row in found.rows]
+    return _Seen(found, max(tokens, default=None), _needs_template(found, each), _mean(texts), _mean(tokens))
+
+
+def _mean(numbers: Sequence[int]) -> float:
+    return sum(numbers) / len(numbers) if numbers else 0.0
 
 
 def _overlooked(model: BaseModelInfo | None, found: dataset.Inspection) -> list[str]:

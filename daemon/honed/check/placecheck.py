@@ -14,7 +14,8 @@ from honed.job.progress import gib
 from honed.plan import precision
 from honed.plan.plan import Plan
 from honed.spec.spec import JobSpec
-from honed.system.error import DiskShortError, SpecError
+from honed.system.device import cpu
+from honed.system.error import DiskShortError, MemoryShortError, SpecError
 from honed.system.layout import Layout
 
 #: Checkpoints that are kept if save_total_limit is not set.
@@ -120,8 +121,10 @@ def check_apart(job_spec: JobSpec, output_dir: Path, model: BaseModelInfo | None
     ]
 
 
-def check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) -> None:
-    """Check that the disk has room for the files that the job will write. Raises DiskShortError."""
+def check_room(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) -> None:
+    """Check that the disk has room for the files that the job will write, and host memory for reading its rows. Raises
+    DiskShortError or MemoryShortError."""
+    _check_host_memory(made)
     written = made.memory.weights_bytes if precision.is_full(job_spec) else made.memory.adapter_bytes
     beside = sum(path.stat().st_size for name in TOKENIZER_FILES if (path := made.model.path / name).is_file())
     # The newest is complete before an older one is removed, and the best one may be older still.
@@ -134,15 +137,33 @@ def check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
         checkpoints, output = 0, made.model.num_parameters * BITS[made.precision.load_dtype] // 8
     if job_spec.save_merged != "none":
         output += made.model.num_parameters * 2 + beside
-    needs: dict[int, tuple[Path, int]] = {}
-    for path, num_bytes in ((layout.jobs_dir, checkpoints), (output_dir, output)):
+    rows = made.rows.disk_bytes if made.rows is not None else 0
+    needs: dict[int, list[tuple[Path, str, int]]] = {}
+    for path, what, num_bytes in (
+        (layout.jobs_dir, "checkpoints", checkpoints),
+        (layout.jobs_dir, "encoded rows", rows),
+        (output_dir, "output", output),
+    ):
         existing = nearest_existing(path)
-        number = existing.stat().st_dev
-        needs[number] = (existing, num_bytes + needs.get(number, (existing, 0))[1])
-    for existing, num_bytes in needs.values():
+        needs.setdefault(existing.stat().st_dev, []).append((existing, what, num_bytes))
+    for listed in needs.values():
+        existing, total = listed[0][0], sum(num_bytes for _, _, num_bytes in listed)
         free = shutil.disk_usage(existing).free
-        if num_bytes > free:
+        if total > free:
+            parts = ", ".join(f"{what} {gib(num_bytes)}" for _, what, num_bytes in listed if num_bytes)
             raise DiskShortError(
-                f"{existing}: checkpoints and output need about {gib(num_bytes)}, but only {gib(free)} is free",
-                hint="free disk space, set training.save_total_limit, or set output_dir on another file system",
+                f"{existing}: about {gib(total)} is needed ({parts}), but only {gib(free)} is free",
+                hint="free disk space (honectl prune), set training.save_total_limit, set output_dir on another file "
+                "system, or use fewer rows (max_rows)",
             )
+
+
+def _check_host_memory(made: Plan) -> None:
+    """Check that the machine has the memory in which the rows are encoded. Raises MemoryShortError."""
+    total = cpu().total_bytes
+    if made.rows is not None and made.rows.memory_bytes > total:
+        raise MemoryShortError(
+            f"reading and encoding about {made.rows.num_rows:,} rows needs about {gib(made.rows.memory_bytes)} of host "
+            f"memory, but the machine has only {gib(total)}",
+            hint="use fewer rows (max_rows), and .jsonl or .parquet in place of .json, which is read whole",
+        )

@@ -247,12 +247,16 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
         remedy.check(job_spec, made.memory, target, lambda changed: planned(changed, target).memory)
         return made
 
-    made = replace(_first_that_fits(candidates, fitting), rows_template=templatecheck.for_rows(job_spec, model))
+    made = replace(
+        _first_that_fits(candidates, fitting),
+        rows_template=templatecheck.for_rows(job_spec, model),
+        rows=looked.needs if job_spec.kind == "sft" else None,
+    )
     progress("output directory")
     output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)
     progress("disk")
     warnings += placecheck.check_apart(job_spec, output_dir, model)
-    placecheck.check_disk(job_spec, made, layout, output_dir)
+    placecheck.check_room(job_spec, made, layout, output_dir)
     adapter_path = adapter.path if adapter else None
     return Verdict(
         job_spec,

@@ -159,7 +159,11 @@ def _add_changes(add: Add) -> None:
         ("unpin", "allow prune and retention to remove a job again"),
     ):
         add(name, "changes:change", words).add_argument("ids", nargs="+", metavar="ID")
-    verb = add("prune", "pruning:prune", "remove finished jobs, their checkpoints, or rejected files, and list them")
+    verb = add(
+        "prune",
+        "pruning:prune",
+        "remove finished jobs, their checkpoints, rejected files, or cached rows, and list them",
+    )
     verb.add_argument("ids", nargs="*", metavar="ID", help="jobs to remove; without ID, all jobs beyond a limit")
     verb.add_argument(
         "--older-than",
@@ -186,6 +190,7 @@ def _add_changes(add: Add) -> None:
         help="remove only checkpoints; without ID or --state, those of succeeded jobs",
     )
     verb.add_argument("--rejected", action="store_true", help="remove rejected files instead of jobs")
+    verb.add_argument("--rows", action="store_true", help="remove encoded rows kept for later jobs, instead of jobs")
     verb.add_argument("--dry-run", action="store_true", help="show what would be removed; remove nothing")
     add("pause", "changes:pause", "stop starting jobs; running jobs continue", as_json=False)
     add("resume", "changes:pause", "start queued jobs again", as_json=False)

@@ -11,9 +11,10 @@ from typing import Any
 
 from honed.cli import terminal
 from honed.cli.instance import Instance
-from honed.job import query, removal, retention
+from honed.job import query, removal, retention, row_cache
 from honed.job.retention import Needs, Wish
-from honed.job.shape import PruneAnswer, Removed, RemovedRow
+from honed.job.row_cache import RowCache
+from honed.job.shape import CachedRows, PruneAnswer, PrunedRow, RefusedRow, Removed, RemovedRow
 from honed.system.error import UsageError
 
 #: Answers `prune` and `pruned`: see Instance.pruner.
@@ -54,8 +55,11 @@ def bytes_in_words(num_bytes: int | None) -> str:
 
 
 def prune(instance: Instance, options: argparse.Namespace) -> int:
-    if options.rejected and (options.ids or options.checkpoints or options.state):
-        raise UsageError("--rejected cannot be combined with jobs", hint="prune jobs and rejected files separately")
+    option = "--rejected" if options.rejected else "--rows" if options.rows else ""
+    if option and (options.ids or options.checkpoints or options.state):
+        raise UsageError(f"{option} cannot be combined with jobs", hint="prune jobs separately")
+    if options.rejected and options.rows:
+        raise UsageError("--rejected cannot be combined with --rows", hint="prune them separately")
     arguments = {
         "ids": options.ids,
         "older_than_sec": options.older_than,
@@ -64,6 +68,7 @@ def prune(instance: Instance, options: argparse.Namespace) -> int:
         "states": options.state or [],
         "checkpoints": options.checkpoints,
         "rejected": options.rejected,
+        "rows": options.rows,
     }
     with instance.pruner() as ask:
         plan = _planned(ask, arguments)
@@ -72,8 +77,8 @@ def prune(instance: Instance, options: argparse.Namespace) -> int:
         if options.dry_run:
             return _end(plan, options)
         # Only the printed jobs are removed: jobs that have become old enough since then stay.
-        removed = [] if options.rejected else list(_remove(ask, plan, options))
-        if options.rejected:
+        removed = [] if option else list(_remove(ask, plan, options))
+        if option:
             ask("prune", **arguments, dry_run=False)
     return _end(plan, options, removed)
 
@@ -107,7 +112,8 @@ def _remove(ask: Ask, plan: PruneAnswer, options: argparse.Namespace) -> Iterato
 
 
 def _say_plan(plan: PruneAnswer, options: argparse.Namespace) -> None:
-    rows = plan["rejected"] if options.rejected else plan["jobs"]
+    rows: Sequence[RefusedRow | CachedRows | PrunedRow] = plan.get("jobs", ())
+    rows = plan["rejected"] if options.rejected else plan["rows"] if options.rows else rows
     num_items, total = len(rows), sum(row["num_bytes"] or 0 for row in rows)
     if options.dry_run:
         verb = "would be removed"
@@ -119,7 +125,7 @@ def _say_plan(plan: PruneAnswer, options: argparse.Namespace) -> None:
         verb = "is being removed" if num_items == 1 else "are being removed"
     amount = f", {bytes_in_words(total)} in total" if num_items else ""
     terminal.say(f"{_what(num_items, options)} {verb}{amount}")
-    if options.rejected:
+    if options.rejected or options.rows:
         return
     if plan["jobs"]:
         terminal.table(
@@ -137,6 +143,8 @@ def _say_plan(plan: PruneAnswer, options: argparse.Namespace) -> None:
 def _what(number: int, options: argparse.Namespace) -> str:
     """Name the items that go, for the beginning of a sentence."""
     noun = "rejected file" if options.rejected else "job"
+    if options.rows:
+        return f"{number:,} sets of encoded rows" if number > 1 else "1 set of encoded rows" if number else "no row"
     if number == 0:
         return f"no {noun}'s checkpoint" if options.checkpoints else f"no {noun}"
     return f"the checkpoints of {_count(number, noun)}" if options.checkpoints else _count(number, noun)
@@ -168,6 +176,7 @@ class Down:
 
     def __init__(self, spool: Any, layout: Any) -> None:
         self._spool, self._layout = spool, layout
+        self._cache = RowCache(layout, lambda: 0)
         self._done: dict[int, removal.Count] = {}
 
     def ask(self, verb: str, **arguments: Any) -> PruneAnswer | dict[str, Removed]:
@@ -177,6 +186,10 @@ class Down:
         wish, is_dry = Wish.of(arguments), bool(arguments["dry_run"])
         if wish.rejected:
             return retention.prune_refused(spool, wish, asker, is_dry=is_dry, now=time.time())
+        if wish.rows:
+            answer = retention.prune_rows(self._cache, wish, asker, is_dry=is_dry, now=time.time())
+            removal.remove(row_cache.old_dir(layout))
+            return answer
         jobs = list(spool.all_jobs().values())
         final = [job for job in jobs if job.state.is_final]
         sizes = {} if wish.references else {job.id: self._size(job.id, wish) for job in final}
@@ -198,4 +211,6 @@ class Down:
             removal.set_aside_checkpoints(self._layout, job.id)
             return removal.remove_checkpoints(self._layout, job.id)
         self._spool.prune(job)
+        self._cache.forget([job.id])
+        removal.remove(row_cache.old_dir(self._layout))
         return removal.remove_job(self._spool, self._layout, job.id)

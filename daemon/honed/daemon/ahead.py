@@ -61,14 +61,14 @@ def _is_stageable(job: Job, plan: PlanFile) -> bool:
     return spec.get("kind", "sft") == "sft" and not begins_with_trial and not spec.get("trust_remote_code")
 
 
-def why_not(config: JobsConfig, jobs_dir: Path, *, group: str = "", share: float = 1.0) -> str:
+def why_not(config: JobsConfig, jobs_dir: Path, *, group: str = "", share: float = 1.0, num_bytes: int = 0) -> str:
     """Return why no worker may be staged; empty if one may. `share`: of the memory that must be available in a control
-    group, and of the disk space in `jobs_dir`."""
+    group, and of the disk space in `jobs_dir`; `num_bytes`: the memory that its rows take besides."""
     if not config.stage_ahead:
         return "jobs.stage_ahead is off"
     if len(os.sched_getaffinity(0)) < MIN_PROCESSORS:
         return "the machine has one processor"
-    if usage.available_bytes(group) < share * config.stage_min_available_bytes:
+    if usage.available_bytes(group) < share * config.stage_min_available_bytes + num_bytes:
         return "little memory is available"
     with contextlib.suppress(OSError):
         found = os.statvfs(jobs_dir)
@@ -149,20 +149,17 @@ class Ahead:
             )
             if device is None:
                 continue
-            if (backend := self._backend_of(job)) is not None:
-                self._workers.start(job, device, backend)
+            try:
+                plan = PlanFile.read(self._layout.job(job.id).plan_path)
+                is_stageable, backend, num_bytes = _is_stageable(job, plan), plan.backend.name, plan.row_memory_bytes
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                is_stageable, backend, num_bytes = False, "", 0  # its turn will tell
+            if not is_stageable:
+                self._workers.give_up(job)
+            elif not why_not(self._config().jobs, self._layout.jobs_dir, group=self._group, num_bytes=num_bytes):
+                fell_back = bool(job.attempts) and job.attempts[-1].num_starts > 1
+                self._workers.start(job, device, job.attempts[-1].backend if fell_back else backend)
                 return
-            self._workers.give_up(job)
-
-    def _backend_of(self, job: Job) -> str | None:
-        """Return the backend that a job is staged with; None if it is not to be staged."""
-        try:
-            plan = PlanFile.read(self._layout.job(job.id).plan_path)
-            if not _is_stageable(job, plan):
-                return None
-            return job.attempts[-1].backend if job.attempts and job.attempts[-1].num_starts > 1 else plan.backend.name
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None  # its turn will tell
 
     def _let_go(self, queue: Queue) -> None:
         """Let go of the workers whose jobs wait for something else by now, and of those that give no sign of life."""

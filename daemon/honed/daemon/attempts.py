@@ -24,10 +24,12 @@ from typing import Any
 from honed.daemon.following import Following
 from honed.daemon.shares import Use
 from honed.daemon.spares import Spares
-from honed.job import recovery
+from honed.job import recovery, row_cache
 from honed.job.ahead import Pass
 from honed.job.database import Database
+from honed.job.event import Event
 from honed.job.job import Attempt, Fallback, Job, Preemption, Staged, State, Stop
+from honed.job.row_cache import RowCache
 from honed.job.spool import Spool
 from honed.run import ending
 from honed.run.deadline import Deadlines
@@ -66,8 +68,10 @@ class Running:
         runner: Runner,
         spares: Spares,
         config: Callable[[], Config],
+        rows: RowCache,
     ) -> None:
         self.job = job
+        self._rows = rows
         self.following = following
         self.deadlines = deadlines
         self._layout = layout
@@ -106,7 +110,7 @@ class Running:
         except OSError as problem:
             self.not_started = NotNowError(f"its assignment cannot be written: {problem}")
             return
-        environment = worker_environment(self._layout, self._config(), job, gpu_uuid)
+        environment = worker_environment(self._layout, self._config(), job, gpu_uuid) | self._rows.environment(job)
         try:
             if not self._spares.start(job, environment):
                 self._runner.start(
@@ -325,6 +329,7 @@ class Attempts:
         self.spares = Spares(layout, lambda: self.config, runner, clock=clock)
         self.outbox: Outbox | None = None  #: where a metrics API is configured
         self.running: dict[int, Running] = {}
+        self.rows = RowCache(layout, lambda: self.config.retention.max_row_bytes, running=lambda: self.running)
         self._put_back: list[Job] = []
         self.fault = ""  #: the machine's fault that keeps a job from being settled or followed
         self.is_stopping = False  #: honed itself was asked to stop
@@ -405,11 +410,19 @@ class Attempts:
             return self.config
 
         self._database.put_job(job)
-        following = Following(job, offset, self._layout, self._database, lambda: self.outbox, clock=self._clock)
+        following = Following(
+            job, offset, self._layout, self._database, lambda: self.outbox, clock=self._clock, heard=self._hear
+        )
         deadlines = Deadlines(job, self._layout, self._runner, config, clock=self._clock)
-        running = Running(job, following, deadlines, self._layout, self._spool, self._runner, self.spares, config)
+        running = Running(
+            job, following, deadlines, self._layout, self._spool, self._runner, self.spares, config, self.rows
+        )
         self.running[job.id] = running
         return running
+
+    def _hear(self, job: Job, item: Event) -> None:
+        if item.kind == "rows":
+            self.rows.take(job, row_cache.names(item.data))
 
     # -- while they run -----------------------------------------------------------------------------------------------
 
@@ -474,6 +487,8 @@ class Attempts:
             self._not_now(running, NotNowError("its staged worker ended before it used the device"), has_run=True)
             return None
         outcome = running.conclude(ended, is_stopping=self.is_stopping)
+        if outcome is not None and outcome.is_success:
+            self.rows.finish(running.job)
         return self._settle(running, outcome, is_counted=is_counted) if outcome is not None else None
 
     def _settle_unstarted(self, running: Running, problem: OSError) -> Job | None:

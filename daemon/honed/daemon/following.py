@@ -23,7 +23,8 @@ MAX_REST_BYTES = 512 * 2**20
 
 
 class Following:
-    """Follows the events of one attempt from `offset` on; all it knows may be lost. `clock` is monotonic seconds."""
+    """Follows the events of one attempt from `offset` on; all it knows may be lost. `clock` is monotonic seconds;
+    `heard` is called with each event once it is in the database."""
 
     def __init__(
         self,
@@ -34,12 +35,14 @@ class Following:
         outbox: Callable[[], Outbox | None],
         *,
         clock: Callable[[], float],
+        heard: Callable[[Job, event.Event], None] = lambda _job, _event: None,
     ) -> None:
         self._layout = layout
         self._path = layout.job(job.id).attempt(job.attempt.number).events_path
         self._database = database
         self._outbox = outbox
         self._clock = clock
+        self._heard = heard
         self.offset = offset  #: bytes of its events that are in the database
         self.narrator = Narrator(log, clock)
         self.heard_at = clock()  #: monotonic seconds of its last event
@@ -81,6 +84,7 @@ class Following:
         self.heard_at = self._clock()
         for item in reading.events:
             self.narrator.tell(job, item)
+            self._heard(job, item)
         return num_bytes
 
     def read_rest(self, job: Job) -> bool:

@@ -26,9 +26,10 @@ from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.query import Asker
 from honed.job.retention import DAY_SEC, Item, Needs, Wish
+from honed.job.row_cache import RowCache
 from honed.job.shape import PruneAnswer, Removed
 from honed.job.spool import Spool
-from honed.run.removal_process import RETRY_SEC, RemovalProcess
+from honed.run.removal_process import OLD_ROWS, RETRY_SEC, RemovalProcess
 from honed.spec.config import Config, RetentionConfig
 from honed.system.clock import Calendar
 from honed.system.control import Request
@@ -53,8 +54,9 @@ MAX_REMEMBERED = 10_000
 class Pruning:
     """Takes finished jobs and their checkpoints away: entries first, then rows, then files."""
 
-    def __init__(self, spool: Spool, database: Database, removals: RemovalProcess) -> None:
+    def __init__(self, spool: Spool, database: Database, removals: RemovalProcess, row_cache: RowCache) -> None:
         self._spool = spool
+        self._row_cache = row_cache
         self._layout = spool.layout
         self._database = database
         self._removals = removals
@@ -74,6 +76,7 @@ class Pruning:
     def prune(self, jobs: Sequence[Job], why: str) -> None:
         """Prune finished jobs, with everything that belongs to them alone."""
         self._spool.prune(*jobs)
+        self._row_cache.forget(job.id for job in jobs)
         for job in jobs:
             self._rows.append(job.id)
             self._removals.sizes.forget(job)
@@ -104,6 +107,9 @@ class Pruning:
         entries = self._spool.entries.ids() | self._spool.corrupt.numbers()
         # A power cut may have undone the deletion of a job's rows, or honectl has pruned while honed was down.
         self._rows += sorted(self._database.job_ids() - entries - set(self._rows))
+        yield
+        self._row_cache.forget_all_but(entries)
+        self._row_cache.trim()
         yield
         for name in known:
             if name.isdecimal() and any((self._layout.jobs_dir / name).glob(removal.OLD_CHECKPOINTS)):
@@ -294,18 +300,20 @@ class Housekeeper:
         spool: Spool,
         database: Database,
         unfinished: Callable[[], Iterable[Job]],
+        rows: RowCache | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
+        self._row_cache = rows or RowCache(layout, lambda: self._config.retention.max_row_bytes)
         self._spool = spool
         self._clock = clock
         self._now = now
         self._sums: dict[int, tuple[float, int]] = {}  # uid → when it was summed up, and the bytes
         self._needs = Needs(spool, layout)
         self._removals = RemovalProcess(spool, clock=clock)
-        self._pruning = Pruning(spool, database, self._removals)
+        self._pruning = Pruning(spool, database, self._removals, self._row_cache)
         self._sweep = Sweep(
             lambda: self._config,
             spool,
@@ -333,6 +341,9 @@ class Housekeeper:
         now = self._clock()
         self._sweep.tend(now)
         self._pruning.tend(now)
+        if self._row_cache.has_old and not self._removals.is_pending(OLD_ROWS):
+            self._row_cache.has_old = False
+            self._removals.want(OLD_ROWS)
         self._removals.tend(now)
 
     def reload(self, config: Config) -> None:
@@ -353,6 +364,8 @@ class Housekeeper:
         is_dry = bool(request.arguments.get("dry_run", True))
         if wish.rejected:
             return retention.prune_refused(self._spool, wish, asker, is_dry=is_dry, now=self._now())
+        if wish.rows:
+            return retention.prune_rows(self._row_cache, wish, asker, is_dry=is_dry, now=self._now())
         jobs = list(self._spool.all_jobs().values())
         mine = [job for job in jobs if job.state.is_final and (asker.is_administrator or job.uid == asker.uid)]
         known = self._removals.weights if wish.checkpoints else self._removals.sizes
@@ -387,14 +400,15 @@ class Housekeeper:
         return found
 
     def num_bytes(self, uid: int) -> int:
-        """Return the bytes of the directories of a user's jobs that do not run, as far as they are measured; the others
-        are measured now. It is looked up anew after SUM_AGE_SEC."""
+        """Return the bytes of a user's cached rows, and of the directories of the user's jobs that do not run, as far
+        as they are measured; the others are measured now. It is looked up anew after SUM_AGE_SEC."""
         now = self._clock()
         if uid not in self._sums or now - self._sums[uid][0] >= SUM_AGE_SEC:
             jobs = [job for job in self._spool.catalog if job.uid == uid and job.state is not State.RUNNING]
             sizes = self._removals.sizes
             self._removals.measure(jobs, sizes)
-            self._sums[uid] = (now, sum(sizes.of(job) or 0 for job in jobs))
+            rows = self._row_cache.num_bytes(uid)
+            self._sums[uid] = (now, rows + sum(sizes.of(job) or 0 for job in jobs))
         return self._sums[uid][1]
 
     def listen(self, told: Callable[[str, int], None]) -> None:

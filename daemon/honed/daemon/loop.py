@@ -141,7 +141,9 @@ class Daemon:
         self._publishing = Publishing(
             layout, config, self._database, self._attempts, self._spool, self._dispatch.selection.queue, clock=clock
         )
-        self._housekeeper = Housekeeper(layout, config, self._spool, self._database, self._unfinished, clock=clock)
+        self._housekeeper = Housekeeper(
+            layout, config, self._spool, self._database, self._unfinished, self._attempts.rows, clock=clock
+        )
         self._status = Status(
             self._notifier,
             self._health,

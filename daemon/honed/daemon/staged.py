@@ -170,7 +170,7 @@ class StagedWorkers:
                 staged.number,
                 staged.start,
                 backend=backend,
-                environment={**environment, STAGED_VARIABLE: str(staged.start)},
+                environment={**environment, **self._attempts.rows.environment(job), STAGED_VARIABLE: str(staged.start)},
             )
         except OSError as problem:
             log.warning("job %d (%s): cannot be staged: %s", job.id, job.name, problem)

@@ -14,6 +14,8 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
                  omitted {num_rows, kinds {kind: rows}} (left out by the chat template),
                  num_asked_otherwise (rows whose prompt differs from the text before their last turn),
                  datasets [{num_rows, num_taken, num_bad}], eval_datasets, …     how the rows were used
+    rows         entries [key]: encoded rows in the job's rows/ (not those with media), shared [key]: those of them that
+                 an earlier job of the user encoded
     example      segments [{text, trained}]                            the first example, masked
     memory       when (built trained), weights_bytes, adapter_bytes, gradient_bytes?, optimizer_bytes?: of the tensors
                  actually allocated; device_peak_bytes?, resident_peak_bytes?

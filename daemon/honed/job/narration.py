@@ -97,6 +97,8 @@ class Narrator:
                 self._say(job, logging.INFO, f"resumes from step {data.get('step')}", step=data.get("step"))
             case "data":
                 self._say(job, logging.INFO, f"rows: {row_counts(data)}", stage="data")
+            case "rows" if data.get("shared"):
+                self._say(job, logging.INFO, "its rows were encoded by an earlier job", stage="data")
             case "example":  # its text is private: shown in the report and `honectl preview`, not in the journal
                 self._say(job, logging.DEBUG, "first example rendered", stage="data")
             case "predictions":

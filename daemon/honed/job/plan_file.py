@@ -113,6 +113,22 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class RowNeeds:
+    """Estimated needs of a job's encoded rows."""
+
+    num_rows: int
+    disk_bytes: int  #: of its rows/
+    memory_bytes: int  #: host memory beside the imported libraries and the model
+
+    def __add__(self, other: RowNeeds) -> RowNeeds:
+        memory = max(self.memory_bytes, other.memory_bytes)  # one after the other
+        return RowNeeds(self.num_rows + other.num_rows, self.disk_bytes + other.disk_bytes, memory)
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Loss:
     """The type of loss, and why."""
 
@@ -241,6 +257,11 @@ class PlanFile:
         durable.write(path, self.to_json())
 
     # -- what is decided
+
+    @property
+    def row_memory_bytes(self) -> int:
+        """Host memory that encoding the rows takes; 0 if it is not known."""
+        return int((self.document.get("rows") or {}).get("memory_bytes", 0))
 
     @property
     def is_decided(self) -> bool:

@@ -6,6 +6,7 @@
     weigh:7           the size of job 7's checkpoints
     job:7             remove job 7 (its entry must be in pruned/) and the copies that `submit --stage` made for it
     checkpoints:7     remove job 7's checkpoints that were set aside: `.checkpoints.<n>.old`
+    rows:0            remove the encoded rows that were set aside, of all users
 
 It prints one line of JSON per item: {"item", "num_bytes", "num_files", "problem"}. An item that was interrupted can be
 requested again. No link is followed and no other file system entered, because workers can write in these directories.
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from honed.job import unstage
+from honed.job import row_cache, unstage
 from honed.job.job import State
 from honed.job.shape import Removed
 from honed.job.spool import Spool
@@ -184,6 +185,8 @@ def settle(spool: Spool, layout: Layout, item: str) -> Count:
             return remove_checkpoints(layout, int(number))
         case "job":
             return remove_job(spool, layout, int(number))
+        case "rows":
+            return remove(row_cache.old_dir(layout))
         case _:
             return Count(problem=f"no item: {item}")
 

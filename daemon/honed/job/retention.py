@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from honed.job import row_cache
 from honed.job.arrival import refused_uid
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.query import Asker, find
+from honed.job.row_cache import RowCache
 from honed.job.shape import PruneAnswer, PrunedRow
 from honed.job.spool import Spool
 from honed.spec.config import RetentionConfig
@@ -160,6 +162,7 @@ class Wish:
     states: tuple[State, ...] = ()
     checkpoints: bool = False  #: only checkpoints; the jobs stay
     rejected: bool = False  #: rejected files instead of jobs
+    rows: bool = False  #: cached rows instead of jobs
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Wish:
@@ -172,6 +175,7 @@ class Wish:
                 tuple(State(each) for each in arguments.get("states") or ()),
                 bool(arguments.get("checkpoints")),
                 bool(arguments.get("rejected")),
+                bool(arguments.get("rows")),
             )
         except (TypeError, ValueError) as error:
             raise UsageError(f"prune: {error}") from error
@@ -310,6 +314,23 @@ def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: 
         "rejected": [{"file": str(item.key), "num_bytes": item.num_bytes} for item in beyond],
         "is_measured": True,
     }
+
+
+def prune_rows(cache: RowCache, wish: Wish, asker: Asker, *, is_dry: bool, now: float) -> PruneAnswer:
+    """Remove cached rows beyond the limits, or list them if `is_dry`: the asker's, or all for an administrator.
+
+    Those of running jobs stay.
+    """
+    if not wish.limits:
+        raise UsageError(
+            "nothing is selected", hint="--rows needs --older-than, --keep or --max-size; --keep 0 removes all"
+        )
+    mine = {f"{each.uid}/{each.name}": each for each in cache.listed(uid=None if asker.is_administrator else asker.uid)}
+    items = [Item(key, each.used_at, each.num_bytes) for key, each in mine.items()]
+    beyond = [mine[str(item.key)] for item in excess(items, wish.limits, now=now)]
+    if not is_dry:
+        cache.remove(beyond, f"requested by user {asker.uid}")
+    return {"rows": row_cache.answer(beyond), "is_measured": True}
 
 
 # -- what the configuration says --------------------------------------------------------------------------------------

@@ -297,12 +297,21 @@ class RefusedRow(TypedDict):
     num_bytes: int
 
 
+class CachedRows(TypedDict):
+    """Encoded rows in a user's cache that are to be removed."""
+
+    uid: int
+    key: str
+    num_bytes: int
+
+
 class PruneAnswer(TypedDict):
-    """The answer to `prune`: jobs or, with `--rejected`, files."""
+    """The answer to `prune`: jobs or, with `--rejected`, files, or with `--rows`, entries of the cache."""
 
     jobs: NotRequired[list[PrunedRow]]
     kept: NotRequired[list[KeptRow]]
     rejected: NotRequired[list[RefusedRow]]
+    rows: NotRequired[list[CachedRows]]
     is_measured: bool  #: False while sizes are missing: ask again
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from honed.inputs.basemodel import AdapterInfo, BaseModelInfo
-from honed.job.plan_file import Backend, Checkpoint, Loss, Memory, Precision
+from honed.job.plan_file import Backend, Checkpoint, Loss, Memory, Precision, RowNeeds
 from honed.job.progress import gib
 from honed.plan import loss, memory, parameter, precision
 from honed.plan.activation import Row
@@ -54,6 +54,7 @@ class Plan:
     warnings: tuple[str, ...]
     rows_template: Path | None = None  #: template that renders rows, if it is not the base's chat template
     rungs: tuple[Step, ...] = ()  #: of full fine-tuning
+    rows: RowNeeds | None = None  #: None where there are none of text, and before the data was looked at
 
     @property
     def num_passed(self) -> int:
@@ -79,6 +80,7 @@ class Plan:
             "precision": self.precision.as_dict(),
             "memory": self.memory.as_dict(),
             "loss": self.loss.as_dict(),
+            "rows": None if self.rows is None else self.rows.as_dict(),
             "rungs": [each.as_dict() for each in self.rungs],
             "checkpoint": checkpoint.as_dict(),
             "base_model_path": str(model.path),

@@ -5,6 +5,7 @@
     /run/honed-view/<id>/                     the directory that the unit sees as /var/lib/honed
         jobs/<id>/                            an empty directory, over which the unit binds the job's own
         jobs/<other>/  staged/<copy>/         inputs in these places, each opened as the submitter and then bound
+        rows/<uid>/                           the submitter's encoded rows, likewise; not for a job with code of its own
 
 systemd resolves `User=honed-j%i` by these records (nss-systemd), so that the worker starts with its submitter's
 permissions and the unit needs no capability. The user is the one with write access in the ACL of the job's directory.
@@ -29,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from honed.job.plan_file import PlanFile
+from honed.job.row_cache import has_code
 from honed.system import access
 from honed.system.access import Person
 from honed.system.layout import JobLayout, Layout
@@ -83,7 +85,8 @@ def _add(layout: Layout, job_id: int) -> None:
     opener = who if submitter in {None, 0} else access.person(submitter) or who
     view = VIEW_DIR / str(job_id)
     (view / "jobs" / str(job_id)).mkdir(parents=True)
-    for place in _inputs(layout, job):
+    rows = [] if submitter is None or has_code(layout, job_id) else [layout.rows_dir / str(submitter)]
+    for place in [*_inputs(layout, job), *(each for each in rows if each.is_dir())]:
         target = view / place.relative_to(layout.state_dir)
         target.mkdir(parents=True, exist_ok=True)
         with _opened_as(opener, place) as fd:
@@ -98,7 +101,7 @@ def remove(job_id: int) -> None:
 
 def _remove(job_id: int) -> None:
     view = VIEW_DIR / str(job_id)
-    for path in sorted([*view.glob("jobs/*"), *view.glob("staged/*")]):
+    for path in sorted([*view.glob("jobs/*"), *view.glob("staged/*"), *view.glob("rows/*")]):
         while os.path.ismount(path):
             _unmount(path)
     with contextlib.suppress(FileNotFoundError):

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 #: Items for one child: the length of a command line is limited.
 MAX_ITEMS = 2000
+#: The item that removes cached rows.
+OLD_ROWS = "rows:0"
 #: Seconds before a failed removal is retried.
 RETRY_SEC = 600.0
 
@@ -170,6 +172,11 @@ class RemovalProcess:
                 if (job := self._spool.job(int(number))) is not None:
                     sizes.put(job, done.num_bytes)
                 return
+        if item == OLD_ROWS:
+            if done.problem:
+                log.error("old encoded rows cannot be removed; retrying in %.0f min: %s", RETRY_SEC / 60, done.problem)
+                self._retry[item] = self._clock() + RETRY_SEC
+            return
         if done.num_bytes:
             for told in self.listeners:
                 told(kind, done.num_bytes)

@@ -283,6 +283,10 @@ class RetentionConfig(_Section):
     max_checkpoint_bytes: Annotated[int, Field(ge=0)] | None = None
     """Maximum bytes of all finished jobs' checkpoints, failed and cancelled ones included; those of the oldest are
     removed."""
+    max_row_bytes: Annotated[int, Field(ge=0)] = 20 * 2**30
+    """Maximum bytes of encoded rows that are kept for other jobs of the same user, of all users together, and at most a
+    quarter of the free space. Beyond that, those of the user who has the most, and that were not used for the longest
+    time, are removed. 0: jobs share no rows."""
     max_rejected_age_days: Annotated[float, Field(ge=0)] | None = 30.0
     """Days after which a rejected file is removed from rejected/, with its reason. The newest 10,000 are kept at
     most."""

@@ -5,6 +5,7 @@ etc/honed/hf-token                             the hub's token, if one is needed
 var/spool/honed/                               the spool, see spool.py and arrival.py
 var/lib/honed/honed.db                         SQLite, derived from the rest
 var/lib/honed/jobs/<id>/                       everything of one job, see JobLayout
+var/lib/honed/rows/<uid>/                      encoded rows that a user's jobs share, see row_cache.py
 var/lib/honed/index.html                       a page with all jobs, see report.py
 var/lib/honed/counters.json                    counters for Prometheus, see counters.py
 var/lib/honed/outbox/                          metrics and predictions to be sent, see outbox.py
@@ -66,6 +67,11 @@ class Layout(NamedTuple):
     @property
     def jobs_dir(self) -> Path:
         return self.state_dir / "jobs"
+
+    @property
+    def rows_dir(self) -> Path:
+        """Encoded rows, by user; see row_cache.py."""
+        return self.state_dir / "rows"
 
     @property
     def index_path(self) -> Path:
@@ -192,7 +198,7 @@ class JobLayout(NamedTuple):
     wandb/, tensorboard/, …    output of the trackers in report_to
     trial/                     its trial, laid out like a job's directory    (see trial.py)
     media/                     images, videos and sounds extracted from a data file, by their sha256
-    rows/                      its rows, encoded, until it succeeds; see worker/rows/table.py
+    rows/                      its rows, encoded or links to its user's, until it succeeds; see worker/rows/table.py
     output/                    the default output_dir
     report.html                the report                                    (written by a child of the daemon)
     attempts/<n>/              events.jsonl, worker.log, result.json, and exit.json from the shim

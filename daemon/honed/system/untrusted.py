@@ -25,7 +25,7 @@ def open_plain(path: Path, *, flags: int = os.O_RDONLY, mode: int = 0o644, num_n
 
     Raises OSError if it is not a regular file.
     """
-    with _directory(path, num_names) as directory_fd:
+    with directory(path, num_names=num_names) as directory_fd:
         fd = os.open(
             path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=directory_fd
         )
@@ -36,7 +36,7 @@ def open_plain(path: Path, *, flags: int = os.O_RDONLY, mode: int = 0o644, num_n
 
 
 @contextlib.contextmanager
-def _directory(path: Path, num_names: int) -> Iterator[int]:
+def directory(path: Path, *, num_names: int) -> Iterator[int]:
     """Open the directory of a file without following links in the last `num_names` names of the file's path."""
     root, *names = path.absolute().parts
     directory_fd = os.open(Path(root, *names[:-num_names]), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -56,7 +56,7 @@ def _directory(path: Path, num_names: int) -> Iterator[int]:
 def remove(path: Path, *, num_names: int = NUM_NAMES) -> None:
     """Remove a file, if it is there; a link in the last `num_names` names of its path is not followed. Raises
     OSError."""
-    with contextlib.suppress(FileNotFoundError), _directory(path, num_names) as directory_fd:
+    with contextlib.suppress(FileNotFoundError), directory(path, num_names=num_names) as directory_fd:
         os.unlink(path.name, dir_fd=directory_fd)
 
 

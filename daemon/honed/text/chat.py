@@ -172,8 +172,7 @@ class ChatFormat:
             case "messages":
                 rendered = self.rendered(example)
                 tokens = self.renderers.of(example).tokens
-                encoded = _masked(tokens, rendered.text, rendered.spans, example)
-                return replace(encoded, omitted=rendered.omitted, mismatch=rendered.mismatch)
+                return _masked(tokens, rendered.text, rendered.spans, example, rendered)
             case "prompt_completion":
                 return self._encode_plain(example.prompt + example.completion, example, len(example.prompt))
             case "text":
@@ -302,11 +301,16 @@ class ChatFormat:
         )
 
 
-def _masked(tokens: Tokens, text: str, spans: Sequence[Span], example: Example) -> Encoded:
+def _masked(
+    tokens: Tokens, text: str, spans: Sequence[Span], example: Example, rendered: Rendered | None = None
+) -> Encoded:
     ids, trained, pieces = tokens.mask(text, spans) or tokens.mask_apart(text, spans)
-    if not any(trained):
+    if True not in trained:
         raise DatasetError(f"{where(example)}: there is nothing to train on")
-    return Encoded(ids, trained, tuple(text[a:b] for a, b in spans), pieces)
+    turns = tuple(text[a:b] for a, b in spans)
+    if rendered is None:
+        return Encoded(ids, trained, turns, pieces)
+    return Encoded(ids, trained, turns, pieces, omitted=rendered.omitted, mismatch=rendered.mismatch)
 
 
 def _omitted(renderer: Renderer, conversation: Conversation, example: Example) -> tuple[Omission, ...]:

@@ -131,13 +131,15 @@ class Finder:
         """Return the parts of a row that are missing from `text`, its rendering, in the row's order."""
         texts = list(_texts(messages, tools))
         shape = hash(_shape(messages, texts))
-        squeezed = squeeze(text)
-        is_found = all(
-            squeeze(each.value[a:b]) in squeezed
-            for each in texts
-            for a, b in each.pieces
-            if not each.kind.startswith("tool") and each.kind != "name"
-        )
+        squeezed = ""
+        is_found = True
+        for each in texts:
+            if each.kind.startswith("tool") or each.kind == "name":
+                continue
+            for a, b in each.pieces:
+                if each.value[a:b] not in text:  # else its white space needs no removal
+                    squeezed = squeezed or squeeze(text)
+                    is_found = is_found and squeeze(each.value[a:b]) in squeezed
         if is_found and shape in self._shown:
             return []
         found = self._tried(messages, tools, texts, 0.5)

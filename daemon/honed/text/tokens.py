@@ -2,12 +2,16 @@
 
 A fast tokenizer gives each token's place in the text. Offsets that contradict the tokens of the first texts, and those
 of a tokenizer that has none, are replaced by tokenizing the text before each boundary.
+
+Offsets take longer to fetch than the mask needs. Where the spellings of a text's tokens, one after the other, are that
+text, byte by byte, and each span begins and ends with a token, the lengths of the spellings give the same mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from honed.text.span import Span, common, range_by_offset, squeeze, token_ends
@@ -30,6 +34,8 @@ class Tokens:
         self._has_offsets = bool(getattr(tokenizer, "is_fast", False))
         self._num_trials = 0
         self._backend = _plain_backend(tokenizer)
+        self._spellings: list[bytes] | None = None  # by token id; read once offsets are trusted
+        self._num_spelled_trials = 0
         self.bos_ids = self._leading_ids()
         self.eos_id: int | None = tokenizer.eos_token_id
 
@@ -46,7 +52,55 @@ class Tokens:
 
     def mask(self, text: str, spans: Sequence[Span]) -> Masked | None:
         """Return ids and mask of the text tokenized as one; None if a token reaches from a turn into other words."""
-        ids, ends = self._ids_and_ends(text)
+        if not self._is_direct:
+            return self._located(text, spans, None)
+        encoded = self._backend.encode(text, add_special_tokens=False)
+        spelled = self._spelled(text, spans, encoded.ids)
+        if spelled is not None and self._num_spelled_trials >= _NUM_OFFSET_TRIALS:
+            return spelled
+        found = self._located(text, spans, encoded)
+        if spelled is not None:
+            self._num_spelled_trials += 1
+            if found is None or found[:2] != spelled[:2]:
+                self._spellings = []
+        return found
+
+    @property
+    def _is_direct(self) -> bool:
+        """True once the backend's offsets are known to be as the tokenizer's, and right."""
+        return self._has_offsets and self._num_trials >= _NUM_OFFSET_TRIALS and _is_plain(self._backend)
+
+    def _spelled(self, text: str, spans: Sequence[Span], ids: list[int]) -> Masked | None:
+        """Return ids and mask by the spellings of the tokens; None where these do not settle them."""
+        if text[:1].isspace() and any(a == 0 for a, _ in spans):
+            return None  # offsets may leave a first space out
+        if self._spellings is None:
+            self._spellings = list(_spellings(self.tokenizer))
+        data = text.encode(errors="surrogatepass")
+        try:
+            spelled = list(map(self._spellings.__getitem__, ids))
+        except IndexError:
+            return None
+        if b"".join(spelled) != data:
+            return None
+        ends, is_ascii = [0, *accumulate(map(len, spelled))], len(data) == len(text)
+        trained = [False] * len(ids)
+        for a, b in spans:
+            low, high = (a, b) if is_ascii else (len(text[:n].encode(errors="surrogatepass")) for n in (a, b))
+            first, last = bisect_right(ends, low) - 1, bisect_right(ends, high) - 1
+            if ends[first] != low or ends[last] != high:
+                return None
+            trained[first:last] = [True] * (last - first)
+
+        def pieces(a: int, b: int) -> str:
+            return self._pieces(text, ids, self._ids_and_ends(text)[1])(a, b)
+
+        return ids, trained, pieces
+
+    def _located(self, text: str, spans: Sequence[Span], encoded: Any) -> Masked | None:
+        """Return ids and mask by the tokens' offsets, or by the tokens of the text before each boundary. `encoded` is
+        the backend's result, if it is there already."""
+        ids, ends = self._ids_and_ends(text, encoded)
         if ends is None:
             ranges = [self._range_by_prefix(text, ids, span) for span in spans]
         else:
@@ -89,12 +143,12 @@ class Tokens:
             return lambda a, b: self.decode(ids[a:b])
         return lambda a, b: text[ends[a - 1] if a else 0 : ends[b - 1] if b < len(ends) else len(text)] if b else ""
 
-    def _ids_and_ends(self, text: str) -> tuple[list[int], list[int] | None]:
+    def _ids_and_ends(self, text: str, encoded: Any = None) -> tuple[list[int], list[int] | None]:
         """Return token ids and the end of each in the text; no ends where the tokenizer's offsets are unusable."""
         if not self._has_offsets:
             return self.ids(text), None
-        if self._num_trials >= _NUM_OFFSET_TRIALS and _is_plain(self._backend):
-            found = self._backend.encode(text, add_special_tokens=False)
+        if self._is_direct:
+            found = encoded or self._backend.encode(text, add_special_tokens=False)
             return found.ids, token_ends(text, found.offsets)
         batch = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = batch["input_ids"], batch["offset_mapping"]
@@ -128,6 +182,32 @@ class Tokens:
         """Return the ids that the tokenizer puts before any text: bos, or nothing."""
         bare, full = self.ids("a"), self.tokenizer("a")["input_ids"]
         return next((full[:n] for n in range(len(full)) if full[n : n + len(bare)] == bare), [])
+
+
+def _spellings(tokenizer: Any) -> Iterator[bytes]:
+    """Yield the bytes that each token of a fast tokenizer may stand for, by id; whether they do is for each text to
+    show."""
+    backend = tokenizer.backend_tokenizer
+    added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
+    letters = _byte_letters()
+    is_by_bytes = "ByteLevel" in str(backend.decoder)
+    for number in range(backend.get_vocab_size(with_added_tokens=True)):
+        token = backend.id_to_token(number) or ""
+        if number in added:
+            yield added[number].encode()
+        elif is_by_bytes and all(letter in letters for letter in token):
+            yield bytes(letters[letter] for letter in token)
+        elif len(token) == 6 and token.startswith("<0x"):
+            yield bytes.fromhex(token[3:5])
+        else:
+            yield token.replace("▁", " ").encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the letters by which byte-level tokenizers spell bytes: printable ones are themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [each for each in range(256) if each not in printable]
+    return {chr(each): each for each in printable} | {chr(256 + n): each for n, each in enumerate(others)}
 
 
 #: The modules of transformers that call a tokenizer's backend; those of single families change texts first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from honed.check.policy import Named, check_granted, inputs
 from honed.inputs import datadir, hubdata
-from honed.job import out_of_memory
+from honed.job import out_of_memory, row_cache
 from honed.job.job import Adjustment
 from honed.job.plan_file import Grant, PlanFile, Precision
 from honed.spec.spec import JobSpec
@@ -49,6 +50,12 @@ class Assignment:
     def rows_dir(self) -> Path:
         """The cache of encoded rows; a trial's is the job's."""
         return JobLayout(self.layout.dir.parent).rows_dir if self.is_trial else self.layout.rows_dir
+
+    @property
+    def shared_rows_dir(self) -> Path | None:
+        """The cache of rows that the job shares with others of its user, to be read only; None if it shares none."""
+        given = os.environ.get(row_cache.VARIABLE)
+        return Path(given) if given and not self.spec.trust_remote_code else None
 
     def check_inputs(self) -> None:
         """Check that the job may still read all that the spec names. Raises the error of the input's kind."""

@@ -229,6 +229,7 @@ class _Story:
             )
         progress.data_hashes = data.hashes
         events.emit("data", **data.counts)
+        events.emit("rows", entries=data.entries, shared=data.shared_entries)
         for text in data.told():
             self._log("warning", text)
         for level, text in chat.advice.notes(data.train.examples) if "messages" in data.train.kinds else ():
@@ -394,7 +395,8 @@ class _Story:
                 self._log("info", f"removed {left}, left by an earlier run of this job, because this one succeeded")
             else:
                 self._log("warning", f"{left}, left by an earlier run of this job, cannot be removed: {problem}")
-        shutil.rmtree(job.rows_dir, ignore_errors=True)  # no later attempt needs them
+        if job.shared_rows_dir is None:  # else honed takes them first, and removes them
+            shutil.rmtree(job.rows_dir, ignore_errors=True)  # no later attempt needs them
 
     def _load_metrics(self, job: Assignment) -> None:
         """Load the administrator's metrics that the job names, which may fail; they could use the device."""

@@ -550,6 +550,35 @@ def test_checkpoints_that_do_not_fit_on_the_disk_are_told(desk: Desk) -> None:
     assert "save_total_limit" in raised.value.hint
 
 
+def test_rows_that_do_not_fit_on_the_disk_are_told_with_numbers(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files are sampled: what they take is estimated from the first rows and the files' sizes."""
+    turns = [{"role": "user", "content": "one two " * 60}, {"role": "assistant", "content": "three " * 80}]
+    line = json.dumps({"messages": turns}) + "\n"
+    desk.rows.write_text(line * 5000)
+    rows = desk.check().plan.rows
+    assert 4900 < rows.num_rows < 5100
+    assert 2 * desk.rows.stat().st_size < rows.disk_bytes < 4 * desk.rows.stat().st_size
+    assert rows.memory_bytes < 200 * 2**20
+    cut = desk.check(training={"max_length": 16}).plan.rows
+    assert cut.disk_bytes < rows.disk_bytes
+    assert 99 < desk.check(datasets=[{"path": str(desk.rows), "max_rows": 100}]).plan.rows.num_rows < 101
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": rows.disk_bytes // 2}))
+    told = r"about .* is needed \(.*encoded rows .*\), but only .* is free"
+    with pytest.raises(DiskShortError, match=told) as raised:
+        desk.check()
+    assert "max_rows" in raised.value.hint
+
+
+def test_rows_that_do_not_fit_in_host_memory_are_told(desk: Desk) -> None:
+    plain.write_dataset(desk.rows, num_rows=500)
+    with desk.rows.open("r+b") as file:
+        file.truncate(2**43)  # sparse: only the first rows are read
+    told = r"encoding about [\d,]+ rows needs about .* of host memory, but"
+    with pytest.raises(MemoryShortError, match=told) as raised:
+        desk.check()
+    assert ".jsonl" in raised.value.hint
+
+
 def test_a_merged_model_and_every_checkpoint_count_for_the_disk(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     def needed(**keys: Any) -> int:
         """Return the number of bytes needed: the smallest free disk space that is enough."""
@@ -565,10 +594,12 @@ def test_a_merged_model_and_every_checkpoint_count_for_the_disk(desk: Desk, monk
                 high = free
         return low
 
+    rows = desk.check().plan.rows.disk_bytes
     plain_job = needed(lora={"r": 4})
     beside = sum((desk.path / "model" / name).stat().st_size for name in ("tokenizer.json", "tokenizer_config.json"))
     each = 544 * 4 + 544 * 8 + 14 * 4 + beside  # adapter, two states and a step a matrix, tokenizer
-    assert plain_job == 3 * each + 544 * 4 + beside  # two are kept, and a third is written before one of them goes
+    # Two are kept, and a third is written before one of them goes.
+    assert plain_job == 3 * each + 544 * 4 + beside + rows
     assert needed(lora={"r": 4}, training={"save_total_limit": 4}) == plain_job + 2 * each
     assert needed(lora={"r": 4}, save_merged="bfloat16") == plain_job + 1176 * 2 + beside
 

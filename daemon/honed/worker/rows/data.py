@@ -112,6 +112,17 @@ class Data:
     num_in_both: int = 0  #: held-out rows that are also trained on
 
     @property
+    def entries(self) -> list[str]:
+        """Names of the entries in the cache that hold these rows, except those that no later attempt uses."""
+        found = dict.fromkeys(rows.table.directory.name for rows in (self.train, self.held_out) if rows is not None)
+        return [name for name in found if not name.startswith(cache.UNKEYED)]
+
+    @property
+    def shared_entries(self) -> list[str]:
+        """Those that an earlier job of the user encoded."""
+        return [name for name in self.entries if cache.is_shared(self.train.table.directory.with_name(name))]
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest row, as it is trained on or evaluated."""
         return max(rows.longest for rows in (self.train, self.held_out) if rows is not None)
@@ -179,10 +190,13 @@ def build(
     for each in [*spec.datasets, *spec.eval_datasets]:
         for file in _files(each):
             assignment.check_read(Named("datasets", file, DatasetError))
-    hashes = {str(file): sha256(file, stop) for each in [*spec.datasets, *spec.eval_datasets] for file in _files(each)}
-    maker = Maker(assignment, chat, stop, load_processor, warn, hashes)
-    tables = [maker.table(datasets) for datasets in (spec.datasets, spec.eval_datasets) if datasets]
-    cache.keep(assignment.rows_dir, {each.directory.name for each in tables})
+    files = [file for each in [*spec.datasets, *spec.eval_datasets] for file in _files(each)]
+    before = _stamps(files)
+    hashes = {str(file): sha256(file, stop) for file in files}
+    maker = Maker(assignment, chat, stop, load_processor, warn, hashes, lambda: _stamps(files) == before)
+    wanted = [datasets for datasets in (spec.datasets, spec.eval_datasets) if datasets]
+    cache.keep(assignment.rows_dir, map(maker.name, wanted))
+    tables = [maker.table(datasets) for datasets in wanted]
     places = np.arange(len(tables[0]))
     num_read = len(places)
     held_out = np.arange(len(tables[1])) if spec.eval_datasets else places[:0]
@@ -403,6 +417,12 @@ def _listed(named: Sequence[str], number: int) -> str:
 
 def _counts(count: dataset.Counts) -> dict[str, int]:
     return {"num_rows": count.num_rows, "num_taken": count.num_taken, "num_bad": count.num_bad}
+
+
+def _stamps(files: Sequence[Path]) -> list[tuple[int, ...]]:
+    """Return what changes with a file's content."""
+    infos = [file.stat() for file in files]
+    return [(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns) for info in infos]
 
 
 def _files(each: Any) -> list[Path]:

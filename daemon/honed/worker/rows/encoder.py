@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 from honed.inputs.row import Example
-from honed.system.error import DatasetError, HonedError, KilledError
+from honed.system.error import DatasetError, HonedError, KilledError, OutOfMemoryError
 from honed.text.chat import ChatFormat, Encoded
 from honed.worker.rows import record
 from honed.worker.rows.record import Batch, Builder
@@ -38,6 +38,11 @@ MAX_PROCESSES = 8
 NUM_AHEAD = 2
 #: Seconds between signs of life while a batch is waited for.
 LOOK_SEC = 0.5
+_NO_MEMORY = "the machine's memory ran out while a process encoded rows"
+_NO_MEMORY_HINT = (
+    "wait until other programs need less of it, raise a limit (MemoryMax= of honed-jobs.slice, ulimit -v), or split "
+    "very long rows"
+)
 #: A constant of Linux's prctl(2).
 _PR_SET_PDEATHSIG = 1
 
@@ -186,7 +191,14 @@ def _serve(connection: Connection, encoder: Encoder, parent: int) -> None:
             piece = connection.recv()
         except EOFError:
             return
+        except MemoryError:
+            connection.send_bytes(_no_memory())
+            continue
         connection.send_bytes(_answer(encoder, piece))
+
+
+def _no_memory() -> bytes:
+    return pickle.dumps(OutOfMemoryError(_NO_MEMORY, hint=_NO_MEMORY_HINT), 5)
 
 
 def _answer(encoder: Encoder, piece: list[bytes]) -> bytes:
@@ -194,5 +206,7 @@ def _answer(encoder: Encoder, piece: list[bytes]) -> bytes:
         return pickle.dumps(encoder.encode(piece), 5)
     except HonedError as error:
         return pickle.dumps(error, 5)
+    except MemoryError:
+        return _no_memory()
     except Exception:  # noqa: BLE001 - the worker reports it
         return pickle.dumps(traceback.format_exc(), 5)

@@ -10,13 +10,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from honed.check.policy import Named
 from honed.inputs import dataset
-from honed.inputs.datadir import files_of
 from honed.inputs.media import MediaError
 from honed.inputs.row import Example
 from honed.spec.spec import DatasetSpec, JobSpec
@@ -58,14 +57,22 @@ class Maker:
     load_processor: Callable[[], Processor] | None
     warn: Callable[[str], None]
     hashes: Mapping[str, str]
+    are_unchanged: Callable[[], bool]  #: False if a data file has changed since it was hashed
     media: MediaRows | None = None  #: None as long as all rows are text
+
+    def name(self, datasets: Sequence[DatasetSpec]) -> str:
+        """Return the name of the cache's entry for data sets."""
+        return cache.key(self.assignment, self.chat, datasets, self.hashes)
 
     def table(self, datasets: Sequence[DatasetSpec]) -> Table:
         """Return the rows of the data sets, in order."""
-        hashes = {str(file): self.hashes[str(file)] for each in datasets for file in files_of(each)}
-        name = cache.key(self.assignment, self.chat, datasets, hashes)
-        rows_dir = self.assignment.rows_dir
-        if (found := cache.find(rows_dir / name, self.stop.check, self.warn)) is not None:
+        name, rows_dir = self.name(datasets), self.assignment.rows_dir
+        shared_dir = self.assignment.shared_rows_dir
+        found = cache.find(rows_dir / name, self.stop.check, self.warn, shared_dir=shared_dir)
+        if found is not None:
+            found.counts = tuple(
+                replace(count, path=str(each.path)) for count, each in zip(found.counts, datasets, strict=True)
+            )
             return found
         reading = dataset.Reading(
             datasets,
@@ -77,8 +84,9 @@ class Maker:
         try:
             for blobs, batch in self._encoded(self._allowed(reading)):
                 writer.write(blobs, batch)
-            # Rows with media depend on more than the key tells.
-            return writer.finish(reading.counts, name if self.media is None else f"{cache.UNKEYED}-{name}")
+            # Rows with media depend on more than the key tells, and so do files that have changed meanwhile.
+            is_keyed = self.media is None and self.are_unchanged()
+            return writer.finish(reading.counts, name if is_keyed else f"{cache.UNKEYED}-{name}")
         except BaseException:
             writer.discard()  # the disk may be full
             raise

@@ -1,0 +1,333 @@
+"""The users' caches of encoded rows: a job finds what another job of the same user has encoded.
+
+    rows/<uid>/                 of one submitter: only the user that their workers run as may read it
+        <key>/tokens.arrow      hard links to the files that a job's worker made in its own directory
+              rows.arrow  MANIFEST.json
+              USED              {"jobs": […]} have made or read the entry; its time of change is that of the last use
+        .<key>.new/             an entry in the making
+    rows/.old/                  entries on their way out, which removal.py deletes
+
+Only honed writes here. A worker encodes into its job's directory (see worker/rows/cache.py) and reports the entry by an
+event; honed links its files, and removes the job's own once it has succeeded. Workers read the directory of their
+submitter, the only one in their unit's view, and compare each file with its hash. A job with code of its own takes no
+part: it could write rows that another job reads.
+
+An entry is removed with the last job that used it, and sooner if the entries of all users exceed the limit: then it is
+the one that was not used for the longest time, of the user who has the most. Running jobs keep theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import time
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from honed.job.job import Job
+from honed.job.plan_file import PlanFile
+from honed.job.shape import CachedRows
+from honed.system import access, untrusted
+from honed.system.access import ENTER, READ, Acl
+from honed.system.layout import Layout
+
+log = logging.getLogger(__name__)
+
+#: The files of an entry; see worker/rows/table.py.
+FILES = ("tokens.arrow", "rows.arrow", "MANIFEST.json")
+#: In a worker's environment: the cache that it may read.
+VARIABLE = "HONED_SHARED_ROWS"
+#: Entries at most, of all users.
+MAX_ENTRIES = 2000
+#: Share of the space without the cache that it may take: the rest is for checkpoints and output.
+MAX_SHARE = 0.25
+_USED, _OLD = "USED", ".old"
+_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass
+class Entry:
+    """One entry; its directory is `rows/<uid>/<name>`."""
+
+    uid: int
+    name: str
+    num_bytes: int
+    used_at: float  #: seconds since the epoch
+    jobs: frozenset[int]
+
+
+class RowCache:
+    """The entries of all users. `limit` returns the bytes that they may take; `running` returns the running jobs."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        limit: Callable[[], int],
+        *,
+        running: Callable[[], Container[int]] = lambda: (),
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._layout = layout
+        self._dir = layout.rows_dir
+        self._limit = limit
+        self._running = running
+        self._now = now
+        self._entries: dict[tuple[int, str], Entry] | None = None
+        self._fault = ""  # the last one that was logged
+        self.has_old = False  #: True if `rows/.old` is to be deleted
+
+    # -- for workers --------------------------------------------------------------------------------------------------
+
+    def environment(self, job: Job) -> dict[str, str]:
+        """Return the variable that lets a job's worker read its user's cache; empty if the job takes no part."""
+        if self._limit() <= 0 or has_code(self._layout, job.id):
+            return {}
+        try:
+            directory = self._opened(job.uid)
+        except OSError as error:
+            self._complain(error)
+            return {}
+        return {VARIABLE: str(directory)} if directory is not None else {}
+
+    def _opened(self, uid: int) -> Path | None:
+        """Return a user's directory, created if missing; None if it could not be closed to others."""
+        directory = self._dir / str(uid)
+        if directory.is_dir():
+            return directory
+        with contextlib.suppress(FileExistsError):
+            self._dir.mkdir(mode=0o711)
+        new = self._dir / f".{uid}.new"
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(mode=0o700)
+        worker = access.worker_of(self._layout.root, uid, self._layout.jobs_dir)
+        if worker is not None:
+            acl = Acl(owner=7, group=0, other=0, users={uid: READ | ENTER, worker.uid: READ | ENTER}, groups={})
+            if not access.set_acl(new, acl, inherited=True):
+                new.rmdir()
+                return None
+        new.rename(directory)
+        return directory
+
+    # -- entries ------------------------------------------------------------------------------------------------------
+
+    def take(self, job: Job, names: Iterable[str]) -> None:
+        """Add the entries that a job's worker has made, and note the use of those that it found."""
+        if self._limit() <= 0 or has_code(self._layout, job.id):
+            return
+        for name in names:
+            if _NAME.fullmatch(name):
+                try:
+                    self._take(job, name)
+                except OSError as error:
+                    self._complain(error)
+        self.trim()
+
+    def finish(self, job: Job) -> None:
+        """Remove the rows in the directory of a job that has succeeded: no later attempt needs them."""
+        if self._dir.is_dir():  # else its worker has removed them
+            try:
+                self._set_aside(self._layout.job(job.id).rows_dir)
+            except OSError as error:
+                self._complain(error)
+
+    def _take(self, job: Job, name: str) -> None:
+        entry = self._known.get((job.uid, name))
+        with contextlib.suppress(FileNotFoundError):
+            made = self._layout.job(job.id).rows_dir / name / FILES[0]
+            with untrusted.directory(made, num_names=3) as fd:
+                infos = [os.stat(each, dir_fd=fd, follow_symlinks=False) for each in FILES]
+                if all(stat.S_ISREG(info.st_mode) for info in infos) and not (entry and self._is_of(entry, infos)):
+                    self._link(job.uid, name, fd)
+                    entry = Entry(job.uid, name, sum(info.st_size for info in infos), 0.0, frozenset())
+        if entry is not None:
+            entry.jobs, entry.used_at = entry.jobs | {job.id}, self._now()
+            self._note(entry)
+            self._known[job.uid, name] = entry
+
+    def _is_of(self, entry: Entry, infos: Iterable[os.stat_result]) -> bool:
+        """Return True if an entry has these very files."""
+        try:
+            mine = [(self._place(entry) / each).lstat() for each in FILES]
+        except FileNotFoundError:
+            return False
+        return all(os.path.samestat(one, other) for one, other in zip(mine, infos, strict=True))
+
+    def _link(self, uid: int, name: str, fd: int) -> None:
+        """Link the files in an open directory, which a worker can change, and put them in place of the entry."""
+        if (directory := self._opened(uid)) is None:
+            return
+        new = directory / f".{name}.new"
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(mode=0o750)
+        try:
+            for each in FILES:
+                os.link(each, new / each, src_dir_fd=fd, follow_symlinks=False)
+                if not stat.S_ISREG((new / each).lstat().st_mode):
+                    raise OSError(f"{each} is not a regular file")
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        self._set_aside(directory / name)
+        new.rename(directory / name)
+
+    def _note(self, entry: Entry) -> None:
+        """Write who used an entry. Not synced: an entry that nobody is known to use is removed at the next start."""
+        path = self._place(entry) / _USED
+        new = path.with_name(f".{_USED}.new")
+        new.write_text(json.dumps({"jobs": sorted(entry.jobs)}))
+        os.utime(new, (entry.used_at, entry.used_at))
+        new.replace(path)
+
+    def _place(self, entry: Entry) -> Path:
+        return self._dir / str(entry.uid) / entry.name
+
+    @property
+    def _known(self) -> dict[tuple[int, str], Entry]:
+        if self._entries is None:
+            self._entries = {(each.uid, each.name): each for each in self._found()}
+        return self._entries
+
+    def _found(self) -> Iterator[Entry]:
+        """Yield the entries on disk; set aside what a crash has left."""
+        self.has_old = (self._dir / _OLD).is_dir()
+        for directory in sorted(self._dir.iterdir()) if self._dir.is_dir() else ():
+            if not directory.name.isdecimal():
+                continue
+            for path in sorted(directory.iterdir()):
+                entry = _read(int(directory.name), path) if _NAME.fullmatch(path.name) else None
+                if entry is not None:
+                    yield entry
+                else:
+                    self._set_aside(path)
+
+    def num_bytes(self, uid: int | None = None) -> int:
+        """Return the bytes of a user's entries, or of all."""
+        return sum(each.num_bytes for each in self._known.values() if uid in {None, each.uid})
+
+    # -- removal ------------------------------------------------------------------------------------------------------
+
+    def trim(self) -> None:
+        """Remove entries until the rest is within the limit."""
+        known = self._known
+        if not known:
+            return
+        held = self.num_bytes()
+        space = os.statvfs(self._dir)
+        limit = min(self._limit(), int(MAX_SHARE * (space.f_bavail * space.f_frsize + held)))
+        while held > limit or len(known) > MAX_ENTRIES:
+            sums: dict[int, int] = defaultdict(int)
+            for each in known.values():
+                sums[each.uid] += each.num_bytes
+            free = [each for each in known.values() if not self._is_in_use(each)]
+            if not free:
+                return
+            gone = min(free, key=lambda each: (-sums[each.uid], each.used_at))
+            held -= gone.num_bytes
+            self._remove(gone, "the cache of rows is full")
+
+    def forget(self, jobs: Iterable[int]) -> None:
+        """Remove the entries that no other job than these has used."""
+        gone = frozenset(jobs)
+        for entry in list(self._known.values()):
+            if entry.jobs & gone:
+                entry.jobs -= gone
+                if entry.jobs:
+                    self._note(entry)
+                else:
+                    self._remove(entry, "the last job that used it was removed")
+
+    def forget_all_but(self, jobs: Container[int]) -> None:
+        """Remove the entries that none of these jobs has used, after a crash in a removal."""
+        used = {number for entry in self._known.values() for number in entry.jobs}
+        self.forget(number for number in used if number not in jobs)
+        for entry in list(self._known.values()):
+            if not entry.jobs:
+                self._remove(entry, "no job is known to use it")
+
+    def listed(self, *, uid: int | None) -> list[Entry]:
+        """Return the entries of a user, or of all, that no running job uses."""
+        return [each for each in self._known.values() if (uid is None or each.uid == uid) and not self._is_in_use(each)]
+
+    def remove(self, entries: Iterable[Entry], why: str) -> None:
+        for entry in entries:
+            self._remove(entry, why)
+
+    def _is_in_use(self, entry: Entry) -> bool:
+        running = self._running()
+        return any(number in running for number in entry.jobs)
+
+    def _remove(self, entry: Entry, why: str) -> None:
+        try:
+            self._set_aside(self._place(entry))
+        except OSError as error:
+            self._complain(error)
+            return
+        del self._known[entry.uid, entry.name]
+        log.info("%s: removed %d bytes of encoded rows: %s", self._place(entry), entry.num_bytes, why)
+
+    def _set_aside(self, path: Path) -> None:
+        """Take a directory away with one rename; the removal process deletes it."""
+        if not os.path.lexists(path):
+            return
+        old = self._dir / _OLD
+        for _ in range(100):  # the child may remove the directory meanwhile
+            with contextlib.suppress(FileExistsError):
+                old.mkdir(mode=0o700)
+            try:
+                path.rename(old / f"{path.parent.name}.{path.name}.{time.monotonic_ns()}")
+            except FileNotFoundError:
+                continue
+            break
+        self.has_old = True
+
+    def _complain(self, error: OSError) -> None:
+        """Log a fault of the cache, once: jobs encode their rows themselves."""
+        if str(error) != self._fault:
+            log.warning("%s: rows are not shared between jobs: %s", self._dir, error)
+        self._fault = str(error)
+
+
+def answer(entries: Iterable[Entry]) -> list[CachedRows]:
+    """Return entries in the format of `prune --json`."""
+    return [{"uid": each.uid, "key": each.name, "num_bytes": each.num_bytes} for each in entries]
+
+
+def old_dir(layout: Layout) -> Path:
+    return layout.rows_dir / _OLD
+
+
+def has_code(layout: Layout, job_id: int) -> bool:
+    """Return True if a job runs code of its own, or if that is not certain: a worker could replace its plan."""
+    path = layout.job(job_id).plan_path
+    try:
+        with os.fdopen(untrusted.open_plain(path, num_names=1), "rb") as file:
+            is_honed_s = os.fstat(file.fileno()).st_uid == path.parent.stat().st_uid
+            plan = PlanFile.from_json(file.read(untrusted.MAX_BYTES))
+        return not is_honed_s or bool(plan.spec.get("trust_remote_code"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return True
+
+
+def names(data: Mapping[str, Any]) -> list[str]:
+    """Return the entries in a worker's event `rows`."""
+    found = data.get("entries")
+    return [each for each in found if isinstance(each, str)][:2] if isinstance(found, list) else []
+
+
+def _read(uid: int, path: Path) -> Entry | None:
+    """Return the entry in a directory; None if it is not whole, or nobody is known to use it."""
+    try:
+        used = json.loads((path / _USED).read_bytes())
+        jobs = frozenset(int(each) for each in used["jobs"])
+        num_bytes = sum((path / each).lstat().st_size for each in FILES)
+        return Entry(uid, path.name, num_bytes, (path / _USED).stat().st_mtime, jobs) if jobs else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
