@@ -74,6 +74,25 @@ def test_one_job_beside_a_flood_starts_next_and_a_higher_class_before_it(instanc
     assert [name for name in names if ".a" in name] == [f"succeed.a{number}" for number in range(6)]
 
 
+def test_files_are_taken_and_checked_by_the_weights_of_their_users(instance: Instance) -> None:
+    """Numbers are given as files are taken, and jobs are accepted as their checks end."""
+    instance.configure(f"[spool]\npreflight_helpers = 1\n[users.{ANNA}]\nweight = 3\n[users.'*']\nmax_running = 0\n")
+    for number in range(20):
+        for uid in (BERTA, ANNA):
+            drop(instance, uid, f"succeed.{uid}-{number:02}")
+    instance.start()
+    wait_for(lambda: len(instance.spool.all_jobs()) == 40, what="all")
+    jobs = sorted(instance.spool.all_jobs().values(), key=lambda job: job.id)
+    for key in ("id", "submitted_at"):
+        jobs.sort(key=lambda job, key=key: (getattr(job, key), job.id))  # type: ignore[misc]
+        for count in (4, 8, 16, 24):
+            num_of = [sum(job.uid == uid for job in jobs[:count]) for uid in (ANNA, BERTA)]
+            assert abs(num_of[0] - count * 3 / 4) <= 1, (key, count, num_of)
+    for uid in (ANNA, BERTA):
+        own = [job.name for job in sorted(jobs, key=lambda job: job.id) if job.uid == uid]
+        assert own == [f"succeed.{uid}-{number:02}" for number in range(20)]
+
+
 def listed(instance: Instance) -> list[str]:
     """Return the names of the queued jobs as honectl lists them."""
     rows = json.loads(instance.honectl("list", "--json", "--state", "queued", check=True).stdout)

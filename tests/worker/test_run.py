@@ -47,6 +47,17 @@ def test_a_job_tells_its_story_in_order_and_leaves_an_adapter(make_job: MakeJob)
     assert not list(job.output_dir.parent.glob(".output*"))
 
 
+def test_checkpoints_and_the_output_are_told_with_their_bytes(make_job: MakeJob) -> None:
+    ended = make_job(
+        lora=LORA, training={"max_steps": 2, "save_steps": 1}, predictions={"sample_frequency": "off"}
+    ).run()
+    saved = ended.of("checkpoint")
+    assert [each["step"] for each in saved] == [1, 2]
+    for told in (*saved, *ended.of("artifact")):
+        files = [path for path in Path(told["path"]).rglob("*") if path.is_file()]
+        assert told["num_bytes"] == sum(path.stat().st_size for path in files) > 10_000, told
+
+
 def test_the_first_example_is_told_with_its_mask(make_job: MakeJob) -> None:
     ended = make_job("llama", lora=LORA, training={"max_steps": 1}, predictions={"sample_frequency": "off"}).run()
     [example] = ended.of("example")

@@ -255,7 +255,7 @@ class Daemon:
 
     def _recover(self) -> None:
         recovery.recover(self._spool)
-        self._publishing.counters.recover()
+        self._publishing.recover()
         self._intake.acceptance.listen(self._publishing.counters.count_rejection)
         self._intake.acceptance.fetches.listen(self._publishing.counters.count_fetched)
         self._housekeeper.listen(self._publishing.counters.count_removed)

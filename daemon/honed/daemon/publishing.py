@@ -46,6 +46,16 @@ class Publishing:
         self._offline_runs = Collector(layout)
         self._set_outbox()
 
+    def recover(self) -> None:
+        """Take up the counters, and follow the spool's changes. Raises OSError as the counters do."""
+        self.counters.recover()
+        self._spool.catalog.listen(self._told)
+
+    def _told(self, old: Job | None, new: Job | None) -> None:
+        """Have the index written when a job is staged, or is so no longer: its state has not changed."""
+        if old is not None and new is not None and (old.staged is None) != (new.staged is None):
+            self._database.moved.add(new.id)
+
     def reload(self, config: Config) -> None:
         """Apply a new configuration. Raises SpecError for an invalid address."""
         self._config = config

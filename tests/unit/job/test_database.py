@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from honed.job.database import Database, Reader
 from honed.job.event import Event, Reading
-from honed.job.job import Attempt, Job
+from honed.job.job import Attempt, Job, State
 from honed.system import durable
 
 JOB = Job(
@@ -108,3 +109,20 @@ def test_a_database_that_another_program_holds_locked_is_the_machines_fault_and_
         with contextlib.closing(sqlite3.connect(path, timeout=0)) as ours, pytest.raises(sqlite3.Error) as raised:
             ours.execute("INSERT INTO a VALUES (1)")
     assert durable.machine_fault(raised.value) == "the database: database is locked"
+
+
+def test_the_overview_has_the_queue_in_the_order_that_is_given_and_the_rest_by_priority(tmp_path: Path) -> None:
+    database = Database(tmp_path / "honed.db")
+    states = {1: State.SUCCEEDED, 2: State.RUNNING, 3: State.HELD, **dict.fromkeys(range(4, 10), State.QUEUED)}
+    for number, state in states.items():
+        database.put_job(replace(JOB, id=number, state=state, priority=5 if number == 9 else 0))
+    with contextlib.closing(Reader(tmp_path / "honed.db")) as reader:
+
+        def listed(num_jobs: int, queue: list[int]) -> list[int]:
+            return [row["id"] for row in reader.overview(num_jobs, queue)[0]]
+
+        assert listed(20, []) == [2, 9, 4, 5, 6, 7, 8, 3, 1]
+        assert listed(20, [6, 4, 2, 77]) == [2, 6, 4, 9, 5, 7, 8, 3, 1]  # 2 has started meanwhile
+        assert listed(2, [6, 4]) == [2, 6, 4, 3, 1]
+        assert listed(3, [6, 4]) == [2, 6, 4, 9, 3, 1]
+        assert reader.overview(2, [6])[1]["queued"] == 6
