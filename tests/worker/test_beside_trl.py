@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
 from honed.worker.train import checkpoint
+from honed.worker.train.trainer import Trainer
 from worker.conftest import MakeJob, WorkerJob
 
 _WORDS = ["the", "capital", "of", "is", "what", "answer", "plus", "minus", "equals", "city", "yes", "no", "Ünï", "日本"]
@@ -121,8 +122,18 @@ def test_evaluations_are_those_of_a_bare_trainer(
         older = checkpoint.Progress()
         assert not older.evaluates_by_length
         monkeypatch.setattr(checkpoint, "Progress", lambda **_: older)
+    lengths: list[int] = []
+    predict = Trainer.prediction_step
+
+    def recorded(self: Trainer, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths.extend(inputs["attention_mask"].sum(1).tolist())
+        return predict(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "prediction_step", recorded)
     ended = job.run()
     assert ended.status == 0, ended.result
+    assert len(lengths) == 3 * 8
+    assert (lengths[:8] == sorted(lengths[:8], reverse=True)) is not is_older
     told: list[dict[str, float]] = []
     if not is_older:
         asked["training"]["per_device_eval_batch_size"] = 8

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from honed.worker.train import checkpoint, digest
+from honed.worker.train import checkpoint, digest, disk_reserve
+from honed.worker.train.divergence import Divergence
 from worker.conftest import Ended, MakeJob, WorkerJob, read_events
 
 DEADLINE_SEC = 120.0
@@ -137,3 +138,17 @@ def test_a_run_that_another_error_ends_keeps_the_checkpoint_that_is_being_sealed
     assert ended.status not in {0, 73}
     assert [item["step"] for item in ended.of("checkpoint")] == [2]
     assert checkpoint.find(job.dir / "checkpoints")[0] is not None
+
+
+def test_a_run_that_may_be_lost_saves_nothing_in_the_stead_of_one_that_found_no_room(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(**KEYS)
+    hold_back(monkeypatch, job, number=2, until_step=3)
+    fail_syncs(monkeypatch, of={"checkpoint-2"}, number=errno.ENOSPC)
+    monkeypatch.setattr(disk_reserve, "SPARE_BYTES", -(2**60))  # removing older ones has made room
+    monkeypatch.setattr(Divergence, "is_suspicious", property(lambda self: self._good_step >= 3))
+    ended = job.run()
+    assert any("No space left" in text for text in ended.messages("warning"))
+    assert ended.of("checkpoint") == []
+    assert names(job) == set()

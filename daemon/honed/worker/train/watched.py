@@ -88,10 +88,14 @@ class WatchedTrainer(Trainer):
         super().save()
 
     def settle(self) -> None:
-        """Wait until the last checkpoint is in place; if it found no room, save this step's in its stead."""
+        """Wait until the last checkpoint is in place; if it found no room, save this step's in its stead.
+
+        A run that may be lost is left without.
+        """
         if not self._sealing.is_idle:
             with self._stop.phase("save"):
-                while not self._settled():
+                while not self._settled() and not self._divergence.is_suspicious:
+                    self.check_weights()
                     self._write(self.model, None)
 
     def let_go(self) -> None:
