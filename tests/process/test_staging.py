@@ -18,7 +18,7 @@ from honed.page import report
 from honed.page.source import Source
 from zoo.model import build_checkpoint, write_facts
 
-STAGING = "[jobs]\nstage_ahead = true\n"
+STAGING = "[jobs]\nstage_ahead = true\nstage_min_available_bytes = 0\n"
 
 
 def is_there(pid: int) -> bool:
@@ -345,6 +345,6 @@ def test_a_job_whose_data_changes_while_it_waits_trains_on_what_is_there_at_its_
     assert (len(job.attempts), job.attempt.staged_at is not None) == (1, True)
     path = real.layout.job(job.id).attempt(1).events_path
     events = [json.loads(line) for line in path.read_text().splitlines() if line]
-    assert [each["num_rows"] for each in events if each["event"] == "data"] == [24, 12]
+    assert [each["num_train"] for each in events if each["event"] == "data"] == [24, 12]
     facts = json.loads((real.layout.job(job.id).output_dir / "honed.json").read_text())
     assert hashlib.sha256(rows.read_bytes()).hexdigest() in json.dumps(facts)
