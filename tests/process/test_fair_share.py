@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tempfile
 import time
@@ -16,6 +17,7 @@ from harness import SOON, Instance, wait_for
 
 from honed.daemon.arrivals.naming import NAMED_JOB_PATIENCE_SEC
 from honed.job.job import State
+from honed.page import report
 from zoo import plain
 
 ANNA, BERTA, CARL = 23001, 23002, 23003
@@ -271,6 +273,9 @@ def test_a_job_of_a_class_that_preempts_takes_the_device_and_the_other_resumes(i
     # Neither the second urgent job nor the one of a class that does not preempt has ended anything.
     assert order(instance) == ["slow-60", "slow-20", "succeed.second", "succeed.high"]
     assert f"preempted: {reason}" in instance.honectl("show", "slow-60", check=True).stdout
+    report.write(instance.layout, [low.id], is_shared=True, admin_group="")
+    page = instance.layout.job(low.id).report_path.read_text()
+    assert re.search(rf"<td>{reason}</td>\s*<td>\d+</td>\s*<td>none</td>", page)  # what it cost: seconds, and no steps
 
 
 @pytest.mark.parametrize("kept", ["min_run", "merge", "rank"])

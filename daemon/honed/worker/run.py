@@ -222,6 +222,7 @@ class _Story:
             stop,
             lambda: load.load_processor(job, tokenizer),
             warn=lambda text: self._log("warning", text),
+            is_ahead=self._gate.is_closed,
         )
         if resumed and progress.data_hashes not in ({}, data.hashes):
             self._log(

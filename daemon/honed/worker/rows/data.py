@@ -181,8 +181,11 @@ def build(
     stop: Stop,
     load_processor: Callable[[], Processor] | None = None,
     warn: Callable[[str], None] = lambda _text: None,
+    *,
+    is_ahead: bool = False,
 ) -> Data:
-    """Read, mix, split and encode the data. Raises DatasetError if nothing is left to train on.
+    """Read, mix, split and encode the data. Raises DatasetError if nothing is left to train on. `is_ahead`: another job
+    trains meanwhile.
 
     The processor is loaded if a row has media, and takes part in `chat` from then on.
     """
@@ -193,7 +196,9 @@ def build(
     files = [file for each in [*spec.datasets, *spec.eval_datasets] for file in _files(each)]
     before = _stamps(files)
     hashes = {str(file): sha256(file, stop) for file in files}
-    maker = Maker(assignment, chat, stop, load_processor, warn, hashes, lambda: _stamps(files) == before)
+    maker = Maker(
+        assignment, chat, stop, load_processor, warn, hashes, lambda: _stamps(files) == before, is_ahead=is_ahead
+    )
     wanted = [datasets for datasets in (spec.datasets, spec.eval_datasets) if datasets]
     cache.keep(assignment.rows_dir, map(maker.name, wanted))
     tables = [maker.table(datasets) for datasets in wanted]

@@ -108,9 +108,11 @@ def cut(blobs: Iterable[bytes]) -> Iterator[list[bytes]]:
         yield piece
 
 
-def processes() -> int:
-    """Return the number of processes: one for each core that this one may use."""
-    return min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+def processes(*, is_ahead: bool = False) -> int:
+    """Return the number of processes: one for each core that this one may use. `is_ahead`: half of them, because
+    another job trains meanwhile."""
+    num_cores = len(os.sched_getaffinity(0))
+    return min(max(1, num_cores // 2) if is_ahead else num_cores, MAX_PROCESSES)
 
 
 class Pool:

@@ -58,6 +58,7 @@ class Maker:
     warn: Callable[[str], None]
     hashes: Mapping[str, str]
     are_unchanged: Callable[[], bool]  #: False if a data file has changed since it was hashed
+    is_ahead: bool = False  #: another job trains meanwhile
     media: MediaRows | None = None  #: None as long as all rows are text
 
     def name(self, datasets: Sequence[DatasetSpec]) -> str:
@@ -102,7 +103,9 @@ class Maker:
         first: list[Example] = []  # the first row with media
         if self.media is None:
             blobs = _packed(examples, first, self.load_processor is not None)
-            yield from encoders.batches(encoder, blobs, self.stop, num_processes=encoders.processes())
+            yield from encoders.batches(
+                encoder, blobs, self.stop, num_processes=encoders.processes(is_ahead=self.is_ahead)
+            )
         rest = itertools.chain(first, examples)
         if self.media is None and first and self.load_processor is not None:
             self.media = MediaRows(self.load_processor(), self.assignment.spec)
