@@ -70,7 +70,9 @@ class Assignment:
         adapter = Path(self.spec.adapter) if self.spec.adapter else None
         for each in inputs(self.spec, self.base_model_path, adapter):
             if each.error is not DatasetError:
-                found += [each.path, *(path for path in each.path.glob("*") if path.is_file())]
+                found.append(each.path)
+                with contextlib.suppress(OSError):
+                    found += [path for path in each.path.glob("*") if path.is_file()]
         for dataset in (*self.spec.datasets, *self.spec.eval_datasets):
             try:
                 found += datadir.files_of(dataset)

@@ -194,8 +194,9 @@ class _Story:
         if attempt > 1 and resumed is None:
             events.emit("started_over", reason="damaged" if set_aside else "no checkpoint")
         progress = resumed.progress if resumed else checkpoint.Progress(evaluates_by_length=True)
-        self._gate.watch(job.files())
         job.check_inputs()
+        if self._gate.is_closed:
+            self._gate.watch(job.files())
         backend = load.choose(job.backend)
         tracker.prepare(job)
         if self._gate.is_closed:
