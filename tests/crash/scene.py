@@ -125,7 +125,7 @@ class Scene:
             path.write_text(text if name in GOOD else text[:20])
             os.utime(path, (1, 1))
         self.layout.config_path.parent.mkdir(parents=True)
-        more = "stage_ahead = true\n" if self.is_staging else ""
+        more = f"stage_ahead = {str(self.is_staging).lower()}\n"
         more += "warm_sec = 600\nstage_min_available_bytes = 0\n" if self.is_warm else ""
         self.layout.config_path.write_text(CONFIG + more)
 

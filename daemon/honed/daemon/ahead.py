@@ -19,7 +19,7 @@ from honed.daemon.attempts import Attempts, Running
 from honed.daemon.placement import Placement
 from honed.daemon.staged import StagedWorkers, Worker
 from honed.job.job import Job
-from honed.job.plan_file import PlanFile
+from honed.job.plan_file import PlanFile, RowNeeds
 from honed.spec.config import Config, JobsConfig
 from honed.system import usage
 from honed.system.device import Device
@@ -37,8 +37,10 @@ STEADY = frozenset({"load", "audit", "mask", "baseline", "train", "evaluate", "p
 MIN_PROCESSORS = 2
 #: Seconds for which nothing is staged after memory was short.
 STEP_BACK_SEC = 300.0
-#: Bytes of disk space that must be available: encoded rows take several times the space of their text.
-MIN_FREE_DISK_BYTES = 4 * 1024**3
+#: Bytes of disk space that must be left beside a staged job's rows.
+MIN_FREE_DISK_BYTES = 1024**3
+#: Needs of rows that take nothing.
+NO_NEEDS = RowNeeds(0, 0, 0)
 #: Jobs at the front of the queue that are looked at for one that can be staged.
 MAX_LOOKS = 16
 #: Control group of the workers that are units: its limits count.
@@ -61,18 +63,20 @@ def _is_stageable(job: Job, plan: PlanFile) -> bool:
     return spec.get("kind", "sft") == "sft" and not begins_with_trial and not spec.get("trust_remote_code")
 
 
-def why_not(config: JobsConfig, jobs_dir: Path, *, group: str = "", share: float = 1.0, num_bytes: int = 0) -> str:
+def why_not(
+    config: JobsConfig, jobs_dir: Path, *, group: str = "", share: float = 1.0, needs: RowNeeds = NO_NEEDS
+) -> str:
     """Return why no worker may be staged; empty if one may. `share`: of the memory that must be available in a control
-    group, and of the disk space in `jobs_dir`; `num_bytes`: the memory that its rows take besides."""
+    group, and of the disk space in `jobs_dir`; `needs`: of its rows, besides."""
     if not config.stage_ahead:
         return "jobs.stage_ahead is off"
     if len(os.sched_getaffinity(0)) < MIN_PROCESSORS:
         return "the machine has one processor"
-    if usage.available_bytes(group) < share * config.stage_min_available_bytes + num_bytes:
+    if usage.available_bytes(group) < share * config.stage_min_available_bytes + needs.memory_bytes:
         return "little memory is available"
     with contextlib.suppress(OSError):
         found = os.statvfs(jobs_dir)
-        if found.f_bavail * found.f_frsize < share * MIN_FREE_DISK_BYTES:
+        if found.f_bavail * found.f_frsize < share * MIN_FREE_DISK_BYTES + needs.disk_bytes:
             return "little disk space is available"
     return ""
 
@@ -151,12 +155,12 @@ class Ahead:
                 continue
             try:
                 plan = PlanFile.read(self._layout.job(job.id).plan_path)
-                is_stageable, backend, num_bytes = _is_stageable(job, plan), plan.backend.name, plan.row_memory_bytes
+                is_stageable, backend, needs = _is_stageable(job, plan), plan.backend.name, plan.row_needs
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                is_stageable, backend, num_bytes = False, "", 0  # its turn will tell
+                is_stageable, backend, needs = False, "", NO_NEEDS  # its turn will tell
             if not is_stageable:
                 self._workers.give_up(job)
-            elif not why_not(self._config().jobs, self._layout.jobs_dir, group=self._group, num_bytes=num_bytes):
+            elif not why_not(self._config().jobs, self._layout.jobs_dir, group=self._group, needs=needs):
                 fell_back = bool(job.attempts) and job.attempts[-1].num_starts > 1
                 self._workers.start(job, device, job.attempts[-1].backend if fell_back else backend)
                 return

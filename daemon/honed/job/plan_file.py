@@ -259,9 +259,10 @@ class PlanFile:
     # -- what is decided
 
     @property
-    def row_memory_bytes(self) -> int:
-        """Host memory that encoding the rows takes; 0 if it is not known."""
-        return int((self.document.get("rows") or {}).get("memory_bytes", 0))
+    def row_needs(self) -> RowNeeds:
+        """Estimated needs of the encoded rows; 0 where they are not known."""
+        raw = self.document.get("rows") or {}
+        return RowNeeds(*(int(raw.get(each.name, 0)) for each in fields(RowNeeds)))
 
     @property
     def is_decided(self) -> bool:
