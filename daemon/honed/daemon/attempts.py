@@ -196,7 +196,10 @@ class Running:
         if not was_early and stage != "staged" and not (has_vanished and stage in BEFORE_GATE):
             return False
         result_path = self._layout.job(self.job.id).attempt(attempt.number).result_path
-        return not is_of_job(judge(result_path, ended, is_readable=self._num_failed_steps < MAX_FAILED_STEPS))
+        outcome = judge(result_path, ended, is_readable=self._num_failed_steps < MAX_FAILED_STEPS)
+        if was_early:
+            return not is_of_job(outcome)
+        return not outcome.phase or isinstance(outcome.error, error.InterruptedRunError)
 
     def conclude(self, ended: Exit, *, is_stopping: bool) -> Outcome | None:
         """Return the outcome of the attempt; None if it goes on with another backend. `is_stopping`: honed ends."""

@@ -79,10 +79,12 @@ class Selection:
         """Return the job to start on a free device, in the order of `Shares`."""
         self._backlog.look_again()
         with_device = [wants_gpu for wants_gpu in (True, False) if self._placement.is_any_free(wants_gpu)]
+        kept: set[str] = set()  # devices of jobs whose turn has come, and whose staged workers end in a moment
         for job in self._startable(with_device, with_ending=True):
-            if (free := self._placement.free_device(job)) is not None:
+            if (free := self._placement.free_device(job)) is not None and free.key not in kept:
                 if self._staged.is_ending(job.id):
-                    break  # its turn has come: it starts in a moment
+                    kept.add(free.key)
+                    continue
                 if self._placement.holds_on(job, free):
                     return job, free
                 if not self._plans.has_room:
@@ -261,6 +263,7 @@ class Dispatch:
         for job in put_back:
             self._backlog.delay(job, NOT_NOW_SEC)
             self.fence.doubt()
+            self.staged.give_up(job)
         for job in settled:
             self._backlog.delay(job, self._retry_delay_sec(job))
         for job in settled:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from honed.daemon.attempts import (
+    MAX_UNREAD,
     Attempts,
     clear,
     is_of_job,
@@ -54,6 +55,8 @@ class Worker:
     asked_at: float | None = None  #: monotonic seconds; set once it was asked to end
     kill_at: float | None = None  #: likewise
     unwanted_since: float | None = None
+    ended_at: float | None = None  #: monotonic seconds
+    num_failed: int = 0  #: turns in which it could not be settled
     ended: Exit | None = None  #: kept until it is settled: the runner tells it once
     is_told: bool = False  #: the machine's fault that keeps it from being settled was logged
     was_killed: bool = False
@@ -105,7 +108,8 @@ class StagedWorkers:
     def is_stuck(self, job_id: int) -> bool:
         """Return True if a job's staged worker should have ended long ago: others need not wait for that job."""
         worker = self._workers.get(job_id)
-        return worker is not None and worker.asked_at is not None and self._clock() - worker.asked_at >= MAX_END_SEC
+        since = None if worker is None else worker.asked_at if worker.asked_at is not None else worker.ended_at
+        return since is not None and self._clock() - since >= MAX_END_SEC
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -184,12 +188,13 @@ class StagedWorkers:
         could start now, so that what its worker found wrong is the job's end."""
         for number, worker in list(self._workers.items()):
             try:
-                worker.ended = worker.ended or self._runner.poll(number)
+                self._look_at(worker)
                 if worker.ended is not None:
                     self._settle(worker, worker.ended, may_fail)
                 elif not self.is_wanted(worker):
                     self._end(worker)
             except Exception as problem:  # noqa: BLE001 - the others are settled all the same, and this one in the next turn
+                worker.num_failed += 1
                 if not worker.is_told:
                     log.warning("job %d (%s): its staged worker: %s", number, worker.name, said(problem))
                 worker.is_told = True
@@ -199,8 +204,12 @@ class StagedWorkers:
         worker = self._workers.get(job.id)
         if worker is None or not self.is_wanted(worker):
             return None
-        worker.ended = worker.ended or self._runner.poll(job.id)
+        self._look_at(worker)
         return worker.staged if worker.ended is None else None
+
+    def _look_at(self, worker: Worker) -> None:
+        if worker.ended is None and (ended := self._runner.poll(worker.job_id)) is not None:
+            worker.ended, worker.ended_at = ended, self._clock()
 
     def forget(self, job: Job) -> None:
         """Leave a job's staged worker to the attempt that has started with it."""
@@ -271,7 +280,8 @@ class StagedWorkers:
             self.give_back(worker)
             del self._workers[worker.job_id]
             return
-        outcome = judge(self._layout.job(job.id).attempt(worker.staged.number).result_path, ended)
+        result_path = self._layout.job(job.id).attempt(worker.staged.number).result_path
+        outcome = judge(result_path, ended, is_readable=worker.num_failed < MAX_UNREAD)
         if is_of_job(outcome) and may_fail(job):
             log.info("job %d (%s): its staged worker found an error", job.id, job.name)
             running = self._attempts.start(job, NO_DEVICE, worker.staged.backend, worker.staged)

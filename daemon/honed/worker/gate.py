@@ -61,7 +61,9 @@ class Gate:
         self._again = again or _execute
         self._paths: list[Path] = []
         self._seen: Mapping[Path, tuple[int, ...]] = {}  # as the files were when they were read
-        self._changed: Mapping[Path, tuple[int, ...]] = {}  # as they were at the last look, if they had changed
+        self._changed: Mapping[Path, tuple[int, ...]] | None = (
+            None  # as they were at the last look, if they had changed
+        )
         if self.is_closed:
             environment[NVML_CHECK] = "1"
             be_nice(SESSION_NICE)

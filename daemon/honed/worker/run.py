@@ -205,6 +205,7 @@ class _Story:
                 import torch  # noqa: F401 - all of the stack that may be imported before Unsloth
 
                 self._pass_gate()
+                self._stage("prepare")  # its turn has come
         with imports.quick():
             backend.import_libraries()
             if not (self._gate.is_closed and imports.asks_device(job)):
@@ -238,19 +239,21 @@ class _Story:
             self._log(level, text)
         config = load.load_config(job)
         position.check_rows(spec, config.model_type, config.to_dict(), data.longest)
-        if self._gate.is_closed:
+        was_ahead = self._gate.is_closed
+        if was_ahead:
             self._pass_gate()
             started = time.time()
+
+        self._stage("load")
+        if was_ahead:
             job.check_inputs()
             self._load_metrics(job)
-
         with imports.quick():
             from honed.worker.train import losscheck, usage
             from honed.worker.train import trainer as trainers
             from honed.worker.train.callback import RunCallback
             from honed.worker.train.watched import WatchedTrainer
 
-        self._stage("load")
         auditor = audit.Auditor(precision, events, backend=job.backend)
         loaded = load.load(backend, job, auditor, tokenizer)
         for text in loaded.told:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -14,18 +15,20 @@ from typing import Any
 
 import pytest
 
-from honed.daemon.attempts import Attempts, clear
+from honed.daemon.attempts import MAX_UNREAD, Attempts, clear
 from honed.daemon.fencing import Fence
 from honed.daemon.staged import MAX_END_SEC, StagedWorkers
 from honed.job.ahead import STAGED_VARIABLE, Pass
 from honed.job.database import Database
 from honed.job.job import Job, Staged, State
 from honed.job.spool import Spool
+from honed.run import outcome as outcomes
 from honed.run.process import ProcessRunner
 from honed.run.runner import Live
 from honed.spec.config import Config
 from honed.system import durable
 from honed.system.device import cpu
+from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
 
 DEADLINE_SEC = 120.0
@@ -237,6 +240,37 @@ def test_a_worker_that_ended_at_its_gate_as_its_turn_came_costs_no_failure(place
         0,
         ["interrupted"],
     )
+
+
+def test_an_error_after_the_gate_is_a_failure_as_any(place: Place) -> None:
+    place.begin()
+    attempt = place.layout.job(1).attempt(1)
+    attempt.events_path.write_text(json.dumps({"event": "stage", "time": time.time(), "stage": "staged"}) + "\n")
+    found = EnvironmentInvalidError("a metric cannot be loaded").as_dict()
+    attempt.result_path.write_text(json.dumps({"outcome": "failed", "phase": "staged", "error": found}))
+    os.kill(json.loads(place.lock())["worker_pid"], signal.SIGKILL)
+    settled: list[Job] = []
+    place.wait(lambda: settled.extend(place.attempts.reap()) or settled)
+    assert (settled[0].state, settled[0].outcome) == (State.FAILED, "environment_invalid")
+
+
+def test_a_result_that_cannot_be_read_keeps_nobody_waiting(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.kill()
+    real = outcomes.untrusted.read_plain
+
+    def read(path: Path, **keys: Any) -> bytes:
+        if path.name == "result.json":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, **keys)
+
+    monkeypatch.setattr(outcomes.untrusted, "read_plain", read)
+    place.wait(lambda: place.turn() or place.staged.is_ending(1))
+    assert not place.staged.is_stuck(1)
+    place.now += MAX_END_SEC
+    assert place.staged.is_stuck(1)
+    for _ in range(MAX_UNREAD + 1):
+        place.turn()
+    assert (len(place.staged), place.job().state, place.job().attempts) == (0, State.QUEUED, ())
 
 
 def test_a_worker_of_a_job_without_an_entry_is_ended(place: Place) -> None:

@@ -313,7 +313,7 @@ class Incoming:
                     room[uid] -= 1
             if not room[uid] or not (uid in self._submitted or uid in self._listing.not_looked_at):
                 del room[uid]
-        if not room:
+        if not any(self._submitted.get(uid) or self._listing.not_looked_at.get(uid) for uid in lists):
             self._turns.end()
         return submitted, whole
 
