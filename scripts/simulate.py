@@ -178,6 +178,16 @@ class _Attempts:
         self._outcome.preemptions.append((by, victim.task))
 
 
+class _NoStaged:
+    """Nothing is staged."""
+
+    def is_ending(self, _job_id: int) -> bool:
+        return False
+
+    def is_stuck(self, _job_id: int) -> bool:
+        return False
+
+
 class _Replanning:
     """No plan is ever made again: all devices are alike."""
 
@@ -239,8 +249,9 @@ class Simulation:
         )
         acceptance: Any = _Replanning()
         plans = Plans(self._spool, backlog, placement, acceptance)
+        staged: Any = _NoStaged()
         self._selection = Selection(
-            self._spool, lambda: config, self._attempts, backlog, plans, placement, self._shares, lambda _job_id: False
+            self._spool, lambda: config, self._attempts, backlog, plans, placement, self._shares, staged
         )
         self._preempting = Preempting(
             layout,

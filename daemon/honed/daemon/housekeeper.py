@@ -407,8 +407,10 @@ class Housekeeper:
             jobs = [job for job in self._spool.catalog if job.uid == uid and job.state is not State.RUNNING]
             sizes = self._removals.sizes
             self._removals.measure(jobs, sizes)
-            rows = self._row_cache.num_bytes(uid)
-            self._sums[uid] = (now, rows + sum(sizes.of(job) or 0 for job in jobs))
+            total = self._row_cache.num_bytes(uid) + sum(sizes.of(job) or 0 for job in jobs)
+            if any(sizes.of(job) is None for job in jobs):
+                return total  # not all are measured yet
+            self._sums[uid] = (now, total)
         return self._sums[uid][1]
 
     def listen(self, told: Callable[[str, int], None]) -> None:
