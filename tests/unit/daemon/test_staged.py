@@ -199,8 +199,7 @@ def failed(place: Place) -> None:
 
 def test_what_a_worker_found_wrong_in_a_job_that_could_start_is_the_jobs_end(place: Place) -> None:
     failed(place)
-    place.turn()
-    place.turn()
+    place.wait(lambda: place.turn() or place.job().state is State.FAILED)
     assert (place.job().state, place.job().outcome) == (State.FAILED, "dataset_invalid")
 
 
@@ -208,8 +207,7 @@ def test_what_a_worker_found_wrong_in_a_job_that_may_not_start_is_left_to_its_tu
     """The queue is paused, or the job's maker is made again: its data may be there when its turn comes."""
     place.may_fail = False
     failed(place)
-    place.turn()
-    place.turn()
+    place.wait(lambda: place.turn() or place.job().staged is None)
     assert (place.job().state, place.job().attempts, place.job().staged) == (State.QUEUED, (), None)
 
 
