@@ -213,10 +213,9 @@ def test_what_a_worker_found_wrong_in_a_job_that_may_not_start_is_left_to_its_tu
 
 def test_a_worker_that_has_just_ended_is_no_attempt(place: Place) -> None:
     place.kill()
-    place.wait(lambda: not place.runner.live())
-    assert place.staged.of(place.job()) is None
+    place.wait(lambda: place.staged.of(place.job()) is None)
     assert place.staged.is_ending(1)
-    place.turn()
+    place.wait(lambda: place.turn() or not len(place.staged))
     assert (place.job().attempts, place.job().staged, len(place.staged)) == ((), None, 0)
 
 
@@ -279,10 +278,8 @@ def test_a_worker_of_a_job_without_an_entry_is_ended(place: Place) -> None:
     assert place.spool.job(1) is None
     place.staged.take_over(place.runner.live())
     assert place.staged.numbers == {1}
-    place.turn()
-    place.wait(lambda: not place.runner.live())
-    place.turn()
-    assert place.staged.numbers == set()
+    place.wait(lambda: place.turn() or not place.staged.numbers)
+    assert not place.runner.live()
 
 
 def test_a_unit_of_a_staged_job_without_any_file_keeps_no_device_when_honed_starts(
