@@ -230,8 +230,17 @@ def test_a_worker_that_ended_at_its_gate_as_its_turn_came_costs_no_failure(place
     assert staged is not None
     place.attempts.start(place.job(), cpu(), "transformers", staged)
     place.staged.forget(place.job())
-    assert place.attempts.reap() == []
-    [job] = place.attempts.put_back()
+    settled: list[Job] = []
+    put_back: list[Job] = []
+
+    def look() -> bool:
+        settled.extend(place.attempts.reap())
+        put_back.extend(place.attempts.put_back())
+        return bool(settled or put_back)
+
+    place.wait(look)
+    assert settled == []
+    [job] = put_back
     assert (job.state, job.num_failures, [each.outcome for each in job.attempts]) == (
         State.QUEUED,
         0,
