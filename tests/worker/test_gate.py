@@ -20,6 +20,7 @@ from honed.system.error import InterruptedRunError
 from honed.system.layout import JobLayout
 from honed.worker import gate as gates
 from honed.worker.gate import NVML_CHECK, Gate, read_ahead
+from honed.worker.pulse import Pulse
 from honed.worker.run import run
 from honed.worker.stop import Stop
 from worker.conftest import WORKER_TIMEOUT_SEC, MakeJob, read_events
@@ -216,6 +217,20 @@ def test_a_worker_begins_again_if_a_file_has_changed_that_it_has_read(tmp_path: 
         with pytest.raises(_Again) as again:
             gate.wait()
         assert again.value.environment == {"CUDA_VISIBLE_DEVICES": "GPU-b", NVML_CHECK: "1"}  # its turn has come
+
+
+def test_a_worker_that_begins_again_still_reports_to_systemd(tmp_path: Path) -> None:
+    layout, rows = JobLayout(tmp_path), tmp_path / "rows.jsonl"
+    told = {"NOTIFY_SOCKET": "/run/notify", "HONED_WATCHDOG_SEC": "60", "HONED_MIN_STALL_SEC": "5"}
+    environment = {**told, STAGED_VARIABLE: "1"}
+    pulse = Pulse(environment)
+    gate = gate_of(layout, environment, again=_again, kept=pulse.variables)
+    gate.watch([rows])
+    rows.write_text("{}")
+    Pass(1, 1).write(layout)
+    with pytest.raises(_Again) as again:
+        gate.wait()
+    assert told.items() <= again.value.environment.items()
 
 
 def test_a_worker_that_waits_begins_again_once_the_files_do_not_change_any_more(

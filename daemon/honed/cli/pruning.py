@@ -12,6 +12,7 @@ from typing import Any
 from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.job import query, removal, retention, row_cache
+from honed.job.job import State
 from honed.job.retention import Needs, Wish
 from honed.job.row_cache import RowCache
 from honed.job.shape import CachedRows, PruneAnswer, PrunedRow, RefusedRow, Removed, RemovedRow
@@ -176,7 +177,7 @@ class Down:
 
     def __init__(self, spool: Any, layout: Any) -> None:
         self._spool, self._layout = spool, layout
-        self._cache = RowCache(layout, lambda: 0)
+        self._cache = RowCache(layout, lambda: 0, running=lambda: {job.id for job in spool.jobs(State.RUNNING)})
         self._done: dict[int, removal.Count] = {}
 
     def ask(self, verb: str, **arguments: Any) -> PruneAnswer | dict[str, Removed]:

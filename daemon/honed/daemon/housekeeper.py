@@ -76,12 +76,12 @@ class Pruning:
     def prune(self, jobs: Sequence[Job], why: str) -> None:
         """Prune finished jobs, with everything that belongs to them alone."""
         self._spool.prune(*jobs)
-        self._row_cache.forget(job.id for job in jobs)
         for job in jobs:
             self._rows.append(job.id)
             self._removals.sizes.forget(job)
             self._removals.forget(f"job:{job.id}")
             log.info("job %d (%s): pruned: %s", job.id, job.name, why, extra=about(job))
+        self._row_cache.forget(job.id for job in jobs)
 
     def drop_checkpoints(self, job: Job, why: str) -> None:
         """Remove a finished job's checkpoints; its entry is marked first, so that nobody relies on them."""

@@ -146,7 +146,8 @@ class RowCache:
                 infos = [os.stat(each, dir_fd=fd, follow_symlinks=False) for each in FILES]
                 if all(stat.S_ISREG(info.st_mode) for info in infos) and not (entry and self._is_of(entry, infos)):
                     self._link(job.uid, name, fd)
-                    entry = Entry(job.uid, name, sum(info.st_size for info in infos), 0.0, frozenset())
+                    jobs = entry.jobs if entry is not None else frozenset()
+                    entry = Entry(job.uid, name, sum(info.st_size for info in infos), 0.0, jobs)
         if entry is not None:
             entry.jobs, entry.used_at = entry.jobs | {job.id}, self._now()
             self._note(entry)
@@ -205,8 +206,11 @@ class RowCache:
                 entry = _read(int(directory.name), path) if _NAME.fullmatch(path.name) else None
                 if entry is not None:
                     yield entry
-                else:
+                    continue
+                try:
                     self._set_aside(path)
+                except OSError as error:  # it stays until the next start
+                    self._complain(error)
 
     def num_bytes(self, uid: int | None = None) -> int:
         """Return the bytes of a user's entries, or of all."""
@@ -230,8 +234,9 @@ class RowCache:
             if not free:
                 return
             gone = min(free, key=lambda each: (-sums[each.uid], each.used_at))
+            if not self._remove(gone, "the cache of rows is full"):
+                return  # tried again after the next entry, or at the next look
             held -= gone.num_bytes
-            self._remove(gone, "the cache of rows is full")
 
     def forget(self, jobs: Iterable[int]) -> None:
         """Remove the entries that no other job than these has used."""
@@ -240,7 +245,10 @@ class RowCache:
             if entry.jobs & gone:
                 entry.jobs -= gone
                 if entry.jobs:
-                    self._note(entry)
+                    try:
+                        self._note(entry)
+                    except OSError as error:  # on a full disk; the next start forgets jobs that are gone
+                        self._complain(error)
                 else:
                     self._remove(entry, "the last job that used it was removed")
 
@@ -264,14 +272,15 @@ class RowCache:
         running = self._running()
         return any(number in running for number in entry.jobs)
 
-    def _remove(self, entry: Entry, why: str) -> None:
+    def _remove(self, entry: Entry, why: str) -> bool:
         try:
             self._set_aside(self._place(entry))
         except OSError as error:
             self._complain(error)
-            return
+            return False
         del self._known[entry.uid, entry.name]
         log.info("%s: removed %d bytes of encoded rows: %s", self._place(entry), entry.num_bytes, why)
+        return True
 
     def _set_aside(self, path: Path) -> None:
         """Take a directory away with one rename; the removal process deletes it."""
@@ -290,9 +299,10 @@ class RowCache:
 
     def _complain(self, error: OSError) -> None:
         """Log a fault of the cache, once: jobs encode their rows themselves."""
-        if str(error) != self._fault:
+        fault = error.strerror or str(error)
+        if fault != self._fault:
             log.warning("%s: rows are not shared between jobs: %s", self._dir, error)
-        self._fault = str(error)
+        self._fault = fault
 
 
 def answer(entries: Iterable[Entry]) -> list[CachedRows]:

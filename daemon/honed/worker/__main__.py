@@ -61,7 +61,7 @@ def train(words: Sequence[str], *, spare: Job | None = None) -> int:
     _set_defaults()
     pulse = Pulse(path=JobLayout(arguments.job_dir.resolve()).attempt(arguments.attempt).pulse_path)
     stop = Stop(pulse.beat, pulse.enter)
-    gate = Gate(JobLayout(arguments.job_dir.resolve()), arguments.attempt, beat=stop.check)
+    gate = Gate(JobLayout(arguments.job_dir.resolve()), arguments.attempt, beat=stop.check, kept=pulse.variables)
     signal.signal(signal.SIGTERM, stop.on_signal)
     signal.signal(signal.SIGINT, stop.on_signal)
     stop.is_set = stop.is_set or (spare is not None and bool(spare.asked))

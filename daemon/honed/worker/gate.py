@@ -49,9 +49,10 @@ class Gate:
         *,
         beat: Callable[[], None] = lambda: None,
         again: Callable[[Mapping[str, str]], NoReturn] | None = None,
+        kept: Mapping[str, str] | None = None,
     ) -> None:
         """Prepare the gate. `beat` is called while the worker waits, and may raise to end it. `again` begins the
-        process again, with this environment."""
+        process again, with this environment and what it has taken out of that (`kept`)."""
         start = environment.pop(STAGED_VARIABLE, "")
         self._path = job.gate_path
         self._wanted = (attempt, int(start)) if start else None
@@ -59,6 +60,7 @@ class Gate:
         self._environment = environment
         self._beat = beat
         self._again = again or _execute
+        self._kept = kept or {}
         self._paths: list[Path] = []
         self._seen: Mapping[Path, tuple[int, ...]] = {}  # as the files were when they were read
         self._changed: Mapping[Path, tuple[int, ...]] | None = (
@@ -114,7 +116,7 @@ class Gate:
             self._wanted = None
             be_nice(0)
             set_oom_score_adj(self._oom_score_adj)
-            self._again({**self._environment, **staged})
+            self._again({**self._environment, **self._kept, **staged})
 
     def _hurry(self) -> None:
         """Yield to other work no longer once the device waits for this worker."""

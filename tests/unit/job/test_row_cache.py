@@ -239,5 +239,35 @@ def test_a_prune_while_honed_is_down_removes_the_job_s_rows(layout: Layout) -> N
     assert not list(layout.rows_dir.glob("**/*.arrow"))
 
 
+def test_two_jobs_that_made_the_same_rows_both_use_the_entry(layout: Layout) -> None:
+    cache = cache_of(layout, running=(1,))
+    made(cache, layout, 1, ONE)
+    made(cache, layout, 2, ONE)
+    cache.forget([2])
+    assert held(layout)
+
+
+def test_a_disk_that_takes_no_more_stops_neither_a_prune_nor_the_daemon(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_of(layout)
+    made(cache, layout, 1, ONE)
+    made(cache, layout, 2, ONE)
+
+    def full(*_arguments: Any, **_keys: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RowCache, "_note", full)
+        cache.forget([1])
+    with monkeypatch.context() as broken:
+        broken.setattr(RowCache, "_set_aside", full)
+        broken.setattr(row_cache, "MAX_ENTRIES", 0)
+        cache.trim()  # does not try for ever
+        cache.forget([2])
+    cache_of(layout).forget_all_but(())
+    assert not held(layout)
+
+
 def test_the_default_is_on() -> None:
     assert Config().retention.max_row_bytes > 0
