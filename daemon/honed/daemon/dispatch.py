@@ -106,6 +106,7 @@ class Selection:
 
     def could_start(self, job: Job) -> bool:
         """Return True if a job would start now if a device were free."""
+        self._backlog.look_again()  # its entry may just have changed
         is_closed = self._spool.is_paused or training.is_missing()
         return not is_closed and any(each.id == job.id for each in self._startable((True, False), with_ending=True))
 

@@ -162,6 +162,8 @@ def test_a_job_whose_staged_worker_ends_keeps_its_turn(room: Made, monkeypatch: 
     fair.staged.ending.add(first.id)
     assert chosen() is None
     assert fair.selection.could_start(first)
+    fair.spool.update(fair.spool.job(first.id), num_staged=1)
+    assert fair.selection.could_start(first)
     fair.staged.stuck.add(first.id)
     assert chosen() == second.id
 
