@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from honed.worker.train import checkpoint, digest, disk_reserve
 from honed.worker.train.divergence import Divergence
+from honed.worker.train.watched import WatchedTrainer
 from worker.conftest import Ended, MakeJob, WorkerJob, read_events
 
 DEADLINE_SEC = 120.0
@@ -54,6 +57,20 @@ def fail_syncs(monkeypatch: pytest.MonkeyPatch, *, of: set[str], number: int) ->
     def failing(path: Path) -> None:
         if path.parent.name in of:
             raise OSError(number, os.strerror(number), str(path))
+        sync(path)
+
+    monkeypatch.setattr(digest, "_sync", failing)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, *, of: str) -> None:
+    """Have the disk full at the first sync of this checkpoint's files."""
+    sync: Callable[[Path], None] = digest._sync
+    failed: list[Path] = []
+
+    def failing(path: Path) -> None:
+        if path.parent.name == of and not failed:
+            failed.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         sync(path)
 
     monkeypatch.setattr(digest, "_sync", failing)
@@ -152,3 +169,30 @@ def test_a_run_that_may_be_lost_saves_nothing_in_the_stead_of_one_that_found_no_
     assert any("No space left" in text for text in ended.messages("warning"))
     assert ended.of("checkpoint") == []
     assert names(job) == set()
+
+
+def test_the_best_checkpoint_is_written_again_if_it_finds_no_room(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another step's weights in its stead would be the output, and the earlier best would be removed for them."""
+    losses = {2: 2.0, 4: 1.0, 6: 3.0, 8: 4.0}
+    evaluate = WatchedTrainer._evaluate
+
+    def told(self: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return evaluate(self, *args, **kwargs) | {"eval_loss": losses.get(self.state.global_step, 9.0)}
+
+    monkeypatch.setattr(WatchedTrainer, "_evaluate", told)
+    monkeypatch.setattr(disk_reserve, "SPARE_BYTES", -(2**60))
+    training = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "learning_rate": 1e-3}
+    training |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 1}
+    job = make_job(**KEYS | {"eval_split": 0.25, "training": training})
+    fail_once(monkeypatch, of="checkpoint-4")
+    ended = job.run()
+    assert ended.status == 0, ended.result["error"]
+    assert [each["step"] for each in ended.of("checkpoint")] == [2, 4, 6, 8]
+    assert names(job) == {"checkpoint-4", "checkpoint-8"}
+    assert not ended.messages("error")
+    best, output = (
+        load_file(place / "model.safetensors") for place in (job.dir / "checkpoints/checkpoint-4", job.dir / "output")
+    )
+    assert all(torch.equal(output[name], best[name]) for name in output)

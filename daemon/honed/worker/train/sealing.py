@@ -2,7 +2,8 @@
 
 The trainer's thread writes a checkpoint's files, as any trainer does, and goes on with the next step. The files are the
 snapshot: nothing of it is kept in memory. Until its rename a checkpoint is not there, for this run as for a resume: it
-is reported, and older ones are removed, afterwards.
+is reported, and older ones are removed, afterwards. The best checkpoint of a run that ends with it is waited for: if it
+finds no room, its weights must still be there to be written again.
 """
 
 from __future__ import annotations

@@ -123,6 +123,8 @@ class WatchedTrainer(Trainer):
         with self._stop.phase("save"):
             self._settled()
             self._write(model, trial)
+            if self.args.load_best_model_at_end and self.state.best_global_step == self.state.global_step:
+                self.settle()  # no later step can stand in for the best one
 
     def _write(self, model: Any, trial: Any) -> None:
         """Write a checkpoint; remove older ones if there is no room. Raises DiskShortError, with none of it left."""
