@@ -147,7 +147,7 @@ class RowCache:
                 if all(stat.S_ISREG(info.st_mode) for info in infos) and not (entry and self._is_of(entry, infos)):
                     self._link(job.uid, name, fd)
                     jobs = entry.jobs if entry is not None else frozenset()
-                    entry = Entry(job.uid, name, sum(info.st_size for info in infos), 0.0, jobs)
+                    entry = Entry(job.uid, name, sum(map(_taken, infos)), 0.0, jobs)
         if entry is not None:
             entry.jobs, entry.used_at = entry.jobs | {job.id}, self._now()
             self._note(entry)
@@ -305,6 +305,11 @@ class RowCache:
         self._fault = fault
 
 
+def _taken(info: os.stat_result) -> int:
+    """Return the bytes of disk space that a file takes: one with holes takes less than its size."""
+    return min(info.st_size, info.st_blocks * 512)
+
+
 def answer(entries: Iterable[Entry]) -> list[CachedRows]:
     """Return entries in the format of `prune --json`."""
     return [{"uid": each.uid, "key": each.name, "num_bytes": each.num_bytes} for each in entries]
@@ -337,7 +342,7 @@ def _read(uid: int, path: Path) -> Entry | None:
     try:
         used = json.loads((path / _USED).read_bytes())
         jobs = frozenset(int(each) for each in used["jobs"])
-        num_bytes = sum((path / each).lstat().st_size for each in FILES)
+        num_bytes = sum(_taken((path / each).lstat()) for each in FILES)
         return Entry(uid, path.name, num_bytes, (path / _USED).stat().st_mtime, jobs) if jobs else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -85,12 +85,22 @@ def _add(layout: Layout, job_id: int) -> None:
     opener = who if submitter in {None, 0} else access.person(submitter) or who
     view = VIEW_DIR / str(job_id)
     (view / "jobs" / str(job_id)).mkdir(parents=True)
-    rows = [] if submitter is None or has_code(layout, job_id) else [layout.rows_dir / str(submitter)]
-    for place in [*_inputs(layout, job), *(each for each in rows if each.is_dir())]:
+    for place in _inputs(layout, job):
+        _show(layout, view, opener, place)
+    rows_dir = layout.rows_dir / str(submitter)
+    if submitter is not None and rows_dir.is_dir() and not has_code(layout, job_id):
+        try:
+            _show(layout, view, opener, rows_dir)
+        except ViewError as error:  # e.g. restored from a backup without its ACL
+            print(f"<4>the job encodes its rows itself: {error}", file=sys.stderr)
+
+
+def _show(layout: Layout, view: Path, opener: Person, place: Path) -> None:
+    """Add a directory to a view. Raises ViewError if it is closed to the submitter."""
+    with _opened_as(opener, place) as fd:
         target = view / place.relative_to(layout.state_dir)
         target.mkdir(parents=True, exist_ok=True)
-        with _opened_as(opener, place) as fd:
-            _mount(f"/proc/self/fd/{fd}", target)
+        _mount(f"/proc/self/fd/{fd}", target)
 
 
 def remove(job_id: int) -> None:

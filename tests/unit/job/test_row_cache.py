@@ -239,6 +239,17 @@ def test_a_prune_while_honed_is_down_removes_the_job_s_rows(layout: Layout) -> N
     assert not list(layout.rows_dir.glob("**/*.arrow"))
 
 
+def test_files_with_holes_take_nobody_s_place(layout: Layout) -> None:
+    cache = cache_of(layout, max_bytes=2**20, running=(2,))
+    made(cache, layout, 1, ONE)
+    with (encoded(layout, 2, ONE) / FILES[0]).open("r+b") as file:
+        file.truncate(2**40)
+    cache.take(job_of(layout, 2, uid=ANNA + 1), [ONE])
+    assert held(layout) == {f"{ANNA}/{ONE}", f"{ANNA + 1}/{ONE}"}
+    assert cache.num_bytes() < 2**20
+    assert cache_of(layout).num_bytes() == cache.num_bytes()
+
+
 def test_two_jobs_that_made_the_same_rows_both_use_the_entry(layout: Layout) -> None:
     cache = cache_of(layout, running=(1,))
     made(cache, layout, 1, ONE)
