@@ -50,16 +50,19 @@ def hold_back(monkeypatch: pytest.MonkeyPatch, job: WorkerJob, *, number: int, u
     monkeypatch.setattr(checkpoint, "seal", late)
 
 
-def fail_syncs(monkeypatch: pytest.MonkeyPatch, *, of: set[str], number: int) -> None:
-    """Have the syncs of these checkpoints' files fail."""
+def fail_syncs(monkeypatch: pytest.MonkeyPatch, *, of: set[str], number: int) -> list[Path]:
+    """Have the syncs of these checkpoints' files fail; return the files for which they have."""
     sync: Callable[[Path], None] = digest._sync
+    failed: list[Path] = []
 
     def failing(path: Path) -> None:
         if path.parent.name in of:
+            failed.append(path)
             raise OSError(number, os.strerror(number), str(path))
         sync(path)
 
     monkeypatch.setattr(digest, "_sync", failing)
+    return failed
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, *, of: str) -> None:
@@ -171,21 +174,28 @@ def test_a_run_that_may_be_lost_saves_nothing_in_the_stead_of_one_that_found_no_
     assert names(job) == set()
 
 
-def test_the_best_checkpoint_is_written_again_if_it_finds_no_room(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another step's weights in its stead would be the output, and the earlier best would be removed for them."""
-    losses = {2: 2.0, 4: 1.0, 6: 3.0, 8: 4.0}
+def of_best(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> WorkerJob:
+    """Return a job that ends with its best checkpoint; `losses`: those of its evaluations."""
     evaluate = WatchedTrainer._evaluate
 
     def told(self: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
         return evaluate(self, *args, **kwargs) | {"eval_loss": losses.get(self.state.global_step, 9.0)}
 
     monkeypatch.setattr(WatchedTrainer, "_evaluate", told)
-    monkeypatch.setattr(disk_reserve, "SPARE_BYTES", -(2**60))
     training = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "learning_rate": 1e-3}
     training |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 1}
-    job = make_job(**KEYS | {"eval_split": 0.25, "training": training})
+    return make_job(**KEYS | {"eval_split": 0.25, "training": training})
+
+
+@pytest.mark.parametrize("is_suspicious", [False, True])
+def test_the_best_checkpoint_is_written_again_if_it_finds_no_room(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, is_suspicious: bool
+) -> None:
+    """Another step's weights in its stead would be the output, and the earlier best would be removed for them."""
+    monkeypatch.setattr(disk_reserve, "SPARE_BYTES", -(2**60))
+    if is_suspicious:  # when the best one finds no room
+        monkeypatch.setattr(Divergence, "is_suspicious", property(lambda self: self._good_step == 4))
+    job = of_best(make_job, monkeypatch, {2: 2.0, 4: 1.0, 6: 3.0, 8: 4.0})
     fail_once(monkeypatch, of="checkpoint-4")
     ended = job.run()
     assert ended.status == 0, ended.result["error"]
@@ -196,3 +206,16 @@ def test_the_best_checkpoint_is_written_again_if_it_finds_no_room(
         load_file(place / "model.safetensors") for place in (job.dir / "checkpoints/checkpoint-4", job.dir / "output")
     )
     assert all(torch.equal(output[name], best[name]) for name in output)
+
+
+def test_a_best_checkpoint_that_finds_no_room_costs_neither_the_earlier_best_nor_the_newest(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = of_best(make_job, monkeypatch, {2: 2.0, 4: 3.0, 6: 1.0})
+    failed = fail_syncs(monkeypatch, of={"checkpoint-6"}, number=errno.ENOSPC)
+    free_bytes = disk_reserve.free_bytes
+    monkeypatch.setattr(disk_reserve, "free_bytes", lambda path: 0 if failed else free_bytes(path))
+    ended = job.run()
+    assert ended.status == 73
+    assert ended.result["error"]["code"] == "disk_insufficient"
+    assert names(job) == {"checkpoint-2", "checkpoint-4"}
