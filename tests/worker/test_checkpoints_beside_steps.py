@@ -199,7 +199,8 @@ def test_the_best_checkpoint_is_written_again_if_it_finds_no_room(
     fail_once(monkeypatch, of="checkpoint-4")
     ended = job.run()
     assert ended.status == 0, ended.result["error"]
-    assert [each["step"] for each in ended.of("checkpoint")] == [2, 4, 6, 8]
+    later = [5, 6, 8] if is_suspicious else [6, 8]  # the one that was due is made up for
+    assert [each["step"] for each in ended.of("checkpoint")] == [2, 4, *later]
     assert names(job) == {"checkpoint-4", "checkpoint-8"}
     assert not ended.messages("error")
     best, output = (

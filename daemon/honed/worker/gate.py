@@ -122,8 +122,9 @@ class Gate:
     def _look_last(self, warn: Callable[[str], None]) -> None:
         """Begin again if a file has changed, as far as that is known soon."""
         until = time.monotonic() + MAX_LOOK_SEC
-        num_looks = 1 if self._look is None else 2  # the one that is under way may have begun before a change
-        while num_looks and time.monotonic() < until:
+        # The one that is under way may have begun before a change.
+        num_looks = (1 if self._look is None else 2) if self._paths else 0
+        while num_looks and (self._look is None or time.monotonic() < until):
             self._beat()
             if (now := self._seen_now(LOOK_INTERVAL_SEC)) is not None:
                 self._check_files(now, {})

@@ -571,7 +571,7 @@ def test_rows_that_do_not_fit_on_the_disk_are_told_with_numbers(desk: Desk, monk
     cached = desk.layout.rows_dir / str(os.geteuid()) / ("0" * 32) / "tokens.arrow"
     cached.parent.mkdir(parents=True)
     cached.write_bytes(bytes(2**21))
-    with pytest.raises(DiskShortError, match=r"encoded rows of earlier jobs take 2\.0 MiB \(honectl prune --rows\)"):
+    with pytest.raises(DiskShortError, match=r"encoded rows of earlier jobs take [23] MiB \(honectl prune --rows\)"):
         desk.check()
 
 

@@ -99,11 +99,9 @@ class Sealing:
     def hurry(self, left_sec: float) -> None:
         """Give the checkpoint up, if there is one, where another one, which takes as long as the last, would not be in
         place in `left_sec` after it, but without it."""
-        if self._work is not None:
-            took_sec = self._took_sec or time.monotonic() - self._work.began
-            if left_sec > took_sec:
-                self.join(max_sec=left_sec - took_sec)
-                self._work.is_given_up = self._work.is_alive()
+        if self._work is not None and 0.0 < self._took_sec < left_sec:
+            self.join(max_sec=left_sec - self._took_sec)
+            self._work.is_given_up = self._work.is_alive()
 
     def join(self, *, max_sec: float = math.inf) -> None:
         """Wait for the checkpoint, if there is one, for so long at most."""

@@ -88,7 +88,7 @@ class WatchedTrainer(Trainer):
         if self._divergence.is_suspicious:
             self.settle()
             return  # the last checkpoint is better
-        if self._stop.left_sec is not None and self._sealing.step != self.state.global_step:
+        if self._stop.left_sec is not None and self._sealing.step not in {None, self.state.global_step}:
             # This step's checkpoint needs its own time; an earlier one is given up rather than this one.
             with self._stop.phase("seal"):
                 self._sealing.hurry(self._stop.left_sec - self._write_sec)
