@@ -155,9 +155,9 @@ def check_room(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
             cached = 0  # of the caches of rows, the helper may read its user's own
             if existing.stat().st_dev == nearest_existing(layout.rows_dir).stat().st_dev:
                 cached = removal.measure(layout.rows_dir / str(os.geteuid())).num_bytes
-            beside = f"; encoded rows of earlier jobs take {gib(cached)} (honectl prune --rows)" if cached else ""
+            cache = f"; encoded rows of earlier jobs take {gib(cached)} (honectl prune --rows)" if cached else ""
             raise DiskShortError(
-                f"{existing}: about {gib(total)} is needed ({parts}), but only {gib(free)} is free{beside}",
+                f"{existing}: about {gib(total)} is needed ({parts}), but only {gib(free)} is free{cache}",
                 hint="free disk space (honectl prune), set training.save_total_limit, set output_dir on another file "
                 "system, or use fewer rows (max_rows)",
             )
