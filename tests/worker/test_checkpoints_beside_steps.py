@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from honed.worker.stop import Stop
 from honed.worker.train import checkpoint, digest, disk_reserve
+from honed.worker.train.checkpoint import Progress
 from honed.worker.train.divergence import Divergence
 from honed.worker.train.watched import WatchedTrainer
 from worker.conftest import Ended, MakeJob, WorkerJob, read_events
@@ -113,6 +115,25 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_it_is_sealed_later(
     ended = job.run(2)
     assert ended.status == 0, ended.result["error"]
     assert ended.losses == {step: loss for step, loss in undisturbed.losses.items() if step > 2}
+
+
+def test_a_stop_gives_up_an_earlier_checkpoint_where_its_time_suffices_for_the_last_step_s_alone(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, seal = make_job(**KEYS), checkpoint.seal
+
+    def slow(path: Path, progress: Progress, *, beat: Callable[[], None]) -> None:
+        deadline = time.monotonic() + DEADLINE_SEC
+        while path.name == "checkpoint-4":
+            assert time.monotonic() < deadline
+            beat()  # a piece is hashed
+            time.sleep(0.01)
+        seal(path, progress, beat=beat)
+
+    monkeypatch.setattr(checkpoint, "seal", slow)
+    monkeypatch.setattr(Stop, "left_sec", property(lambda self: 6.0 if self.is_set else None))
+    job.stopped_at(5)
+    assert names(job) == {"checkpoint-2", "checkpoint-5"}
 
 
 def test_a_checkpoint_that_cannot_be_synced_ends_the_run_with_the_error_and_is_not_there(

@@ -19,6 +19,7 @@ class Stop:
 
     now_in = "prepare"  #: the stage or phase of the run; after an error, the one in which it occurred
     _enter: Callable[[str], None] = staticmethod(lambda _phase: None)
+    _kill_at: float | None = None  # monotonic seconds
 
     def __init__(
         self,
@@ -30,7 +31,6 @@ class Stop:
         """Begin unset. `timeout_sec`: how long after the request the process is killed, where that is known."""
         self.is_set = False
         self._timeout_sec = timeout_sec
-        self._kill_at: float | None = None  # monotonic seconds
         self.beat = beat
         self._enter = enter
 
