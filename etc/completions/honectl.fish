@@ -50,8 +50,8 @@ function _shtab_honectl_using
   test "$_shtab_honectl_cmdpath" = "$argv"
 end
 
-set -g _shtab_honectl_commands submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor
-set -g _shtab_honectl_opts_with_value --after --for --job --keep --limit --max-size --older-than --owner --reason --root --rows --sample --state --step --until
+set -g _shtab_honectl_commands convert schema submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor
+set -g _shtab_honectl_opts_with_value --after --for --from --job --keep --limit --max-size --older-than --output --owner --reason --root --rows --sample --state --step --until -o
 
 complete -c honectl -e
 complete -c honectl -f
@@ -60,6 +60,13 @@ complete -c honectl -n _shtab_honectl_using -s h -l help -d 'show this help mess
 complete -c honectl -n _shtab_honectl_using -l root -xka "(__fish_complete_directories)" -d 'root directory of the instance (default: $HONED_ROOT or /)'
 complete -c honectl -n _shtab_honectl_using -l user -d 'your per-user instance'
 complete -c honectl -n _shtab_honectl_using -l version -d 'show program'"'"'s version number and exit'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a convert -d 'convert settings of axolotl, LLaMA-Factory, TRL, an Unsloth script or an OpenAI request to a job file'
+complete -c honectl -n '_shtab_honectl_using convert' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using convert' -l from -xka "axolotl llamafactory trl unsloth openai" -d 'tool that the settings are of (default: told by their keys)'
+complete -c honectl -n '_shtab_honectl_using convert' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'write a new file instead of printing'
+complete -c honectl -n '_shtab_honectl_using convert; and test $_shtab_honectl_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a .yaml, .json, .py or .ipynb file; none of it is run'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a schema -d 'print the JSON Schema of job files, for editors'
+complete -c honectl -n '_shtab_honectl_using schema' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a submit -d 'check and submit job files; relative paths become absolute'
 complete -c honectl -n '_shtab_honectl_using submit' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using submit' -l json -d 'print JSON'

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import honed
 from honed.cli.manual import docstrings
 from honed.spec.document import HOLDERS
+from honed.spec.field import Section
 from honed.spec.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def made() -> dict[str, Any]:
     """Return the schema as data."""
     whole = JobSpec.model_json_schema(by_alias=True)
     inner = whole.pop("$defs", {})
-    models = {each.__name__: each for each in _models()}
+    models = {each.__name__: each for each in Section.__subclasses__()}
     for name, section in {"JobSpec": whole, **inner}.items():
         if name in models:
             _describe(section, models[name])
@@ -63,17 +64,11 @@ def made() -> dict[str, Any]:
         "$comment": "Made by `python -m honed.cli.reference --write docs`.",
     }
     # Top-level keys that hold YAML anchors are not part of the job.
-    holders = {f"^({'|'.join(each.replace('.', '[.]') for each in HOLDERS)})": {}}
+    holders: dict[str, Any] = {f"^({'|'.join(each.replace('.', '[.]') for each in HOLDERS)})": {}}
     kind = {"properties": {"kind": {"const": "merge"}}, "required": ["kind"]}
     needs = {"if": kind, "then": {"required": ["adapter"]}, "else": {"required": ["datasets"]}}
-    return _plain({**whole, **head, "patternProperties": holders, **needs, "$defs": inner})
-
-
-def _models() -> list[type[BaseModel]]:
-    """Return the types of all sections."""
-    from honed.spec.field import Section
-
-    return Section.__subclasses__()
+    made: dict[str, Any] = _plain({**whole, **head, "patternProperties": holders, **needs, "$defs": inner})
+    return made
 
 
 def _describe(section: dict[str, Any], model: type[BaseModel]) -> None:

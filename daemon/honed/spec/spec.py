@@ -626,7 +626,12 @@ class JobSpec(Section):
     ]
     """Model that training starts from: a directory, a hub id, or another job's output (`job:NAME`)."""
     model_type: (
-        Annotated[str, BeforeValidator(_model_type, json_schema_input_type=str), form(r"[A-Za-z0-9_-]+"), Expected("a model type such as qwen3")]
+        Annotated[
+            str,
+            BeforeValidator(_model_type, json_schema_input_type=str),
+            form(r"[A-Za-z0-9_-]+"),
+            Expected("a model type such as qwen3"),
+        ]
         | None
     ) = None
     """Model type, only where the checkpoint's config.json lacks it or has an alias."""
@@ -678,9 +683,7 @@ class JobSpec(Section):
     save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of a full fine-tuning's output; `auto` takes the base checkpoint's, `float32` keeps the trained
     values."""
-    quantization: Annotated[
-        Quantization, BeforeValidator(_quantization, json_schema_input_type=Quantization)
-    ] = "none"
+    quantization: Annotated[Quantization, BeforeValidator(_quantization, json_schema_input_type=Quantization)] = "none"
     """Quantization of the base model, under an adapter."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Implementation of attention."""
@@ -693,9 +696,13 @@ class JobSpec(Section):
         Expected("a list of language, vision, audio, projector"),
     ] = Field(default=["language"], min_length=1)
     """Parts of the model that full fine-tuning trains; the others stay frozen."""
-    datasets: Annotated[list[DatasetSpec], BeforeValidator(_splits, json_schema_input_type=list[DatasetSpec])] = Field(default_factory=list)
+    datasets: Annotated[list[DatasetSpec], BeforeValidator(_splits, json_schema_input_type=list[DatasetSpec])] = Field(
+        default_factory=list
+    )
     """Training data."""
-    eval_datasets: Annotated[list[DatasetSpec], BeforeValidator(_none_as_empty, json_schema_input_type=list[DatasetSpec] | None)] = Field(default_factory=list)
+    eval_datasets: Annotated[
+        list[DatasetSpec], BeforeValidator(_none_as_empty, json_schema_input_type=list[DatasetSpec] | None)
+    ] = Field(default_factory=list)
     """Held-out data; or use `eval_split`."""
     eval_split: ShareOrZero | None = None
     """Share of the training data to hold out; 0 and null hold nothing out. Rows with the same content stay on the same

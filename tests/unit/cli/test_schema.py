@@ -113,7 +113,9 @@ def test_the_schema_accepts_the_samples(path: Path, validator: Draft202012Valida
 
 def test_every_yaml_and_toml_sample_names_the_schema() -> None:
     first = {path: path.read_text(encoding="utf-8").splitlines()[0] for path in EXAMPLES if path.suffix != ".json"}
-    named = {path: path.parent / line.rpartition("=" if path.suffix == ".yaml" else " ")[2] for path, line in first.items()}
+    named = {
+        path: path.parent / line.rpartition("=" if path.suffix == ".yaml" else " ")[2] for path, line in first.items()
+    }
     assert all(line.startswith(("# yaml-language-server: $schema=", "#:schema ")) for line in first.values())
     assert {place.resolve() for place in named.values()} == {ROOT / "etc" / schema.NAME}
 
@@ -179,7 +181,7 @@ def errors_of(data: dict[str, Any]) -> set[str]:
 
 def with_value(key: str, value: Any) -> dict[str, Any]:
     """Return a least job with one more value; sections on the way get what they require."""
-    data = json.loads(json.dumps(LEAST))
+    data: dict[str, Any] = json.loads(json.dumps(LEAST))
     if key.startswith("eval_datasets."):
         data["eval_datasets"] = [{"path": "/srv/data/e.jsonl"}]
     if key.startswith("guard."):
