@@ -16,6 +16,7 @@ _shtab_honectl_commands() {
     doctor:'check this machine: versions, GPU, disk, permissions'
     drain:'start no further jobs on a device; running ones end by themselves (administrators)'
     hold:'keep a queued job from starting, or stop a running one at a checkpoint'
+    init:'write a commented job file for a model and data, one that fits this machine'"'"'s memory; asks what is not given'
     list:'list jobs and their progress: the first of each kind, or with --json all'
     logs:'show the log of a job'"'"'s attempts; with --json one line of JSON per event'
     metrics:'print the metrics of /metrics in Prometheus'"'"' text format, also while honed-web is off'
@@ -108,6 +109,18 @@ _shtab_honectl_hold_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_hold_defaults_added=0
+
+_shtab_honectl_init_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--model[base model\: a directory, or a hub id (org\/name)]:MODEL:"
+  "*--data[training data\: a file, a directory or a hub id\; may be repeated]:DATA:"
+  "--method[LoRA, LoRA on 4-bit weights, or full fine-tuning (default\: LoRA, on 4-bit weights where it needs them)]:method:(lora qlora full)"
+  "--name[name of the job (default\: the first data set\'s)]:name:"
+  {-o,--output}"[job file to write (default\: NAME.yaml)]:FILE:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_init_defaults_added=0
 
 _shtab_honectl_list_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -361,6 +374,7 @@ _shtab_honectl() {
         doctor) _arguments -C -s $_shtab_honectl_doctor_options ;;
         drain) _arguments -C -s $_shtab_honectl_drain_options ;;
         hold) _arguments -C -s $_shtab_honectl_hold_options ;;
+        init) _arguments -C -s $_shtab_honectl_init_options ;;
         list) _arguments -C -s $_shtab_honectl_list_options ;;
         logs) _arguments -C -s $_shtab_honectl_logs_options ;;
         metrics) _arguments -C -s $_shtab_honectl_metrics_options ;;
