@@ -105,6 +105,17 @@ def _options(needed: Missing) -> str:
     return options if needed.key == "base_model" else f"--dataset {options}"
 
 
+def say_offers(instance: Instance, verdicts: Iterable[Verdict]) -> None:
+    """Print size, licence and gating of what honed would fetch for these jobs, each once."""
+    if not (needy := [each for each in verdicts if each.needs_fetch]):
+        return
+    from honed.inputs import offer
+
+    found = [missing for each in needy for missing in offer.missing(each.spec, instance.layout.cache_dir)]
+    for each in dict.fromkeys(found):
+        terminal.say(f"{each.key}: {offer.told(each, instance.layout)}")
+
+
 class _Checked(TypedDict):
     file: str
     ok: bool
@@ -117,6 +128,7 @@ class _Checked(TypedDict):
 
 def check(instance: Instance, options: argparse.Namespace) -> int:
     answers: list[_Checked] = []
+    verdicts = []
     for path in options.files:
         try:
             verdict = check_one(instance, path, beside=options.files)
@@ -133,6 +145,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
                 }
             )
         else:
+            verdicts.append(verdict)
             needed = verdict.needs_fetch.as_dict() if verdict.needs_fetch else None
             answers.append(
                 {
@@ -159,6 +172,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
             terminal.say_error(fault, prefix="" if is_named else f"{answer['file']}: ")
         for warning in answer["warnings"]:
             terminal.say(f"  warning: {warning}", style="yellow")
+    say_offers(instance, verdicts)
     return int(not all(answer["ok"] for answer in answers))
 
 

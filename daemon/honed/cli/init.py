@@ -85,6 +85,7 @@ def init(instance: Instance, options: argparse.Namespace) -> int:
     terminal.say(f"{output}: written", style="green")
     for line in [*draft_job.found, *_of_plan(verdict), *draft_job.changes]:
         terminal.say(f"  {line}")
+    draft.say_offers(instance, [verdict])
     terminal.say(f"next: honectl preview {output}; honectl trial {output}; honectl submit --wait {output}")
     return 0
 
@@ -242,7 +243,7 @@ def _short(error: HonedError) -> str:
 def _of_plan(verdict: Verdict) -> list[str]:
     """Return what is known about the job from its plan."""
     if (plan := verdict.plan) is None:
-        needed = verdict.needs_fetch
+        needed = verdict.needs_fetch  # policy.hub allows it, or the check would have refused the job
         what = f"{needed.repo_id} is fetched first" if needed else "it waits for another job"
         return [f"memory: not known yet, since {what}; honed plans the job then"]
     memory = plan.memory
