@@ -39,6 +39,8 @@ _shtab_honectl_metrics_option_strings=(-h --help)
 _shtab_honectl_doctor_option_strings=(-h --help --json)
 _shtab_honectl_option_strings=(-h --help --root --user --version)
 
+_shtab_honectl_init___model_COMPGEN=_shtab_compgen_dirs
+_shtab_honectl_init___data_COMPGEN=_shtab_compgen_files
 _shtab_honectl_init__o_COMPGEN=_shtab_compgen_files
 _shtab_honectl_init___output_COMPGEN=_shtab_compgen_files
 _shtab_honectl_convert_pos_0_COMPGEN=_shtab_compgen_files

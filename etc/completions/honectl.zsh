@@ -112,8 +112,8 @@ _shtab_honectl_hold_defaults_added=0
 
 _shtab_honectl_init_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--model[base model\: a directory, or a hub id (org\/name)]:MODEL:"
-  "*--data[training data\: a file, a directory or a hub id\; may be repeated]:DATA:"
+  "--model[base model\: a directory, or a hub id (org\/name)]:MODEL:_files -/"
+  "*--data[training data\: a file, a directory or a hub id\; may be repeated]:DATA:_files"
   "--method[LoRA, LoRA on 4-bit weights, or full fine-tuning (default\: LoRA, on 4-bit weights where it needs them)]:method:(lora qlora full)"
   "--name[name of the job (default\: the first data set\'s)]:name:"
   {-o,--output}"[job file to write (default\: NAME.yaml)]:FILE:_files"

@@ -348,7 +348,7 @@ def completions() -> dict[str, str]:
     jobs: dict[str, Any] = {**shtab.cmd(JOBS)}
     # shtab would ask once, when zsh loads the file.
     jobs |= {"zsh": "_honectl_jobs", "preamble": jobs["preamble"] | {"zsh": _ZSH_JOBS}}
-    by_metavar = {"ID": jobs, "FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
+    by_metavar = {"ID": jobs, "FILE": shtab.FILE, "DATA": shtab.FILE, "DIR": shtab.DIRECTORY, "MODEL": shtab.DIRECTORY}
     parser = command_line.parser()
     for each in (parser, *(verb for _, _, verb in verbs(parser))):
         for action in each._actions:

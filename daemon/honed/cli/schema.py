@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,6 @@ if TYPE_CHECKING:
 
 #: The name of the file in etc/, and beside the installed examples.
 NAME = "honed-job.schema.json"
-#: The places of the installed file, and its place in the sources.
-_PLACES = (
-    Path("/usr/share/doc/honed"),
-    Path.home() / ".local/share/doc/honed",
-    Path(honed.__file__).resolve().parents[2] / "etc",
-)
 
 
 def schema(_instance: Instance, _options: argparse.Namespace) -> int:
@@ -41,7 +36,10 @@ def schema(_instance: Instance, _options: argparse.Namespace) -> int:
 
 def line() -> str:
     """Return the comment that names the installed schema to editors; empty if it is not installed."""
-    found = next((place / NAME for place in _PLACES if (place / NAME).is_file()), None)
+    data_dir = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share")
+    sources = Path(honed.__file__).resolve().parents[2]
+    places = (data_dir / "doc/honed", Path("/usr/share/doc/honed"), sources / "etc")
+    found = next((place / NAME for place in places if (place / NAME).is_file()), None)
     return f"# yaml-language-server: $schema={found.as_uri()}\n" if found else ""
 
 

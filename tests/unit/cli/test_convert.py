@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +18,9 @@ from honed.spec.config import Config
 from honed.system.device import Device
 from honed.system.error import HonedError, SpecError
 from honed.system.layout import Layout
-from zoo import plain
+from zoo import plain, settings
+from zoo.settings import FILES
 
-CORPUS = Path(__file__).resolve().parents[2] / "data/convert"
-FILES = sorted(path.name for path in CORPUS.iterdir() if path.name != "README.md")
 CPU = Device("cpu", "a processor", total_bytes=24 * 2**30, free_bytes=20 * 2**30)
 #: A file of OpenAI names a model and data that only OpenAI has.
 TO_FILL_IN = {"openai_hyperparameters.json": {"base_model", "datasets.0.path"}}
@@ -31,36 +29,9 @@ TO_FILL_IN = {"openai_hyperparameters.json": {"base_model", "datasets.0.path"}}
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The corpus beside the model and the data that it names."""
-    made = tmp_path_factory.mktemp("convert")
-    shutil.copytree(CORPUS, made, dirs_exist_ok=True)
+    made = settings.write(tmp_path_factory.mktemp("convert"))
     plain.write_base_model(made / "model")
-    write_data(made)
     return made
-
-
-def write_data(place: Path) -> None:
-    chats = [
-        {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n}."}]}
-        for n in range(40)
-    ]
-    orders = [{"instruction": f"Say {n}.", "input": "", "output": f"{n}!"} for n in range(40)]
-    info = {
-        "facts": {"file_name": "alpaca.json"},
-        "facts_held_out": {"file_name": "alpaca.json", "columns": {"prompt": "instruction", "response": "output"}},
-        "talk": {
-            "file_name": "held-out.jsonl",
-            "formatting": "sharegpt",
-            "columns": {"messages": "messages"},
-            "tags": {"role_tag": "role", "content_tag": "content"},
-        },
-        "preferences": {"file_name": "alpaca.json", "ranking": True},
-        "hub": {"hf_hub_url": "org/rows", "subset": "main", "split": "train", "num_samples": 5},
-    }
-    (place / "data").mkdir()
-    (place / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in chats))
-    (place / "data/held-out.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in chats))
-    (place / "data/alpaca.json").write_text(json.dumps(orders))
-    (place / "data/dataset_info.json").write_text(json.dumps(info))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -143,7 +114,7 @@ def test_a_typo_is_taken_as_the_nearest_key_and_said(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "tool", "word"),
+    ("keys", "tool", "word"),
     [
         ({"base_model": "a/b", "rl": "dpo", "datasets": [{"path": "c/d"}], "sequence_len": 9}, "axolotl", "DPO"),
         ({"base_model": "a/b", "datasets": [{"path": "c/d", "type": "chatml.argilla"}]}, "axolotl", "preference"),
@@ -154,10 +125,10 @@ def test_a_typo_is_taken_as_the_nearest_key_and_said(place: Path) -> None:
     ids=str,
 )
 def test_training_of_another_kind_is_refused_rather_than_turned_into_this_one(
-    settings: dict[str, Any], tool: str, word: str, place: Path
+    keys: dict[str, Any], tool: str, word: str, place: Path
 ) -> None:
     path = place / "other.yaml"
-    path.write_text(json.dumps(settings))
+    path.write_text(json.dumps(keys))
     with pytest.raises(SpecError) as refused:
         convert.converted(path, tool)
     assert word in refused.value.told
