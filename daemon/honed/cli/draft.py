@@ -170,10 +170,26 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
         else:
             is_named = fault["message"].startswith(answer["file"])
             terminal.say_error(fault, prefix="" if is_named else f"{answer['file']}: ")
+            _say_foreign(answer)
         for warning in answer["warnings"]:
             terminal.say(f"  warning: {warning}", style="yellow")
     say_offers(instance, verdicts)
     return int(not all(answer["ok"] for answer in answers))
+
+
+#: Unknown keys from which on a file is probably another tool's.
+MANY_UNKNOWN = 5
+
+
+def _say_foreign(answer: _Checked) -> None:
+    """Name honectl convert, if a rejected file is another tool's."""
+    if sum(each["message"].startswith("unknown key") for each in answer["faults"]) < MANY_UNKNOWN:
+        return
+    from honed.cli import foreign
+
+    if (tool := foreign.recognised(Path(answer["file"]))) is not None:
+        command = f"honectl convert {shlex.quote(answer['file'])}"
+        terminal.say(f"these look like settings of {tool}: {command} makes a job file of them", style="bold")
 
 
 def plan(instance: Instance, options: argparse.Namespace) -> int:

@@ -94,6 +94,14 @@ def read(path: Path, tool: str | None = None) -> Foreign:
     return found
 
 
+def recognised(path: Path) -> str | None:
+    """Tell whose settings a rejected job file has; None if it is not clear."""
+    try:
+        return _tool(path, document.parse(path.read_bytes(), path.suffix, is_lenient=True).data)
+    except (HonedError, OSError):
+        return None
+
+
 def _tool(path: Path, data: Mapping[str, Any]) -> str:
     """Tell whose settings these are by their keys."""
     scores = {name: sum(key in data for key in keys) for name, keys in TOOLS.items()}

@@ -107,6 +107,13 @@ def test_a_converted_file_says_the_same_as_the_original(place: Path) -> None:
     assert (made.quantization, made.datasets[0].max_rows, made.training.seed) == ("4bit", 40, 3407)
 
 
+def test_check_names_convert_for_a_file_of_another_tool(place: Path) -> None:
+    for name, tool in (("axolotl_qlora.yml", "axolotl"), ("llamafactory_lora.yaml", "llamafactory")):
+        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(place / "root"), "check", str(place / name)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert f"settings of {tool}: honectl convert" in " ".join((done.stdout + done.stderr).split())
+
+
 def test_a_typo_is_taken_as_the_nearest_key_and_said(place: Path) -> None:
     right, typed = (convert.converted(place / name) for name in ("axolotl_lora.yml", "typo_axolotl.yml"))
     assert typed.data == right.data
