@@ -71,7 +71,7 @@ def write_new(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UsageError(f"{path}: exists already", hint="remove it, or give another -o") from error
+        raise UsageError(f"{path}: exists already", hint="give another -o, or delete that file") from error
     except OSError as error:
         raise UsageError(f"{path}: {(error.strerror or '').lower()}") from error
 

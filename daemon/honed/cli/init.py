@@ -77,7 +77,7 @@ def init(instance: Instance, options: argparse.Namespace) -> int:
     wanted = _wanted(options)
     output = options.output or Path(f"{wanted.name}.yaml")
     if output.exists():
-        raise UsageError(f"{output}: exists already", hint="remove it, or give another -o")
+        raise UsageError(f"{output}: exists already", hint="give another -o, or delete that file")
     terminal.say("looks at the model, the data and this machine …", style="dim")
     draft_job = _first_guess(wanted)
     verdict = _settled(instance, draft_job, wanted.method)

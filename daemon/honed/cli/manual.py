@@ -8,12 +8,8 @@ etc/completions/    honectl.bash  honectl.zsh  honectl.fish
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
-import itertools
 import json
 import re
-import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from honed import __version__
 from honed.cli import command_line, setup
+from honed.cli.docstring import docstrings
 from honed.daemon import loop
 from honed.page import server
 from honed.spec.field import describe, keys, kinds
@@ -247,24 +244,6 @@ def _honectl() -> str:
     parts += [".SH EXIT STATUS", *_tagged(_HONECTL_EXIT)]
     parts += [".SH SEE ALSO\n.BR honed (8),\n.BR honed\\-job (5)"]
     return "\n".join(parts) + "\n"
-
-
-def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring of each field of a model, by name, from the source: the string below the field.
-
-    pydantic would read the source of every model on import (`use_attribute_docstrings`), a third of the daemon's start.
-    """
-    found = {}
-    for each in reversed(model.__mro__):
-        if not issubclass(each, BaseModel) or each is BaseModel:
-            continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
-        assert isinstance(definition, ast.ClassDef)
-        for statement, below in itertools.pairwise(definition.body):
-            match statement, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = inspect.cleandoc(text)
-    return {info.alias or name: found[name] for name, info in model.model_fields.items() if name in found}
 
 
 def _keys(name: str, what: str, introduction: str, sections: Iterable[Section]) -> str:

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from honed.cli import manual, schema
-from honed.cli.manual import docstrings
+from honed.cli.docstring import docstrings
 from honed.job import views
 from honed.spec import setting
 from honed.spec.config import Config
