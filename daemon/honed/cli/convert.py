@@ -136,8 +136,7 @@ def _apply(made: Converted, problems: tuple[Problem, ...]) -> None:
         value = _at(made.data, each.key)
         words = quote.show(each.hint or each.message)
         if not each.fix:
-            _leave_out(made, each, words)
-            fix.setdefault(each.key, None)
+            fix.setdefault(each.key, _leave_out(made, each, words))
             continue
         for key, new in each.fix.items():
             if isinstance(new, dict) and isinstance(fix.get(key), dict):
@@ -151,14 +150,17 @@ def _apply(made: Converted, problems: tuple[Problem, ...]) -> None:
         elif "; " in words:
             made.notes[each.key] = words.partition("; ")[2]
     fix = {key: new for key, new in fix.items() if new is not None or _at(made.data, key, Ellipsis) is not Ellipsis}
-    made.data = mended(made.data, fix)
+    # The removal of a list's item changes the numbers of those after it: the rest waits for the next round.
+    items = {key: None for key, new in fix.items() if new is None and isinstance(as_path(key)[-1], int)}
+    made.data = mended(made.data, items or fix)
     for key, placeholder in (("base_model", f"{UNKNOWN}/model"), ("datasets", [{"path": f"{UNKNOWN}/rows.jsonl"}])):
         if not made.data.get(key) and any(each.key == key for each in problems):
             made.data[key] = placeholder
             made.lost.pop(key, None)
 
 
-def _leave_out(made: Converted, each: Problem, words: str) -> None:
+def _leave_out(made: Converted, each: Problem, words: str) -> str | None:
+    """Note a key that is left out. Returns what is written in its place, if there must be something."""
     name, section = each.key.rpartition(".")[2], ".".join(p for p in each.key.split(".")[:-1] if not p.isdecimal())
     found = synonym.find(name, section)
     is_preference = "preference" in words or "reward" in words or "classification" in words
@@ -166,10 +168,11 @@ def _leave_out(made: Converted, each: Problem, words: str) -> None:
         raise SpecError(f"{each.key}: {words}")
     if each.key == "base_model" or (name == "path" and "datasets" in section):
         made.missing[each.key] = words
-        return
+        return f"{UNKNOWN}/{'model' if name == 'base_model' else 'rows.jsonl'}"
     if each.message.startswith("missing"):
-        return
+        return None
     made.lost[each.key] = "no key that honed knows" if words == "unknown key" else words
+    return None
 
 
 def _note_removal(made: Converted, key: str, value: Any, words: str) -> None:

@@ -196,7 +196,8 @@ def _dataset_of(found: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
     """Return our entry for a data set that LLaMA-Factory names, from its dataset_info.json."""
     try:
         info = json.loads((data_dir / "dataset_info.json").read_text(encoding="utf-8"))[name]
-    except (OSError, ValueError, KeyError, TypeError):
+        info = {**info, "columns": _mapping(info.get("columns")), "tags": _mapping(info.get("tags"))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         if (data_dir / name).exists():
             return {"path": str((data_dir / name).resolve())}
         found.note("dataset", f"{shown(name)} is not in {data_dir}/dataset_info.json: write the path of its file")
@@ -209,7 +210,7 @@ def _dataset_of(found: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
         found.note("dataset", f"{shown(name)} has neither file_name nor hf_hub_url: write the path of its file")
         made["path"] = f"{UNKNOWN}/{name}"
     form = info.get("formatting", "alpaca")
-    given = info.get("columns") or {}
+    given = info["columns"]
     ours = _COLUMNS.get(form, {}) | _MEDIA_COLUMNS
     if form == "alpaca" and "response" not in given and given:
         made["format"], ours = "text", {"prompt": "text"}
@@ -220,7 +221,7 @@ def _dataset_of(found: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
         found.note(f"dataset_info.{name}.columns.{key}", "honed has no such column")
     if columns:
         made["columns"] = columns
-    tags = info.get("tags") or {}
+    tags = info["tags"]
     if (tags.get("role_tag", "from"), tags.get("content_tag", "value")) not in (("from", "value"), ("role", "content")):
         found.note(f"dataset_info.{name}.tags", "honed reads from and value, and role and content")
     for theirs, key in (("subset", "name"), ("split", "split"), ("num_samples", "max_rows")):
@@ -261,8 +262,7 @@ def _openai(found: Foreign, _path: Path) -> None:
     if kind != "supervised":
         raise SpecError(f"method: {synonym.not_supported(kind) or shown(kind)}")
     inner = method.get("supervised") if isinstance(method, dict) else None
-    given = dict(found.take("hyperparameters") or {})
-    given |= dict((inner.get("hyperparameters") or {}) if isinstance(inner, dict) else {})
+    given = {**_mapping(found.take("hyperparameters")), **_mapping(_mapping(inner).get("hyperparameters"))}
     for key, value in given.items():
         if key == "learning_rate_multiplier" and value != "auto":
             found.note(key, "it multiplies a rate that OpenAI chooses: write training.learning_rate")
@@ -282,9 +282,15 @@ def _openai(found: Foreign, _path: Path) -> None:
     if isinstance(model := data.get("model"), str) and "/" not in model:
         found.note("model", f"{shown(model)} is not an open model: write the directory or hub id of one")
         data["model"] = f"{UNKNOWN}/model"
-    for each in data.get("integrations") or []:
-        for key in each.get("wandb") or {} if isinstance(each, dict) else ():
+    integrations = data.get("integrations")
+    for each in integrations if isinstance(integrations, list) else ():
+        for key in _mapping(_mapping(each).get("wandb")):
             found.note(f"integrations.wandb.{key}", "honed chooses where a tracker writes")
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Return a mapping, or an empty one for any other value."""
+    return value if isinstance(value, dict) else {}
 
 
 #: The directory in the paths that have to be filled in.
@@ -454,7 +460,8 @@ class _Script:
             made["data_files"] = files
         for key in given.keys() - {"path", "name", "split", "revision", "data_files"}:
             self._found.note(f"load_dataset.{key}", "honed reads the files itself")
-        made.setdefault("path", f"{UNKNOWN}/rows.jsonl")
+        if not isinstance(made.get("path"), str):
+            made["path"] = f"{UNKNOWN}/rows.jsonl"
         if made["path"].startswith(UNKNOWN):
             self._found.note("load_dataset", "the path is computed in the script: write it")
         return made

@@ -141,6 +141,25 @@ def test_training_of_another_kind_is_refused_rather_than_turned_into_this_one(
     assert word in refused.value.told
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"training_file": None, "model": "a/b", "hyperparameters": 5, "integrations": 3},
+        {"training_file": 7, "model": [], "method": {"type": "supervised", "supervised": [1]}, "suffix": {"a": 1}},
+        {"model_name_or_path": 1, "stage": "sft", "dataset": [{"x": 1}], "interleave_probs": {}, "lora_rank": "x"},
+        {"base_model": None, "sequence_len": [], "micro_batch_size": 0, "batch_size": 4, "datasets": [5, {"path": 1}]},
+        {"model_name_or_path": "a/b", "dataset_name": 5, "use_peft": "maybe", "max_length": True},
+    ],
+    ids=str,
+)
+def test_values_of_the_wrong_type_are_named_and_never_a_traceback(keys: dict[str, Any], place: Path) -> None:
+    path = place / "odd.yaml"
+    path.write_text(json.dumps(keys))
+    made = convert.converted(path)
+    spec.loads(convert.rendered(made, path).encode(), ".yaml")
+    assert made.missing
+
+
 def test_a_data_set_of_the_hub_and_an_unknown_one(place: Path) -> None:
     path = place / "sets.yaml"
     path.write_text("model_name_or_path: a/b\nstage: sft\ndataset: hub, nowhere\n")
