@@ -250,7 +250,7 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     made = replace(
         _first_that_fits(candidates, fitting),
         rows_template=templatecheck.for_rows(job_spec, model),
-        rows=looked.needs if job_spec.kind == "sft" else None,
+        rows=looked.needs if job_spec.kind != "merge" else None,
     )
     progress("output directory")
     output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)

@@ -83,7 +83,8 @@ def _made(instance: Instance, path: Path) -> dict[str, Path]:
         known = instance.jobs(names=[name])
         newest = max(known, key=lambda job: job["id"], default=None)
         if newest is not None and newest["state"] == "succeeded":
-            made[name] = Path(instance.show(str(newest["id"]))["artifacts"]["output_dir"])
+            output_dir = instance.show(str(newest["id"]))["artifacts"]["output_dir"]
+            made |= {} if output_dir is None else {name: Path(output_dir)}
     return made
 
 

@@ -273,7 +273,8 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         ],
         "num_preemptions": job.num_preemptions,
         "artifacts": {
-            "output_dir": _text(artifacts.get("output_dir")) or job.output_dir,
+            "output_dir": _text(artifacts.get("output_dir"))
+            or (None if spec.get("kind") == "evaluate" else job.output_dir),
             "report": report,
             "merged": _text(artifacts.get("merged")),
         },

@@ -113,7 +113,7 @@ class Segment(TypedDict):
 class Artifacts(TypedDict):
     """The paths of what a job has made."""
 
-    output_dir: str
+    output_dir: str | None  #: None of an evaluation, which makes no output
     report: str | None
     merged: str | None
 

@@ -431,7 +431,7 @@ def _loading(story: Story) -> dict[str, Any]:
     if made.get("merged"):
         outputs.append((str(made["merged"]), "auto", False))
     return {
-        "outputs": outputs if is_made else [],
+        "outputs": outputs if is_made and spec.get("kind") != "evaluate" else [],
         "base": str(plan.get("base_model_path") or spec.get("base_model")),
         "sees": bool((plan.get("checkpoint") or {}).get("has_vision")),
     }

@@ -589,14 +589,16 @@ class NotifySpec(Section):
 
 
 class JobSpec(Section):
-    """A job. Only `base_model` and `datasets` are required; for a merge, `base_model` and `adapter`."""
+    """A job. Only `base_model` and `datasets` are required; for a merge, `base_model` and `adapter`; for an evaluation,
+    `base_model` and `eval_datasets`."""
 
     name: (
         Annotated[str, AfterValidator(_name), Expected("a name of at most 100 characters, without a slash")] | None
     ) = None
     """Name for people; honectl accepts it where it is unambiguous."""
-    kind: Literal["sft", "merge"] = "sft"
-    """Task: supervised fine-tuning, or the merge of an adapter into its base model, on the CPU."""
+    kind: Literal["sft", "merge", "evaluate"] = "sft"
+    """Task: supervised fine-tuning; the merge of an adapter into its base model, on the CPU; or the evaluation of a
+    model, with an adapter or without, on `eval_datasets`, which trains and writes nothing."""
     job_class: Annotated[str, form(r"[A-Za-z0-9_-]{1,64}"), Expected("the name of a class")] | None = Field(
         default=None, alias="class"
     )
@@ -644,7 +646,8 @@ class JobSpec(Section):
         ]
         | None
     ) = None
-    """Directory of an adapter, or the job that makes it (`job:NAME`), to continue training from or to merge."""
+    """Directory of an adapter, or the job that makes it (`job:NAME`), to continue training from, to merge or to
+    evaluate."""
     backend: Literal["auto", "unsloth", "transformers"] = "auto"
     """Library that loads the model; `auto` falls back to transformers, a backend set by name does not."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

@@ -6,12 +6,28 @@ Batches by length would change that average; so honed's is the mean over all tok
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from honed.text.maskcheck import IGNORED
 from honed.worker.rows.data import Rows
+
+
+@contextlib.contextmanager
+def untrained(model: Any) -> Iterator[None]:
+    """Let a trainer be built around a quantized model without an adapter, which transformers refuses to train."""
+    is_refused = bool(getattr(model, "is_quantized", False)) and not hasattr(model, "peft_config")
+    had = getattr(model, "_hf_peft_config_loaded", False)
+    if is_refused:
+        model._hf_peft_config_loaded = True
+    try:
+        yield
+    finally:
+        if is_refused:
+            model._hf_peft_config_loaded = had
 
 
 def by_length(rows: Rows, args: Any) -> Any:

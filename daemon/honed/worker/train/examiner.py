@@ -84,9 +84,13 @@ class Examiner:
         guarded = self.guard.questions if self.guard is not None else []
         return max((len(question.input_ids) for question in [*self._questions, *guarded]), default=0)
 
+    def show(self) -> None:
+        """Report the images of the questions."""
+        thumbnail.tell(self._questions, self._events)
+
     def begin(self, model: Any, state: Any) -> None:
         """Measure before the first step. Raises the error that keeps the guard from measuring: the run would fail."""
-        thumbnail.tell(self._questions, self._events)
+        self.show()
         self._progress.figures_before |= self.predict(model, state)
         if self.guard is not None:
             self.guard.begin(model)

@@ -393,6 +393,10 @@ class Trainer(SFTTrainer):
             num_batches = len(self.get_train_dataloader())
         return math.ceil(self.args.num_train_epochs * math.ceil(num_batches / self.args.gradient_accumulation_steps))
 
+    def measure(self) -> None:
+        """Evaluate a model that is not trained, as at the end of a training."""
+        self._evaluate(None, None, skip_scheduler=True)
+
     def final_step(self) -> int:
         """Return the step of the model with which training has ended; evaluate the last step if necessary."""
         best = self.state.best_global_step
