@@ -48,6 +48,7 @@ from honed.spec.field import (
     refuse,
 )
 from honed.spec.media import KINDS, Kind, MediaLimits, Part
+from honed.spec.metric_names import TAG
 from honed.spec.problem import InvalidSpecError, KeyPath, Problem, dotted, fault, line_of, shown, texts
 from honed.spec.training import TrainingSpec
 from honed.system import quote
@@ -265,6 +266,11 @@ _MODULES = Expected("all-linear, a regular expression, or a list of words")
 Pixels = Annotated[int, Ge(64)]
 _METRIC = re.compile(r"[A-Za-z][\w./-]*")
 Metric = Annotated[str, form(_METRIC.pattern), Expected("the name of a metric")]
+GroupMetric = Annotated[
+    str,
+    form(rf"{_METRIC.pattern}(/{TAG}[^\n]+)?"),
+    Expected(f"the name of a metric, or METRIC/DATASET, or METRIC/{TAG}TAG"),
+]
 
 
 def is_metrics(value: Any) -> bool:
@@ -414,6 +420,8 @@ class DatasetSpec(Section):
     set with such files, which is fetched as a base model is."""
     name: Text | None = None
     """Configuration of a hub data set that has several."""
+    label: Annotated[str, form(r"[\w.-]{1,64}"), Expected("a word of letters, digits, `.`, `_` and `-`")] | None = None
+    """Name of the data set in metrics (`eval_loss/LABEL`), where several are held out; null takes its file's name."""
     revision: Annotated[str, form(r"\w[\w./-]*"), Expected("a branch, tag or commit")] | None = None
     """Branch, tag or commit of a hub data set."""
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"] = "auto"
@@ -564,8 +572,8 @@ class DivergenceSpec(Section):
 class GuardSpec(Section):
     """`guard:` lets a job fail if its model ends worse than it began."""
 
-    metric: Metric
-    """Metric on predictions to watch, such as exact_match."""
+    metric: GroupMetric
+    """Metric on predictions to watch, such as exact_match, or `exact_match/tag:arithmetic` for the rows with a tag."""
     max_drop: Annotated[float, Ge(0)] = 0.0
     """Maximum fall of the metric below its value before training."""
     num_samples: Count = 100

@@ -193,7 +193,7 @@ class _Story:
             self._log("error", "all checkpoints of this job are damaged: it starts from the beginning")
         if attempt > 1 and resumed is None:
             events.emit("started_over", reason="damaged" if set_aside else "no checkpoint")
-        progress = resumed.progress if resumed else checkpoint.Progress(evaluates_by_length=True)
+        progress = resumed.progress if resumed else checkpoint.Progress(evaluates_by_length=True, predicts_evenly=True)
         job.check_inputs()
         if self._gate.is_closed:
             self._gate.watch(job.files())

@@ -28,7 +28,8 @@ from honed.text.chat import ChatFormat
 from honed.text.omission import MAX_SILENCED_SHARE, SILENCED_HINT, Tally
 from honed.text.template import where
 from honed.worker.assignment import Assignment
-from honed.worker.rows import cache, record
+from honed.worker.rows import cache, group, record
+from honed.worker.rows.group import Groups
 from honed.worker.rows.maker import Maker, MediaRows
 from honed.worker.rows.record import Fate, Remark
 from honed.worker.rows.table import Examples, Table
@@ -111,6 +112,7 @@ class Data:
     trained: Census = field(default_factory=Census)  #: of the rows to train on, as they were read
     measured: Census = field(default_factory=Census)  #: of those held out
     num_in_both: int = 0  #: held-out rows that are also trained on
+    groups: Groups | None = None  #: of the rows held out
 
     @property
     def entries(self) -> list[str]:
@@ -146,6 +148,8 @@ class Data:
         told += [f"held out: {each}" for each in self.measured.told_orders()]
         if self.trained.has_many_twice:
             told.append(f"{self.trained.num_twice} of {self.trained.num_rows} training rows repeat an earlier row")
+        if self.groups is not None and self.groups.told:
+            told.append(self.groups.told)
         if self.num_in_both:
             told.append(
                 f"{self.num_in_both} of {self.measured.num_rows} held-out rows are also trained on: the metrics "
@@ -269,6 +273,7 @@ def build(
         trained,
         measured,
         num_in_both,
+        None if evaluated is None else group.of(tables[-1], evaluated.places, spec.eval_datasets or spec.datasets),
     )
 
 
