@@ -179,7 +179,7 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     words = {None: "none", True: "yes", False: "no"}
     for key, why in made.precision.reasons.items():
         value = getattr(made.precision, key, None)
-        if key == "optim" and value is None:  # the plan keeps the job's own
+        if key == "optim" and value is None and verdict.spec.kind == "sft":  # the plan keeps the job's own
             value = verdict.spec.training.optim
         terminal.say(f"{key}: {words[value] if value is None or isinstance(value, bool) else value}", style="bold")
         terminal.say(f"  {why}")
