@@ -648,6 +648,8 @@ MERGE_KEYS = frozenset(
         "time_limit_sec",
         "notify",
         "pin",
+        "sweep",
+        "group",
     }
 )
 MERGE_RULES = (

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from honed.spec import document, problem, pydantic_errors, rule, synonym, variant
+from honed.spec import document, problem, pydantic_errors, rule, sweep, synonym, variant
 from honed.spec.config import MAIL_ADDRESS, WEBHOOK_NAME
 from honed.spec.data_form import form_of
 from honed.spec.field import (
@@ -56,6 +56,7 @@ from honed.system import quote
 __all__ = [
     "DatasetSpec",
     "DivergenceSpec",
+    "GroupSpec",
     "GuardSpec",
     "InvalidSpecError",
     "JobSpec",
@@ -583,6 +584,19 @@ class GuardSpec(Section):
     before and after training alone."""
 
 
+class GroupSpec(Section):
+    """`group:` of a sweep's job: honed writes it."""
+
+    id: Annotated[int, Ge(1)]
+    """Number of the group."""
+    name: Text
+    """Name of the group: that of the sweep."""
+    file: Text
+    """Job file of the sweep."""
+    values: dict[str, Any] = Field(default_factory=dict)
+    """Values of the keys that the sweep varies."""
+
+
 class NotifySpec(Section):
     """`notify:` recipients of a notification when the job ends."""
 
@@ -727,6 +741,11 @@ class JobSpec(Section):
         Expected("a list of tensorboard, wandb, mlflow, trackio"),
     ] = Field(default_factory=list)
     """Trackers that receive the metrics."""
+    sweep: dict[str, Any] | None = None
+    """Values to try, as `key: [value, …]` with dotted keys: one job for each combination. `random: N` takes N of them,
+    drawn by `seed` (0)."""
+    group: GroupSpec | None = None
+    """Group of a sweep's job; honed writes it."""
     pin: Flag = False
     """Keep the finished job: nothing removes it until `honectl unpin`."""
     notify: NotifySpec | None = None
@@ -780,6 +799,9 @@ def validate(
     `unread` has the problems of unreadable values, which are null in the data.
     """
     lines = lines or {}
+    if sweep.is_in(data):  # the first of its jobs stands for all
+        member = sweep.first(data, lines)
+        data, lines = member.document, sweep.lines_of(member, lines)
     if secrets := [Problem(dotted(path), line_of(path, lines), *_SECRET) for path in _secrets(data)]:
         raise InvalidSpecError(secrets)  # before any message repeats a value
     spec, found = None, []
