@@ -78,7 +78,7 @@ def _made(instance: Instance, path: Path) -> dict[str, Path]:
         names = set(specs.references(specs.load(path)).values())
     except HonedError:
         return {}  # the check reports its fault
-    made = {}
+    made: dict[str, Path] = {}
     for name in sorted(names) if instance.layout.spool_dir.is_dir() else ():
         known = instance.jobs(names=[name])
         newest = max(known, key=lambda job: job["id"], default=None)

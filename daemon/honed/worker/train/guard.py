@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from honed.inputs import score
+from honed.inputs.score import Metric
 from honed.job.event import EventWriter
 from honed.spec import metric_names
 from honed.spec.spec import GuardSpec
@@ -22,9 +23,7 @@ class Scorer:
         self._log = log
         self._told: set[str] = set()
 
-    def score(
-        self, texts: list[str | None], questions: list[Question], metrics: list[score.Metric]
-    ) -> dict[str, float]:
+    def score(self, texts: list[str | None], questions: list[Question], metrics: list[Metric]) -> dict[str, float]:
         """Return the scores of all answers, and under `name/group` those of each group of rows."""
         figures = self._score(texts, questions, metrics)
         for group in sorted(frozenset[str]().union(*(question.groups for question in questions))):
@@ -34,9 +33,7 @@ class Scorer:
             figures |= {f"{name}/{group}": some[name] for name in names}
         return figures
 
-    def _score(
-        self, texts: list[str | None], questions: list[Question], metrics: list[score.Metric]
-    ) -> dict[str, float]:
+    def _score(self, texts: list[str | None], questions: list[Question], metrics: list[Metric]) -> dict[str, float]:
         found = score.score(texts, [question.ground_truth for question in questions], metrics)
         for fault in set(found.faults) - self._told:
             self._told.add(fault)
