@@ -46,6 +46,8 @@ def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = ()) ->
             error.is_refusal = True
             raise
     told = [f"{each}; honectl submit writes the absolute path" for each in found.changes]
+    if verdict.members:
+        told.append(f"sweep: {len(verdict.members)} jobs; models, data, memory and disk are those of the first")
     warnings = map(quote.show, verdict.warnings)  # the file's own submitter asks
     return replace(verdict, warnings=[*told, *warnings, *_not_there(instance, verdict.spec, beside)])
 
