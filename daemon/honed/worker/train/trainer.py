@@ -251,7 +251,7 @@ class Trainer(SFTTrainer):
         self._progress = progress
         self._limit = TimeLimit(assignment.spec.time_limit_sec, progress.elapsed_sec)
         self._means = TokenMeans(kinds := kinds_by_length(data, args, progress))
-        if kinds is None and data.groups is not None and data.groups.names:
+        if kinds is None and progress.evaluates_by_length and data.groups is not None and data.groups.names:
             events.log("info", "rows that are packed have no evaluation loss by data set and tag, only scores")
         self._sealing = Sealing(stop.beat)
         self._saved_step = resumed_step  #: of the last checkpoint in its place
