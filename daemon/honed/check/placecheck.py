@@ -136,6 +136,8 @@ def check_room(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
         output = written * BITS[saved] // BITS[made.precision.load_dtype] + beside
     if job_spec.kind == "merge":
         checkpoints, output = 0, made.model.num_parameters * BITS[made.precision.load_dtype] // 8
+    if job_spec.kind == "evaluate":
+        checkpoints, output = 0, 0
     if job_spec.save_merged != "none":
         output += made.model.num_parameters * 2 + beside
     rows = made.rows.disk_bytes if made.rows is not None else 0

@@ -46,6 +46,8 @@ def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = ()) ->
             error.is_refusal = True
             raise
     told = [f"{each}; honectl submit writes the absolute path" for each in found.changes]
+    if verdict.members:
+        told.append(f"sweep: {len(verdict.members)} jobs; models, data, memory and disk are those of the first")
     warnings = map(quote.show, verdict.warnings)  # the file's own submitter asks
     return replace(verdict, warnings=[*told, *warnings, *_not_there(instance, verdict.spec, beside)])
 
@@ -78,12 +80,13 @@ def _made(instance: Instance, path: Path) -> dict[str, Path]:
         names = set(specs.references(specs.load(path)).values())
     except HonedError:
         return {}  # the check reports its fault
-    made = {}
+    made: dict[str, Path] = {}
     for name in sorted(names) if instance.layout.spool_dir.is_dir() else ():
         known = instance.jobs(names=[name])
         newest = max(known, key=lambda job: job["id"], default=None)
         if newest is not None and newest["state"] == "succeeded":
-            made[name] = Path(instance.show(str(newest["id"]))["artifacts"]["output_dir"])
+            output_dir = instance.show(str(newest["id"]))["artifacts"]["output_dir"]
+            made |= {} if output_dir is None else {name: Path(output_dir)}
     return made
 
 
@@ -208,7 +211,7 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     words = {None: "none", True: "yes", False: "no"}
     for key, why in made.precision.reasons.items():
         value = getattr(made.precision, key, None)
-        if key == "optim" and value is None:  # the plan keeps the job's own
+        if key == "optim" and value is None and verdict.spec.kind == "sft":  # the plan keeps the job's own
             value = verdict.spec.training.optim
         terminal.say(f"{key}: {words[value] if value is None or isinstance(value, bool) else value}", style="bold")
         terminal.say(f"  {why}")

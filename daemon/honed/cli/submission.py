@@ -58,6 +58,8 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
         elif instance.is_up:
             told = None if options.json else _Fetching(instance, sent.name).say
             answers.append(_verdict(instance, sent, since, is_fetched=bool(verdict.needs_fetch), told=told))
+            if verdict.members and answers[-1].get("group"):
+                answers[-1] = _group(instance, answers[-1]["group"]["id"], len(verdict.members))
         else:
             answers.append({"file": str(path), "id": None})
         _say_verdict(path, answers[-1], as_json=options.json)
@@ -70,8 +72,8 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
         terminal.console.print_json(json.dumps(answers))
     if options.wait:
         for answer in answers:
-            if answer["id"] is not None:
-                status |= following.until_final(instance, str(answer["id"]), quiet=options.json)
+            for job_id in answer.get("jobs", [answer["id"]] if answer["id"] is not None else []):
+                status |= following.until_final(instance, str(job_id), quiet=options.json)
     return int(status)
 
 
@@ -199,8 +201,27 @@ def _verdict(
     return {"id": None, "state": None}
 
 
+def _group(instance: Instance, number: int, num_jobs: int) -> Mapping[str, Any]:
+    """Return a sweep's jobs once all are accepted; fewer if honed refuses some of them, or takes them later."""
+    deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
+    while True:
+        found = instance.read("group", str(number))
+        if len(found["jobs"]) >= num_jobs or time.monotonic() > deadline:
+            ids = [job["id"] for job in found["jobs"]]
+            return {"id": number, "name": found["name"], "state": "sweep", "num_jobs": num_jobs, "jobs": ids}
+        time.sleep(0.1)
+
+
 def _say_verdict(path: Path, verdict: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
+        return
+    if "jobs" in verdict:
+        num, jobs = verdict["num_jobs"], verdict["jobs"]
+        terminal.say(f"{path}: sweep {verdict['id']} ({verdict['name']}): {len(jobs)} jobs, {min(jobs)} to {max(jobs)}")
+        if len(jobs) < num:
+            terminal.say(
+                f"  {num - len(jobs)} of {num} are not accepted: see honectl list and rejected/", style="yellow"
+            )
         return
     if verdict["id"] is not None:
         terminal.say(f"{path}: job {verdict['id']} ({verdict['name']}), {verdict['state']}")
@@ -215,13 +236,15 @@ def _say_verdict(path: Path, verdict: Mapping[str, Any], *, as_json: bool) -> No
 
 def try_out(instance: Instance, options: argparse.Namespace) -> int:
     """Run a trial of a job file on a few rows, before your other jobs, and print its findings."""
-    from honed.spec import document
+    from honed.spec import document, sweep
 
     draft.checked(instance, options.file)
     if not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, but a trial runs as a job", hint="start it first")
     with relative.resolved(options.file) as found:
         content = document.parse(found.path.read_bytes(), found.path.suffix).data
+    if sweep.is_in(content):
+        content = sweep.first(content).document
     since = time.time() - 1.0
     with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
         path = Path(directory) / f"{options.file.stem}.trial.json"

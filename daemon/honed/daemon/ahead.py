@@ -60,7 +60,7 @@ def _is_stageable(job: Job, plan: PlanFile) -> bool:
     trial. Code of the model's own is not run then: it could use the device."""
     spec = plan.spec
     begins_with_trial = bool(spec.get("trial")) and not job.attempts
-    return spec.get("kind", "sft") == "sft" and not begins_with_trial and not spec.get("trust_remote_code")
+    return spec.get("kind", "sft") != "merge" and not begins_with_trial and not spec.get("trust_remote_code")
 
 
 def why_not(

@@ -4,7 +4,7 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
 
     started      pid, versions {package: version}, backend
     stage        stage: trial? prepare data staged? load audit mask baseline train export; of a merge: prepare merge
-                 export
+                 export; of an evaluation: prepare data staged? load audit mask evaluate
     log          level (error warning info debug), message, evidence?, code?    for the journal, except the evidence:
                  the message with its quotes from the job's files, for those who may read the job
     audit        when (loaded adapted built resumed restored), model_dtype, config_dtype, embedding_dtype, quantization,

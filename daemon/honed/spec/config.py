@@ -116,6 +116,8 @@ class SpoolConfig(_Section):
     """Seconds between scans of incoming/ that no event triggered: inotify can lose events."""
     max_spec_bytes: Annotated[int, Field(gt=0, le=16 * 1024 * 1024)] = 256 * 1024
     """Maximum bytes of a job file; a larger one is rejected."""
+    max_sweep_jobs: Annotated[int, Field(ge=1, le=1000)] = 64
+    """Maximum number of jobs that one job file with `sweep:` becomes; a larger sweep is rejected."""
     preflight_timeout_sec: Annotated[float, Field(gt=0)] = 60.0
     """Maximum seconds for the check of one job file, slow file systems included."""
     preflight_helpers: Annotated[int, Field(ge=1, le=16)] | None = None

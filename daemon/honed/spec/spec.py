@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from honed.spec import document, problem, pydantic_errors, rule, synonym, variant
+from honed.spec import document, problem, pydantic_errors, rule, sweep, synonym, variant
 from honed.spec.config import MAIL_ADDRESS, WEBHOOK_NAME
 from honed.spec.data_form import form_of
 from honed.spec.field import (
@@ -50,6 +50,7 @@ from honed.spec.field import (
     refuse,
 )
 from honed.spec.media import KINDS, Kind, MediaLimits, Part
+from honed.spec.metric_names import TAG
 from honed.spec.problem import InvalidSpecError, KeyPath, Problem, dotted, fault, line_of, shown, texts
 from honed.spec.training import TrainingSpec
 from honed.system import quote
@@ -57,6 +58,7 @@ from honed.system import quote
 __all__ = [
     "DatasetSpec",
     "DivergenceSpec",
+    "GroupSpec",
     "GuardSpec",
     "InvalidSpecError",
     "JobSpec",
@@ -267,6 +269,11 @@ _MODULES = Expected("all-linear, a regular expression, or a list of words")
 Pixels = Annotated[int, Ge(64)]
 _METRIC = re.compile(r"[A-Za-z][\w./-]*")
 Metric = Annotated[str, form(_METRIC.pattern), Expected("the name of a metric")]
+GroupMetric = Annotated[
+    str,
+    form(rf"{_METRIC.pattern}(/{TAG}[^\n]+)?"),
+    Expected(f"the name of a metric, or METRIC/DATASET, or METRIC/{TAG}TAG"),
+]
 
 
 def is_metrics(value: Any) -> bool:
@@ -421,6 +428,8 @@ class DatasetSpec(Section):
     set with such files, which is fetched as a base model is."""
     name: Text | None = None
     """Configuration of a hub data set that has several."""
+    label: Annotated[str, form(r"[\w.-]{1,64}"), Expected("a word of letters, digits, `.`, `_` and `-`")] | None = None
+    """Name of the data set in metrics (`eval_loss/LABEL`), where several are held out; null takes its file's name."""
     revision: Annotated[str, form(r"\w[\w./-]*"), Expected("a branch, tag or commit")] | None = None
     """Branch, tag or commit of a hub data set."""
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"] = "auto"
@@ -576,8 +585,8 @@ class DivergenceSpec(Section):
 class GuardSpec(Section):
     """`guard:` lets a job fail if its model ends worse than it began."""
 
-    metric: Metric
-    """Metric on predictions to watch, such as exact_match."""
+    metric: GroupMetric
+    """Metric on predictions to watch, such as exact_match, or `exact_match/tag:arithmetic` for the rows with a tag."""
     max_drop: Annotated[float, Ge(0)] = 0.0
     """Maximum fall of the metric below its value before training."""
     num_samples: Count = 100
@@ -585,6 +594,19 @@ class GuardSpec(Section):
     patience: Count | None = None
     """Consecutive evaluations with a fall of more than `max_drop` after which training ends; null measures the metric
     before and after training alone."""
+
+
+class GroupSpec(Section):
+    """`group:` of a sweep's job: honed writes it."""
+
+    id: Annotated[int, Ge(1)]
+    """Number of the group."""
+    name: Text
+    """Name of the group: that of the sweep."""
+    file: Text
+    """Job file of the sweep."""
+    values: dict[str, Any] = Field(default_factory=dict)
+    """Values of the keys that the sweep varies."""
 
 
 class NotifySpec(Section):
@@ -605,14 +627,16 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class JobSpec(Section):
-    """A job. Only `base_model` and `datasets` are required; for a merge, `base_model` and `adapter`."""
+    """A job. Only `base_model` and `datasets` are required; for a merge, `base_model` and `adapter`; for an evaluation,
+    `base_model` and `eval_datasets`."""
 
     name: (
         Annotated[str, AfterValidator(_name), Expected("a name of at most 100 characters, without a slash")] | None
     ) = None
     """Name for people; honectl accepts it where it is unambiguous."""
-    kind: Literal["sft", "merge"] = "sft"
-    """Task: supervised fine-tuning, or the merge of an adapter into its base model, on the CPU."""
+    kind: Literal["sft", "merge", "evaluate"] = "sft"
+    """Task: supervised fine-tuning; the merge of an adapter into its base model, on the CPU; or the evaluation of a
+    model, with an adapter or without, on `eval_datasets`, which trains and writes nothing."""
     job_class: Annotated[str, form(r"[A-Za-z0-9_-]{1,64}"), Expected("the name of a class")] | None = Field(
         default=None, alias="class"
     )
@@ -665,7 +689,8 @@ class JobSpec(Section):
         ]
         | None
     ) = None
-    """Directory of an adapter, or the job that makes it (`job:NAME`), to continue training from or to merge."""
+    """Directory of an adapter, or the job that makes it (`job:NAME`), to continue training from, to merge or to
+    evaluate."""
     backend: Literal["auto", "unsloth", "transformers"] = "auto"
     """Library that loads the model; `auto` falls back to transformers, a backend set by name does not."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -743,6 +768,11 @@ class JobSpec(Section):
         Expected("a list of tensorboard, wandb, mlflow, trackio"),
     ] = Field(default_factory=list)
     """Trackers that receive the metrics."""
+    sweep: dict[str, Any] | None = None
+    """Values to try, as `key: [value, …]` with dotted keys: one job for each combination. `random: N` takes N of them,
+    drawn by `seed` (0)."""
+    group: GroupSpec | None = None
+    """Group of a sweep's job; honed writes it."""
     pin: Flag = False
     """Keep the finished job: nothing removes it until `honectl unpin`."""
     notify: NotifySpec | None = None
@@ -798,6 +828,9 @@ def validate(
     `unread` has the problems of unreadable values, which are null in the data.
     """
     lines = lines or {}
+    if sweep.is_in(data):  # the first of its jobs stands for all
+        member = sweep.first(data, lines)
+        data, lines = member.document, sweep.lines_of(member, lines)
     if secrets := [Problem(dotted(path), line_of(path, lines), *_SECRET) for path in _secrets(data)]:
         raise InvalidSpecError(secrets)  # before any message repeats a value
     spec, found = None, []

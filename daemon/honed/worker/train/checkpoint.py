@@ -56,6 +56,7 @@ class Progress:
     logged_step: int | None = None  #: the last step whose loss was logged
     num_seen_tokens: int = 0  #: by TRL's count, without padding
     loss_type: str | None = None  #: SFTConfig's; None in a checkpoint of an earlier version
+    predicts_evenly: bool = False  #: predictions are of each held-out data set; not in a run of an earlier version
     evaluates_by_length: bool = False  #: as in evaluation.py; a run begun by an earlier version keeps TRL's means
 
     @classmethod
