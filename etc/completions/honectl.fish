@@ -51,7 +51,7 @@ function _shtab_honectl_using
 end
 
 set -g _shtab_honectl_commands submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor
-set -g _shtab_honectl_opts_with_value --after --for --job --keep --limit --max-size --older-than --owner --reason --root --rows --sample --state --step --until
+set -g _shtab_honectl_opts_with_value --after --filter --for --job --keep --limit --max-size --older-than --output --owner --reason --root --rows --sample --sort --state --step --until -o
 
 complete -c honectl -e
 complete -c honectl -f
@@ -91,8 +91,12 @@ complete -c honectl -n '_shtab_honectl_using list' -l state -xka "queued held ru
 complete -c honectl -n '_shtab_honectl_using list' -l all -d 'list all jobs'
 complete -c honectl -n '_shtab_honectl_using list' -l limit -x -d 'list at most N of all jobs'
 complete -c honectl -n '_shtab_honectl_using list' -l after -xka "(honectl --job-numbers 2>/dev/null)" -d 'list only jobs after this one in the list of all jobs'
+complete -c honectl -n '_shtab_honectl_using list' -l sort -x -d 'sort by a column: score, elapsed, loss, submitted, …; --sort=-KEY reverses'
+complete -c honectl -n '_shtab_honectl_using list' -l filter -x -d 'list only jobs with KEY=VALUE, KEY~TEXT or KEY>NUMBER (also !=, <, >=, <=); may be repeated'
+complete -c honectl -n '_shtab_honectl_using list' -s o -l output -x -d 'wide (every column), json, name, or columns=id,name,score'
+complete -c honectl -n '_shtab_honectl_using list' -l rejected -d 'list refused files instead of jobs'
 complete -c honectl -n '_shtab_honectl_using list; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d 'list only these jobs'
-complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a show -d 'show a job'"'"'s details'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a show -d 'show a job'"'"'s details, or why a file was refused'
 complete -c honectl -n '_shtab_honectl_using show' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using show' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using show; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID

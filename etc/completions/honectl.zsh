@@ -30,7 +30,7 @@ _shtab_honectl_commands() {
     reserve:'start only the jobs of one user, or one job, on a device (administrators)'
     resume:'start queued jobs again'
     sandbox:'give the units access to policy.allowed_paths (as root)'
-    show:'show a job'"'"'s details'
+    show:'show a job'"'"'s details, or why a file was refused'
     submit:'check and submit job files; relative paths become absolute'
     trial:'run a job on eight rows, ahead of the queue, and report learning, duration and memory'
     undrain:'start jobs on a device again (administrators)'
@@ -104,6 +104,10 @@ _shtab_honectl_list_options=(
   "--all[list all jobs]"
   "--limit[list at most N of all jobs]:N:"
   "--after[list only jobs after this one in the list of all jobs]:ID:_honectl_jobs"
+  "--sort[sort by a column\: score, elapsed, loss, submitted, \…\; --sort\=-KEY reverses]:KEY:"
+  "*--filter[list only jobs with KEY\=VALUE, KEY\~TEXT or KEY\>NUMBER (also \!\=, \<, \>\=, \<\=)\; may be repeated]:TEST:"
+  {-o,--output}"[wide (every column), json, name, or columns\=id,name,score]:FORM:"
+  "--rejected[list refused files instead of jobs]"
   "*:list only these jobs:_honectl_jobs"
 )
 

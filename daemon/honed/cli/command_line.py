@@ -130,7 +130,20 @@ def _add_jobs(add: Add) -> None:
     verb.add_argument("--all", action="store_true", help="list all jobs")
     verb.add_argument("--limit", type=int, metavar="N", help="list at most N of all jobs")
     verb.add_argument("--after", type=int, metavar="ID", help="list only jobs after this one in the list of all jobs")
-    add("show", "listing:show", "show a job's details").add_argument("id", metavar="ID")
+    verb.add_argument(
+        "--sort", metavar="KEY", help="sort by a column: score, elapsed, loss, submitted, …; --sort=-KEY reverses"
+    )
+    verb.add_argument(
+        "--filter",
+        action="append",
+        metavar="TEST",
+        help="list only jobs with KEY=VALUE, KEY~TEXT or KEY>NUMBER (also !=, <, >=, <=); may be repeated",
+    )
+    verb.add_argument(
+        "-o", "--output", metavar="FORM", help="wide (every column), json, name, or columns=id,name,score"
+    )
+    verb.add_argument("--rejected", action="store_true", help="list refused files instead of jobs")
+    add("show", "listing:show", "show a job's details, or why a file was refused").add_argument("id", metavar="ID")
     verb = add("logs", "joblog:logs", "show the log of a job's attempts; with --json one line of JSON per event")
     verb.add_argument("id", metavar="ID")
     verb.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")

@@ -10,7 +10,7 @@ from honed.daemon.arrivals.fetches import Fetches
 from honed.job import query
 from honed.job.job import State
 from honed.job.query import Asker
-from honed.job.shape import Glance, Overview, Refusal, Row, Shown, Wait
+from honed.job.shape import Glance, Overview, Refusal, Refused, Row, Shown, Wait
 from honed.job.spool import Spool
 from honed.system.control import Request, Rows
 from honed.system.error import UsageError
@@ -67,6 +67,13 @@ class Reading:
     def refusal(self, request: Request, asker: Asker) -> Refusal | None:
         """Return the reason of an arrival's refusal; None if there is none."""
         return query.refusal(self.spool, request.reference, asker, number=_number(request))
+
+    def refused(self, request: Request, asker: Asker) -> Refused:
+        """Return the newest refused files that the asker may see."""
+        limit = request.arguments.get("limit", query.MAX_REFUSED)
+        if type(limit) is not int or limit < 0:
+            raise UsageError("limit is a number of files")
+        return query.refused(self.spool, asker, limit=limit)
 
     def row(self, row: AnyRow, asker: Asker) -> AnyRow:
         """Return one row with the reason why its job waits."""

@@ -81,6 +81,7 @@ def table(
         "losses": Verb(Right.ANYBODY, reading.read),
         "accepted": Verb(Right.ANYBODY, reading.accepted),
         "refusal": Verb(Right.ANYBODY, reading.refusal),
+        "refused": Verb(Right.ANYBODY, reading.refused),
         "status": Verb(Right.ANYBODY, status.answer),
         "metrics": Verb(Right.ANYBODY, Observer(status).answer),
         "submit": Verb(Right.ANYBODY, partial(submit, spool.incoming_dir, incoming), wakes=True),

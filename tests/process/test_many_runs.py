@@ -1,0 +1,64 @@
+"""Many runs: lists that are chosen and sorted, refused files beside jobs, new jobs made of old ones, and comparisons."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import Instance, said_on_terminal, wait_for
+
+from honed.job.job import State
+
+
+@pytest.fixture
+def runs(instance: Instance) -> Instance:
+    """Three jobs that have ended, one of them failed, and one refused file."""
+    instance.drop("succeed-4", name="succeed-4", training={"learning_rate": 1e-4})
+    instance.drop("succeed-8", name="succeed-8", training={"learning_rate": 2e-4}, priority=5)
+    instance.drop("fail", name="fail", retry={"max_attempts": 1})
+    instance.drop("odd", colour="red")
+    assert instance.drain() == 0
+    return instance
+
+
+def names(instance: Instance, *arguments: str) -> list[str]:
+    return instance.honectl("list", "-o", "name", *arguments, check=True).stdout.split()
+
+
+def test_a_list_is_sorted_filtered_and_has_the_columns_that_were_asked_for(runs: Instance) -> None:
+    assert names(runs, "--sort=priority")[-1] == "succeed-8"
+    assert names(runs, "--sort=-priority")[0] == "succeed-8"
+    assert names(runs, "--filter", "state=failed") == ["fail"]
+    assert names(runs, "--filter", "priority>=5", "--filter", "name~SUCCEED") == ["succeed-8"]
+    assert names(runs, "--filter", "state!=failed", "--sort", "id", "--limit", "1") == [
+        min(names(runs, "--filter", "state=succeeded"), key=lambda name: runs.job(name).id)  # type: ignore[union-attr]
+    ]
+    head, *rows = runs.honectl("list", "-o", "columns=id,model,data", check=True).stdout.splitlines()
+    assert head.split() == ["id", "model", "data"]
+    assert all(row.split()[1:] == [runs.model.name, runs.dataset.name] for row in rows)
+    (row,) = json.loads(runs.honectl("list", "-o", "json", "succeed-4", check=True).stdout)
+    assert (row["model"], row["data"]) == (str(runs.model), [str(runs.dataset)])
+    assert row["elapsed_sec"] > 0
+    assert "ETA" not in said_on_terminal(runs, 200, "list")
+    unknown = runs.honectl("list", "--sort", "scoer")
+    assert unknown.returncode == 2
+    assert "did you mean score?" in unknown.stderr
+    assert "not a comparison" in runs.honectl("list", "--filter", "loss").stderr
+
+
+def test_a_refused_file_is_listed_and_shown_beside_the_jobs(runs: Instance) -> None:
+    assert "1 refused file, the newest odd.json" in runs.honectl("list", check=True).stdout
+    listed = runs.honectl("list", "--rejected", check=True).stdout
+    assert "odd.json" in listed
+    assert "colour" in listed
+    for name in ("odd.json", "odd"):
+        assert "colour" in runs.honectl("show", name, check=True).stdout
+    assert runs.honectl("show", "nothing").returncode == 2
+
+
+def test_what_show_says_first_is_how_the_job_ended_and_why(runs: Instance) -> None:
+    lines = runs.honectl("show", "fail", check=True).stdout.splitlines()
+    assert lines[0].endswith("(fail): failed")
+    assert lines[1].startswith("killed: the worker exited")
+    facts = [line.split()[0] for line in lines if line.strip()]
+    assert facts.index("model") < facts.index("data") < facts.index("duration") < facts.index("output_dir")
