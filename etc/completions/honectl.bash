@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/honectl
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_honectl_subparsers=(submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor)
+_shtab_honectl_subparsers=(submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor)
 
 _shtab_honectl_submit_option_strings=(-h --help --json --hold --stage --wait)
 _shtab_honectl_check_option_strings=(-h --help --json)
@@ -20,6 +20,7 @@ _shtab_honectl_cancel_option_strings=(-h --help --json)
 _shtab_honectl_hold_option_strings=(-h --help --json)
 _shtab_honectl_release_option_strings=(-h --help --json)
 _shtab_honectl_requeue_option_strings=(-h --help --json --from-start)
+_shtab_honectl_rerun_option_strings=(-h --help --json --set --name --hold)
 _shtab_honectl_pin_option_strings=(-h --help --json)
 _shtab_honectl_unpin_option_strings=(-h --help --json)
 _shtab_honectl_prune_option_strings=(-h --help --json --older-than --keep --max-size --state --checkpoints --rejected --rows --dry-run)
@@ -50,6 +51,7 @@ _shtab_honectl_cancel_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_hold_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_release_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_requeue_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
+_shtab_honectl_rerun_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_pin_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_unpin_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_prune_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
@@ -60,7 +62,7 @@ _shtab_honectl___root_COMPGEN=_shtab_compgen_dirs
 
 _shtab_honectl_list___state_choices=(queued held running succeeded failed cancelled)
 _shtab_honectl_prune___state_choices=(succeeded failed cancelled)
-_shtab_honectl_pos_0_choices=(submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor)
+_shtab_honectl_pos_0_choices=(submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor)
 
 _shtab_honectl_submit_pos_0_nargs=+
 _shtab_honectl_submit__h_nargs=0
@@ -119,6 +121,10 @@ _shtab_honectl_requeue__h_nargs=0
 _shtab_honectl_requeue___help_nargs=0
 _shtab_honectl_requeue___json_nargs=0
 _shtab_honectl_requeue___from_start_nargs=0
+_shtab_honectl_rerun__h_nargs=0
+_shtab_honectl_rerun___help_nargs=0
+_shtab_honectl_rerun___json_nargs=0
+_shtab_honectl_rerun___hold_nargs=0
 _shtab_honectl_pin_pos_0_nargs=+
 _shtab_honectl_pin__h_nargs=0
 _shtab_honectl_pin___help_nargs=0

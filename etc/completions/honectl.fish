@@ -50,8 +50,8 @@ function _shtab_honectl_using
   test "$_shtab_honectl_cmdpath" = "$argv"
 end
 
-set -g _shtab_honectl_commands submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor
-set -g _shtab_honectl_opts_with_value --after --filter --for --job --keep --limit --max-size --older-than --output --owner --reason --root --rows --sample --sort --state --step --until -o
+set -g _shtab_honectl_commands submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor
+set -g _shtab_honectl_opts_with_value --after --filter --for --job --keep --limit --max-size --name --older-than --output --owner --reason --root --rows --sample --set --sort --state --step --until -o
 
 complete -c honectl -e
 complete -c honectl -f
@@ -123,11 +123,18 @@ complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 
 complete -c honectl -n '_shtab_honectl_using release' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using release' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using release; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
-complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a requeue -d 'queue a finished job again; unless it succeeded, it resumes from its last checkpoint, if any'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a requeue -d 'queue a failed or cancelled job again; it resumes from its last checkpoint, if any'
 complete -c honectl -n '_shtab_honectl_using requeue' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using requeue' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using requeue' -l from-start -d 'discard its checkpoints and start over'
 complete -c honectl -n '_shtab_honectl_using requeue; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a rerun -d 'submit the job file of a job again, with changes, as a new job'
+complete -c honectl -n '_shtab_honectl_using rerun' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using rerun' -l json -d 'print JSON'
+complete -c honectl -n '_shtab_honectl_using rerun' -l set -x -d 'change a key, such as training.learning_rate=1e-4; null removes it; may be repeated'
+complete -c honectl -n '_shtab_honectl_using rerun' -l name -x -d 'name of the new job (default: that of the old one with a number)'
+complete -c honectl -n '_shtab_honectl_using rerun' -l hold -d 'hold the new job until `honectl release`'
+complete -c honectl -n '_shtab_honectl_using rerun; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a pin -d 'protect a job from removal by prune and retention'
 complete -c honectl -n '_shtab_honectl_using pin' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using pin' -l json -d 'print JSON'

@@ -26,7 +26,8 @@ _shtab_honectl_commands() {
     prune:'remove finished jobs, their checkpoints, rejected files, or cached rows, and list them'
     release:'queue a held job again'
     report:'print the path of a job'"'"'s report, or of the index of all jobs'
-    requeue:'queue a finished job again; unless it succeeded, it resumes from its last checkpoint, if any'
+    requeue:'queue a failed or cancelled job again; it resumes from its last checkpoint, if any'
+    rerun:'submit the job file of a job again, with changes, as a new job'
     reserve:'start only the jobs of one user, or one job, on a device (administrators)'
     resume:'start queued jobs again'
     sandbox:'give the units access to policy.allowed_paths (as root)'
@@ -227,6 +228,18 @@ _shtab_honectl_requeue_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_requeue_defaults_added=0
 
+_shtab_honectl_rerun_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON]"
+  "*--set[change a key, such as training.learning_rate\=1e-4\; null removes it\; may be repeated]:KEY=VALUE:"
+  "--name[name of the new job (default\: that of the old one with a number)]:name:"
+  "--hold[hold the new job until \`honectl release\`]"
+  ":ID:_honectl_jobs"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_rerun_defaults_added=0
+
 _shtab_honectl_reserve_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print JSON]"
@@ -357,6 +370,7 @@ _shtab_honectl() {
         release) _arguments -C -s $_shtab_honectl_release_options ;;
         report) _arguments -C -s $_shtab_honectl_report_options ;;
         requeue) _arguments -C -s $_shtab_honectl_requeue_options ;;
+        rerun) _arguments -C -s $_shtab_honectl_rerun_options ;;
         reserve) _arguments -C -s $_shtab_honectl_reserve_options ;;
         resume) _arguments -C -s $_shtab_honectl_resume_options ;;
         sandbox) _arguments -C -s $_shtab_honectl_sandbox_options ;;

@@ -161,12 +161,23 @@ def _add_changes(add: Add) -> None:
         ("cancel", "cancel queued, held or running jobs"),
         ("hold", "keep a queued job from starting, or stop a running one at a checkpoint"),
         ("release", "queue a held job again"),
-        ("requeue", "queue a finished job again; unless it succeeded, it resumes from its last checkpoint, if any"),
+        ("requeue", "queue a failed or cancelled job again; it resumes from its last checkpoint, if any"),
     ):
         verb = add(name, "changes:change", words)
         verb.add_argument("ids", nargs="+", metavar="ID")
         if name == "requeue":
             verb.add_argument("--from-start", action="store_true", help="discard its checkpoints and start over")
+    verb = add("rerun", "again:rerun", "submit the job file of a job again, with changes, as a new job")
+    verb.add_argument("id", metavar="ID")
+    verb.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a key, such as training.learning_rate=1e-4; null removes it; may be repeated",
+    )
+    verb.add_argument("--name", help="name of the new job (default: that of the old one with a number)")
+    verb.add_argument("--hold", action="store_true", help="hold the new job until `honectl release`")
     for name, words in (
         ("pin", "protect a job from removal by prune and retention"),
         ("unpin", "allow prune and retention to remove a job again"),
