@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/honectl
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_honectl_subparsers=(submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor)
+_shtab_honectl_subparsers=(submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report sandbox metrics doctor)
 
 _shtab_honectl_submit_option_strings=(-h --help --json --hold --stage --wait)
 _shtab_honectl_check_option_strings=(-h --help --json)
@@ -31,6 +31,8 @@ _shtab_honectl_undrain_option_strings=(-h --help --json)
 _shtab_honectl_reserve_option_strings=(-h --help --json --owner --job --until --for)
 _shtab_honectl_unreserve_option_strings=(-h --help --json)
 _shtab_honectl_predictions_option_strings=(-h --help --json --sample --step --jsonl --csv)
+_shtab_honectl_diff_option_strings=(-h --help --json)
+_shtab_honectl_compare_option_strings=(-h --help --json --samples)
 _shtab_honectl_report_option_strings=(-h --help --json --open)
 _shtab_honectl_sandbox_option_strings=(-h --help --dry-run)
 _shtab_honectl_metrics_option_strings=(-h --help)
@@ -57,12 +59,15 @@ _shtab_honectl_unpin_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_prune_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_reserve___job_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_predictions_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
+_shtab_honectl_diff_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
+_shtab_honectl_diff_pos_1_COMPGEN=_shtab_cmd_compgen_30b9b96e
+_shtab_honectl_compare_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_report_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl___root_COMPGEN=_shtab_compgen_dirs
 
 _shtab_honectl_list___state_choices=(queued held running succeeded failed cancelled)
 _shtab_honectl_prune___state_choices=(succeeded failed cancelled)
-_shtab_honectl_pos_0_choices=(submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor)
+_shtab_honectl_pos_0_choices=(submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report sandbox metrics doctor)
 
 _shtab_honectl_submit_pos_0_nargs=+
 _shtab_honectl_submit__h_nargs=0
@@ -163,6 +168,13 @@ _shtab_honectl_predictions___help_nargs=0
 _shtab_honectl_predictions___json_nargs=0
 _shtab_honectl_predictions___jsonl_nargs=0
 _shtab_honectl_predictions___csv_nargs=0
+_shtab_honectl_diff__h_nargs=0
+_shtab_honectl_diff___help_nargs=0
+_shtab_honectl_diff___json_nargs=0
+_shtab_honectl_compare_pos_0_nargs=+
+_shtab_honectl_compare__h_nargs=0
+_shtab_honectl_compare___help_nargs=0
+_shtab_honectl_compare___json_nargs=0
 _shtab_honectl_report__h_nargs=0
 _shtab_honectl_report___help_nargs=0
 _shtab_honectl_report___json_nargs=0

@@ -50,8 +50,8 @@ function _shtab_honectl_using
   test "$_shtab_honectl_cmdpath" = "$argv"
 end
 
-set -g _shtab_honectl_commands submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor
-set -g _shtab_honectl_opts_with_value --after --filter --for --job --keep --limit --max-size --name --older-than --output --owner --reason --root --rows --sample --set --sort --state --step --until -o
+set -g _shtab_honectl_commands submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report sandbox metrics doctor
+set -g _shtab_honectl_opts_with_value --after --filter --for --job --keep --limit --max-size --name --older-than --output --owner --reason --root --rows --sample --samples --set --sort --state --step --until -o
 
 complete -c honectl -e
 complete -c honectl -f
@@ -185,6 +185,16 @@ complete -c honectl -n '_shtab_honectl_using predictions' -l step -x -d 'show on
 complete -c honectl -n '_shtab_honectl_using predictions' -l jsonl -d 'print one line of JSON per row'
 complete -c honectl -n '_shtab_honectl_using predictions' -l csv -d 'print CSV with a header'
 complete -c honectl -n '_shtab_honectl_using predictions; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a diff -d 'show the differences of two jobs: spec, plan, data, versions, scores'
+complete -c honectl -n '_shtab_honectl_using diff' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using diff' -l json -d 'print JSON'
+complete -c honectl -n '_shtab_honectl_using diff; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
+complete -c honectl -n '_shtab_honectl_using diff; and test $_shtab_honectl_npos -eq 1' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a compare -d 'show jobs side by side: specs, scores, losses, answers to the same examples'
+complete -c honectl -n '_shtab_honectl_using compare' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using compare' -l json -d 'print JSON'
+complete -c honectl -n '_shtab_honectl_using compare' -l samples -x -d 'number of examples (default: 5); --json has all'
+complete -c honectl -n '_shtab_honectl_using compare; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a report -d 'print the path of a job'"'"'s report, or of the index of all jobs'
 complete -c honectl -n '_shtab_honectl_using report' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using report' -l json -d 'print JSON'

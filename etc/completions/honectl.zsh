@@ -12,6 +12,8 @@ _shtab_honectl_commands() {
   local _commands=(
     cancel:'cancel queued, held or running jobs'
     check:'check job files as honed does before it accepts them'
+    compare:'show jobs side by side: specs, scores, losses, answers to the same examples'
+    diff:'show the differences of two jobs: spec, plan, data, versions, scores'
     doctor:'check this machine: versions, GPU, disk, permissions'
     drain:'start no further jobs on a device; running ones end by themselves (administrators)'
     hold:'keep a queued job from starting, or stop a running one at a checkpoint'
@@ -69,6 +71,26 @@ _shtab_honectl_check_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_check_defaults_added=0
+
+_shtab_honectl_compare_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON]"
+  "--samples[number of examples (default\: 5)\; --json has all]:N:"
+  "*:ID:_honectl_jobs"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_compare_defaults_added=0
+
+_shtab_honectl_diff_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON]"
+  ":ID:_honectl_jobs"
+  ":ID:_honectl_jobs"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_diff_defaults_added=0
 
 _shtab_honectl_doctor_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -355,6 +377,8 @@ _shtab_honectl() {
       case $line[1] in
         cancel) _arguments -C -s $_shtab_honectl_cancel_options ;;
         check) _arguments -C -s $_shtab_honectl_check_options ;;
+        compare) _arguments -C -s $_shtab_honectl_compare_options ;;
+        diff) _arguments -C -s $_shtab_honectl_diff_options ;;
         doctor) _arguments -C -s $_shtab_honectl_doctor_options ;;
         drain) _arguments -C -s $_shtab_honectl_drain_options ;;
         hold) _arguments -C -s $_shtab_honectl_hold_options ;;

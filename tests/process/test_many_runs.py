@@ -7,7 +7,9 @@ import json
 import pytest
 from harness import Instance, said_on_terminal
 
+from honed.cli import command_line, contrast, honectl, manual, nearest
 from honed.job.job import State
+from honed.job.shape import Prediction
 
 
 @pytest.fixture
@@ -84,3 +86,79 @@ def test_a_rerun_is_a_new_job_of_the_same_file_with_the_changes(runs: Instance) 
         assert wrong.returncode in (1, 2)
         assert said in wrong.stderr
     assert runs.job("succeed.low-4") is None
+
+
+def test_two_jobs_are_told_apart_and_compared(runs: Instance) -> None:
+    told = json.loads(runs.honectl("diff", "--json", "succeed.low", "succeed.high", check=True).stdout)
+    assert told["spec"] == {"training.learning_rate": [1e-4, 2e-4], "priority": [0, 5]}
+    assert "training.learning_rate" in runs.honectl("diff", "succeed.low", "succeed.high", check=True).stdout
+    done = runs.honectl("compare", "--json", "succeed.low", "succeed.high", "fail", check=True)
+    whole = json.loads(done.stdout)
+    assert [job["name"] for job in whole["jobs"]] == ["succeed.low", "succeed.high", "fail"]
+    assert [bool(course) for course in whole["losses"]] == [True, True, False]
+    drawn = runs.honectl("compare", "succeed.low", "succeed.high", check=True).stdout
+    assert "\x1b" not in drawn
+    assert max(map(len, drawn.splitlines())) <= 100
+    assert runs.honectl("compare", "succeed.low").returncode == 2
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_plot_keeps_to_its_width_and_marks_each_curve(width: int) -> None:
+    courses = [[(step, 3 - step / 50) for step in range(1, 101)], [(step, 2.0) for step in range(1, 51)]]
+    lines = [line.plain for line in contrast.plot(courses, width=width)]
+    assert max(map(len, lines)) <= width
+    assert {"a", "b"} <= set("".join(lines[1:-2]))
+    assert lines[1].strip().startswith("2.98")
+    assert lines[-1].endswith("step 100")
+
+
+def test_answers_are_compared_where_two_jobs_have_predicted_the_same_example() -> None:
+    def row(prompt: str, prediction: str, step: int = 9) -> Prediction:
+        return {
+            "epoch": 1.0,
+            "step": step,
+            "sample_index": 0,
+            "prompt": prompt,
+            "ground_truth": "Oslo",
+            "prediction": prediction,
+        }
+
+    first = [row("Norway?", "Rome", step=0), row("Norway?", "Oslo"), row("Italy?", "Rome")]
+    assert contrast.shared_answers([first, [row("Norway?", "Bergen")], []]) == [
+        {"prompt": "Norway?", "ground_truth": "Oslo", "predictions": ["Oslo", "Bergen", None]}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("lst", "did you mean honectl list?"),
+        ("squeue", "that is honectl list here"),
+        ("scancel 7", "that is honectl cancel ID here"),
+        ("rm 7", "that is honectl prune ID here"),
+        ("train a.yaml", "that is honectl submit FILE here"),
+        ("tail 7", "that is honectl logs -f ID here"),
+        ("list --srot=id", "--srot: did you mean --sort?"),
+        ("list --format wide", "--format: did you mean --output?"),
+    ],
+)
+def test_a_wrong_verb_or_option_is_answered_with_the_right_one(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        honectl.main(words.split())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_verb_that_a_hint_names_exists() -> None:
+    verbs = {name for name, _, _ in manual.verbs(command_line.parser())}
+    named = {meant.split()[1] for meant in nearest.MEANINGS if not meant.startswith("honectl --")}
+    assert named <= verbs
+    assert not {word for words in nearest.MEANINGS.values() for word in words} & verbs
+
+
+def test_the_log_of_a_job_has_sentences_and_no_values_of_python(runs: Instance) -> None:
+    told = runs.honectl("logs", "succeed.low", check=True).stdout
+    assert "the worker has started" in told
+    assert not any(sign in told for sign in ("{'", "['", "None", "True", "[]"))

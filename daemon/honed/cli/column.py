@@ -159,6 +159,11 @@ _OTHERS = {"jobid": "id", "st": "state", "status": "state", "base_model": "model
 _FILTER = re.compile(r"(?P<key>[^=~<>!]+?)\s*(?P<sign>>=|<=|!=|=|~|>|<)\s*(?P<value>.*)", re.DOTALL)
 
 
+def scores_first(metric: str) -> tuple[bool, bool, str]:
+    """Order the names of metrics: those of the predictions, those of evaluations, then those of training."""
+    return not metric.startswith("predictions/"), not metric.startswith("eval_"), metric
+
+
 def named(key: str) -> Column:
     """Return a column. Raises UsageError, with the nearest one, for an unknown name."""
     word = key.strip().lower()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from honed import __version__
+from honed.cli import nearest
 from honed.job.job import State
 from honed.system import layout as layouts
 
@@ -47,7 +48,7 @@ class Add(Protocol):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; the man page and the completions are generated from it."""
-    made = argparse.ArgumentParser(
+    made = nearest.Parser(
         prog="honectl",
         description="Submit and monitor training jobs.",
         epilog="ID is a job's number, or its name if unambiguous: unfinished jobs take precedence over finished ones. "
@@ -261,6 +262,16 @@ def _add_results(add: Add) -> None:
     forms = verb.add_mutually_exclusive_group()
     forms.add_argument("--jsonl", action="store_true", help="print one line of JSON per row")
     forms.add_argument("--csv", action="store_true", help="print CSV with a header")
+    verb = add("diff", "contrast:diff", "show the differences of two jobs: spec, plan, data, versions, scores")
+    verb.add_argument("first", metavar="ID")
+    verb.add_argument("second", metavar="ID")
+    verb = add(
+        "compare", "contrast:compare", "show jobs side by side: specs, scores, losses, answers to the same examples"
+    )
+    verb.add_argument("ids", nargs="+", metavar="ID")
+    verb.add_argument(
+        "--samples", type=int, default=5, metavar="N", help="number of examples (default: %(default)s); --json has all"
+    )
     verb = add("report", "listing:report", "print the path of a job's report, or of the index of all jobs")
     verb.add_argument("id", metavar="ID", nargs="?")
     verb.add_argument("--open", action="store_true", help="also open it in a browser")

@@ -16,7 +16,7 @@ from honed.job.progress import duration, together
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
 
 if TYPE_CHECKING:
-    from honed.job.shape import Arrival, Refusal, Row, Shown
+    from honed.job.shape import Arrival, Overview, Refusal, Refused, Row, Shown
 
 #: Jobs up to which JSON is drawn in colours; longer output is for scripts.
 MAX_PRETTY = 500
@@ -31,7 +31,8 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     if options.rejected:
         return _list_refused(instance, options)
     columns = _columns(options.output)
-    jobs, counts = _chosen(instance, options)
+    found = _chosen(instance, options)
+    jobs = found["jobs"]
     if options.json:
         terminal.console.print_json(json.dumps(jobs)) if len(jobs) <= MAX_PRETTY else print(json.dumps(jobs))
         return 0
@@ -46,15 +47,15 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         terminal.table(titles, rows, right=[each.title for each in chosen if each.is_right])
         return 0
     _say_jobs(jobs)
-    if left := _left_out(jobs, counts):
+    if left := _left_out(jobs, found["counts"]):
         terminal.say(f"… and {left}: honectl list --all", style="dim")
     if not (options.ids or options.state or options.filter):
-        _say_num_refused(instance)
+        _say_num_refused(found.get("refused"))
     _say_status(instance, jobs)
     return 0
 
 
-def _chosen(instance: Instance, options: argparse.Namespace) -> tuple[list[Row], dict[str, int]]:
+def _chosen(instance: Instance, options: argparse.Namespace) -> Overview:
     """Return the jobs that the options choose, in their order, and the number of jobs in each state if only the first
     ones were asked for."""
     choice = {"states": options.state, "names": options.ids}
@@ -65,11 +66,14 @@ def _chosen(instance: Instance, options: argparse.Namespace) -> tuple[list[Row],
         column.matching([], options.filter or [])
         jobs = column.matching(instance.jobs(**choice, after=options.after), options.filter or [])
         jobs = column.ordered(jobs, options.sort) if options.sort else jobs
-        return jobs[: options.limit], {}
+        return _whole(jobs[: options.limit])
     if is_all or options.output:
-        return instance.jobs(**choice, limit=options.limit, after=options.after), {}
-    found = instance.overview(**choice)
-    return found["jobs"], found["counts"]
+        return _whole(instance.jobs(**choice, limit=options.limit, after=options.after))
+    return instance.overview(**choice)
+
+
+def _whole(jobs: list[Row]) -> Overview:
+    return {"jobs": jobs, "counts": {}, "refused": {"files": [], "num": 0, "are_all": True}}
 
 
 def _columns(output: str | None) -> list[str] | None:
@@ -119,13 +123,9 @@ def _say_status(instance: Instance, jobs: list[Row]) -> None:
         terminal.say(_DOWN, style="dim")
 
 
-def _say_num_refused(instance: Instance) -> None:
-    """Print how many refused files there are, if any."""
-    try:
-        found = instance.refused(limit=1)
-    except HonedError:  # an older honed, or a spool that we may not read
-        return
-    if found["num"]:
+def _say_num_refused(found: Refused | None) -> None:
+    """Print how many refused files there are, if any; an older honed does not say."""
+    if found and found["num"]:
         more = "" if found["are_all"] else " or more"
         files = "refused file" if found["num"] == 1 else "refused files"
         newest = terminal.plain(found["files"][0]["file"], limit=40)
@@ -253,7 +253,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         ["ETA", eta],
         *(
             [name, f"{value:.6g}"]
-            for name, value in sorted(job["metrics"].items(), key=_scores_first)
+            for name, value in sorted(job["metrics"].items(), key=lambda metric: column.scores_first(metric[0]))
             if isinstance(value, int | float) and not (name == "loss" and loss)
         ),
         *job["artifacts"].items(),
@@ -288,12 +288,6 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     if audits := [item for item in job["events"] if item["event"] == "audit"]:
         _say_audit(audits)
     return 0
-
-
-def _scores_first(metric: tuple[str, float]) -> tuple[bool, bool, str]:
-    """Order metrics: those of the predictions, those of evaluations, then those of training."""
-    name, _ = metric
-    return not name.startswith("predictions/"), not name.startswith("eval_"), name
 
 
 def _adapter(spec: Mapping[str, Any]) -> str:

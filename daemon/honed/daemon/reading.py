@@ -38,6 +38,10 @@ class Reading:
         """Answer `numbers`: those of all jobs, for completions."""
         return [job.id for job in self.spool.all().ordered()]
 
+    def names(self, _request: Request, asker: Asker) -> list[str]:
+        """Answer `names`: those of the jobs that the asker may read, for completions."""
+        return list(dict.fromkeys(job.name for job in self.spool.all().ordered() if asker.may_read(job)))
+
     def overview(self, request: Request, asker: Asker) -> Overview:
         """Answer `overview`."""
         found = query.overview(self.spool, self.layout, query.Choice.of(request.arguments), asker, self.queue)

@@ -74,6 +74,7 @@ def table(
     return {
         "list": Verb(Right.ANYBODY, reading.list_jobs),
         "numbers": Verb(Right.ANYBODY, reading.numbers),
+        "names": Verb(Right.ANYBODY, reading.names),
         "overview": Verb(Right.ANYBODY, reading.overview),
         "show": Verb(Right.ANYBODY, reading.show),
         "glance": Verb(Right.ANYBODY, reading.glance),

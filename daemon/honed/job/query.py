@@ -206,7 +206,7 @@ def overview(
         counts = {state: sum(job.state == state for job in chosen) for state in counts}
     else:
         chosen = list(_heads(jobs, choice, num, queue))
-    return {"jobs": list(_rows(layout, chosen, asker)), "counts": counts}
+    return {"jobs": list(_rows(layout, chosen, asker)), "counts": counts, "refused": refused(spool, asker, limit=1)}
 
 
 def _heads(jobs: Catalog, choice: Choice, num: int, queue: Queue | None) -> Iterator[Job]:

@@ -89,6 +89,7 @@ class Overview(TypedDict):
 
     jobs: list[Row]
     counts: dict[str, int]
+    refused: Refused  #: with the newest one
 
 
 class AttemptRow(TypedDict):
