@@ -51,7 +51,7 @@ def diff(instance: Instance, options: argparse.Namespace) -> int:
     }
     unknown = [job["id"] for job, manifest in zip(jobs, manifests, strict=True) if not manifest]
     if options.json:
-        head = [{key: job[key] for key in ("id", "name", "state")} for job in jobs]  # type: ignore[literal-required]
+        head = [{key: job[key] for key in ("id", "name", "state")} for job in jobs]
         terminal.console.print_json(json.dumps({"jobs": head, **parts, "without_manifest": unknown}))
         return 0
     titles = [f"{job['id']} ({terminal.plain(job['name'], limit=30)})" for job in jobs]
@@ -80,7 +80,7 @@ def compare(instance: Instance, options: argparse.Namespace) -> int:
     losses = [_course(instance.read("losses", str(job["id"]))) for job in jobs]
     answers = shared_answers([instance.read("predictions", str(job["id"])) for job in jobs])
     if options.json:
-        head = [{key: job[key] for key in ("id", "name", "state", "score")} for job in jobs]  # type: ignore[literal-required]
+        head = [{key: job[key] for key in ("id", "name", "state", "score")} for job in jobs]
         whole = {"jobs": head, "spec": spec, "metrics": metrics, "losses": losses, "predictions": answers}
         terminal.console.print_json(json.dumps(whole))
         return 0

@@ -122,13 +122,12 @@ class Instance:
 
     def refused(self, *, limit: int | None = None) -> Refused:
         """Return the newest refused files, with the reasons of at most `limit`."""
-        choice = {} if limit is None else {"limit": limit}
         if self.is_up:
-            found: Refused = self._client.ask("refused", **choice)
+            found: Refused = self._client.ask("refused", **({} if limit is None else {"limit": limit}))
             return found
         from honed.job import query
 
-        return query.refused(self._spool(), **choice)
+        return query.refused(self._spool(), limit=query.MAX_REFUSED if limit is None else limit)
 
     def change(self, verb: str, reference: str, **arguments: Any) -> ChangedRow:
         """Change a job, through the daemon or, if it is down, in the spool itself."""

@@ -174,10 +174,10 @@ def _with_inputs(job: Job, layout: Layout) -> Job:
     """Return a job with its model and its data; of one that an older honed accepted, only its plan has them."""
     if job.model:
         return job
-    spec = _plan(layout.job(job.id)).document.get("spec")
     try:
+        spec = _plan(layout.job(job.id)).spec
         return replace(job, model=str(spec["base_model"]), data=tuple(str(each["path"]) for each in spec["datasets"]))
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         return job
 
 
@@ -260,7 +260,7 @@ def summary(job: Job, progress: Progress = NO_PROGRESS, score: Score | None = No
         "waiting_for": _waiting_for(job),
         "staged_at": timestamp(job.staged.since) if job.staged is not None else None,
         "preemption": preemption.current(job),
-        "progress": progress,
+        "progress": progress if job.state is State.RUNNING else {**progress, "eta_sec": None},
         "needs_bytes": job.needs_bytes or None,
         "model": job.model or None,
         "data": list(job.data),
