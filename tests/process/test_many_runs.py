@@ -10,6 +10,7 @@ from harness import Instance, said_on_terminal
 from honed.cli import command_line, contrast, honectl, manual, nearest
 from honed.job.job import State
 from honed.job.shape import Prediction
+from zoo import plain
 
 
 @pytest.fixture
@@ -162,3 +163,10 @@ def test_the_log_of_a_job_has_sentences_and_no_values_of_python(runs: Instance) 
     told = runs.honectl("logs", "succeed.low", check=True).stdout
     assert "the worker has started" in told
     assert not any(sign in told for sign in ("{'", "['", "None", "True", "[]"))
+
+
+def test_a_check_says_on_a_terminal_what_it_reads(instance: Instance) -> None:
+    path = instance.root / "a.json"
+    path.write_text(json.dumps(plain.spec(instance.model, instance.dataset)))
+    assert "a.json: reading the model and the data" in said_on_terminal(instance, 80, "check", str(path))
+    assert "reading the model" not in instance.honectl("check", str(path), check=True).stderr

@@ -171,7 +171,8 @@ def _told(item: event.Event) -> str:
             rest = [
                 f"{key.replace('_', ' ')} {_short(item.data[key])}" for key in _STEP if _is_number(item.data.get(key))
             ]
-            return ", ".join([progress_text(item.data), *rest])
+            numbers = {key: value for key, value in item.data.items() if _is_number(value)}
+            return ", ".join([progress_text(numbers), *rest])
         case "evaluation":
             metrics = item.data.get("metrics")
             figures = metrics.items() if isinstance(metrics, dict) else ()
@@ -212,12 +213,15 @@ def _told(item: event.Event) -> str:
             return f"{item.kind}: {_in_words(item.data)}"
 
 
+#: Below this a value is printed as a number.
+_MAX_NUMBER = 2**63
 #: Metrics of a step beside those that its progress has.
 _STEP = ("learning_rate", "grad_norm")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Tell whether a worker's value can be printed as a number; one beyond a float's range cannot."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
 
 
 def _size(value: Any) -> str:

@@ -37,7 +37,7 @@ MOVES: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RUNNING, State.HELD, State.CANCELLED, State.FAILED}),
     State.HELD: frozenset({State.QUEUED, State.CANCELLED}),
     State.RUNNING: frozenset({State.QUEUED, State.HELD, State.SUCCEEDED, State.FAILED, State.CANCELLED}),
-    State.SUCCEEDED: frozenset(),
+    State.SUCCEEDED: frozenset({State.QUEUED}),
     State.FAILED: frozenset({State.QUEUED}),
     State.CANCELLED: frozenset({State.QUEUED}),
 }
