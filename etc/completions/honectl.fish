@@ -50,8 +50,8 @@ function _shtab_honectl_using
   test "$_shtab_honectl_cmdpath" = "$argv"
 end
 
-set -g _shtab_honectl_commands init convert schema submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor
-set -g _shtab_honectl_opts_with_value --after --data --for --from --job --keep --limit --max-size --method --model --name --older-than --output --owner --reason --root --rows --sample --state --step --until -o
+set -g _shtab_honectl_commands init convert schema submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report sandbox metrics doctor
+set -g _shtab_honectl_opts_with_value --after --data --filter --for --from --job --keep --limit --max-size --method --model --name --older-than --output --owner --reason --root --rows --sample --samples --set --sort --state --step --until -o
 
 complete -c honectl -e
 complete -c honectl -f
@@ -105,8 +105,12 @@ complete -c honectl -n '_shtab_honectl_using list' -l state -xka "queued held ru
 complete -c honectl -n '_shtab_honectl_using list' -l all -d 'list all jobs'
 complete -c honectl -n '_shtab_honectl_using list' -l limit -x -d 'list at most N of all jobs'
 complete -c honectl -n '_shtab_honectl_using list' -l after -xka "(honectl --job-numbers 2>/dev/null)" -d 'list only jobs after this one in the list of all jobs'
+complete -c honectl -n '_shtab_honectl_using list' -l sort -x -d 'sort by a column: score, elapsed, loss, submitted, …; --sort=-KEY reverses'
+complete -c honectl -n '_shtab_honectl_using list' -l filter -x -d 'list only jobs with KEY=VALUE, KEY~TEXT or KEY>NUMBER (also !=, <, >=, <=); may be repeated'
+complete -c honectl -n '_shtab_honectl_using list' -s o -l output -x -d 'wide (every column), json, name, or columns=id,name,score'
+complete -c honectl -n '_shtab_honectl_using list' -l rejected -d 'list refused files instead of jobs'
 complete -c honectl -n '_shtab_honectl_using list; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d 'list only these jobs'
-complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a show -d 'show a job'"'"'s details'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a show -d 'show a job'"'"'s details, or why a file was refused'
 complete -c honectl -n '_shtab_honectl_using show' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using show' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using show; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
@@ -133,11 +137,18 @@ complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 
 complete -c honectl -n '_shtab_honectl_using release' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using release' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using release; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
-complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a requeue -d 'queue a finished job again; unless it succeeded, it resumes from its last checkpoint, if any'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a requeue -d 'queue a failed or cancelled job again; it resumes from its last checkpoint, if any'
 complete -c honectl -n '_shtab_honectl_using requeue' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using requeue' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using requeue' -l from-start -d 'discard its checkpoints and start over'
 complete -c honectl -n '_shtab_honectl_using requeue; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a rerun -d 'submit the job file of a job again, with changes, as a new job'
+complete -c honectl -n '_shtab_honectl_using rerun' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using rerun' -l json -d 'print JSON'
+complete -c honectl -n '_shtab_honectl_using rerun' -l set -x -d 'change a key, such as training.learning_rate=1e-4; null removes it; may be repeated'
+complete -c honectl -n '_shtab_honectl_using rerun' -l name -x -d 'name of the new job (default: that of the old one with a number)'
+complete -c honectl -n '_shtab_honectl_using rerun' -l hold -d 'hold the new job until `honectl release`'
+complete -c honectl -n '_shtab_honectl_using rerun; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a pin -d 'protect a job from removal by prune and retention'
 complete -c honectl -n '_shtab_honectl_using pin' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using pin' -l json -d 'print JSON'
@@ -188,6 +199,16 @@ complete -c honectl -n '_shtab_honectl_using predictions' -l step -x -d 'show on
 complete -c honectl -n '_shtab_honectl_using predictions' -l jsonl -d 'print one line of JSON per row'
 complete -c honectl -n '_shtab_honectl_using predictions' -l csv -d 'print CSV with a header'
 complete -c honectl -n '_shtab_honectl_using predictions; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a diff -d 'show the differences of two jobs: spec, plan, data, versions, scores'
+complete -c honectl -n '_shtab_honectl_using diff' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using diff' -l json -d 'print JSON'
+complete -c honectl -n '_shtab_honectl_using diff; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
+complete -c honectl -n '_shtab_honectl_using diff; and test $_shtab_honectl_npos -eq 1' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a compare -d 'show jobs side by side: specs, scores, losses, answers to the same examples'
+complete -c honectl -n '_shtab_honectl_using compare' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using compare' -l json -d 'print JSON'
+complete -c honectl -n '_shtab_honectl_using compare' -l samples -x -d 'number of examples (default: 5); --json has all'
+complete -c honectl -n '_shtab_honectl_using compare; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a report -d 'print the path of a job'"'"'s report, or of the index of all jobs'
 complete -c honectl -n '_shtab_honectl_using report' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using report' -l json -d 'print JSON'

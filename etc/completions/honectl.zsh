@@ -12,7 +12,9 @@ _shtab_honectl_commands() {
   local _commands=(
     cancel:'cancel queued, held or running jobs'
     check:'check job files as honed does before it accepts them'
+    compare:'show jobs side by side: specs, scores, losses, answers to the same examples'
     convert:'convert settings of axolotl, LLaMA-Factory, TRL, an Unsloth script or an OpenAI request to a job file'
+    diff:'show the differences of two jobs: spec, plan, data, versions, scores'
     doctor:'check this machine: versions, GPU, disk, permissions'
     drain:'start no further jobs on a device; running ones end by themselves (administrators)'
     hold:'keep a queued job from starting, or stop a running one at a checkpoint'
@@ -28,12 +30,13 @@ _shtab_honectl_commands() {
     prune:'remove finished jobs, their checkpoints, rejected files, or cached rows, and list them'
     release:'queue a held job again'
     report:'print the path of a job'"'"'s report, or of the index of all jobs'
-    requeue:'queue a finished job again; unless it succeeded, it resumes from its last checkpoint, if any'
+    requeue:'queue a failed or cancelled job again; it resumes from its last checkpoint, if any'
+    rerun:'submit the job file of a job again, with changes, as a new job'
     reserve:'start only the jobs of one user, or one job, on a device (administrators)'
     resume:'start queued jobs again'
     sandbox:'give the units access to policy.allowed_paths (as root)'
     schema:'print the JSON Schema of job files, for editors'
-    show:'show a job'"'"'s details'
+    show:'show a job'"'"'s details, or why a file was refused'
     submit:'check and submit job files; relative paths become absolute'
     trial:'run a job on eight rows, ahead of the queue, and report learning, duration and memory'
     undrain:'start jobs on a device again (administrators)'
@@ -72,6 +75,16 @@ _shtab_honectl_check_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_check_defaults_added=0
 
+_shtab_honectl_compare_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON]"
+  "--samples[number of examples (default\: 5)\; --json has all]:N:"
+  "*:ID:_honectl_jobs"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_compare_defaults_added=0
+
 _shtab_honectl_convert_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--from[tool that the settings are of (default\: told by their keys)]:tool:(axolotl llamafactory trl unsloth openai)"
@@ -81,6 +94,16 @@ _shtab_honectl_convert_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_convert_defaults_added=0
+
+_shtab_honectl_diff_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON]"
+  ":ID:_honectl_jobs"
+  ":ID:_honectl_jobs"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_diff_defaults_added=0
 
 _shtab_honectl_doctor_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -129,6 +152,10 @@ _shtab_honectl_list_options=(
   "--all[list all jobs]"
   "--limit[list at most N of all jobs]:N:"
   "--after[list only jobs after this one in the list of all jobs]:ID:_honectl_jobs"
+  "--sort[sort by a column\: score, elapsed, loss, submitted, \…\; --sort\=-KEY reverses]:KEY:"
+  "*--filter[list only jobs with KEY\=VALUE, KEY\~TEXT or KEY\>NUMBER (also \!\=, \<, \>\=, \<\=)\; may be repeated]:TEST:"
+  {-o,--output}"[wide (every column), json, name, or columns\=id,name,score]:FORM:"
+  "--rejected[list refused files instead of jobs]"
   "*:list only these jobs:_honectl_jobs"
 )
 
@@ -247,6 +274,18 @@ _shtab_honectl_requeue_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_requeue_defaults_added=0
+
+_shtab_honectl_rerun_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON]"
+  "*--set[change a key, such as training.learning_rate\=1e-4\; null removes it\; may be repeated]:KEY=VALUE:"
+  "--name[name of the new job (default\: that of the old one with a number)]:name:"
+  "--hold[hold the new job until \`honectl release\`]"
+  ":ID:_honectl_jobs"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_rerun_defaults_added=0
 
 _shtab_honectl_reserve_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -370,7 +409,9 @@ _shtab_honectl() {
       case $line[1] in
         cancel) _arguments -C -s $_shtab_honectl_cancel_options ;;
         check) _arguments -C -s $_shtab_honectl_check_options ;;
+        compare) _arguments -C -s $_shtab_honectl_compare_options ;;
         convert) _arguments -C -s $_shtab_honectl_convert_options ;;
+        diff) _arguments -C -s $_shtab_honectl_diff_options ;;
         doctor) _arguments -C -s $_shtab_honectl_doctor_options ;;
         drain) _arguments -C -s $_shtab_honectl_drain_options ;;
         hold) _arguments -C -s $_shtab_honectl_hold_options ;;
@@ -387,6 +428,7 @@ _shtab_honectl() {
         release) _arguments -C -s $_shtab_honectl_release_options ;;
         report) _arguments -C -s $_shtab_honectl_report_options ;;
         requeue) _arguments -C -s $_shtab_honectl_requeue_options ;;
+        rerun) _arguments -C -s $_shtab_honectl_rerun_options ;;
         reserve) _arguments -C -s $_shtab_honectl_reserve_options ;;
         resume) _arguments -C -s $_shtab_honectl_resume_options ;;
         sandbox) _arguments -C -s $_shtab_honectl_sandbox_options ;;

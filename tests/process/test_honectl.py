@@ -222,7 +222,7 @@ def test_logs_tell_what_the_attempts_told(instance: Instance) -> None:
     told = instance.honectl("logs", "die-3")
     assert told.returncode == 0
     assert "attempt 2" in told.stdout
-    assert "resumed: step 2" in told.stdout
+    assert "resumes from step 2" in told.stdout
     assert "the libraries chatter" in instance.honectl("logs", "--raw", "die-3").stdout
 
 
@@ -282,7 +282,7 @@ def test_doctor_says_what_this_machine_has(instance: Instance) -> None:
     assert {item["status"] for item in found} <= {"ok", "warning", "error"}
 
 
-def test_a_shell_completes_the_numbers_of_jobs_with_honed_up_and_down(instance: Instance) -> None:
+def test_a_shell_completes_the_numbers_and_names_of_jobs_with_honed_up_and_down(instance: Instance) -> None:
     def numbers() -> list[str]:
         command = [sys.executable, "-m", "honed.cli.honectl", "--job-numbers"]
         return warm.run(command, env=os.environ | {"HONED_ROOT": str(instance.root)}, check=True).stdout.split()
@@ -291,10 +291,11 @@ def test_a_shell_completes_the_numbers_of_jobs_with_honed_up_and_down(instance: 
     assert numbers() == []
     instance.honectl("submit", "--hold", str(job_file(instance, "later")), check=True)
     instance.honectl("submit", "--wait", str(job_file(instance, "succeed")), check=True)
-    assert numbers() == ["1", "2"], "held jobs before finished ones, as in the list"
+    assert numbers() == ["1", "2", "later", "succeed"], "held jobs before finished ones, as in the list"
     instance.stop()
-    assert numbers() == ["1", "2"]
+    assert numbers() == ["1", "2", "later", "succeed"]
     # bash would run it.
     (instance.layout.spool_dir / "queued/$(id>owned).json").touch()
     (instance.layout.spool_dir / "queued/\N{ARABIC-INDIC DIGIT THREE}.json").touch()
-    assert numbers() == ["1", "2"]
+    (instance.layout.spool_dir / "queued/3.json").write_text('{"name": "$(id>owned)"}')
+    assert sorted(numbers()) == ["1", "2", "3", "later", "succeed"]

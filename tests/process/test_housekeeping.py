@@ -192,9 +192,10 @@ def test_a_requeued_job_goes_on_from_its_checkpoint_or_from_the_start(instance: 
     instance.client.ask("cancel", id="1")
     instance.wait_state("slow-100", State.CANCELLED)
     assert "from its last checkpoint" in instance.honectl("requeue", "1").stdout
-    instance.wait_state("slow-100", State.SUCCEEDED)
-    events = instance.layout.job(1).attempt(2).events_path.read_text()
-    assert '"resumed"' in events
+    events_path = instance.layout.job(1).attempt(2).events_path
+    wait_for(lambda: events_path.exists() and '"resumed"' in events_path.read_text(), what="the resumed event")
+    instance.client.ask("cancel", id="1")
+    instance.wait_state("slow-100", State.CANCELLED)
     assert "from the start" in instance.honectl("requeue", "1", "--from-start").stdout
     wait_for(lambda: instance.job("slow-100").num_failures == 0 and len(instance.job("slow-100").attempts) == 3)  # type: ignore[union-attr]
     instance.wait_state("slow-100", State.SUCCEEDED)

@@ -111,19 +111,19 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_stop_timeout(instance
 
 
 def test_unsloth_that_cannot_falls_back_in_a_fresh_process_and_uses_no_attempt_up(instance: Instance) -> None:
-    instance.drop("fallback")
     instance.start()
-    job = instance.wait_state("fallback", State.SUCCEEDED)
+    instance.client.ask("pause")
+    instance.drop("fallback")
+    job = instance.wait_state("fallback", State.QUEUED)
     instance.stop()
     plan = json.loads(instance.layout.job(job.id).plan_path.read_text())
     if plan["backend"]["name"] == "transformers":
         # This machine plans no Unsloth: change the plan to the one that a GPU would get.
         plan["backend"]["name"] = "unsloth"
         instance.layout.job(job.id).plan_path.write_text(json.dumps(plan))
-        instance.start()
-        instance.client.ask("requeue", id=str(job.id))
-        wait_for(lambda: len(instance.starts(job)) == 3, what="the fallback")
-        job = instance.wait_state("fallback", State.SUCCEEDED)
+    instance.start()
+    instance.client.ask("resume")
+    job = instance.wait_state("fallback", State.SUCCEEDED)
     assert [line.split()[1] for line in instance.starts(job)[-2:]] == ["unsloth", "transformers"]
     assert (job.attempt.num_starts, job.num_failures, job.attempt.backend) == (2, 0, "transformers")
     wait_for(lambda: any(item["event"] == "fallback" for item in instance.show("fallback")["events"]), what="the event")

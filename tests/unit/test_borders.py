@@ -93,7 +93,14 @@ COMPLETION = VERSION | {
     *("honed.system.printable", "honed.system.quote"),
 }
 LIST = COMPLETION - {"honed.cli.job_numbers"} | {
-    *("honed.cli.command_line", "honed.cli.instance", "honed.cli.listing", "honed.cli.terminal"),
+    *(
+        "honed.cli.column",
+        "honed.cli.command_line",
+        "honed.cli.instance",
+        "honed.cli.listing",
+        "honed.cli.nearest",
+        "honed.cli.terminal",
+    ),
     *("honed.job", "honed.job.job", "honed.job.progress", "honed.system.clock"),
     *("argparse", "dataclasses", "decimal", "inspect", "pygments", "rich", "shutil"),
 }
@@ -114,7 +121,9 @@ def modules_of_honectl(root: Path, *words: str) -> set[str]:
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
     """Provide the root of an instance whose daemon answers, with no jobs."""
-    answers = {"numbers": [], "overview": {"jobs": [], "counts": {}}, "status": {"arrivals": []}}
+    refused = {"files": [], "num": 0, "are_all": True}
+    overview = {"jobs": [], "counts": {}, "refused": refused}
+    answers = {"numbers": [], "names": [], "overview": overview, "status": {"arrivals": []}}
     layout = Layout(tmp_path)
     layout.runtime_dir.mkdir(parents=True)
     with selectors.DefaultSelector() as selector:

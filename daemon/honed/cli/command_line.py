@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from honed import __version__
+from honed.cli import nearest
 from honed.job.job import State
 from honed.system import layout as layouts
 
@@ -47,7 +48,7 @@ class Add(Protocol):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; the man page and the completions are generated from it."""
-    made = argparse.ArgumentParser(
+    made = nearest.Parser(
         prog="honectl",
         description="Submit and monitor training jobs.",
         epilog="ID is a job's number, or its name if unambiguous: unfinished jobs take precedence over finished ones. "
@@ -169,7 +170,20 @@ def _add_jobs(add: Add) -> None:
     verb.add_argument("--all", action="store_true", help="list all jobs")
     verb.add_argument("--limit", type=int, metavar="N", help="list at most N of all jobs")
     verb.add_argument("--after", type=int, metavar="ID", help="list only jobs after this one in the list of all jobs")
-    add("show", "listing:show", "show a job's details").add_argument("id", metavar="ID")
+    verb.add_argument(
+        "--sort", metavar="KEY", help="sort by a column: score, elapsed, loss, submitted, …; --sort=-KEY reverses"
+    )
+    verb.add_argument(
+        "--filter",
+        action="append",
+        metavar="TEST",
+        help="list only jobs with KEY=VALUE, KEY~TEXT or KEY>NUMBER (also !=, <, >=, <=); may be repeated",
+    )
+    verb.add_argument(
+        "-o", "--output", metavar="FORM", help="wide (every column), json, name, or columns=id,name,score"
+    )
+    verb.add_argument("--rejected", action="store_true", help="list refused files instead of jobs")
+    add("show", "listing:show", "show a job's details, or why a file was refused").add_argument("id", metavar="ID")
     verb = add("logs", "joblog:logs", "show the log of a job's attempts; with --json one line of JSON per event")
     verb.add_argument("id", metavar="ID")
     verb.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")
@@ -187,12 +201,23 @@ def _add_changes(add: Add) -> None:
         ("cancel", "cancel queued, held or running jobs"),
         ("hold", "keep a queued job from starting, or stop a running one at a checkpoint"),
         ("release", "queue a held job again"),
-        ("requeue", "queue a finished job again; unless it succeeded, it resumes from its last checkpoint, if any"),
+        ("requeue", "queue a failed or cancelled job again; it resumes from its last checkpoint, if any"),
     ):
         verb = add(name, "changes:change", words)
         verb.add_argument("ids", nargs="+", metavar="ID")
         if name == "requeue":
             verb.add_argument("--from-start", action="store_true", help="discard its checkpoints and start over")
+    verb = add("rerun", "again:rerun", "submit the job file of a job again, with changes, as a new job")
+    verb.add_argument("id", metavar="ID")
+    verb.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a key, such as training.learning_rate=1e-4; null removes it; may be repeated",
+    )
+    verb.add_argument("--name", help="name of the new job (default: that of the old one with a number)")
+    verb.add_argument("--hold", action="store_true", help="hold the new job until `honectl release`")
     for name, words in (
         ("pin", "protect a job from removal by prune and retention"),
         ("unpin", "allow prune and retention to remove a job again"),
@@ -276,6 +301,16 @@ def _add_results(add: Add) -> None:
     forms = verb.add_mutually_exclusive_group()
     forms.add_argument("--jsonl", action="store_true", help="print one line of JSON per row")
     forms.add_argument("--csv", action="store_true", help="print CSV with a header")
+    verb = add("diff", "contrast:diff", "show the differences of two jobs: spec, plan, data, versions, scores")
+    verb.add_argument("first", metavar="ID")
+    verb.add_argument("second", metavar="ID")
+    verb = add(
+        "compare", "contrast:compare", "show jobs side by side: specs, scores, losses, answers to the same examples"
+    )
+    verb.add_argument("ids", nargs="+", metavar="ID")
+    verb.add_argument(
+        "--samples", type=int, default=5, metavar="N", help="number of examples (default: %(default)s); --json has all"
+    )
     verb = add("report", "listing:report", "print the path of a job's report, or of the index of all jobs")
     verb.add_argument("id", metavar="ID", nargs="?")
     verb.add_argument("--open", action="store_true", help="also open it in a browser")

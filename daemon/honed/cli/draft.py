@@ -33,10 +33,15 @@ def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = ()) ->
 
     `beside` are job files that would be dropped together with it.
     """
-    from honed.check import preflight
-
     if not path.exists():
         raise UsageError(f"{path}: no such file")
+    with terminal.doing(f"{path.name}: reading the model and the data …"):
+        return _check_one(instance, path, beside)
+
+
+def _check_one(instance: Instance, path: Path, beside: Iterable[Path]) -> Verdict:
+    from honed.check import preflight
+
     settings = config.load(instance.layout)
     with relative.resolved(path) as found:
         jobs = _made(instance, found.path)
@@ -285,7 +290,8 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "honed.worker.preview", str(found.path), "--rows", str(options.rows), "--json"]
         if verdict.plan is not None:
             command += ["--base-model", str(verdict.plan.model.path)]
-        done = subprocess.run(command, capture_output=True, env=environment, check=False)
+        with terminal.doing(f"{options.file.name}: rendering and encoding rows …"):
+            done = subprocess.run(command, capture_output=True, env=environment, check=False)
     for line in done.stderr.decode(errors="replace").splitlines():
         print(terminal.plain(line), file=sys.stderr)
     if done.returncode:

@@ -15,7 +15,7 @@ from honed.system.layout import Layout
 
 if TYPE_CHECKING:
     from honed.job.job import Job
-    from honed.job.shape import ChangedRow, DeviceRow, Overview, Refusal, Row, Shown, Status, Submitted
+    from honed.job.shape import ChangedRow, DeviceRow, Overview, Refusal, Refused, Row, Shown, Status, Submitted
     from honed.job.spool import Spool
 
 
@@ -119,6 +119,15 @@ class Instance:
         from honed.job import query
 
         return query.refusal(self._spool(), source, number=number)
+
+    def refused(self, *, limit: int | None = None) -> Refused:
+        """Return the newest refused files, with the reasons of at most `limit`."""
+        if self.is_up:
+            found: Refused = self._client.ask("refused", **({} if limit is None else {"limit": limit}))
+            return found
+        from honed.job import query
+
+        return query.refused(self._spool(), limit=query.MAX_REFUSED if limit is None else limit)
 
     def change(self, verb: str, reference: str, **arguments: Any) -> ChangedRow:
         """Change a job, through the daemon or, if it is down, in the spool itself."""

@@ -23,7 +23,8 @@ from honed.cli import terminal
 from honed.cli.following import FINAL_STATES, INTERVAL_SEC
 from honed.cli.instance import Instance
 from honed.job import event
-from honed.job.narration import example_text
+from honed.job.narration import example_text, row_counts
+from honed.job.progress import gib, progress_text
 from honed.job.shape import Shown
 from honed.system import untrusted
 from honed.system.error import EnvironmentInvalidError, UsageError
@@ -166,9 +167,81 @@ def _told(item: event.Event) -> str:
             return f"example: {example_text(item.data)}"
         case "stage":
             return f"stage: {item.data.get('stage')}"
+        case "step":
+            rest = [
+                f"{key.replace('_', ' ')} {_short(item.data[key])}" for key in _STEP if _is_number(item.data.get(key))
+            ]
+            numbers = {key: value for key, value in item.data.items() if _is_number(value)}
+            return ", ".join([progress_text(numbers), *rest])
+        case "evaluation":
+            metrics = item.data.get("metrics")
+            figures = metrics.items() if isinstance(metrics, dict) else ()
+            told = ", ".join(f"{name} {_short(value)}" for name, value in figures if _is_number(value))
+            return f"evaluated at step {item.data.get('step')}: {told or 'no metrics'}"
+        case "data":
+            return f"rows: {row_counts(item.data)}"
+        case "checkpoint":
+            return f"checkpoint at step {item.data.get('step')}: {_size(item.data.get('num_bytes'))}"
+        case "resumed":
+            return f"resumes from step {item.data.get('step')}"
+        case "started":
+            return f"the worker has started, process {item.data.get('pid')}, {item.data.get('backend')}"
+        case "started_over":
+            return f"starts over: {item.data.get('reason')}"
+        case "fallback":
+            return f"falls back from {item.data.get('from')} to {item.data.get('to')}: {item.data.get('reason')}"
+        case "artifact":
+            name, path = str(item.data.get("name")).replace("_", " "), item.data.get("path")
+            return f"{name} written: {path}, {_size(item.data.get('num_bytes'))}"
+        case "worse":
+            return f"ended worse than it began: {', '.join(map(str, event.items(item.data, 'found')))}"
+        case "adjusted":
+            steps = [each.get("text") for each in event.items(item.data, "steps") if isinstance(each, dict)]
+            return f"settings changed because memory ran out: {'; '.join(map(str, steps))}"
+        case "memory":
+            sizes = {key: value for key, value in item.data.items() if key.endswith("_bytes") and _is_number(value)}
+            told = ", ".join(
+                f"{key.removesuffix('_bytes').replace('_', ' ')} {gib(size)}" for key, size in sizes.items()
+            )
+            return f"memory ({item.data.get('when')}): {told}"
+        case "audit":
+            words = f"audit ({item.data.get('when')}): model {item.data.get('model_dtype')}"
+            return "; ".join([words, *(f"fixed: {text}" for text in event.items(item.data, "mended"))])
+        case "finished":
+            return f"the worker has finished: {item.data.get('outcome')}, step {item.data.get('step')}"
         case _:
-            return f"{item.kind}: " + ", ".join(f"{key} {_short(value)}" for key, value in item.data.items())
+            return f"{item.kind}: {_in_words(item.data)}"
+
+
+#: Below this a value is printed as a number.
+_MAX_NUMBER = 2**63
+#: Metrics of a step beside those that its progress has.
+_STEP = ("learning_rate", "grad_norm")
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether a worker's value can be printed as a number; one beyond a float's range cannot."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
+
+
+def _size(value: Any) -> str:
+    return gib(value) if _is_number(value) else "size unknown"
 
 
 def _short(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _in_words(value: Any) -> str:
+    """Return a value of any kind as text: names and values, with commas between them."""
+    match value:
+        case dict():
+            return ", ".join(f"{str(key).replace('_', ' ')} {_in_words(each)}".rstrip() for key, each in value.items())
+        case list():
+            return "; ".join(map(_in_words, value)) or "none"
+        case bool():
+            return "yes" if value else "no"
+        case None:
+            return "none"
+        case _:
+            return _short(value)

@@ -9,67 +9,110 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from honed.cli import terminal
+from honed.cli import column, terminal
+from honed.cli.column import COLUMNS, USUAL
 from honed.cli.instance import Instance
-from honed.job.job import MAX_PRIORITY
 from honed.job.progress import duration, together
-from honed.system.error import EnvironmentInvalidError, NotPermittedError, UsageError
+from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
 
 if TYPE_CHECKING:
-    from honed.job.shape import Arrival, GroupShown, Row, Shown
+    from honed.job.shape import Arrival, GroupShown, Overview, Refusal, Refused, Row, Shown
 
-#: Characters of an outcome and its remark in a line of the list.
-MAX_OUTCOME = 60
 #: Jobs up to which JSON is drawn in colours; longer output is for scripts.
 MAX_PRETTY = 500
-COLUMNS = ["id", "name", "state", "outcome", "priority", "step", "loss", "ETA", "submitted (UTC)"]
-RIGHT = ("id", "priority", "step", "loss", "ETA")
-MAYBE_EMPTY = ("outcome", "priority", "step", "loss", "ETA")
+MAYBE_EMPTY = ("outcome", "priority", "model", "data", "step", "loss", "score", "elapsed", "eta")
 ENDED = ("succeeded", "failed", "cancelled")
 
 
 def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     """Print the first jobs of each kind for a person, or all jobs for a script, unless the options choose otherwise."""
-    choice = {"states": options.state, "names": options.ids}
-    is_whole = options.all or options.json or options.limit is not None or options.after is not None
-    if is_whole:
-        jobs = instance.jobs(**choice, limit=options.limit, after=options.after)
-        counts: dict[str, int] = {}
-    else:
-        found = instance.overview(**choice)
-        jobs, counts = found["jobs"], found["counts"]
+    if options.output == "json":
+        options.json = True
+    if options.rejected:
+        return _list_refused(instance, options)
+    columns = _columns(options.output)
+    found = _chosen(instance, options)
+    jobs = found["jobs"]
     if options.json:
         terminal.console.print_json(json.dumps(jobs)) if len(jobs) <= MAX_PRETTY else print(json.dumps(jobs))
         return 0
-    rows = [
-        [
-            job["id"],
-            terminal.plain(job["name"], limit=40),
-            terminal.state_words(job),
-            _outcome(job),
-            _priority(job),
-            *terminal.progress_cells(job),
-            job["submitted_at"][:16].replace("T", " "),
-        ]
-        for job in jobs
-    ]
-    columns = list(COLUMNS)
-    if any(job.get("group") for job in jobs):
-        columns.insert(2, "sweep")
-        for row, job in zip(rows, jobs, strict=True):
-            row.insert(2, _swept(job))
-    if any(job.get("waiting_for") for job in jobs):
-        columns.append("waiting because")
-        for row, job in zip(rows, jobs, strict=True):
-            row.append(terminal.plain(terminal.why_waiting(job), limit=60))
-    if terminal.console.is_terminal:
-        _say_narrow(columns, rows)
-    else:
-        for row in rows:  # --json has all of it
-            row[columns.index("outcome")] = terminal.plain(row[columns.index("outcome")], limit=MAX_OUTCOME)
-        terminal.table(columns, rows, right=[*RIGHT])
-    if left := _left_out(jobs, counts):
+    if options.output == "name":
+        for job in jobs:
+            terminal.say(job["name"] or str(job["id"]))
+        return 0
+    if columns is not None:
+        chosen = [COLUMNS[name] for name in columns]
+        rows = [[each.text(job) for each in chosen] for job in jobs]
+        titles = [each.title for each in chosen]
+        terminal.table(titles, rows, right=[each.title for each in chosen if each.is_right])
+        return 0
+    _say_jobs(jobs)
+    if left := _left_out(jobs, found["counts"]):
         terminal.say(f"… and {left}: honectl list --all", style="dim")
+    if not (options.ids or options.state or options.filter):
+        _say_num_refused(found.get("refused"))
+    _say_status(instance, jobs)
+    return 0
+
+
+def _chosen(instance: Instance, options: argparse.Namespace) -> Overview:
+    """Return the jobs that the options choose, in their order, and the number of jobs in each state if only the first
+    ones were asked for."""
+    choice = {"states": options.state, "names": options.ids}
+    is_all = options.all or options.json or options.limit is not None or options.after is not None
+    if options.sort or options.filter:
+        for key in [options.sort.removeprefix("-")] if options.sort else []:
+            column.named(key)  # an unknown one is refused before all jobs are read
+        column.matching([], options.filter or [])
+        jobs = column.matching(instance.jobs(**choice, after=options.after), options.filter or [])
+        jobs = column.ordered(jobs, options.sort) if options.sort else jobs
+        return _whole(jobs[: options.limit])
+    if is_all or options.output:
+        return _whole(instance.jobs(**choice, limit=options.limit, after=options.after))
+    return instance.overview(**choice)
+
+
+def _whole(jobs: list[Row]) -> Overview:
+    return {"jobs": jobs, "counts": {}, "refused": {"files": [], "num": 0, "are_all": True}}
+
+
+def _columns(output: str | None) -> list[str] | None:
+    """Return the columns that `-o` names; None for those of the list itself. Raises UsageError for another form."""
+    match output:
+        case None | "json" | "name":
+            return None
+        case "wide":
+            return list(COLUMNS)
+        case str() if output.startswith("columns="):
+            asked = column.several(output.removeprefix("columns="))
+            if not asked:
+                raise UsageError("-o columns= names no column", hint=f"its columns are: {', '.join(COLUMNS)}")
+            return [name for each in asked for name in COLUMNS if COLUMNS[name] is each]
+        case _:
+            raise UsageError(f"-o {output}: no such form", hint="use wide, json, name or columns=id,name,score")
+
+
+def _say_jobs(jobs: list[Row]) -> None:
+    names = [*USUAL, *(["why"] if any(job.get("waiting_for") for job in jobs) else [])]
+    if any(job.get("group") for job in jobs):
+        names.insert(names.index("name") + 1, "sweep")
+    rows = [{name: COLUMNS[name].text(job) for name in names} for job in jobs]
+    if terminal.console.is_terminal:
+        _say_narrow(names, rows)
+        return
+    for row in rows:  # --json has all of it
+        row["outcome"] = terminal.plain(row["outcome"], limit=column.MAX_OUTCOME)
+    _say_rows(names, rows)
+
+
+def _say_rows(names: Sequence[str], rows: list[dict[str, str]]) -> None:
+    columns = [COLUMNS[name] for name in names]
+    right = [each.title for each in columns if each.is_right]
+    terminal.table([each.title for each in columns], [[row[name] for name in names] for row in rows], right=right)
+
+
+def _say_status(instance: Instance, jobs: list[Row]) -> None:
+    """Print what the daemon waits for and which devices are closed."""
     if (status := instance.status()) is not None:
         for arrival in status["arrivals"]:
             terminal.say(_fetch_line(arrival))
@@ -80,20 +123,45 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
             terminal.say(limit)
     elif sum(job["state"] == "queued" for job in jobs) > 1:
         terminal.say(_DOWN, style="dim")
+
+
+def _say_num_refused(found: Refused | None) -> None:
+    """Print how many refused files there are, if any; an older honed does not say."""
+    if found and found["num"]:
+        more = "" if found["are_all"] else " or more"
+        files = "refused file" if found["num"] == 1 else "refused files"
+        newest = terminal.plain(found["files"][0]["file"], limit=40)
+        terminal.say(f"{found['num']}{more} {files}, the newest {newest}: honectl list --rejected", style="dim")
+
+
+def _list_refused(instance: Instance, options: argparse.Namespace) -> int:
+    """Print the refused files, the newest first."""
+    from honed.job.database import timestamp
+
+    found = instance.refused(limit=options.limit)
+    if options.json:
+        terminal.console.print_json(json.dumps(found["files"]))
+        return 0
+    rows = [
+        [
+            terminal.plain(each["file"], limit=60),
+            timestamp(each["refused_at"])[:16].replace("T", " "),
+            terminal.plain(_cause(each["reason"]), limit=120),
+        ]
+        for each in found["files"]
+    ]
+    if not rows:
+        terminal.say("no refused files")
+        return 0
+    terminal.table(["file", "refused (UTC)", "detail"], rows)
+    terminal.say("honectl show FILE prints the whole reason; honectl prune --rejected removes such files", style="dim")
     return 0
 
 
-def _swept(job: Row) -> str:
-    """Return the sweep of a job, and its values; empty for any other job."""
-    if not (group := job.get("group")):
-        return ""
-    values = ", ".join(f"{key.rpartition('.')[2]} {json.dumps(value)}" for key, value in group["values"].items())
-    return terminal.plain(f"{group['id']}: {values}", limit=60)
-
-
-def _priority(job: Row) -> int | str:
-    """Return a job's priority; "head" for the highest one, which every trial has."""
-    return "head" if job["priority"] == MAX_PRIORITY else job["priority"]
+def _cause(reason: str) -> str:
+    """Return the first line of a reason that says what is wrong: those before it name the file and its number."""
+    _, _, rest = reason.partition("\n\n")
+    return " ".join(line.strip() for line in rest.partition("\n\n")[0].splitlines()) or reason.partition("\n")[0]
 
 
 #: The remark on a queue that was read from files.
@@ -104,29 +172,28 @@ BROAD, WIDE = 100, 140
 NARROW_NAME = 24
 
 
-def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
+def _say_narrow(names: list[str], rows: list[dict[str, str]]) -> None:
     """Print the columns of the list for which the terminal has room; programs read every column, through a pipe."""
-    state, outcome = columns.index("state"), columns.index("outcome")
     for row in rows:
-        row[outcome] = str(row[outcome]).removeprefix(row[state]).removeprefix(", ")
-    remarks = [f"job {row[0]}: succeeded, {row[outcome]}" for row in rows if str(row[outcome]).startswith("but ")]
+        row["outcome"] = row["outcome"].removeprefix(row["state"]).removeprefix(", ")
+    remarks = [f"job {row['id']}: succeeded, {row['outcome']}" for row in rows if row["outcome"].startswith("but ")]
     for row in rows:
-        if str(row[outcome]).startswith("but "):
-            row[outcome] = "but: see below"
-    too_much = {"submitted (UTC)"} if terminal.console.width < WIDE else set()
+        if row["outcome"].startswith("but "):
+            row["outcome"] = "but: see below"
+    too_much = {"submitted", "data"} if terminal.console.width < WIDE else set()
     waits: list[str] = []
     if terminal.console.width < BROAD:
-        too_much |= {"priority", "waiting because", "sweep"}
+        too_much |= {"priority", "why", "model", "elapsed", "sweep"}
         for row in rows:
-            row[columns.index("name")] = terminal.plain(row[columns.index("name")], limit=NARROW_NAME)
-        waits = [f"job {row[0]}: {row[-1]}" for row in rows if columns[-1] == "waiting because" and row[-1]]
+            row["name"] = terminal.plain(row["name"], limit=NARROW_NAME)
+        waits = [f"job {row['id']}: {row['why']}" for row in rows if row.get("why")]
     # An empty column would take room from the others.
     kept = [
-        at
-        for at, name in enumerate(columns)
-        if name not in too_much and (name not in MAYBE_EMPTY or any(row[at] for row in rows))
+        name for name in names if name not in too_much and (name not in MAYBE_EMPTY or any(row[name] for row in rows))
     ]
-    terminal.table([columns[at] for at in kept], [[row[at] for at in kept] for row in rows], right=[*RIGHT])
+    if terminal.console.width < BROAD and "score" in kept and "loss" in kept:
+        kept.remove("loss")
+    _say_rows(kept, rows)
     for line in waits:
         terminal.say(line, style="dim")
     for line in remarks:
@@ -142,13 +209,6 @@ def _left_out(jobs: list[Row], counts: dict[str, int]) -> str:
         if (num := sum(counts.get(state, 0) for state in states) - shown) > 0:
             parts.append(f"{num:,} more {words}")
     return ", ".join(parts)
-
-
-def _outcome(job: Row) -> str:
-    remark = f"but {job['remark']}" if job.get("remark") else ""
-    preemption = job.get("preemption")
-    outcome = f"preempted: {preemption['reason']}" if preemption else job["outcome"]
-    return ", ".join(filter(None, [outcome, remark, "pinned" if job.get("is_pinned") else ""]))
 
 
 def _fetch_line(arrival: Arrival) -> str:
@@ -170,7 +230,10 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         try:
             return _show_group(instance.read("group", options.id), as_json=options.json)
         except UsageError:
-            raise error from None
+            pass
+        if not error.message.startswith("no job ") or (refused := _refusal(instance, options.id)) is None:
+            raise
+        return _show_refused(refused, as_json=options.json)
     if options.json:
         terminal.console.print_json(json.dumps(job))
         return 0
@@ -180,28 +243,32 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         f"job {job['id']} ({job['name']}): {terminal.state_words(job)}{', but ' if remark else ''}{remark}",
         style="yellow" if remark else terminal.STATE_STYLES.get(job["state"], "bold"),
     )
+    if job["error"]:
+        terminal.say_error(job["error"])
+        terminal.say()
     facts: list[Sequence[object]] = [
         ["outcome", job["outcome"]],
-        ["submitted", job["submitted_at"]],
-        ["from", job["source"]],
         ["waits", terminal.why_waiting(job)],
         ["preempted", _preempted(job)],
-        ["pinned", "yes" if job.get("is_pinned") else None],
+        ["model", job.get("model")],
+        ["data", "\n".join(job.get("data") or ())],
+        ["adapter", _adapter(job["spec"])],
+        ["duration", COLUMNS["elapsed"].text(job)],
         ["step", step],
         ["loss", loss],
         ["ETA", eta],
         *(
             [name, f"{value:.6g}"]
-            for name, value in sorted(job["metrics"].items())
+            for name, value in sorted(job["metrics"].items(), key=lambda metric: column.scores_first(metric[0]))
             if isinstance(value, int | float) and not (name == "loss" and loss)
         ),
         *job["artifacts"].items(),
+        ["submitted", job["submitted_at"]],
+        ["from", job["source"]],
+        ["pinned", "yes" if job.get("is_pinned") else None],
         ["directory", job["job_dir"]],
     ]
     terminal.table(["", " "], [fact for fact in facts if fact[1] not in (None, "")])
-    if job["error"]:
-        terminal.say()
-        terminal.say_error(job["error"])
     if job["needs_bytes"] and not ((wait := job.get("waiting_for")) and wait["reason"] == "disk"):
         terminal.say(f"waiting for {job['needs_bytes'] / 2**20:,.0f} MiB of free disk space", style="yellow")
     for change in job["adjustments"]:
@@ -251,6 +318,42 @@ def _show_group(found: GroupShown, *, as_json: bool) -> int:
     terminal.table(["id", "name", "state", *keys, "eval_loss"], rows, right=["id", "eval_loss"])
     if found["best"] is not None:
         terminal.say(f"the lowest eval_loss of those that succeeded has job {found['best']}", style="green")
+    return 0
+
+
+def _adapter(spec: Mapping[str, Any]) -> str:
+    """Describe what a job trains; empty for one that trains nothing."""
+    if spec.get("kind", "sft") != "sft":
+        return str(spec.get("adapter") or "")
+    lora, start = spec.get("lora"), spec.get("adapter")
+    words = [f"continues {start}"] if start else []
+    if isinstance(lora, dict):
+        words.append(f"LoRA, r {lora.get('r')}, alpha {lora.get('lora_alpha')}")
+    if (quantization := spec.get("quantization", "none")) not in (None, "none"):
+        words.append(f"base in {quantization}")
+    return ", ".join(words) or ("none: all weights are trained" if spec else "")
+
+
+def _refusal(instance: Instance, name: str) -> Refusal | None:
+    """Return the refusal of a file, by the name that it was dropped with or that it has in rejected/, with or without
+    its suffix."""
+    try:
+        if (found := instance.refusal(Path(name).name)) is not None:
+            return found
+        files = instance.refused()["files"]
+    except HonedError:  # an older honed
+        return None
+    return next((each for each in files if Path(name).name in (each["file"], Path(each["file"]).stem)), None)
+
+
+def _show_refused(refused: Refusal, *, as_json: bool) -> int:
+    """Print why a file was refused."""
+    if as_json:
+        terminal.console.print_json(json.dumps({"state": "rejected", **refused}))
+    else:
+        terminal.say(f"{refused['file']}: refused, not a job", style=terminal.STATE_STYLES["rejected"])
+        for line in refused["reason"].rstrip().splitlines():
+            terminal.say(line)
     return 0
 
 

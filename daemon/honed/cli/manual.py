@@ -314,7 +314,7 @@ def verbs(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.Argu
 # -- completions ------------------------------------------------------------------------------------------------------
 
 
-#: Prints the numbers of the jobs, one per line. Names may hold any character, and are not offered to a shell.
+#: Prints the numbers of the jobs and those names that mean nothing to a shell, one per line.
 JOBS = "honectl --job-numbers 2>/dev/null"
 _ZSH_JOBS = f"""\
 _honectl_jobs() {{

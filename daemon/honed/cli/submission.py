@@ -62,7 +62,8 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
                 answers[-1] = _group(instance, answers[-1]["group"]["id"], len(verdict.members))
         else:
             answers.append({"file": str(path), "id": None})
-        _say_verdict(path, answers[-1], as_json=options.json)
+        if not options.json:
+            say_verdict(str(path), answers[-1])
         for warning in () if options.json or answers[-1].get("state") == "rejected" else verdict.warnings:
             terminal.say(f"  warning: {warning}", style="yellow")
         status |= answers[-1].get("state") == "rejected"
@@ -109,6 +110,15 @@ def _send(instance: Instance, paths: Sequence[Path], *, hold: bool = False) -> l
             raise
         sent.append(_Sent(taken["name"], taken["id"]))
     return sent
+
+
+def send_one(instance: Instance, path: Path, *, hold: bool = False) -> Mapping[str, Any]:
+    """Send one job file that was checked, and return honed's verdict: the job's row, or one without a number."""
+    since = time.time() - 1.0
+    (sent,) = _send(instance, [path], hold=hold)
+    if not instance.is_up:
+        return {"id": None, "state": None}
+    return _verdict(instance, sent, since, is_fetched=True)
 
 
 def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
@@ -212,9 +222,8 @@ def _group(instance: Instance, number: int, num_jobs: int) -> Mapping[str, Any]:
         time.sleep(0.1)
 
 
-def _say_verdict(path: Path, verdict: Mapping[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        return
+def say_verdict(path: str, verdict: Mapping[str, Any]) -> None:
+    """Print what has become of a job file."""
     if "jobs" in verdict:
         num, jobs = verdict["num_jobs"], verdict["jobs"]
         terminal.say(f"{path}: sweep {verdict['id']} ({verdict['name']}): {len(jobs)} jobs, {min(jobs)} to {max(jobs)}")
@@ -245,14 +254,12 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
         content = document.parse(found.path.read_bytes(), found.path.suffix).data
     if sweep.is_in(content):
         content = sweep.first(content).document
-    since = time.time() - 1.0
     with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
         path = Path(directory) / f"{options.file.stem}.trial.json"
         path.write_text(json.dumps(trial.only(content, options.file.stem)), encoding="utf-8")
-        (sent,) = _send(instance, [path])
-    verdict = _verdict(instance, sent, since, is_fetched=True)
+        verdict = send_one(instance, path)
     if verdict["id"] is None:
-        _say_verdict(options.file, verdict, as_json=False)
+        say_verdict(str(options.file), verdict)
         return 1
     if not options.json:
         terminal.say(f"job {verdict['id']} ({verdict['name']}): {trial.NUM_ROWS} rows, a few steps")

@@ -3,8 +3,10 @@ escape sequences."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.cells import cell_len, set_cell_size
@@ -108,6 +110,19 @@ def complain(error: HonedError, *, prefix: str) -> None:
     """Print an error on stderr."""
     for line in [f"{prefix}{error.told}", *([f"hint: {error.hint}"] if error.hint else [])]:
         print(plain(line).replace("\n", "\n  "), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def doing(words: str) -> Iterator[None]:
+    """Say on stderr, if that is a terminal, what takes a while; the line is removed when it is done."""
+    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        yield
+        return
+    print(plain(words, limit=max(console.width - 2, 10)), end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def status_of(error: HonedError) -> int:

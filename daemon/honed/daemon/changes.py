@@ -92,7 +92,7 @@ class Changes:
 
 def goes_on_from(layout: Layout, job: Job, *, from_start: bool) -> str:
     """Describe in words where a finished job begins when it is requeued."""
-    if from_start or job.state is State.SUCCEEDED:
+    if from_start:
         return "the start"
     if job.are_checkpoints_pruned:
         return "the start: its checkpoints were pruned"
@@ -116,8 +116,14 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
             return spool.move(job, State.QUEUED, error=None, held_for=None)
         case "pin" | "unpin", _:
             return spool.annotate(job, is_pinned=verb == "pin")
-        case "requeue", State.SUCCEEDED | State.FAILED | State.CANCELLED:
-            if from_start or job.state is State.SUCCEEDED:
+        case "requeue", State.SUCCEEDED:
+            # Its output would be made again in place, and a good model would be gone if that fails.
+            raise UsageError(
+                f"job {job.id} ({job.name}) has succeeded, and requeue would make its output again in place",
+                hint=f"honectl rerun {job.id} makes a new job of the same job file and leaves this one as it is",
+            )
+        case "requeue", State.FAILED | State.CANCELLED:
+            if from_start:
                 # At once and for good: honed frees the disk space (housekeeper.py).
                 removal.set_aside_checkpoints(layout, job.id)
             is_deferred = bool(job.inputs)  # its inputs may have changed since
@@ -143,6 +149,6 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
                 "cancel": "queued, held or running",
                 "hold": "queued or running",
                 "release": "held",
-                "requeue": "succeeded, failed or cancelled",
+                "requeue": "failed or cancelled",
             }[verb]
             raise UsageError(f"job {job.id} ({job.name}) is {job.state}, but {verb} needs a job that is {allowed}")

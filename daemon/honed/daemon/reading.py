@@ -10,7 +10,7 @@ from honed.daemon.arrivals.fetches import Fetches
 from honed.job import query
 from honed.job.job import State
 from honed.job.query import Asker
-from honed.job.shape import Glance, Overview, Refusal, Row, Shown, Wait
+from honed.job.shape import Glance, Overview, Refusal, Refused, Row, Shown, Wait
 from honed.job.spool import Spool
 from honed.system.control import Request, Rows
 from honed.system.error import UsageError
@@ -37,6 +37,10 @@ class Reading:
     def numbers(self, *_: object) -> list[int]:
         """Answer `numbers`: those of all jobs, for completions."""
         return [job.id for job in self.spool.all().ordered()]
+
+    def names(self, _request: Request, asker: Asker) -> list[str]:
+        """Answer `names`: those of the jobs that the asker may read, for completions."""
+        return list(dict.fromkeys(job.name for job in self.spool.all().ordered() if asker.may_read(job)))
 
     def overview(self, request: Request, asker: Asker) -> Overview:
         """Answer `overview`."""
@@ -67,6 +71,13 @@ class Reading:
     def refusal(self, request: Request, asker: Asker) -> Refusal | None:
         """Return the reason of an arrival's refusal; None if there is none."""
         return query.refusal(self.spool, request.reference, asker, number=_number(request))
+
+    def refused(self, request: Request, asker: Asker) -> Refused:
+        """Return the newest refused files that the asker may see."""
+        limit = request.arguments.get("limit", query.MAX_REFUSED)
+        if type(limit) is not int or limit < 0:
+            raise UsageError("limit is a number of files")
+        return query.refused(self.spool, asker, limit=limit)
 
     def row(self, row: AnyRow, asker: Asker) -> AnyRow:
         """Return one row with the reason why its job waits."""

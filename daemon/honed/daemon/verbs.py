@@ -74,6 +74,7 @@ def table(
     return {
         "list": Verb(Right.ANYBODY, reading.list_jobs),
         "numbers": Verb(Right.ANYBODY, reading.numbers),
+        "names": Verb(Right.ANYBODY, reading.names),
         "overview": Verb(Right.ANYBODY, reading.overview),
         "show": Verb(Right.ANYBODY, reading.show),
         "glance": Verb(Right.ANYBODY, reading.glance),
@@ -82,6 +83,7 @@ def table(
         "group": Verb(Right.ANYBODY, reading.read),
         "accepted": Verb(Right.ANYBODY, reading.accepted),
         "refusal": Verb(Right.ANYBODY, reading.refusal),
+        "refused": Verb(Right.ANYBODY, reading.refused),
         "status": Verb(Right.ANYBODY, status.answer),
         "metrics": Verb(Right.ANYBODY, Observer(status).answer),
         "submit": Verb(Right.ANYBODY, partial(submit, spool.incoming_dir, incoming), wakes=True),

@@ -26,7 +26,7 @@ from urllib.parse import quote
 from honed.job import views
 from honed.job.event import Event, Reading, Written, written_bytes
 from honed.job.job import Job
-from honed.job.shape import Answer, LastPrediction, Prediction, Progress
+from honed.job.shape import Answer, LastPrediction, Prediction, Progress, Score
 from honed.system.error import EnvironmentInvalidError
 from honed.system.log import about
 from honed.system.message import DATABASE_DAMAGED
@@ -332,6 +332,12 @@ class Database:
             raise
 
 
+def _score(metrics: Mapping[str, float]) -> Score:
+    """Return the metric that says most about a model: the exact match of its answers, unless it is always 0."""
+    named = sorted(metrics, key=lambda name: (not metrics[name], name == "eval_loss", name != "exact_match", name))
+    return {"name": named[0], "value": metrics[named[0]]}
+
+
 def _job_row(job: Job) -> tuple[Any, ...]:
     return (job.id, job.name, str(job.state), job.outcome, job.priority, timestamp(job.submitted_at))
 
@@ -442,6 +448,19 @@ class Reader:
         sql = f"SELECT {', '.join(keys)}, progress FROM jobs WHERE {condition} ORDER BY {order} LIMIT ?"
         rows = self._rows(sql, num_jobs)
         return [{**dict(zip(keys, row[:-1], strict=True)), "progress": json.loads(row[-1])} for row in rows]
+
+    def scores(self, job_ids: Sequence[int]) -> dict[int, Score]:
+        """Return the score of those of these jobs that have one. Pass at most a few hundred jobs."""
+        some = ", ".join("?" * len(job_ids))
+        # SQLite takes the bare column from the row that has the maximum.
+        sql = (
+            f"SELECT job_id, name, value, max(attempt * 1e10 + step) FROM metrics WHERE job_id IN ({some})"
+            " AND (name = 'eval_loss' OR name GLOB 'predictions/*') AND value IS NOT NULL GROUP BY job_id, name"
+        )
+        found: dict[int, dict[str, float]] = {}
+        for number, name, value, _ in self._rows(sql, *job_ids):
+            found.setdefault(number, {})[name.removeprefix("predictions/")] = value
+        return {number: _score(each) for number, each in found.items()}
 
     def latest_metrics(self, job_id: int) -> dict[str, float]:
         """Return the last value of each metric."""

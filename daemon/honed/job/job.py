@@ -186,6 +186,8 @@ class Job:
     staged: Staged | None = None  #: its worker, started ahead of its turn
     num_staged: int = 0  #: workers that were staged for it so far
     group: Group | None = None  #: of a job that a sweep made
+    model: str = ""  #: the base model as its spec names it; empty if an older honed accepted it
+    data: tuple[str, ...] = ()  #: the paths of its data sets, likewise
     ends: tuple[str, ...] = ()  #: the outcome of each time it finished: a requeued job finishes again
     state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: the state in which the entry was found
 
@@ -198,6 +200,14 @@ class Job:
     def preemption(self) -> Preemption | None:
         """The preemption of the latest attempt; None once the job has started again, or if there was none."""
         return self.attempts[-1].preemption if self.attempts else None
+
+    def elapsed_sec(self, now: float) -> float | None:
+        """Return the duration of all attempts so far; None before the first."""
+        if not self.attempts:
+            return None
+        spent = sum(attempt.spent_sec for attempt in self.attempts if attempt.ended_at is not None)
+        last = self.attempts[-1]
+        return spent if last.ended_at is not None else spent + max(0.0, now - last.started_at)
 
     @property
     def num_preemptions(self) -> int:
@@ -229,6 +239,7 @@ class Job:
             known["adjustments"] = tuple(Adjustment(**_known(Adjustment, item)) for item in raw.get("adjustments", ()))
             known["depends_on"] = tuple(raw.get("depends_on", ()))
             known["ends"] = tuple(raw.get("ends", ()))
+            known["data"] = tuple(map(str, raw.get("data", ())))
             if raw.get("staged") is not None:
                 known["staged"] = Staged(**_known(Staged, raw["staged"]))
             known["stop"] = Stop(raw["stop"]) if raw.get("stop") else None

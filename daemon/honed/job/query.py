@@ -8,8 +8,9 @@ import contextlib
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from honed.job.shape import (
     Prediction,
     Progress,
     Refusal,
+    Refused,
     Row,
+    Score,
     Shown,
     Wait,
 )
@@ -42,6 +45,8 @@ from honed.system.layout import JobLayout, Layout
 Queue = Callable[[], Iterator[Job]]
 #: Rows of a list that are built at a time, so that one request does not block the daemon.
 ROWS_AT_ONCE = 256
+#: Refused files that are looked at, the newest.
+MAX_REFUSED = 200
 #: Jobs per group in an overview.
 OVERVIEW_JOBS = 20
 
@@ -165,8 +170,21 @@ def _rows(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[Row]:
     for first in range(0, len(jobs), ROWS_AT_ONCE):
         some = jobs[first : first + ROWS_AT_ONCE]
         with contextlib.closing(Reader(layout.database_path)) as reader:
-            progress = reader.progress([job.id for job in some])
-        yield from (_row(job, progress.get(job.id, NO_PROGRESS), asker) for job in some)
+            numbers = [job.id for job in some]
+            progress, scores = reader.progress(numbers), reader.scores(numbers)
+        for job in some:
+            yield _row(_with_inputs(job, layout), progress.get(job.id, NO_PROGRESS), scores.get(job.id), asker)
+
+
+def _with_inputs(job: Job, layout: Layout) -> Job:
+    """Return a job with its model and its data; of one that an older honed accepted, only its plan has them."""
+    if job.model:
+        return job
+    try:
+        spec = _plan(layout.job(job.id)).spec
+        return replace(job, model=str(spec["base_model"]), data=tuple(str(each["path"]) for each in spec["datasets"]))
+    except (KeyError, TypeError, ValueError):
+        return job
 
 
 def _ordered(jobs: Catalog, after: int | None, queue: Queue | None) -> Iterator[Job]:
@@ -194,7 +212,7 @@ def overview(
         counts = {state: sum(job.state == state for job in chosen) for state in counts}
     else:
         chosen = list(_heads(jobs, choice, num, queue))
-    return {"jobs": list(_rows(layout, chosen, asker)), "counts": counts}
+    return {"jobs": list(_rows(layout, chosen, asker)), "counts": counts, "refused": refused(spool, asker, limit=1)}
 
 
 def _heads(jobs: Catalog, choice: Choice, num: int, queue: Queue | None) -> Iterator[Job]:
@@ -267,17 +285,18 @@ def _group_job(layout: Layout, reader: Reader, job: Job) -> GroupJob:
     }
 
 
-def _row(job: Job, progress: Progress, asker: Asker) -> Row:
+def _row(job: Job, progress: Progress, score: Score | None, asker: Asker) -> Row:
     """Return a job's row; for another user's job only the facts that people behind it in the queue need."""
     if asker.may_read(job):
-        return summary(job, progress)
+        return summary(job, progress, score)
     row = summary(job, {**progress, "epoch": None, "loss": None})
     row |= {"name": "", "outcome": None, "remark": "", "source": None, "preemption": None, "class": None}
     row["group"] = None
+    row |= {"model": None, "data": [], "elapsed_sec": None}
     return row if row["waiting_for"] is None else {**row, "waiting_for": {**row["waiting_for"], "detail": ""}}
 
 
-def summary(job: Job, progress: Progress = NO_PROGRESS) -> Row:
+def summary(job: Job, progress: Progress = NO_PROGRESS, score: Score | None = None) -> Row:
     """Return one row of `list --json`."""
     return {
         "id": job.id,
@@ -294,9 +313,13 @@ def summary(job: Job, progress: Progress = NO_PROGRESS) -> Row:
         "waiting_for": _waiting_for(job),
         "staged_at": timestamp(job.staged.since) if job.staged is not None else None,
         "preemption": preemption.current(job),
-        "progress": progress,
+        "progress": progress if job.state is State.RUNNING else {**progress, "eta_sec": None},
         "needs_bytes": job.needs_bytes or None,
         "group": job.group,
+        "model": job.model or None,
+        "data": list(job.data),
+        "elapsed_sec": job.elapsed_sec(time.time()),
+        "score": score,
     }
 
 
@@ -319,6 +342,7 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
     files = layout.job(job.id)
     with contextlib.closing(Reader(layout.database_path)) as reader:
         progress, metrics = reader.progress([job.id]).get(job.id, NO_PROGRESS), reader.latest_metrics(job.id)
+        score = reader.scores([job.id]).get(job.id)
         events = [event for event in reader.events(job.id) if event["event"] in SHOWN_EVENTS]
     plan = dict(_plan(files).document)
     spec = plan.pop("spec", {})
@@ -327,7 +351,7 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
     final = figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))
     report = str(files.report_path) if os.path.lexists(files.report_path) else None
     return {
-        **summary(job, progress),
+        **summary(_with_inputs(job, layout), progress, score),
         "spec": spec,
         "plan": plan,
         "attempts": [_attempt(attempt) for attempt in job.attempts],
@@ -401,10 +425,11 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
     with contextlib.closing(Reader(layout.database_path)) as reader:
         progress, metrics = reader.progress([job.id]).get(job.id, NO_PROGRESS), reader.latest_metrics(job.id)
         stage, course = reader.stage(job.id), reader.course(job.id, "loss")
+        score = reader.scores([job.id]).get(job.id)
         last_predictions = reader.last_predictions(job.id)
     resident_bytes, cpu_sec = _worker(layout, job) if job.state is State.RUNNING and job.attempts else (None, None)
     return {
-        **summary(job, progress),
+        **summary(_with_inputs(job, layout), progress, score),
         "stage": stage,
         "course": course,
         "predictions": last_predictions,
@@ -463,6 +488,30 @@ def refusal(spool: Spool, file_name: str, asker: Asker = ANYBODY, *, number: int
             continue
     ours = [answer for answer in answers if answer["reason"].startswith(f"{arrival.shown(file_name)} was refused")]
     return max(ours, key=lambda answer: answer["refused_at"], default=None)
+
+
+def refused(spool: Spool, asker: Asker = ANYBODY, *, limit: int = MAX_REFUSED) -> Refused:
+    """Return the newest refused files that the asker may see, with at most `limit` of their reasons."""
+    found: list[tuple[float, str]] = []
+    with os.scandir(spool.rejected_dir) as entries:
+        for entry in entries:
+            if entry.name.endswith(".reason"):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((entry.stat(follow_symlinks=False).st_mtime, entry.name.removesuffix(".reason")))
+    files: list[Refusal] = []
+    num = 0
+    for when, name in sorted(found, reverse=True)[:MAX_REFUSED]:
+        path = spool.rejected_dir / name
+        try:
+            if not asker.reads_all and arrival.refused_uid(path) != asker.uid:
+                continue
+            num += 1
+            if len(files) < limit:
+                reason = path.with_name(f"{name}.reason").read_text(encoding="utf-8", errors="replace")
+                files.append({"file": name, "reason": reason, "refused_at": when})
+        except (FileNotFoundError, PermissionError):
+            continue
+    return {"files": files, "num": num, "are_all": len(found) <= MAX_REFUSED}
 
 
 #: Verbs that only read: the daemon answers them, and honectl runs them itself if honed is down.

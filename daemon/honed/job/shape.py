@@ -33,6 +33,13 @@ class Wait(TypedDict):
     detail: str
 
 
+class Score(TypedDict):
+    """A metric of a job's last evaluation: the first one of its predictions, else the loss."""
+
+    name: str
+    value: float
+
+
 _Class = TypedDict("_Class", {"class": str | None})
 
 
@@ -62,6 +69,10 @@ class Row(_Class):
     preemption: PreemptionRow | None  #: of a job that has not started again since
     progress: Progress
     needs_bytes: int | None
+    model: str | None  #: the base model as the spec names it; None for another user's job
+    data: list[str]  #: the paths of the data sets; empty for another user's job
+    elapsed_sec: float | None  #: of all attempts; None before the first
+    score: Score | None  #: the last one; None before the first evaluation, and for another user's job
     group: NotRequired[Group | None]  #: of a job that a sweep made
 
 
@@ -101,6 +112,7 @@ class Overview(TypedDict):
 
     jobs: list[Row]
     counts: dict[str, int]
+    refused: Refused  #: with the newest one
 
 
 class AttemptRow(TypedDict):
@@ -220,6 +232,14 @@ class Refusal(TypedDict):
     file: str
     reason: str
     refused_at: float  #: seconds since the epoch
+
+
+class Refused(TypedDict):
+    """The newest refused files of a user, and the number of all; `are_all` is False if there may be more."""
+
+    files: list[Refusal]
+    num: int
+    are_all: bool
 
 
 class Arrival(TypedDict):

@@ -76,6 +76,13 @@ class Progress(_Answer):
     eta_sec: float | None
 
 
+class Score(_Answer):
+    """A metric of the last evaluation: the first one of the predictions, else the loss."""
+
+    name: str
+    value: float
+
+
 class WaitingFor(_Answer):
     """The reason why a job does not run."""
 
@@ -118,6 +125,14 @@ class JobRow(_Answer):
     preemption: dict[str, Any] | None = None
     """Request to give up its device, of a job that has not started again since: reason, stop_sec, lost_steps."""
     progress: Progress
+    model: str | None = None
+    """Base model as the job file names it; null for another user's job."""
+    data: list[str] = Field(default_factory=list)
+    """Paths of the data sets."""
+    elapsed_sec: float | None = None
+    """Seconds of all attempts; null before the first."""
+    score: Score | None = None
+    """Score of the last evaluation; null before the first."""
 
 
 class JobList(_Answer):

@@ -47,6 +47,7 @@ FILE = {"name": "a.json", "data": base64.b64encode(b"{}").decode()}
 USES = {
     "list": Use(Right.ANYBODY, EVERYBODY, arguments={}, sees=OWN),
     "numbers": Use(Right.ANYBODY, EVERYBODY, arguments={}),
+    "names": Use(Right.ANYBODY, EVERYBODY, arguments={}, sees=OWN),
     "overview": Use(Right.ANYBODY, EVERYBODY, arguments={}, sees=OWN),
     "show": READS,
     "glance": READS,
@@ -54,6 +55,7 @@ USES = {
     "losses": Use(Right.ANYBODY, OWN),
     "accepted": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "secret.json", "number": 1}, sees=OWN),
     "refusal": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "bad-secret.json"}, sees=OWN),
+    "refused": Use(Right.ANYBODY, EVERYBODY, arguments={}, sees=OWN),
     "status": Use(Right.ANYBODY, EVERYBODY, arguments={}),
     "metrics": Use(Right.ANYBODY, EVERYBODY, arguments={}),
     "submit": Use(Right.ANYBODY, (ADMINISTRATOR,), arguments=FILE),  # incoming/ is closed to the others

@@ -253,6 +253,8 @@ def _job(pending: Pending, answer: Passed) -> Job:
         arrived_at=pending.claim.arrived_at,
         time_limit_sec=spec.get("time_limit_sec"),
         group=spec.get("group"),
+        model=str(spec.get("base_model") or ""),
+        data=tuple(str(each["path"]) for each in spec.get("datasets") or spec.get("eval_datasets") or ()),
         state=State.HELD if pending.claim.is_held else State.QUEUED,
     )
 

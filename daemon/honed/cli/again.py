@@ -1,0 +1,127 @@
+"""`honectl rerun`: a new job of an old one's job file, with some keys changed. The old job stays as it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from honed.cli import draft, submission, terminal
+from honed.cli.instance import Instance
+from honed.spec import document, problem, relative
+from honed.system import untrusted
+from honed.system.error import EnvironmentInvalidError, UsageError
+
+if TYPE_CHECKING:
+    from honed.job.shape import Shown
+
+_NUMBERED = re.compile(r"(?P<name>.+)-\d+")
+_KEY = re.compile(r"[A-Za-z_][\w]*(\.[\w-]+)*")
+#: Longest name of a job.
+_MAX_NAME = 100
+
+
+def rerun(instance: Instance, options: argparse.Namespace) -> int:
+    """Submit a job's file again under another name, with the changes of --set."""
+    job = instance.show(options.id)
+    content = content_of(instance, job)
+    was_in = content.get("output_dir")
+    content = changed(content, options.set)
+    if content.get("output_dir") not in (None, "") and content.get("output_dir") == was_in:
+        raise UsageError(
+            f"job {job['id']} ({job['name']}) writes to its own output_dir {was_in}, and the new job would, too",
+            hint="--set output_dir=DIR, or --set output_dir=null for a directory that honed chooses",
+        )
+    content["name"] = options.name or _free_name(instance, job["name"])
+    text, _ = relative.absolute(to_text(content), ".yaml", Path.cwd())
+    with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
+        path = Path(directory) / f"{_file_name(content['name'])}.yaml"
+        path.write_bytes(text)
+        warnings = draft.checked(instance, path).warnings
+        verdict = submission.send_one(instance, path, hold=options.hold)
+    is_refused = verdict.get("state") == "rejected"
+    if options.json:
+        terminal.console.print_json(json.dumps(verdict))
+        return int(is_refused)
+    if verdict["id"] is None:
+        submission.say_verdict(f"{content['name']} (of job {job['id']})", verdict)
+        return int(is_refused)
+    what = ", ".join(options.set) or "nothing changed"
+    terminal.say(f"job {verdict['id']} ({verdict['name']}), {verdict['state']}: as job {job['id']}, {what}")
+    terminal.say(str(instance.layout.job(verdict["id"]).spec_path))
+    for warning in warnings:
+        terminal.say(f"  warning: {warning}", style="yellow")
+    return 0
+
+
+def content_of(instance: Instance, job: Shown) -> dict[str, Any]:
+    """Return the content of a job's file as it was submitted. Raises EnvironmentInvalidError if it is gone."""
+    try:
+        path = instance.layout.job(job["id"]).spec_path
+        data = untrusted.read_plain(path, num_names=1)
+    except FileNotFoundError:
+        raise EnvironmentInvalidError(
+            f"job {job['id']} ({job['name']}) has no job file any more", hint="submit its job file again"
+        ) from None
+    found: dict[str, Any] = document.parse(data, path.suffix).data
+    return found
+
+
+def changed(content: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """Return a job file's content with the KEY=VALUE of --set. Raises UsageError for one that is not of that form."""
+    fix: dict[str, Any] = {}
+    for setting in settings:
+        key, sign, text = setting.partition("=")
+        key = key.strip()
+        if not sign or not _KEY.fullmatch(key):
+            raise UsageError(f"--set {setting!r} is not KEY=VALUE", hint="such as --set training.learning_rate=1e-4")
+        fix[key] = _value(setting, text)
+    return _with(content, fix)
+
+
+def _value(setting: str, text: str) -> Any:
+    """Parse a value as job files are parsed: 1e-4 is a number, and yes is a word."""
+    if not text.strip():
+        return ""
+    data = document.parse(f"value: {text}\n".encode(), ".yaml").data
+    if set(data) != {"value"}:
+        raise UsageError(f"--set {setting!r}: its value is not one value", hint="write YAML: [1, 2] or {r: 8}")
+    return data["value"]
+
+
+def _with(content: Mapping[str, Any], fix: Mapping[str, Any]) -> dict[str, Any]:
+    """Set keys; a section that is set replaces the old one, so it is removed first."""
+    sections = {key: None for key, value in fix.items() if isinstance(value, dict)}
+    try:
+        return problem.mended(problem.mended(content, sections), fix)
+    except (IndexError, TypeError):
+        raise UsageError(
+            "--set names an item of a list that is not there", hint="set the whole list: --set 'datasets=[{path: …}]'"
+        ) from None
+
+
+def to_text(content: Mapping[str, Any]) -> bytes:
+    """Return a job file of this content, in YAML."""
+    text: str = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=10_000)
+    return text.encode()
+
+
+def _free_name(instance: Instance, name: str) -> str:
+    """Return the name of a rerun, which no other job has: capitals-2 after capitals, capitals-3 after capitals-2."""
+    match = _NUMBERED.fullmatch(name)
+    stem = match["name"] if match and instance.jobs(names=[match["name"]]) else name
+    number = 2
+    while instance.jobs(names=[made := f"{stem[: _MAX_NAME - len(str(number)) - 1]}-{number}"]):
+        number += 1
+    return made
+
+
+def _file_name(name: str) -> str:
+    """Return a name for the file of a job with this name."""
+    return re.sub(r"[^\w.-]", "-", name).lstrip(".-")[:80] or "rerun"

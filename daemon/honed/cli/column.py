@@ -1,0 +1,242 @@
+"""The columns of `honectl list`, and what it sorts and filters by: one name for each.
+
+--sort score            by a column, the smallest first; --sort=-score: the largest first
+--filter KEY=VALUE      equal, regardless of case        --filter KEY~TEXT    contains
+--filter KEY>NUMBER     also <, >= and <=                --filter KEY!=VALUE  differs
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from honed.cli import terminal
+from honed.job.job import MAX_PRIORITY
+from honed.job.progress import duration, figure
+from honed.system.error import UsageError
+
+if TYPE_CHECKING:
+    from honed.job.shape import Row
+
+Value = str | float | None
+
+#: Characters of an outcome and its remark in a line of the list.
+MAX_OUTCOME = 60
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its header, the value that it is sorted and filtered by, and its text in the list."""
+
+    title: str
+    value: Callable[[Row], Value]
+    text: Callable[[Row], str]
+    is_right: bool = False
+
+
+def _plain(value: Callable[[Row], Value], *, limit: int | None = None) -> Callable[[Row], str]:
+    return lambda row: terminal.plain(value(row), limit=limit)
+
+
+def _column(title: str, value: Callable[[Row], Value], *, limit: int | None = None, is_right: bool = False) -> Column:
+    return Column(title, value, _plain(value, limit=limit), is_right)
+
+
+def _number(key: str, title: str) -> Column:
+    return Column(title, lambda row: _progress(row, key), lambda row: _figure(_progress(row, key)), is_right=True)
+
+
+def _progress(row: Row, key: str) -> float | None:
+    value = dict(row["progress"]).get(key)
+    return value if isinstance(value, int | float) else None
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else figure(value)
+
+
+def outcome(row: Row) -> str:
+    """Return a job's outcome with what has to be said about it."""
+    remark = f"but {row['remark']}" if row.get("remark") else ""
+    preemption = row.get("preemption")
+    ended = f"preempted: {preemption['reason']}" if preemption else row["outcome"]
+    return ", ".join(filter(None, [ended, remark, "pinned" if row.get("is_pinned") else ""]))
+
+
+def _score(row: Row) -> float | None:
+    return score["value"] if (score := row.get("score")) else None
+
+
+def _score_text(row: Row) -> str:
+    return f"{score['name']} {figure(score['value'])}" if (score := row.get("score")) else ""
+
+
+def short(place: str | None) -> str:
+    """Return the last part of a path; a hub id stays whole."""
+    return PurePath(place).name if place and place.startswith("/") else place or ""
+
+
+def _data(row: Row) -> str:
+    names = [short(each) for each in row.get("data") or ()]
+    return names[0] + (f" +{len(names) - 1}" if names[1:] else "") if names else ""
+
+
+def _elapsed(row: Row) -> str:
+    seconds = row.get("elapsed_sec")
+    return "" if seconds is None else duration(seconds)
+
+
+def _priority(row: Row) -> str:
+    return "head" if row["priority"] == MAX_PRIORITY else str(row["priority"])
+
+
+def _swept(row: Row) -> str | None:
+    """Return the sweep of a job, and its values; None for any other job."""
+    if not (group := row.get("group")):
+        return None
+    values = ", ".join(f"{key.rpartition('.')[2]} {json.dumps(value)}" for key, value in group["values"].items())
+    return f"{group['id']}: {values}"
+
+
+COLUMNS: dict[str, Column] = {
+    "id": Column("id", lambda row: row["id"], lambda row: str(row["id"]), is_right=True),
+    "name": _column("name", lambda row: row["name"], limit=40),
+    "sweep": _column("sweep", _swept, limit=60),
+    "state": _column("state", terminal.state_words),
+    "outcome": _column("outcome", outcome),
+    "priority": Column("priority", lambda row: row["priority"], _priority, is_right=True),
+    "class": _column("class", lambda row: row["class"]),
+    "model": Column(
+        "model", lambda row: row.get("model"), lambda row: terminal.plain(short(row.get("model")), limit=30)
+    ),
+    "data": Column(
+        "data", lambda row: " ".join(row.get("data") or ()) or None, lambda row: terminal.plain(_data(row), limit=30)
+    ),
+    "step": Column(
+        "step", lambda row: _progress(row, "step"), lambda row: terminal.progress_cells(row)[0], is_right=True
+    ),
+    "epoch": _number("epoch", "epoch"),
+    "loss": _number("loss", "loss"),
+    "score": Column("score", _score, _score_text),
+    "elapsed": Column("elapsed", lambda row: row.get("elapsed_sec"), _elapsed, is_right=True),
+    "eta": Column(
+        "ETA",
+        lambda row: _progress(row, "eta_sec") if row["state"] == "running" else None,
+        lambda row: terminal.progress_cells(row)[2],
+        is_right=True,
+    ),
+    "submitted": Column(
+        "submitted (UTC)", lambda row: row["submitted_at"], lambda row: row["submitted_at"][:16].replace("T", " ")
+    ),
+    "user": Column("user", lambda row: row["uid"], lambda row: str(row["uid"]), is_right=True),
+    "source": _column("file", lambda row: row["source"], limit=40),
+    "why": Column(
+        "waiting because", terminal.why_waiting, lambda row: terminal.plain(terminal.why_waiting(row), limit=60)
+    ),
+}
+#: Columns of the list into a pipe and, where there is room, on a terminal.
+USUAL = (
+    "id",
+    "name",
+    "state",
+    "outcome",
+    "priority",
+    "model",
+    "data",
+    "step",
+    "loss",
+    "score",
+    "elapsed",
+    "eta",
+    "submitted",
+)
+#: Other tools' words for a column.
+_OTHERS = {"jobid": "id", "st": "state", "status": "state", "base_model": "model", "dataset": "data",
+           "datasets": "data", "eval_loss": "score", "time": "elapsed", "duration": "elapsed", "reason": "why",
+           "submitted_at": "submitted", "uid": "user", "progress": "step", "file": "source"}  # fmt: skip
+_FILTER = re.compile(r"(?P<key>[^=~<>!]+?)\s*(?P<sign>>=|<=|!=|=|~|>|<)\s*(?P<value>.*)", re.DOTALL)
+
+
+def scores_first(metric: str) -> tuple[bool, bool, str]:
+    """Order the names of metrics: those of the predictions, those of evaluations, then those of training."""
+    return not metric.startswith("predictions/"), not metric.startswith("eval_"), metric
+
+
+def named(key: str) -> Column:
+    """Return a column. Raises UsageError, with the nearest one, for an unknown name."""
+    word = key.strip().lower()
+    if word in COLUMNS:
+        return COLUMNS[word]
+    near = _OTHERS.get(word) or next(iter(get_close_matches(word, COLUMNS, n=1)), None)
+    meant = f"did you mean {near}? " if near else ""
+    raise UsageError(f"list has no column {key!r}", hint=f"{meant}Its columns are: {', '.join(COLUMNS)}")
+
+
+def several(text: str) -> list[Column]:
+    """Parse the names of columns, with commas between them."""
+    return [named(name) for name in text.split(",") if name.strip()]
+
+
+def ordered(rows: Iterable[Row], key: str) -> list[Row]:
+    """Sort jobs by a column, the smallest first, or with a minus before its name the largest; jobs without a value come
+    last."""
+    column, is_falling = named(key.removeprefix("-")), key.startswith("-")
+    there: list[tuple[Value, Row]] = []
+    empty: list[Row] = []
+    for row in rows:
+        value = column.value(row)
+        there.append((value, row)) if value not in (None, "") else empty.append(row)
+    there.sort(key=lambda each: each[0].lower() if isinstance(each[0], str) else each[0], reverse=is_falling)  # type: ignore[arg-type,return-value]
+    return [*(row for _, row in there), *empty]
+
+
+def matching(rows: Iterable[Row], filters: Sequence[str]) -> list[Row]:
+    """Return the jobs that meet every filter. Raises UsageError for one that cannot be read."""
+    tests = [_test(text) for text in filters]
+    return [row for row in rows if all(test(row) for test in tests)]
+
+
+def _test(text: str) -> Callable[[Row], bool]:
+    found = _FILTER.fullmatch(text)
+    if found is None:
+        raise UsageError(
+            f"--filter {text!r} is not a comparison",
+            hint="write KEY=VALUE, KEY~TEXT or KEY>NUMBER: --filter 'loss<1.5'",
+        )
+    column, sign, value = named(found["key"]), found["sign"], found["value"].strip().lower()
+    if sign in _OPERATORS:
+        try:
+            bound = float(value)
+        except ValueError:
+            raise UsageError(f"--filter {text!r} compares with something that is not a number") from None
+        return lambda row: isinstance(has := column.value(row), int | float) and _OPERATORS[sign](has, bound)
+    if sign == "~":
+        return lambda row: value in _word(column.value(row)) or value in column.text(row).lower()
+    is_equal = sign == "="
+    return lambda row: _is(column, row, value) is is_equal
+
+
+def _is(column: Column, row: Row, value: str) -> bool:
+    has = column.value(row)
+    if isinstance(has, int | float):
+        try:
+            return float(value) == has
+        except ValueError:
+            return False
+    return value in (_word(has), column.text(row).lower())
+
+
+def _word(value: Value) -> str:
+    return "" if value is None else str(value).lower()
