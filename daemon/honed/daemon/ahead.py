@@ -32,7 +32,7 @@ LOOK_INTERVAL_SEC = 1.0
 #: Seconds after which a staged job that is not among the next any more gives up its place.
 REPLACE_AFTER_SEC = 30.0
 #: Phases of a running job in which the next one may be staged: it has its libraries and its data.
-STEADY = frozenset({"load", "audit", "mask", "baseline", "train", "evaluate", "predict", "save", "export"})
+STEADY = frozenset({"load", "audit", "mask", "baseline", "train", "evaluate", "predict", "save", "seal", "export"})
 #: Processors of a machine on which jobs are staged: one trains.
 MIN_PROCESSORS = 2
 #: Seconds for which nothing is staged after memory was short.

@@ -20,7 +20,7 @@ from typing import Any
 
 from honed.inputs import modality, score
 from honed.job import trial
-from honed.job.event import EventWriter
+from honed.job.event import EventWriter, has_begun
 from honed.plan import pace, position
 from honed.system import durable, installed
 from honed.system.error import (
@@ -191,7 +191,7 @@ class _Story:
             self._log("warning", f"{item.name} is damaged ({item.why}) and was renamed to {item.path.name}")
         if set_aside and resumed is None:
             self._log("error", "all checkpoints of this job are damaged: it starts from the beginning")
-        if attempt > 1 and resumed is None:
+        if resumed is None and any(has_begun(job.layout.attempt(each).events_path) for each in range(1, attempt)):
             events.emit("started_over", reason="damaged" if set_aside else "no checkpoint")
         progress = resumed.progress if resumed else checkpoint.Progress(evaluates_by_length=True, predicts_evenly=True)
         job.check_inputs()
@@ -428,7 +428,7 @@ class _Story:
         """Wait for the device, if this worker was staged."""
         if self._gate.is_closed:
             self._stage("staged")
-            self._gate.wait()
+            self._gate.wait(warn=lambda text: self._log("warning", text))
 
     def _stage(self, name: str) -> None:
         self._stop.check()

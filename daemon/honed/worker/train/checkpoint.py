@@ -164,6 +164,16 @@ def commit(
     return place
 
 
+def best_of_newest(checkpoints_dir: Path) -> Path | None:
+    """Return the checkpoint that was the best when the newest whole one was made; None if there was none."""
+    whole = [path for _, path in _named(checkpoints_dir, _NAME) if (path / MANIFEST).is_file()]
+    try:
+        told = json.loads((whole[-1] / REQUIRED).read_bytes())["best_model_checkpoint"] if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return checkpoints_dir / Path(told).name if isinstance(told, str) else None
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
