@@ -56,8 +56,9 @@ class Passed:
             "references": dict(self.references),
             "waits_for": dict(self.waits_for),
             "needs_fetch": asdict(self.needs_fetch) if self.needs_fetch else None,
-            "members": list(self.members),
         }
+        if self.members:
+            answer["members"] = list(self.members)
         return json.dumps(answer).encode() + b"\n"
 
 
