@@ -246,6 +246,8 @@ def _changed(assignment: Assignment, args: SFTConfig) -> Iterator[str]:
     """Yield a warning for each key of the job that the backend changes: its own log mentions them at most."""
     for name, asked in assignment.spec.training.as_kwargs().items():
         found = getattr(args, name)
+        if name in _batch(assignment):  # the plan has reported it
+            continue
         if name not in _SAID_OTHERWISE and isinstance(asked, bool | int | float | str) and found != asked:
             yield f"training.{name}: the job sets {asked}, but {assignment.backend} changes it to {found}"
 
