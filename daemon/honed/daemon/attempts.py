@@ -51,6 +51,8 @@ MAX_UNREAD = 60
 MAX_FAILED_STEPS = 5
 #: Stages of a staged worker before it waits at its gate.
 BEFORE_GATE = frozenset({"starting", "prepare", "data"})
+#: The number of processes that the shim starts on this machine; unset for one.
+RANKS_VARIABLE = "HONED_NUM_RANKS"
 #: Errors that keep a worker from starting although its job and its program are in order.
 MACHINE_ERRNOS = durable.MACHINE_ERRNOS | {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
@@ -274,12 +276,13 @@ def worker_environment(layout: Layout, config: Config, job: Job, gpu_uuid: str |
         "PYTHONUNBUFFERED": "1",
         "HONED_JOB": str(job.id),
         "HONED_MIN_STALL_SEC": f"{config.jobs.min_stall_timeout_sec:g}",
+        **({RANKS_VARIABLE: str(job.num_gpus)} if job.num_gpus > 1 else {}),
     }
 
 
-def device_environment(gpu_uuid: str | None) -> dict[str, str]:
-    """Return the part of a worker's environment that names its device."""
-    return {"CUDA_VISIBLE_DEVICES": gpu_uuid or ""}
+def device_environment(gpu_uuids: str | None) -> dict[str, str]:
+    """Return the part of a worker's environment that names its devices, separated by commas."""
+    return {"CUDA_VISIBLE_DEVICES": gpu_uuids or ""}
 
 
 def write_adjustments(layout: Layout, job: Job) -> None:
