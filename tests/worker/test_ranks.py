@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob, read_events
 
 import warm
+from conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob, read_events
 from honed.run import shim
 
 #: Seconds in which all ranks have to end after one has failed.
@@ -58,6 +58,11 @@ class Run:
     @property
     def exit(self) -> dict[str, Any]:
         return dict(json.loads((self.dir / "exit.json").read_text()))
+
+    @property
+    def took_sec(self) -> float:
+        """Seconds from the first error to the end of all ranks."""
+        return float(self.exit["ended_at"] - (self.dir / "ranks/error.json").stat().st_mtime)
 
     @property
     def log(self) -> str:
@@ -218,11 +223,6 @@ def test_the_death_of_a_rank_ends_the_attempt_as_killed(make_job: MakeJob, rank:
     assert (run.exit["rank"], run.exit["signal"], ended.result) == (rank, signal.SIGKILL, {}), run.log[-3000:]
 
 
-def failing(job: WorkerJob, code: str) -> Run:
-    """Start a job whose second rank runs this code first, in the worker's process."""
-    return Run(job, HONED_TEST_BREAK=code)
-
-
 MASK = """
 from honed.worker.rows import mask
 from honed.system.error import MaskError
@@ -232,11 +232,11 @@ mask.check = check
 """
 NAN = """
 from honed.worker.train.watched import WatchedTrainer
-step = WatchedTrainer.training_step
-def training_step(self, model, inputs, *args, **kwargs):
-    loss = step(self, model, inputs, *args, **kwargs)
+compute = WatchedTrainer.compute_loss
+def compute_loss(self, *args, **kwargs):
+    loss = compute(self, *args, **kwargs)
     return loss * float("nan") if self.state.global_step >= 3 else loss
-WatchedTrainer.training_step = training_step
+WatchedTrainer.compute_loss = compute_loss
 """
 MEMORY = """
 from honed.worker.train.watched import WatchedTrainer
@@ -246,6 +246,18 @@ def training_step(self, model, inputs, *args, **kwargs):
         raise MemoryError("the second rank's")
     return step(self, model, inputs, *args, **kwargs)
 WatchedTrainer.training_step = training_step
+"""
+
+
+FULL = """
+import errno
+from honed.worker.train import checkpoint, disk_reserve
+seal = checkpoint.seal
+def sealed(path, *args, **kwargs):
+    if path.name != "checkpoint-2":
+        raise OSError(errno.ENOSPC, "No space left on device")
+    seal(path, *args, **kwargs)
+checkpoint.seal = sealed
 """
 
 
@@ -260,10 +272,41 @@ WatchedTrainer.training_step = training_step
 def test_an_error_of_the_second_rank_is_the_errors_of_the_run(
     make_job: MakeJob, code: str, words: str, status: int, broken: str
 ) -> None:
-    run = failing(over_two(make_job(**with_keys(training={"max_steps": 200}))), broken)
-    ended = run.end(WORKER_TIMEOUT_SEC)
+    job = over_two(make_job(**with_keys(training={"max_steps": 200})))
+    run = Run(job, HONED_TEST_RANK_1=broken)
+    ended = run.end()
     assert (ended.status, ended.result["error"]["code"]) == (status, code), run.log[-3000:]
     assert words in ended.result["error"]["message"]
+    assert run.took_sec < 10.0
+
+
+def test_a_rank_that_never_hears_of_the_others_error_is_ended_with_it(make_job: MakeJob) -> None:
+    """NCCL, unlike gloo, waits for a rank that is gone."""
+    stuck = "import time\nfrom honed.worker.rows import mask\nmask.check = lambda *_: time.sleep(900)"
+    run = Run(over_two(make_job(**KEYS)), HONED_TEST_RANK_0=stuck, HONED_TEST_RANK_1=MASK)
+    ended = run.end(END_SEC)
+    assert (ended.status, ended.result["error"]["code"], ended.result["phase"]) == (81, "mask_invalid", "mask")
+    assert ended.events[-1].kind == "finished"
+    assert run.took_sec < 10.0
+
+
+def test_a_full_disk_ends_all_ranks_and_the_last_checkpoint_is_continued(make_job: MakeJob) -> None:
+    job = over_two(make_job(**KEYS))
+    first = Run(job, HONED_TEST_RANK_0=FULL)
+    ended = first.end()
+    assert (ended.status, ended.result["error"]["code"]) == (73, "disk_insufficient"), first.log[-3000:]
+    assert first.took_sec < 10.0
+    again = Run(job, 2).end()
+    assert (again.status, [each["step"] for each in again.of("resumed")]) == (0, [2])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_before_the_first_step_ends_the_attempt(make_job: MakeJob, rank: int) -> None:
+    """Of a rank that waits for another in a Python call."""
+    code = f"import os\nfrom honed.worker.rows import data\ndata.check_ids = lambda *_: os.kill(os.getpid(), {9})"
+    run = Run(over_two(make_job(**KEYS)), **{f"HONED_TEST_RANK_{rank}": code})
+    ended = run.end(END_SEC)
+    assert (run.exit["rank"], run.exit["signal"], ended.result) == (rank, signal.SIGKILL, {}), run.log[-3000:]
 
 
 def test_a_frozen_rank_silences_the_pulse_of_the_first_one_and_is_ended_with_its_stacks(make_job: MakeJob) -> None:
