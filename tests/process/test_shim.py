@@ -256,7 +256,8 @@ def test_a_start_that_honed_did_not_write_starts_nothing(tmp_path: Path, text: s
 #: A rank that says who it is, and handles its signals as a worker does.
 RANK = """
 import os, signal, sys, time
-print(*(f"{name}={os.environ[name]}" for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")), flush=True)
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+os.write(1, (" ".join(f"{name}={os.environ[name]}" for name in names) + "\\n").encode())
 """
 
 

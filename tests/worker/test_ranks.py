@@ -327,3 +327,48 @@ def test_a_plan_with_fsdp_is_refused_in_plain_words(make_job: MakeJob) -> None:
     run = Run(job)
     ended = run.end()
     assert (ended.status, ended.result["error"]["message"]) == (78, "parallel: fsdp is not supported yet")
+
+
+def test_evaluations_a_guard_and_the_best_model_are_those_of_one_process(make_job: MakeJob) -> None:
+    """All that ranks have to do together: rounds of predictions, the guard, the best checkpoint, epochs, an interval."""
+    asked = with_keys(
+        eval_split=1 / 3,
+        early_stopping_patience=5,
+        save_interval_sec=0.01,
+        guard={"metric": "exact_match", "num_samples": 3, "max_drop": 1.0, "patience": 3},
+        predictions={"num_samples": 2, "max_new_tokens": 4, "sample_frequency": "eval"},
+        training={
+            "max_steps": -1,
+            "num_train_epochs": 2,
+            "eval_strategy": "epoch",
+            "save_strategy": "epoch",
+            "save_steps": None,
+            "learning_rate": 3e-2,
+            "logging_steps": 3,
+        },
+    )
+    asked["training"] = {name: value for name, value in asked["training"].items() if value is not None}
+    one = make_job(**asked).run()
+    run = Run(over_two(make_job(**asked)))
+    ended = run.end()
+    assert (one.status, ended.status) == (0, 0), run.log[-3000:]
+    for kind in ("evaluation", "predictions", "guard"):
+        assert [each["step"] for each in ended.of(kind)] == [each["step"] for each in one.of(kind)]
+    assert ended.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], abs=1e-3)
+    assert ended.result["step"] == one.result["step"]
+
+
+def test_a_time_limit_and_a_stop_of_all_ranks_leave_a_checkpoint(make_job: MakeJob) -> None:
+    job = over_two(make_job(**with_keys(time_limit_sec=1.0, training={"max_steps": 5000})))
+    first = Run(job)
+    ended = first.end()
+    assert (ended.status, ended.result["error"]["code"]) == (88, "time_limit"), first.log[-3000:]
+    assert ended.of("checkpoint")[-1]["step"] == ended.result["step"]
+    job.change_plan(spec={**job.plan["spec"], "time_limit_sec": None})
+    second = Run(job, 2)
+    second.wait_for_step(ended.result["step"] + 2)
+    for pid in second.pids:
+        os.kill(pid, signal.SIGTERM)
+    again = second.end(END_SEC)
+    assert (again.status, again.result["outcome"]) == (75, "interrupted"), second.log[-3000:]
+    assert again.of("checkpoint")[-1]["step"] == again.result["step"]

@@ -295,14 +295,6 @@ class _Story:
             self._log("warning", text)
         for level, text in chat.advice.notes(data.train.examples) if "messages" in data.train.kinds else ():
             self._log(level, text)
-        size = spec.training.per_device_train_batch_size
-        if (num_repeated := parallel.rows_are_repeated(len(data.train.examples), size, ranks.world)) > 0:
-            self._log(
-                "info",
-                f"{num_repeated} rows are trained on twice in each epoch: {ranks.world} processes divide "
-                f"{len(data.train.examples)} rows into batches of {size}, and the last batches are filled from the "
-                "epoch's beginning",
-            )
         config = load.load_config(job)
         position.check_rows(spec, config.model_type, config.to_dict(), data.longest)
         was_ahead = self._gate.is_closed
@@ -386,6 +378,8 @@ class _Story:
         auditor.model(trainer.model, "built", mended=trainer.mended)
         auditor.trainer(trainer)
         ranks.check_equal(trainer.model)
+        for text in parallel.told_repeats(trainer, ranks):
+            self._log("info", text)
 
         self._stage("mask")
         events.emit("example", segments=data.train.first_segments)
