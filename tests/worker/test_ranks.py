@@ -330,7 +330,7 @@ def test_a_plan_with_fsdp_is_refused_in_plain_words(make_job: MakeJob) -> None:
 
 
 def test_evaluations_a_guard_and_the_best_model_are_those_of_one_process(make_job: MakeJob) -> None:
-    """All that ranks have to do together: rounds of predictions, the guard, the best checkpoint, epochs, an interval."""
+    """What ranks do together: rounds of predictions, the guard, the best checkpoint, epochs, an interval."""
     asked = with_keys(
         eval_split=1 / 3,
         early_stopping_patience=5,

@@ -291,7 +291,8 @@ class AttemptLayout(NamedTuple):
 
     @property
     def pulse_path(self) -> Path:
-        """The worker's current phase; touched at each sign of life, see worker/pulse.py."""
+        """The worker's current phase; touched at each sign of life, see worker/pulse.py. Of several ranks the first one's;
+        `pulse.1` and so on are the others'."""
         return self.dir / "pulse"
 
     @property

@@ -21,7 +21,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -257,9 +257,21 @@ class Unwritten(EventWriter):
 ALONE = Ranks()
 
 
-def rows_are_repeated(num_rows: int, batch_size: int, world: int) -> int:
-    """Return how many rows of the beginning fill the last batches of an epoch, so that all ranks have as many."""
-    return -num_rows % (batch_size * world) if world > 1 else 0
+def told_repeats(trainer: Any, ranks: Ranks) -> Iterator[str]:
+    """Yield what the owner should know about rows that come twice because all ranks must have as many."""
+    args = trainer.args
+    num_rows, num_together = len(trainer.train_dataset), args.per_device_train_batch_size * ranks.world
+    if ranks.are_several and not args.dataloader_drop_last and (num_repeated := -num_rows % num_together):
+        yield (
+            f"{num_repeated} of {num_rows} rows are trained on twice in each epoch: the last batches are filled from "
+            f"its beginning, so that {ranks.world} processes have as many; training.dataloader_drop_last leaves out "
+            "the incomplete ones"
+        )
+    is_flat = (args.packing if args.eval_packing is None else args.eval_packing) or args.padding_free
+    if ranks.are_several and is_flat and trainer.eval_dataset is not None:
+        num_rows, num_together = len(trainer.eval_dataset), args.per_device_eval_batch_size * ranks.world
+        if num_repeated := -num_rows % num_together:
+            yield f"{num_repeated} of {num_rows} packed rows count twice in eval_loss: {ranks.world} processes share them"
 
 
 def real_rows(num_rows: int, batch_size: int, place: int, ranks: Ranks) -> int:
