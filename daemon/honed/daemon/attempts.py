@@ -17,7 +17,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -97,6 +97,17 @@ class Running:
         """The phase that its worker is in, or was in last."""
         return self.deadlines.phase or self.following.narrator.stage
 
+    @property
+    def left_sec(self) -> float | None:
+        """Seconds until it ends at the latest, by its time limit and by its own estimate; None without either."""
+        job, found = self.job, []
+        if job.time_limit_sec is not None:
+            spent = sum(each.spent_sec for each in job.attempts[:-1]) + Moment.now().since(job.attempt.began)
+            found.append(job.time_limit_sec - spent)
+        if isinstance(eta_sec := self.following.narrator.progress.get("eta_sec"), int | float):
+            found.append(eta_sec - (self.following.silent_sec))
+        return max(0.0, min(found)) if found else None
+
     def update(self, **changes: Any) -> Job:
         """Change its entry, and return it."""
         self.job = self._spool.update(self.job, **changes)
@@ -114,7 +125,7 @@ class Running:
             return
         environment = worker_environment(self._layout, self._config(), job, gpu_uuid) | self._rows.environment(job)
         try:
-            if not self._spares.start(job, environment):
+            if job.num_gpus > 1 or not self._spares.start(job, environment):
                 self._runner.start(
                     job.id, attempt.number, attempt.start, backend=attempt.backend, environment=environment
                 )
@@ -298,6 +309,18 @@ def _gpu(attempt: Attempt) -> str | None:
     return attempt.device if attempt.device not in {"cpu", "mps"} else None
 
 
+def keys_of(devices: Sequence[Device]) -> str:
+    """Return devices as entries and CUDA_VISIBLE_DEVICES name them."""
+    return ",".join(each.uuid or each.kind for each in devices)
+
+
+def names_of(devices: Sequence[Device]) -> str:
+    """Return devices for people: `NVIDIA H100`, `2 × NVIDIA H100 (GPU 0, GPU 1)`."""
+    if len(devices) == 1:
+        return devices[0].name
+    return f"{len(devices)} × {devices[0].name} ({', '.join(each.label for each in devices)})"
+
+
 def next_number(job: Job) -> int:
     """Return the number of a job's next attempt."""
     return job.attempts[-1].number + 1 if job.attempts else 1
@@ -345,7 +368,8 @@ class Attempts:
         return self._runner.is_supervised(job_id)
 
     def devices_in_use(self) -> set[str]:
-        return {running.job.attempt.device or "" for running in self.running.values()}
+        """Return the devices of all running jobs; an empty name for one whose devices are not known."""
+        return {key for running in self.running.values() for key in running.job.attempt.devices or ("",)}
 
     def in_use(self) -> Iterator[Use]:
         """Yield what each running job takes of the devices."""
@@ -360,10 +384,19 @@ class Attempts:
 
     # -- start --------------------------------------------------------------------------------------------------------
 
-    def start(self, job: Job, device: Device, backend: str, staged: Staged | None = None) -> Running:
+    def start(
+        self,
+        job: Job,
+        devices: Sequence[Device],
+        backend: str,
+        staged: Staged | None = None,
+        *,
+        passed: Sequence[int] = (),
+    ) -> Running:
         """Start a job's next attempt. It moves to running/ first: a crash after that is an attempt that vanished.
 
-        `staged`: its worker, which waits at its gate; it is let through.
+        `staged`: its worker, which waits at its gate; it is let through. `passed`: jobs that wait for more devices, and
+        that it is started before.
         """
         number = next_number(job)
         now = Moment.now()
@@ -373,7 +406,8 @@ class Attempts:
             number,
             backend,
             now.wall,
-            device=device.uuid or device.kind,
+            device=keys_of(devices),
+            passed=tuple(passed),
             started_monotonic=now.monotonic,
             boot_id=now.boot_id,
             first_start=staged.start if staged is not None else job.num_staged + 1,
@@ -396,7 +430,7 @@ class Attempts:
             job.id,
             job.name,
             number,
-            device.name,
+            names_of(devices),
             backend,
             ", staged before" if staged is not None else "",
             extra=about(job, message.STARTED, attempt=number, backend=backend),
@@ -404,7 +438,7 @@ class Attempts:
         if staged is not None:
             running.let_through()
         else:
-            running.launch(device.uuid)
+            running.launch(_gpu(attempt))
         return running
 
     def adopt(self, job: Job) -> None:
@@ -550,5 +584,6 @@ class Attempts:
         else:
             self._database.is_behind = True
         ending.tell(job, outcome, step, remedy)
-        self.spares.want(job, worker_environment(self._layout, self.config, job, _gpu(job.attempt)))
+        if job.num_gpus <= 1:
+            self.spares.want(job, worker_environment(self._layout, self.config, job, _gpu(job.attempt)))
         return job

@@ -82,6 +82,8 @@ class Memory:
     num_pixels: int = 0  #: of the largest image or frame, up to where more no longer cost the model more; 0: unknown
     tower_bytes: int = 0  #: part of the activations that vision and audio encoders take
     paged_bytes: int = 0  #: part of the optimizer's states that the device may move to main memory
+    exchange_bytes: int = 0  #: buffers of several GPUs: gradients under way (ddp), gathered layers (fsdp)
+    num_ranks: int = 1  #: devices; all figures are for each of them
 
     @property
     def total_bytes(self) -> int:
@@ -89,7 +91,7 @@ class Memory:
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
-        names = ("weights", "adapter", "gradient", "optimizer", "activation")
+        names = ("weights", "adapter", "gradient", "optimizer", "activation", "exchange")
         return tuple((name, getattr(self, f"{name}_bytes")) for name in names)
 
     @property
@@ -99,7 +101,8 @@ class Memory:
     @property
     def can_fit(self) -> bool:
         """True if the job fits when gradients and activations are never whole at once, as without accumulation."""
-        lasting = self.weights_bytes + self.adapter_bytes + self.optimizer_bytes - self.paged_bytes
+        lasting = self.weights_bytes + self.adapter_bytes + self.optimizer_bytes + self.exchange_bytes
+        lasting -= self.paged_bytes
         return lasting + max(self.gradient_bytes, self.activation_bytes) <= self.available_bytes
 
     def as_dict(self) -> dict[str, object]:
@@ -109,6 +112,7 @@ class Memory:
     def from_dict(cls, data: Mapping[str, Any]) -> Memory:
         """Read an estimate; older ones have fewer keys."""
         known: dict[str, Any] = {each.name: data.get(each.name) or 0 for each in fields(cls)}
+        known["num_ranks"] = max(1, known["num_ranks"])
         return cls(**{**known, "media": tuple(data.get("media") or ())})
 
 
