@@ -507,6 +507,13 @@ def _parallel(spec: JobSpec) -> Iterator[Finding]:
             "write auto, or set resources: {gpus: 2}",
             {"parallel": "auto"},
         )
+    if spec.resources.num_ranks > 1 and spec.trial:
+        yield (
+            ("trial",),
+            "is not supported on several GPUs",
+            "remove it, or write resources: {gpus: 1}",
+            {"trial": None},
+        )
     if spec.resources.num_ranks > 1 and training.optim.endswith("_layerwise"):
         yield (
             ("training", "optim"),

@@ -291,8 +291,9 @@ class AttemptLayout(NamedTuple):
 
     @property
     def pulse_path(self) -> Path:
-        """The worker's current phase; touched at each sign of life, see worker/pulse.py. Of several ranks the first one's;
-        `pulse.1` and so on are the others'."""
+        """The worker's current phase; touched at each sign of life, see worker/pulse.py. That of the first of several
+        ranks; the others have `pulse.1` and so on.
+        """
         return self.dir / "pulse"
 
     @property

@@ -271,7 +271,7 @@ def told_repeats(trainer: Any, ranks: Ranks) -> Iterator[str]:
     if ranks.are_several and is_flat and trainer.eval_dataset is not None:
         num_rows, num_together = len(trainer.eval_dataset), args.per_device_eval_batch_size * ranks.world
         if num_repeated := -num_rows % num_together:
-            yield f"{num_repeated} of {num_rows} packed rows count twice in eval_loss: {ranks.world} processes share them"
+            yield f"{num_repeated} of {num_rows} packed rows count twice in eval_loss, for {ranks.world} processes"
 
 
 def real_rows(num_rows: int, batch_size: int, place: int, ranks: Ranks) -> int:
