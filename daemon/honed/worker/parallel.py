@@ -27,7 +27,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from honed.job.event import EventWriter
-from honed.system.error import BY_CODE, DiskShortError, HonedError, InternalError, KilledError
+from honed.system.error import (
+    BY_CODE,
+    DiskShortError,
+    EnvironmentInvalidError,
+    HonedError,
+    InternalError,
+    KilledError,
+    said,
+)
 from honed.worker.stop import Stop
 
 #: Seconds between looks for another rank's error, and those that this rank has to end by itself after one.
@@ -87,13 +95,24 @@ class Ranks:
         has_cuda = torch.cuda.is_available()
         if has_cuda:
             torch.cuda.set_device(self.local_rank)
-        distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
-            store=distributed.FileStore(str(self.dir / "rendezvous"), self.world),
-            rank=self.rank,
-            world_size=self.world,
-            timeout=TIMEOUT,
-        )
+        try:
+            distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
+                store=distributed.FileStore(str(self.dir / "rendezvous"), self.world),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=TIMEOUT,
+            )
+            self.barrier()
+        except RuntimeError as error:
+            if _is_lost(error) and (self._lost or self._first_error() is not None):
+                raise
+            raise EnvironmentInvalidError(
+                f"the {self.world} processes of the job cannot reach each other over the loopback interface: "
+                f"{said(error)}",
+                hint="for a job that is a unit: RestrictAddressFamilies=AF_INET AF_INET6 AF_NETLINK and IPAddressAllow="
+                "localhost in a drop-in of honed-job@.service give it a loopback of its own",
+            ) from error
 
     # --- what every rank calls --------------------------------------------------------------------------------------
 
