@@ -78,7 +78,7 @@ class Workload:
     classes: tuple[str, ...] = ()
 
 
-def _length(chance: random.Random) -> float:
+def length(chance: random.Random) -> float:
     return float(round(SHORTEST * (LONGEST / SHORTEST) ** chance.random()))
 
 
@@ -88,7 +88,7 @@ def always_backlogged(seed: int, weights: Sequence[float] = (1, 1, 1, 1, 1), *, 
     for uid, weight in zip(USERS, weights, strict=True):
         total, room = 0.0, 1.5 * NUM_DEVICES * days * 24 * HOUR * weight / sum(weights)
         while total < room:
-            tasks.append(Task(uid, 0.0, _length(chance), priority=100 if uid == USERS[0] else 0))
+            tasks.append(Task(uid, 0.0, length(chance), priority=100 if uid == USERS[0] else 0))
             total += tasks[-1].sec
     chance.shuffle(tasks)
     name = "always backlogged" if len(set(weights)) == 1 else "always backlogged, weights 1 to 4"
@@ -101,7 +101,7 @@ def one_comes_and_goes(seed: int) -> Workload:
     chance, rare = random.Random(seed + 1000), USERS[-1]
     tasks = [task for task in base.tasks if task.uid != rare]
     for day in sorted(chance.sample(range(2, 19), 6)):
-        tasks += [Task(rare, day * 24 * HOUR, _length(chance)) for _ in range(chance.randint(2, 12))]
+        tasks += [Task(rare, day * 24 * HOUR, length(chance)) for _ in range(chance.randint(2, 12))]
     return Workload("one user comes and goes", tuple(tasks), base.weights, base.until, USERS[:-1])
 
 
@@ -115,7 +115,7 @@ def urgent_ones_come(seed: int) -> Workload:
     tasks = [replace(task, job_class="normal", priority=0) for task in base.tasks]
     at = 0.0
     while (at := at + float(round(chance.expovariate(1 / (3 * HOUR))))) < base.until:
-        tasks.append(Task(chance.choice(USERS), at, _length(chance), job_class="urgent"))
+        tasks.append(Task(chance.choice(USERS), at, length(chance), job_class="urgent"))
     return replace(base, name="urgent jobs come", tasks=tuple(tasks), classes=("normal", "urgent"))
 
 
@@ -127,7 +127,7 @@ def three_classes(seed: int) -> Workload:
     for uid, name, most, every in ((USERS[0], "normal", 8, 16 * HOUR), (USERS[1], "urgent", 2, 5 * HOUR)):
         at = 0.0
         while (at := at + float(round(chance.expovariate(1 / every)))) < base.until:
-            tasks += [Task(uid, at, _length(chance), job_class=name) for _ in range(chance.randint(1, most))]
+            tasks += [Task(uid, at, length(chance), job_class=name) for _ in range(chance.randint(1, most))]
     classes = ("low", "normal", "urgent")
     return replace(base, name="three classes", tasks=tuple(tasks), backlogged=USERS[2:], classes=classes)
 

@@ -28,7 +28,7 @@ def mix(seed: int, num_jobs: int = 50) -> list[Task]:
     chance, tasks, at = random.Random(seed), [], 0.0
     load = chance.uniform(0.7, 1.3)
     for _ in range(num_jobs):
-        sec, size = simulate._length(chance), chance.choice(SIZES)
+        sec, size = simulate.length(chance), chance.choice(SIZES)
         kind = chance.random()
         limit = float(round(sec * chance.uniform(1.0, 3.0))) if kind < 0.6 else None
         factor = chance.uniform(0.7, 1.4) if 0.4 < kind < 0.8 else None
@@ -107,6 +107,35 @@ def judge(tasks: list[Task]) -> Finding:
     )
 
 
+def drawing(findings: list[Finding]) -> str:
+    """Return an SVG with a point for each mix: utilisation, and mean wait, against those in order of arrival."""
+    size, left, top = 260, 60, 40
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * (size + 100)} {size + 90}" '
+        'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
+    ]
+    panels = (
+        ("utilisation", 1.0, "%", [(each.used_in_order, each.used) for each in findings]),
+        ("mean wait, hours", 0.0, "", [(each.mean_wait_in_order / HOUR, each.mean_wait / HOUR) for each in findings]),
+    )
+    for panel, (name, most, unit, points) in enumerate(panels):
+        x0, most = left + panel * (size + 100), most or max(map(max, points))
+        parts.append(f'<text x="{x0}" y="20" font-weight="bold">{name}</text>')
+        parts.append(f'<text x="{x0}" y="{top + size + 35}">in order of arrival</text>')
+        parts.append(f'<text x="{x0 + 6}" y="{top + 12}">honed</text>')
+        parts.append(f'<path d="M{x0},{top + size} h{size} M{x0},{top + size} v{-size}" stroke="black" fill="none"/>')
+        parts.append(f'<path d="M{x0},{top + size} l{size},{-size}" stroke="#999" stroke-dasharray="4"/>')
+        for tick in range(5):
+            at, value = size * tick / 4, most * tick / 4
+            label = f"{100 * value:.0f}%" if unit else f"{value:.0f}"
+            parts.append(f'<text x="{x0 + at:.0f}" y="{top + size + 15}" text-anchor="middle">{label}</text>')
+            parts.append(f'<text x="{x0 - 5}" y="{top + size - at + 4:.0f}" text-anchor="end">{label}</text>')
+        for there, here in points:
+            cx, cy = x0 + size * there / most, top + size - size * here / most
+            parts.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="3" fill="#2471a3" fill-opacity="0.6"/>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Hold the placement of jobs for several GPUs against two references.")
     parser.add_argument("--seeds", type=int, default=100, help="mixes of jobs (default: 100)")
@@ -123,6 +152,8 @@ def main() -> int:
             f"{found.mean_wait_in_order / HOUR:.2f} h; {found.num_preempted} gave their GPUs back",
             flush=True,
         )
+    if options.write:
+        (options.write / "several-gpus.svg").write_text(drawing(findings), encoding="utf-8")
     late = [each for each in findings if each.latest > CHECKPOINT_SEC]
     low = [each for each in findings if each.used < each.used_in_order - 1e-9]
     print(f"{len(findings)} mixes: {len(late)} with a job that started too late, {len(low)} with a lower utilisation")

@@ -34,7 +34,7 @@ from honed.job.spool import Spool
 from honed.run import ending
 from honed.run.deadline import Deadlines
 from honed.run.outcome import Outcome, judge
-from honed.run.runner import Exit, NotNowError, Runner
+from honed.run.runner import RANKS_VARIABLE, Exit, NotNowError, Runner
 from honed.send.outbox import Outbox
 from honed.spec.config import Config
 from honed.system import durable, error, message, untrusted
@@ -51,8 +51,6 @@ MAX_UNREAD = 60
 MAX_FAILED_STEPS = 5
 #: Stages of a staged worker before it waits at its gate.
 BEFORE_GATE = frozenset({"starting", "prepare", "data"})
-#: The number of processes that the shim starts on this machine; unset for one.
-RANKS_VARIABLE = "HONED_NUM_RANKS"
 #: Errors that keep a worker from starting although its job and its program are in order.
 MACHINE_ERRNOS = durable.MACHINE_ERRNOS | {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 

@@ -24,6 +24,10 @@ from honed.system.clock import Moment, boot_id, boot_time
 from honed.system.layout import AttemptLayout, JobLayout
 
 
+#: The number of workers that the shim starts on this machine; unset for one.
+RANKS_VARIABLE = "HONED_NUM_RANKS"
+
+
 @dataclass(frozen=True)
 class Exit:
     """The end of a worker's process. If status and signal are None, it vanished without being observed."""
