@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import warm
-from conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob, read_events
 from honed.run import shim
+from worker.conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob, read_events
 
 #: Seconds in which all ranks have to end after one has failed.
 END_SEC = 30.0
@@ -372,3 +372,38 @@ def test_a_time_limit_and_a_stop_of_all_ranks_leave_a_checkpoint(make_job: MakeJ
     again = second.end(END_SEC)
     assert (again.status, again.result["outcome"]) == (75, "interrupted"), second.log[-3000:]
     assert again.of("checkpoint")[-1]["step"] == again.result["step"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_inside_a_save_costs_the_steps_since_the_last_checkpoint(
+    make_job: MakeJob, rank: int
+) -> None:
+    asked = with_keys(lora={"r": 4, "lora_dropout": 0.2})
+    whole = Run(over_two(make_job(**asked)))
+    assert whole.end().status == 0
+    job = over_two(make_job(**asked))
+    first = Run(job, **{f"HONED_TEST_RANK_{rank}": KILL_IN_SAVE})
+    assert first.end(END_SEC).result == {}, first.log[-3000:]
+    assert (first.exit["rank"], first.exit["signal"]) == (rank, signal.SIGKILL)
+    second = Run(job, 2)
+    again = second.end()
+    assert (again.status, [each["step"] for each in again.of("resumed")]) == (0, [2]), second.log[-3000:]
+    weights = [(each.job.output_dir / "adapter_model.safetensors").read_bytes() for each in (whole, second)]
+    assert weights[0] == weights[1]
+
+
+KILL_IN_SAVE = """
+import os
+from honed.worker.train.trainer import Trainer
+from honed.worker.train import checkpoint
+gather, seal = Trainer.gather_states, checkpoint.seal
+def gather_states(self):
+    if self.state.global_step == 4 and not self._ranks.is_zero:
+        os.kill(os.getpid(), 9)
+    gather(self)
+def sealed(path, *args, **kwargs):
+    if path.name == "checkpoint-4":
+        os.kill(os.getpid(), 9)
+    seal(path, *args, **kwargs)
+Trainer.gather_states, checkpoint.seal = gather_states, sealed
+"""
