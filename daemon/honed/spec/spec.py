@@ -708,8 +708,8 @@ class JobSpec(Section):
     resources: ResourceSpec = ResourceSpec()
     """Resources that the job needs."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
-    """Division of the work between several GPUs: `ddp` keeps the whole model on each GPU and divides the rows; `fsdp`
-    divides the model too. `auto` takes `ddp` where the model fits on one GPU, else `fsdp`."""
+    """Division of the work between several GPUs: `ddp` keeps the whole model on each GPU and divides the rows. `fsdp`,
+    which divides the model too, is not supported yet. `auto` takes `ddp`."""
     batch: BatchSpec = BatchSpec()
     """Size of a batch over all GPUs."""
     retry: RetrySpec = RetrySpec()
