@@ -110,8 +110,7 @@ class Ranks:
             raise EnvironmentInvalidError(
                 f"the {self.world} processes of the job cannot reach each other over the loopback interface: "
                 f"{said(error)}",
-                hint="for a job that is a unit: RestrictAddressFamilies=AF_INET AF_INET6 AF_NETLINK and IPAddressAllow="
-                "localhost in a drop-in of honed-job@.service give it a loopback of its own",
+                hint="check that the interface lo is up, and that no drop-in of honed-job@.service forbids it",
             ) from error
 
     # --- what every rank calls --------------------------------------------------------------------------------------
