@@ -1,4 +1,4 @@
-"""Jobs for one, two, four and eight GPUs on a server of eight, simulated on the daemon's own placement; see simulate.py.
+"""Jobs for one to eight GPUs on a server of eight, simulated on the daemon's own placement; see simulate.py.
 
 Held against two references: the same jobs without those that came after a job for eight GPUs, which it must not start
 later than by one checkpoint's time; and strict order of arrival, whose utilisation it must reach.
@@ -118,8 +118,8 @@ def drawing(findings: list[Finding]) -> str:
         ("utilisation", 1.0, "%", [(each.used_in_order, each.used) for each in findings]),
         ("mean wait, hours", 0.0, "", [(each.mean_wait_in_order / HOUR, each.mean_wait / HOUR) for each in findings]),
     )
-    for panel, (name, most, unit, points) in enumerate(panels):
-        x0, most = left + panel * (size + 100), most or max(map(max, points))
+    for panel, (name, whole, unit, points) in enumerate(panels):
+        x0, most = left + panel * (size + 100), whole or max(map(max, points))
         parts.append(f'<text x="{x0}" y="20" font-weight="bold">{name}</text>')
         parts.append(f'<text x="{x0}" y="{top + size + 35}">in order of arrival</text>')
         parts.append(f'<text x="{x0 + 6}" y="{top + 12}">honed</text>')

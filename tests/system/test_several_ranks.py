@@ -1,4 +1,4 @@
-"""A job of several ranks has loopback in a network namespace of its own, and nothing more; a job of one rank has none."""
+"""A job of several ranks has loopback in a network namespace of its own and nothing more, one of one rank nothing."""
 
 from __future__ import annotations
 

@@ -241,15 +241,15 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
             adapter_dtype=asked.pinned.adapter_dtype if asked.pinned else None,
         )
 
-    def num_like(target: Device) -> int:
-        groups = device.alike(device.probe(config.device.gpus)) if target.kind == "cuda" else []
-        return next((len(each) for each in groups if target in each), 1)
-
     def fitting(target: Device) -> Plan:
         made = planned(job_spec, target)
         progress("memory")
         remedy.check(
-            job_spec, made.memory, target, lambda changed: planned(changed, target).memory, num_devices=num_like(target)
+            job_spec,
+            made.memory,
+            target,
+            lambda changed: planned(changed, target).memory,
+            num_devices=_num_like(target, config),
         )
         return made
 
@@ -346,6 +346,12 @@ def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[De
         return found
     # Each set of GPUs that are alike has its smallest one for all.
     return [min(each, key=lambda one: one.total_bytes) for each in gpus if len(each) >= job_spec.resources.gpus]
+
+
+def _num_like(target: Device, config: Config) -> int:
+    """Return how many devices like this one the machine has."""
+    found = device.probe(config.device.gpus) if target.kind == "cuda" else []
+    return sum(device.are_alike(each, target) for each in found) or 1
 
 
 def _first_that_fits(candidates: list[Device], fitting: Callable[[Device], Plan]) -> Plan:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from honed.inputs.basemodel import AdapterInfo, BaseModelInfo
@@ -54,7 +54,7 @@ class Plan:
     warnings: tuple[str, ...]
     rows_template: Path | None = None  #: template that renders rows, if it is not the base's chat template
     rungs: tuple[Step, ...] = ()  #: of full fine-tuning
-    parallel: Parallel = Parallel()
+    parallel: Parallel = field(default_factory=Parallel)
     rows: RowNeeds | None = None  #: None where there are none of text, and before the data was looked at
 
     @property

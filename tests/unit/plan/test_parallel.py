@@ -155,7 +155,7 @@ def test_devices_are_alike_by_generation_and_memory() -> None:
         ({"gpus": 1, "parallel": "fsdp"}, "between several GPUs"),
         ({"gpus": 0, "parallel": "fsdp"}, "trains on the CPU"),
         ({"parallel": "fsdp", "quantization": "8bit"}, "8bit is not supported"),
-        ({"parallel": "fsdp", "eval_split": 0.1, "training": {"load_best_model_at_end": True}}, "cannot be loaded as one"),
+        ({"parallel": "fsdp", "eval_split": 0.1, "training": {"load_best_model_at_end": True}}, "loaded as one"),
         ({"parallel": "fsdp", "training": {"optim": "adamw_8bit"}}, "adamw_torch_8bit"),
         ({"training": {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, "lora": None},
          "on several GPUs"),
