@@ -318,7 +318,7 @@ def test_a_frozen_rank_silences_the_pulse_of_the_first_one_and_is_ended_with_its
     run.process.send_signal(signal.SIGABRT)  # as honed does once its patience is over
     ended = run.end(END_SEC)
     assert (run.exit["signal"], ended.result) == (signal.SIGABRT, {})
-    assert run.log.count("Fatal Python error: Aborted") == 2
+    assert run.log.count("Fatal Python error: ") == 2  # both write at once, piece by piece
 
 
 def test_a_plan_with_fsdp_is_refused_in_plain_words(make_job: MakeJob) -> None:
