@@ -105,6 +105,17 @@ def _options(needed: Missing) -> str:
     return options if needed.key == "base_model" else f"--dataset {options}"
 
 
+def say_offers(instance: Instance, verdicts: Iterable[Verdict]) -> None:
+    """Print size, licence and gating of what honed would fetch for these jobs, each once."""
+    if not (needy := [each for each in verdicts if each.needs_fetch]):
+        return
+    from honed.inputs import offer
+
+    found = [missing for each in needy for missing in offer.missing(each.spec, instance.layout.cache_dir)]
+    for each in dict.fromkeys(found):
+        terminal.say(f"{each.key}: {offer.told(each, instance.layout)}")
+
+
 class _Checked(TypedDict):
     file: str
     ok: bool
@@ -117,6 +128,7 @@ class _Checked(TypedDict):
 
 def check(instance: Instance, options: argparse.Namespace) -> int:
     answers: list[_Checked] = []
+    verdicts = []
     for path in options.files:
         try:
             verdict = check_one(instance, path, beside=options.files)
@@ -133,6 +145,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
                 }
             )
         else:
+            verdicts.append(verdict)
             needed = verdict.needs_fetch.as_dict() if verdict.needs_fetch else None
             answers.append(
                 {
@@ -157,9 +170,26 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
         else:
             is_named = fault["message"].startswith(answer["file"])
             terminal.say_error(fault, prefix="" if is_named else f"{answer['file']}: ")
+            _say_foreign(answer)
         for warning in answer["warnings"]:
             terminal.say(f"  warning: {warning}", style="yellow")
+    say_offers(instance, verdicts)
     return int(not all(answer["ok"] for answer in answers))
+
+
+#: Unknown keys from which on a file is probably another tool's.
+MANY_UNKNOWN = 5
+
+
+def _say_foreign(answer: _Checked) -> None:
+    """Name honectl convert, if a rejected file is another tool's."""
+    if sum(each["message"].startswith("unknown key") for each in answer["faults"]) < MANY_UNKNOWN:
+        return
+    from honed.cli import foreign
+
+    if (tool := foreign.recognised(Path(answer["file"]))) is not None:
+        command = f"honectl convert {shlex.quote(answer['file'])}"
+        terminal.say(f"these look like settings of {tool}: {command} makes a job file of them", style="bold")
 
 
 def plan(instance: Instance, options: argparse.Namespace) -> int:

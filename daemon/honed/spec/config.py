@@ -191,7 +191,8 @@ class PolicyConfig(_Section):
 
     hub: bool = False
     """Allow hub ids, of models and data sets, that must be fetched: honed fetches them before it accepts the job. If
-    false, the job is rejected with the command that fetches them. Those in the local cache are always allowed."""
+    false, the job is rejected with the command that fetches them. Those in the local cache are always allowed. For an
+    instance of `--user` or `--root DIR` the default is true."""
     arrivals: Literal["spool", "socket"] = "spool"
     """Ways to submit a job. `spool`: by a file in incoming/, whose owner is the submitter; `honectl submit` drops one.
     `socket`: by `honectl submit` alone, over the control socket, where the kernel identifies the submitter; a file in
@@ -446,6 +447,8 @@ def load(layout: Layout) -> Config:
     outdated: list[tuple[Path, Gone]] = []
     for path in [layout.config_path, *sorted(layout.config_dropin_dir.glob("*.toml"))]:
         merged = _merge(merged, _read(path, outdated))
+    if not layout.is_of_system:
+        merged = _merge({"policy": {"hub": True}}, merged)
     config = Config.model_validate(merged)
     _require_one_default(config)
     config._outdated = tuple(outdated)

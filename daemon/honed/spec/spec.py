@@ -35,6 +35,8 @@ from honed.spec.field import (
     Count,
     Expected,
     Flag,
+    NotEmpty,
+    NotEmptyList,
     Place,
     Seconds,
     Section,
@@ -283,7 +285,7 @@ class LoraSpec(Section):
     """Dropout on the adapter's input."""
     target_modules: Annotated[
         str | list[str],
-        any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
+        any_of(lambda value: isinstance(value, str) or is_texts(value), str, list, schema=str | NotEmptyList),
         AfterValidator(_target_modules),
         _MODULES,
     ] = "all-linear"
@@ -291,7 +293,7 @@ class LoraSpec(Section):
     exclude_modules: (
         Annotated[
             str | list[str],
-            any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
+            any_of(lambda value: isinstance(value, str) or is_texts(value), str, list, schema=str | NotEmptyList),
             AfterValidator(_target_modules),
             Expected("a regular expression, or a list of words"),
         ]
@@ -308,7 +310,12 @@ class LoraSpec(Section):
     """Split weights into magnitude and direction."""
     init_lora_weights: Annotated[
         bool | str,
-        any_of(lambda value: isinstance(value, bool) or bool(_LORA_INIT.fullmatch(value)), bool, str),
+        any_of(
+            lambda value: isinstance(value, bool) or bool(_LORA_INIT.fullmatch(value)),
+            bool,
+            str,
+            schema=bool | Annotated[str, Field(pattern=f"^({_LORA_INIT.pattern})$")],
+        ),
         Expected("true, false, gaussian, olora, orthogonal, pissa or pissa_niter_<number>"),
     ] = True
     """Initialization of the adapter."""
@@ -485,7 +492,12 @@ class PredictionSpec(Section):
 
     sample_frequency: Annotated[
         Literal["eval", "epoch", "off"] | int,
-        any_of(lambda value: value in ("eval", "epoch", "off") if isinstance(value, str) else value >= 1, int, str),
+        any_of(
+            lambda value: value in ("eval", "epoch", "off") if isinstance(value, str) else value >= 1,
+            int,
+            str,
+            schema=Literal["eval", "epoch", "off"] | Count,
+        ),
         Expected("one of eval, epoch, off, or an integer number of steps"),
     ] = "eval"
     """Interval of predictions, in addition to those at the start and the end; `off` makes none at all."""
@@ -500,7 +512,7 @@ class PredictionSpec(Section):
     metrics: Annotated[
         Literal["auto"] | list[Metric],
         any_of(lambda value: value == "auto" or is_metrics(value), str, list),
-        BeforeValidator(_metric_names),
+        BeforeValidator(_metric_names, json_schema_input_type=NotEmpty | NotEmptyList),
         Expected("auto, or a list of metric names"),
     ] = "auto"
     """Metrics on predictions; `auto` chooses by the expected answers. docs/operation.md lists all of them."""
@@ -601,6 +613,10 @@ class NotifySpec(Section):
     """Final states that are reported."""
 
 
+Quantization = Literal["none", "4bit", "8bit"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 class JobSpec(Section):
     """A job. Only `base_model` and `datasets` are required; for a merge, `base_model` and `adapter`."""
 
@@ -623,7 +639,12 @@ class JobSpec(Section):
     ]
     """Model that training starts from: a directory, a hub id, or another job's output (`job:NAME`)."""
     model_type: (
-        Annotated[str, BeforeValidator(_model_type), form(r"[A-Za-z0-9_-]+"), Expected("a model type such as qwen3")]
+        Annotated[
+            str,
+            BeforeValidator(_model_type, json_schema_input_type=str),
+            form(r"[A-Za-z0-9_-]+"),
+            Expected("a model type such as qwen3"),
+        ]
         | None
     ) = None
     """Model type, only where the checkpoint's config.json lacks it or has an alias."""
@@ -631,14 +652,14 @@ class JobSpec(Section):
     """Branch, tag or commit of a hub id."""
     trust_remote_code: Flag = False
     """Run code that comes with the model; only where the administrator allows it."""
-    chat_template: Annotated[AbsolutePath, BeforeValidator(_chat_template)] | None = None
+    chat_template: Annotated[AbsolutePath, BeforeValidator(_chat_template, json_schema_input_type=str)] | None = None
     """File with a chat template, for a base model without one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, in training and predictions; a row's own `chat_template_kwargs` override them."""
     training_chat_template: (
         Annotated[
             str,
-            BeforeValidator(_training_template),
+            BeforeValidator(_training_template, json_schema_input_type=str),
             AfterValidator(_variant),
             Expected("trl, or an absolute path"),
             Place(),
@@ -650,7 +671,7 @@ class JobSpec(Section):
     adapter: (
         Annotated[
             str,
-            BeforeValidator(_adapter),
+            BeforeValidator(_adapter, json_schema_input_type=str),
             AfterValidator(_adapter_place),
             Expected("an absolute directory, or job:NAME"),
             Place(),
@@ -675,11 +696,11 @@ class JobSpec(Section):
     save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of a full fine-tuning's output; `auto` takes the base checkpoint's, `float32` keeps the trained
     values."""
-    quantization: Annotated[Literal["none", "4bit", "8bit"], BeforeValidator(_quantization)] = "none"
+    quantization: Annotated[Quantization, BeforeValidator(_quantization, json_schema_input_type=Quantization)] = "none"
     """Quantization of the base model, under an adapter."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Implementation of attention."""
-    lora: Annotated[LoraSpec | None, BeforeValidator(_lora)] = None
+    lora: Annotated[LoraSpec | None, BeforeValidator(_lora, json_schema_input_type=LoraSpec | None)] = None
     """Train an adapter. Left out: full fine-tuning; in a multimodal model, of its language model."""
     parts: PartsSpec = PartsSpec()
     """Modules of the vision encoder, the audio encoder and the projector, where honed does not know their names."""
@@ -688,9 +709,13 @@ class JobSpec(Section):
         Expected("a list of language, vision, audio, projector"),
     ] = Field(default=["language"], min_length=1)
     """Parts of the model that full fine-tuning trains; the others stay frozen."""
-    datasets: Annotated[list[DatasetSpec], BeforeValidator(_splits)] = Field(default_factory=list)
+    datasets: Annotated[list[DatasetSpec], BeforeValidator(_splits, json_schema_input_type=list[DatasetSpec])] = Field(
+        default_factory=list
+    )
     """Training data."""
-    eval_datasets: Annotated[list[DatasetSpec], BeforeValidator(_none_as_empty)] = Field(default_factory=list)
+    eval_datasets: Annotated[
+        list[DatasetSpec], BeforeValidator(_none_as_empty, json_schema_input_type=list[DatasetSpec] | None)
+    ] = Field(default_factory=list)
     """Held-out data; or use `eval_split`."""
     eval_split: ShareOrZero | None = None
     """Share of the training data to hold out; 0 and null hold nothing out. Rows with the same content stay on the same
@@ -716,9 +741,11 @@ class JobSpec(Section):
     """Retries after a crash or an out-of-memory error."""
     divergence: DivergenceSpec = DivergenceSpec()
     """Detection of runs that cannot recover."""
-    depends_on: Annotated[list[Text], BeforeValidator(_job_ids), Expected("a list of job names or numbers")] = Field(
-        default_factory=list
-    )
+    depends_on: Annotated[
+        list[Text],
+        BeforeValidator(_job_ids, json_schema_input_type=list[NotEmpty | int] | None),
+        Expected("a list of job names or numbers"),
+    ] = Field(default_factory=list)
     """Jobs that must succeed before this one starts."""
     time_limit_sec: Seconds | None = None
     """Maximum run time in seconds, all attempts together."""
@@ -729,8 +756,8 @@ class JobSpec(Section):
     guard: GuardSpec | None = None
     """Metric that must not fall."""
     report_to: Annotated[
-        list[Literal["tensorboard", "wandb", "mlflow", "trackio"]],
-        BeforeValidator(_listed),
+        list[Tracker],
+        BeforeValidator(_listed, json_schema_input_type=list[Tracker] | Tracker | Literal["none"] | None),
         Expected("a list of tensorboard, wandb, mlflow, trackio"),
     ] = Field(default_factory=list)
     """Trackers that receive the metrics."""
@@ -739,7 +766,9 @@ class JobSpec(Section):
     notify: NotifySpec | None = None
     """Recipients of a notification when the job ends."""
     trial: Annotated[
-        bool | str, any_of(lambda value: value in (True, False, "only"), bool, str), Expected("true, false or only")
+        bool | str,
+        any_of(lambda value: value in (True, False, "only"), bool, str, schema=bool | Literal["only"]),
+        Expected("true, false or only"),
     ] = False
     """Try eight rows for a few steps first and report the findings; `only` does nothing else."""
 
