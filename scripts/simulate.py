@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.daemon.availability import Availability
+from honed.daemon.backfill import Choice
 from honed.daemon.backlog import Backlog
 from honed.daemon.dispatch import Selection
 from honed.daemon.placement import Placement
@@ -58,6 +59,9 @@ class Task:
     uid: int
     at: float
     sec: float
+    num_gpus: int = 1
+    limit_sec: float | None = None  #: time_limit_sec
+    eta_factor: float | None = None  #: of its own estimate to the truth; None if it makes none
     priority: int = 0
     job_class: str | None = None
 
@@ -74,7 +78,7 @@ class Workload:
     classes: tuple[str, ...] = ()
 
 
-def _length(chance: random.Random) -> float:
+def length(chance: random.Random) -> float:
     return float(round(SHORTEST * (LONGEST / SHORTEST) ** chance.random()))
 
 
@@ -84,7 +88,7 @@ def always_backlogged(seed: int, weights: Sequence[float] = (1, 1, 1, 1, 1), *, 
     for uid, weight in zip(USERS, weights, strict=True):
         total, room = 0.0, 1.5 * NUM_DEVICES * days * 24 * HOUR * weight / sum(weights)
         while total < room:
-            tasks.append(Task(uid, 0.0, _length(chance), priority=100 if uid == USERS[0] else 0))
+            tasks.append(Task(uid, 0.0, length(chance), priority=100 if uid == USERS[0] else 0))
             total += tasks[-1].sec
     chance.shuffle(tasks)
     name = "always backlogged" if len(set(weights)) == 1 else "always backlogged, weights 1 to 4"
@@ -97,7 +101,7 @@ def one_comes_and_goes(seed: int) -> Workload:
     chance, rare = random.Random(seed + 1000), USERS[-1]
     tasks = [task for task in base.tasks if task.uid != rare]
     for day in sorted(chance.sample(range(2, 19), 6)):
-        tasks += [Task(rare, day * 24 * HOUR, _length(chance)) for _ in range(chance.randint(2, 12))]
+        tasks += [Task(rare, day * 24 * HOUR, length(chance)) for _ in range(chance.randint(2, 12))]
     return Workload("one user comes and goes", tuple(tasks), base.weights, base.until, USERS[:-1])
 
 
@@ -111,7 +115,7 @@ def urgent_ones_come(seed: int) -> Workload:
     tasks = [replace(task, job_class="normal", priority=0) for task in base.tasks]
     at = 0.0
     while (at := at + float(round(chance.expovariate(1 / (3 * HOUR))))) < base.until:
-        tasks.append(Task(chance.choice(USERS), at, _length(chance), job_class="urgent"))
+        tasks.append(Task(chance.choice(USERS), at, length(chance), job_class="urgent"))
     return replace(base, name="urgent jobs come", tasks=tuple(tasks), classes=("normal", "urgent"))
 
 
@@ -123,7 +127,7 @@ def three_classes(seed: int) -> Workload:
     for uid, name, most, every in ((USERS[0], "normal", 8, 16 * HOUR), (USERS[1], "urgent", 2, 5 * HOUR)):
         at = 0.0
         while (at := at + float(round(chance.expovariate(1 / every)))) < base.until:
-            tasks += [Task(uid, at, _length(chance), job_class=name) for _ in range(chance.randint(1, most))]
+            tasks += [Task(uid, at, length(chance), job_class=name) for _ in range(chance.randint(1, most))]
     classes = ("low", "normal", "urgent")
     return replace(base, name="three classes", tasks=tuple(tasks), backlogged=USERS[2:], classes=classes)
 
@@ -140,9 +144,23 @@ class _Running:
     began: float
     ends_at: float
 
+    now: Callable[[], float]
+
     @property
     def rank(self) -> int:
         return RANKS[self.task.job_class]
+
+    @property
+    def left_sec(self) -> float | None:
+        """Seconds until it ends at the latest, as `Running.left_sec` tells."""
+        if self.job.stop is not None:
+            return self.ends_at - self.now()
+        found, ran = [], self.now() - self.began
+        if self.task.limit_sec is not None:
+            found.append(self.task.limit_sec - sum(each.spent_sec for each in self.job.attempts[:-1]) - ran)
+        if self.task.eta_factor is not None:
+            found.append((self.ends_at - self.now()) * self.task.eta_factor)
+        return max(0.0, min(found)) if found else None
 
 
 class _Attempts:
@@ -156,16 +174,16 @@ class _Attempts:
         self._left: dict[Task, float] = {}  #: seconds of preempted jobs, with the loading of the checkpoint
 
     def devices_in_use(self) -> set[str]:
-        return {each.job.attempt.device or "" for each in self.running.values()}
+        return {key for each in self.running.values() for key in each.job.attempt.devices}
 
     def in_use(self) -> Iterator[Use]:
         for each in self.running.values():
-            yield Use(each.job.uid, self._now() - each.began)
+            yield Use(each.job.uid, (self._now() - each.began) * each.task.num_gpus)
 
     def start(self, job: Job) -> None:
         task = self.of_job[job.id]
         self._outcome.starts.setdefault(task, self._now())
-        self.running[job.id] = _Running(job, task, self._now(), self._now() + self._left.get(task, task.sec))
+        self.running[job.id] = _Running(job, task, self._now(), self._now() + self._left.get(task, task.sec), self._now)
 
     def preempt(self, job_id: int, reason: str) -> None:
         """Stop a job for the one that the reason names, as `Attempts.preempt` does."""
@@ -226,7 +244,15 @@ class PriorityOrder(Shares):
 class Simulation:
     """The daemon's own queue and placement, with jobs that only take time. `preempts`: classes do."""
 
-    def __init__(self, workload: Workload, directory: Path, shares_of: type[Shares], *, preempts: bool) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        directory: Path,
+        shares_of: type[Shares],
+        *,
+        preempts: bool,
+        num_devices: int = NUM_DEVICES,
+    ) -> None:
         self.now = 0.0
         self.outcome = Outcome()
         self._until = workload.until
@@ -242,7 +268,7 @@ class Simulation:
         self._spool.recover()
         backlog = Backlog(self._spool, self._database, self._shares, has_room=lambda _job: True, clock=lambda: self.now)
         backlog.recover()
-        gpus = [Device("cuda", f"GPU {n}", n, f"GPU-{n}", (9, 0), 80 * 2**30, 80 * 2**30) for n in range(NUM_DEVICES)]
+        gpus = [Device("cuda", f"GPU {n}", n, f"GPU-{n}", (9, 0), 80 * 2**30, 80 * 2**30) for n in range(num_devices)]
         availability = Availability(self._spool, lambda: config, now=lambda: self.now)
         placement = Placement(
             layout, lambda: config, self._attempts, availability, probe=lambda _gpus: gpus, clock=lambda: self.now
@@ -287,8 +313,9 @@ class Simulation:
             self._end(each)
         for _ in range(2):  # the daemon's next pass sees what this one has started
             self._preempting.tend()
-            while len(self._attempts.running) < NUM_DEVICES and (chosen := self._selection.next_that_fits()):
-                self._start(*chosen)
+            self._selection.backfill.give_back(self._selection.startable())
+            while chosen := self._selection.next_that_fits():
+                self._start(chosen)
         self._watch()
 
     def _submit(self, task: Task) -> None:
@@ -299,10 +326,12 @@ class Simulation:
             files.dir.mkdir()
             files.plan_path.write_text('{"spec": {"kind": "sft"}}')
         job = Job(number, f"n{number}", self.now, "a", task.uid, f"/o/{number}", task.priority)
-        durable.finish(self._spool.adding(replace(job, job_class=task.job_class)))
+        wants = {"job_class": task.job_class, "num_gpus": task.num_gpus, "time_limit_sec": task.limit_sec}
+        durable.finish(self._spool.adding(replace(job, **wants)))
 
-    def _start(self, job: Job, device: Device) -> None:
-        attempt = Attempt(len(job.attempts) + 1, "transformers", self.now, device=device.uuid)
+    def _start(self, choice: Choice) -> None:
+        job, keys = choice.job, ",".join(each.key for each in choice.devices)
+        attempt = Attempt(len(job.attempts) + 1, "transformers", self.now, device=keys, passed=choice.passed)
         self._attempts.start(self._spool.move(job, State.RUNNING, attempts=(*job.attempts, attempt)))
         task = self._attempts.of_job[job.id]
         since = self._waiting.pop(task)
@@ -338,7 +367,9 @@ class Simulation:
 
     def _pass_time(self, until: float) -> None:
         """Let time pass, and note at each hour what every user has had."""
-        num = Counter(each.job.uid for each in self._attempts.running.values())
+        num: Counter[int] = Counter()
+        for each in self._attempts.running.values():
+            num[each.job.uid] += each.task.num_gpus
         while self.now < until:
             hour = (self.now // HOUR + 1) * HOUR
             end = min(until, hour)

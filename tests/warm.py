@@ -43,6 +43,8 @@ START_SEC = 180.0
 HIDDEN = ["wandb", "aiohttp", "torchvision", "bitsandbytes"]
 
 COLD_POPEN = subprocess.Popen
+#: Of the server that this process is a fork of.
+KIND = sys.argv[2] if __name__ == "__main__" else ""
 
 
 # -- in tests ---------------------------------------------------------------------------------------------------------
@@ -212,13 +214,19 @@ def _end(server: subprocess.Popen[bytes], directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+class RankPopen(Popen):
+    """A shim with several ranks: their libraries know torch.distributed, which a single worker's do without."""
+
+    kind = "ranks"
+
+
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Serve until the test process ends: our standard input is then closed."""
-    if sys.argv[2] == "worker":
-        import_of_worker()
+    if sys.argv[2] in ("worker", "ranks"):
+        import_of_worker(is_narrow=sys.argv[2] == "worker")
     else:
         import_of_others()
     gc.freeze()
@@ -278,8 +286,8 @@ def import_of_others() -> None:
             importlib.import_module(module.name)
 
 
-def import_of_worker() -> None:
-    """Import what a worker of the transformers backend does, and hide what it hides."""
+def import_of_worker(*, is_narrow: bool) -> None:
+    """Import what a worker of the transformers backend does, and hide what it hides; for several ranks nothing."""
     gc.disable()
     from honed.worker.__main__ import ENVIRONMENT
 
@@ -288,7 +296,8 @@ def import_of_worker() -> None:
     from honed.worker import imports
     from honed.worker.model import load
 
-    imports.narrow(HIDDEN, defers=True)
+    if is_narrow:
+        imports.narrow(HIDDEN, defers=True)
     load.choose("transformers").import_libraries()
     import honed.worker.preview
     import honed.worker.rows.data
@@ -340,11 +349,12 @@ def go_on_as(command: list[str], exec_anew: Callable[[str, Sequence[str]], NoRet
         if words[0] != "-m":
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")
-        elif words[1] == "honed.worker" and not has_usual_imports(words[2:]):
+        elif words[1] == "honed.worker" and KIND != "ranks" and not has_usual_imports(words[2:]):
             exec_anew(command[0], command)
         else:
             sys.argv = words[1:]
             sys.modules.pop(words[1], None)
+            exec(os.environ.get(f"HONED_TEST_RANK_{os.environ.get('RANK')}", ""), {})  # what it is to do otherwise
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:

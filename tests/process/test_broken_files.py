@@ -33,7 +33,7 @@ BROKEN = {
     "no_model.yaml": ("base_model: /nowhere/model\ndatasets: [{{path: {data}}}]\n", "/nowhere/model"),
     "no_data.yaml": ("base_model: {model}\ndatasets: [{{path: /nowhere/rows.jsonl}}]\n", "/nowhere/rows.jsonl"),
     "columns.yaml": ("base_model: {model}\ndatasets: [{{path: {odd}}}]\n", "colour"),
-    "two_gpus.yaml": ("base_model: {model}\ndatasets: [{{path: {data}}}]\nresources: {{gpus: 2}}\n", "line 3: resources.gpus"),
+    "two_gpus.yaml": ("base_model: {model}\ndatasets: [{{path: {data}}}]\nresources: {{gpus: 2}}\n", "resources.gpus: 2 GPUs are wanted"),
     "full_4bit.yaml": ("base_model: {model}\ndatasets: [{{path: {data}}}]\nquantization: 4bit\n", "quantization"),
     "merge.yaml": ("kind: merge\nbase_model: {model}\nadapter: {model}\noutput_dir: /tmp/x\n", "merge"),
     "outside.yaml": ("base_model: {model}\ndatasets: [{{path: {data}}}]\noutput_dir: {data}/deep\n", "output_dir"),

@@ -249,3 +249,83 @@ def test_a_start_that_honed_did_not_write_starts_nothing(tmp_path: Path, text: s
     job.dir.mkdir(parents=True)
     job.start_path.write_text(text)
     assert "start.json" in jobunit.start(job)
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+#: A rank that says who it is, and handles its signals as a worker does.
+RANK = """
+import os, signal, sys, time
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+os.write(1, (" ".join(f"{name}={os.environ[name]}" for name in names) + "\\n").encode())
+"""
+
+
+def has_all(made: Shim, word: str, number: int) -> Callable[[], bool]:
+    return lambda: made.log.count(word) == number
+
+
+def worker_pids(made: Shim) -> list[int]:
+    return list(json.loads((made.dir / "lock").read_text())["worker_pids"])
+
+
+def test_each_rank_knows_its_place_and_all_end_well(start: Start) -> None:
+    made = start(RANK, HONED_NUM_RANKS="3")
+    status, _, record = made.end()
+    assert (status, record["status"], record["rank"]) == (0, 0, 0)
+    assert sorted(made.log.splitlines()) == [
+        f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=3 LOCAL_WORLD_SIZE=3" for rank in range(3)
+    ]
+
+
+def test_a_stop_reaches_all_ranks(start: Start) -> None:
+    stopped = "signal.signal(15, lambda *_: exit(75)); print('up', flush=True); time.sleep(900)"
+    made = start(RANK + stopped, HONED_NUM_RANKS="2")
+    wait_for(has_all(made, "up", 2), what="the ranks")
+    made.process.terminate()
+    status, _, record = made.end()
+    assert (status, record["status"], record["was_asked"]) == (75, 75, True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_death_of_one_rank_is_the_attempts_end_and_the_others_are_asked_to_stop(start: Start, rank: int) -> None:
+    stopped = "signal.signal(15, lambda *_: exit(87)); print('up', flush=True); time.sleep(900)"
+    made = start(RANK + stopped, HONED_NUM_RANKS="3")
+    wait_for(has_all(made, "up", 3), what="the ranks")
+    pids = worker_pids(made)
+    os.kill(pids[rank], signal.SIGKILL)
+    status, _, record = made.end()
+    assert (status, record["signal"], record["rank"], record["was_asked"]) == (-signal.SIGKILL, 9, rank, False)
+    assert json.loads((made.dir / "ranks/lost.json").read_text()) == {"rank": rank, "signal": 9}
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_ranks_that_do_not_end_after_a_failure_are_killed(start: Start) -> None:
+    """One of them stands still, and another ignores it."""
+    code = (
+        "signal.signal(15, signal.SIG_IGN); print('up', flush=True)\n"
+        "if os.environ['RANK'] == '2': sys.stdin.readline(); exit(81)\n"
+        "time.sleep(900)"
+    )
+    made = start(RANK + code, HONED_NUM_RANKS="3")
+    wait_for(has_all(made, "up", 3), what="the ranks")
+    pids = worker_pids(made)
+    os.kill(pids[0], signal.SIGSTOP)
+    made.tell("fail")
+    status, _, record = made.end()
+    assert (status, record["status"], record["signal"], record["rank"]) == (81, 81, None, 2)
+    assert not (made.dir / "ranks/lost.json").exists()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_no_rank_outlives_the_shim_and_the_next_start_finds_nothing_of_it(start: Start, tmp_path: Path) -> None:
+    made = start(RANK + "print('up', flush=True); time.sleep(900)", HONED_NUM_RANKS="2")
+    wait_for(has_all(made, "up", 2), what="the ranks")
+    pids = worker_pids(made)
+    (made.dir / "ranks/error.json").write_text("{}")
+    made.process.kill()
+    made.process.communicate()
+    wait_for(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()], what="the end of the ranks")
+    command = [sys.executable, "-I", "-S", str(SHIM), str(made.dir), "2", sys.executable, "-c", RANK]
+    subprocess.run(command, check=True, env={**os.environ, "HONED_NUM_RANKS": "2"}, timeout=DEADLINE_SEC)
+    assert not list((made.dir / "ranks").iterdir())

@@ -46,7 +46,7 @@ from honed.inputs import basemodel, hubdata, modality
 from honed.inputs.basemodel import UncachedError
 from honed.job import entitlement
 from honed.job.plan_file import DatasetPlace, PlanFile, Precision
-from honed.plan import loss, pace, plan, position, remedy, rung
+from honed.plan import loss, pace, parallel, plan, position, remedy, rung
 from honed.plan.plan import Plan
 from honed.run.helper import READY, STAGE_BYTES
 from honed.run.reply import Answer, Passed, Refused
@@ -263,7 +263,13 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     def fitting(target: Device) -> Plan:
         made = planned(job_spec, target)
         progress("memory")
-        remedy.check(job_spec, made.memory, target, lambda changed: planned(changed, target).memory)
+        remedy.check(
+            job_spec,
+            made.memory,
+            target,
+            lambda changed: planned(changed, target).memory,
+            num_devices=_num_like(target, config),
+        )
         return made
 
     made = replace(
@@ -350,7 +356,21 @@ def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[De
     """Return the devices that the job may run on; it is planned for the first on which it fits."""
     if job_spec.resources.gpus == 0 or job_spec.kind == "merge":
         return [device.cpu()]
-    return [given] if given else device.probe(config.device.gpus)
+    if given:
+        return [given]
+    found = device.probe(config.device.gpus)
+    gpus = device.alike([each for each in found if each.kind == "cuda"])
+    parallel.check_devices(job_spec, max(map(len, gpus), default=0), sum(map(len, gpus)))
+    if job_spec.resources.gpus <= 1:
+        return found
+    # Each set of GPUs that are alike has its smallest one for all.
+    return [min(each, key=lambda one: one.total_bytes) for each in gpus if len(each) >= job_spec.resources.gpus]
+
+
+def _num_like(target: Device, config: Config) -> int:
+    """Return how many devices like this one the machine has."""
+    found = device.probe(config.device.gpus) if target.kind == "cuda" else []
+    return sum(device.are_alike(each, target) for each in found) or 1
 
 
 def _first_that_fits(candidates: list[Device], fitting: Callable[[Device], Plan]) -> Plan:
@@ -378,6 +398,7 @@ def _check_policy(job_spec: JobSpec, config: Config) -> None:
             hint="remove it, or ask the administrator to set policy.trust_remote_code in honed.toml",
             fix={"trust_remote_code": None},
         )
+    parallel.check(job_spec)
     recipient.check(job_spec.notify, config.notify)
 
 

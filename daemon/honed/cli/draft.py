@@ -220,6 +220,12 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
             value = verdict.spec.training.optim
         terminal.say(f"{key}: {words[value] if value is None or isinstance(value, bool) else value}", style="bold")
         terminal.say(f"  {why}")
+    if (division := made.parallel).effective_batch:
+        if division.num_ranks > 1:
+            terminal.say(f"parallel: {division.mode}, on {division.num_ranks} GPUs", style="bold")
+            terminal.say(f"  {division.reasons['mode']}; the memory below is that of each")
+        terminal.say(f"effective batch: {division.effective_batch}", style="bold")
+        terminal.say(f"  {division.reasons['effective_batch']}")
     if made.rows_template is not None:
         terminal.say(f"training_chat_template: {made.rows_template}", style="bold")
         terminal.say("  renders the rows; predictions and the exported model use the base's template")

@@ -57,10 +57,13 @@ class Queue(Protocol):
 
 def _is_stageable(job: Job, plan: PlanFile) -> bool:
     """Return True if something of a job can be done before its turn: not of a merge, nor of a job that begins with a
-    trial. Code of the model's own is not run then: it could use the device."""
+    trial or has several ranks. Code of the model's own is not run then: it could use the device."""
     spec = plan.spec
     begins_with_trial = bool(spec.get("trial")) and not job.attempts
-    return spec.get("kind", "sft") != "merge" and not begins_with_trial and not spec.get("trust_remote_code")
+    is_alone = spec.get("resources", {}).get("gpus", 1) <= 1
+    return (
+        is_alone and spec.get("kind", "sft") != "merge" and not begins_with_trial and not spec.get("trust_remote_code")
+    )
 
 
 def why_not(
@@ -162,7 +165,7 @@ class Ahead:
                 self._workers.give_up(job)
             elif not why_not(self._config().jobs, self._layout.jobs_dir, group=self._group, needs=needs):
                 fell_back = bool(job.attempts) and job.attempts[-1].num_starts > 1
-                self._workers.start(job, device, job.attempts[-1].backend if fell_back else backend)
+                self._workers.start(job, [device], job.attempts[-1].backend if fell_back else backend)
                 return
 
     def _let_go(self, queue: Queue) -> None:
@@ -183,8 +186,9 @@ class Ahead:
     def _busy(self) -> list[Device]:
         """Return the devices whose jobs are past their own start, and go on."""
         keys = {
-            running.job.attempt.device
+            key
             for running in self._attempts.running.values()
+            for key in running.job.attempt.devices
             if running.job.stop is None and running.is_alive and _is_prepared(running)
         }
         return [each for each in self._placement.all() if each.key in keys]

@@ -17,7 +17,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from honed.job.spool import Spool
 from honed.run import ending
 from honed.run.deadline import Deadlines
 from honed.run.outcome import Outcome, judge
-from honed.run.runner import Exit, NotNowError, Runner
+from honed.run.runner import RANKS_VARIABLE, Exit, NotNowError, Runner
 from honed.send.outbox import Outbox
 from honed.spec.config import Config
 from honed.system import durable, error, message, untrusted
@@ -95,6 +95,17 @@ class Running:
         """The phase that its worker is in, or was in last."""
         return self.deadlines.phase or self.following.narrator.stage
 
+    @property
+    def left_sec(self) -> float | None:
+        """Seconds until it ends at the latest, by its time limit and by its own estimate; None without either."""
+        job, found = self.job, []
+        if job.time_limit_sec is not None:
+            spent = sum(each.spent_sec for each in job.attempts[:-1]) + Moment.now().since(job.attempt.began)
+            found.append(job.time_limit_sec - spent)
+        if isinstance(eta_sec := self.following.narrator.progress.get("eta_sec"), int | float):
+            found.append(eta_sec - (self.following.silent_sec))
+        return max(0.0, min(found)) if found else None
+
     def update(self, **changes: Any) -> Job:
         """Change its entry, and return it."""
         self.job = self._spool.update(self.job, **changes)
@@ -112,7 +123,7 @@ class Running:
             return
         environment = worker_environment(self._layout, self._config(), job, gpu_uuid) | self._rows.environment(job)
         try:
-            if not self._spares.start(job, environment):
+            if job.num_gpus > 1 or not self._spares.start(job, environment):
                 self._runner.start(
                     job.id, attempt.number, attempt.start, backend=attempt.backend, environment=environment
                 )
@@ -275,12 +286,13 @@ def worker_environment(layout: Layout, config: Config, job: Job, gpu_uuid: str |
         "HONED_JOB": str(job.id),
         "HONED_MIN_STALL_SEC": f"{config.jobs.min_stall_timeout_sec:g}",
         "HONED_STOP_TIMEOUT_SEC": f"{config.jobs.stop_timeout_sec:g}",
+        **({RANKS_VARIABLE: str(job.num_gpus)} if job.num_gpus > 1 else {}),
     }
 
 
-def device_environment(gpu_uuid: str | None) -> dict[str, str]:
-    """Return the part of a worker's environment that names its device."""
-    return {"CUDA_VISIBLE_DEVICES": gpu_uuid or ""}
+def device_environment(gpu_uuids: str | None) -> dict[str, str]:
+    """Return the part of a worker's environment that names its devices, separated by commas."""
+    return {"CUDA_VISIBLE_DEVICES": gpu_uuids or ""}
 
 
 def write_adjustments(layout: Layout, job: Job) -> None:
@@ -294,6 +306,18 @@ def write_adjustments(layout: Layout, job: Job) -> None:
 
 def _gpu(attempt: Attempt) -> str | None:
     return attempt.device if attempt.device not in {"cpu", "mps"} else None
+
+
+def keys_of(devices: Sequence[Device]) -> str:
+    """Return devices as entries and CUDA_VISIBLE_DEVICES name them."""
+    return ",".join(each.uuid or each.kind for each in devices)
+
+
+def names_of(devices: Sequence[Device]) -> str:
+    """Return devices for people: `NVIDIA H100`, `2 × NVIDIA H100 (GPU 0, GPU 1)`."""
+    if len(devices) == 1:
+        return devices[0].name
+    return f"{len(devices)} × {devices[0].name} ({', '.join(each.label for each in devices)})"
 
 
 def next_number(job: Job) -> int:
@@ -349,7 +373,8 @@ class Attempts:
         return {job.id: job.uid for job in (*(running.job for running in self.running.values()), *staged)}
 
     def devices_in_use(self) -> set[str]:
-        return {running.job.attempt.device or "" for running in self.running.values()}
+        """Return the devices of all running jobs; an empty name for one whose devices are not known."""
+        return {key for running in self.running.values() for key in running.job.attempt.devices or ("",)}
 
     def in_use(self) -> Iterator[Use]:
         """Yield what each running job takes of the devices."""
@@ -364,10 +389,19 @@ class Attempts:
 
     # -- start --------------------------------------------------------------------------------------------------------
 
-    def start(self, job: Job, device: Device, backend: str, staged: Staged | None = None) -> Running:
+    def start(
+        self,
+        job: Job,
+        devices: Sequence[Device],
+        backend: str,
+        staged: Staged | None = None,
+        *,
+        passed: Sequence[int] = (),
+    ) -> Running:
         """Start a job's next attempt. It moves to running/ first: a crash after that is an attempt that vanished.
 
-        `staged`: its worker, which waits at its gate; it is let through.
+        `staged`: its worker, which waits at its gate; it is let through. `passed`: jobs that wait for more devices, and
+        that it is started before.
         """
         number = next_number(job)
         now = Moment.now()
@@ -377,7 +411,8 @@ class Attempts:
             number,
             backend,
             now.wall,
-            device=device.uuid or device.kind,
+            device=keys_of(devices),
+            passed=tuple(passed),
             started_monotonic=now.monotonic,
             boot_id=now.boot_id,
             first_start=staged.start if staged is not None else job.num_staged + 1,
@@ -400,7 +435,7 @@ class Attempts:
             job.id,
             job.name,
             number,
-            device.name,
+            names_of(devices),
             backend,
             ", staged before" if staged is not None else "",
             extra=about(job, message.STARTED, attempt=number, backend=backend),
@@ -408,7 +443,7 @@ class Attempts:
         if staged is not None:
             running.let_through()
         else:
-            running.launch(device.uuid)
+            running.launch(_gpu(attempt))
         return running
 
     def adopt(self, job: Job) -> None:
@@ -554,5 +589,6 @@ class Attempts:
         else:
             self._database.is_behind = True
         ending.tell(job, outcome, step, remedy)
-        self.spares.want(job, worker_environment(self._layout, self.config, job, _gpu(job.attempt)))
+        if job.num_gpus <= 1:
+            self.spares.want(job, worker_environment(self._layout, self.config, job, _gpu(job.attempt)))
         return job

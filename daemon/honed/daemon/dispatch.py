@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from honed.daemon.ahead import Ahead
 from honed.daemon.arrivals.acceptance import Acceptance
 from honed.daemon.attempts import Attempts
+from honed.daemon.backfill import Backfill, Choice
 from honed.daemon.backlog import Backlog
 from honed.daemon.fencing import RETRY_SEC, Fence
 from honed.daemon.placement import Placement
@@ -29,7 +30,6 @@ from honed.job.shape import Wait
 from honed.job.spool import Spool
 from honed.spec.config import Config
 from honed.system import durable, training
-from honed.system.device import Device
 from honed.system.error import InternalError, said
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class Selection:
         self._placement = placement
         self._shares = shares
         self._staged = staged
+        self.backfill = Backfill(attempts, placement)
         self._waiting: set[int] = set()  # jobs whose wait for a GPU was logged
 
     @property
@@ -75,21 +76,24 @@ class Selection:
         limit = self._config().jobs.max_running
         return limit is not None and len(self._attempts.running) >= limit
 
-    def next_that_fits(self) -> tuple[Job, Device] | None:
-        """Return the job to start on a free device, in the order of `Shares`."""
+    def next_that_fits(self) -> Choice | None:
+        """Return the job to start on free devices, in the order of `Shares`; see backfill.py for jobs behind one that
+        waits for several."""
         self._backlog.look_again()
+        self.backfill.begin()
         with_device = [wants_gpu for wants_gpu in (True, False) if self._placement.is_any_free(wants_gpu)]
         kept: set[str] = set()  # devices of jobs whose turn has come, and whose staged workers end in a moment
         for job in self._startable(with_device, with_ending=True):
-            if (free := self._placement.free_device(job)) is not None and free.key not in kept:
+            choice = self.backfill.offer(job)
+            if choice is not None and not kept & (keys := {each.key for each in choice.devices}):
                 if self._staged.is_ending(job.id):
-                    kept.add(free.key)
+                    kept |= keys
                     continue
-                if self._placement.holds_on(job, free):
-                    return job, free
+                if self._placement.holds_on(job, choice.devices[0]):
+                    return choice
                 if not self._plans.has_room:
                     break
-                self._plans.ask(job, free)
+                self._plans.ask(job, choice.devices[0])
         first = next(self._backlog.ready(for_gpu=[True], levels={}), None)
         if first is not None and not self._attempts.running and not self._placement.is_any_free(wants_gpu=True):
             self._tell_waits(first)
@@ -184,7 +188,7 @@ class Selection:
             return "device", f"{limit} jobs are running, the maximum of jobs.max_running"
         if reached := self._shares.obstacle(job.uid):
             return "limit", reached
-        return self._placement.obstacles(job) or ("turn", self._why_not_next(job))
+        return self._placement.obstacles(job) or ("turn", self.backfill.why_behind(job) or self._why_not_next(job))
 
     def _why_not_next(self, job: Job) -> str:
         first = self._backlog.first_of(job)
@@ -295,6 +299,7 @@ class Dispatch:
                 self._attempts.preempt(job_id, reason)
             if not (self._spool.is_paused or self.fence.fault or training.is_missing()):
                 self._preempting.tend()
+                self.selection.backfill.give_back(self.selection.startable())
 
     def look_around(self) -> None:
         """Compare entries and live workers at intervals, and adopt the workers that no entry knew of."""
@@ -316,7 +321,7 @@ class Dispatch:
             if self._must_wait_for_arrivals():
                 return
             self._free_since = None
-            self._start(*chosen)
+            self._start(chosen)
 
     def settle_staged(self) -> None:
         """Settle the staged workers that have ended."""
@@ -333,8 +338,9 @@ class Dispatch:
         self._free_since = self._free_since if self._free_since is not None else now
         return self.plans.acceptance.is_busy and now - self._free_since < ARRIVAL_GRACE_SEC
 
-    def _start(self, job: Job, free: Device) -> None:
+    def _start(self, choice: Choice) -> None:
         """Start a job. After an error, e.g. a full disk, it is still in queued/."""
+        job = choice.job
         self.selection.forget(job)
         try:
             backend = self._backend_of(job)
@@ -348,7 +354,8 @@ class Dispatch:
             staged = self.staged.of(job)
             if staged is None and job.id in self.staged.numbers:
                 return  # its worker has ended a moment ago: settled in the next pass
-            self._attempts.start(job, free, staged.backend if staged is not None else backend, staged)
+            name = staged.backend if staged is not None else backend
+            self._attempts.start(job, choice.devices, name, staged, passed=choice.passed)
             self.staged.forget(job)  # last: until it runs, its worker is ours to end
             self._ahead.hurry()
 

@@ -137,7 +137,7 @@ def _planned(files: JobLayout, live: Live) -> Job:
         uid=owner,
         output_dir=str(files.output_dir),
         max_attempts=1,
-        num_gpus=int(live.device != "cpu"),
+        num_gpus=0 if live.device == "cpu" else len((live.device or UNKNOWN_DEVICE).split(",")),
     )
     try:
         if files.plan_path.lstat().st_uid != owner:

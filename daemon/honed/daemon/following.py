@@ -87,6 +87,11 @@ class Following:
             self._heard(job, item)
         return num_bytes
 
+    @property
+    def silent_sec(self) -> float:
+        """Seconds since its last event."""
+        return self._clock() - self.heard_at
+
     def read_rest(self, job: Job) -> bool:
         """Read the last events of a worker that has ended. Returns False if some remain to be counted later.
 

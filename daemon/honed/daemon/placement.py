@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 from honed.daemon.attempts import Attempts
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 DEVICE_PROBE_INTERVAL_SEC = 2.0
 #: The same for HURRY_SEC after a job has ended: the driver may take a moment to free its memory.
 HURRY_INTERVAL_SEC, HURRY_SEC = 0.2, 5.0
-#: Share of a GPU's memory by which two GPUs of one kind may differ.
-DEVICE_TOLERANCE = 0.02
 
 
 class Placement:
@@ -125,27 +123,41 @@ class Placement:
         """Yield the running jobs that have to give up their devices now, each with the reason."""
         known = {found.key: found for found in self.all()}
         for job_id, running in self._attempts.running.items():
-            key = running.job.attempt.device or UNKNOWN_DEVICE
-            if key not in {UNKNOWN_DEVICE, NO_DEVICE_KEY}:
+            for key in running.job.attempt.devices or (UNKNOWN_DEVICE,):
+                if key in {UNKNOWN_DEVICE, NO_DEVICE_KEY}:
+                    continue
                 found = known.get(key) or Device("cuda", key, uuid=key)
                 if (reason := self.availability.why_vacate(found)) is not None:
                     yield job_id, reason
+                    break
 
     def is_any_free(self, wants_gpu: bool) -> bool:
         """Return True if any device is free and open: else a long queue need not be searched."""
         return bool(self._free(wants_gpu, self._attempts.devices_in_use()))
 
-    def free_device(self, job: Job) -> Device | None:
-        """Return a device that no process uses, preferably one for which the job's plan holds unchanged; None without
-        one.
+    def free_devices(self, job: Job, *, but: Set[str] = frozenset()) -> tuple[Device, ...] | None:
+        """Return as many devices as a job wants that no process uses and that are alike, preferably those for which the
+        job's plan holds unchanged; None if there are not enough. `but`: devices that are left to others.
 
         GPUs are probed again every few seconds.
         """
-        taken = self._attempts.devices_in_use() | self._unfit.get(job.id, {}).keys()
+        number = max(1, job.num_gpus)
+        taken = self._attempts.devices_in_use() | self._unfit.get(job.id, {}).keys() | but
         free = [
             found for found in self._free(job.num_gpus > 0, taken) if self.availability.reserved(found, job) is None
         ]
-        return next((found for found in free if self.holds_on(job, found)), free[0] if free else None)
+        groups = [group for group in device.alike(free) if len(group) >= number]
+        chosen = next((group for group in groups if self.holds_on(job, group[0])), groups[0] if groups else None)
+        return tuple(chosen[:number]) if chosen is not None else None
+
+    def groups_for(self, job: Job) -> list[list[Device]]:
+        """Return the groups of devices that are alike, on each of which a job could start, were enough of it free."""
+        groups = device.alike([found for found in self.all() if self.suits(job, found)])
+        return [group for group in groups if len(group) >= max(1, job.num_gpus)]
+
+    def free_keys(self, job: Job) -> set[str]:
+        """Return the devices that no process uses, and on which a job may start."""
+        return {found.key for found in self._free(job.num_gpus > 0, self._attempts.devices_in_use())}
 
     def _free(self, wants_gpu: bool, taken: set[str]) -> list[Device]:
         if self._clock() - self._probed_at >= self.probe_interval_sec:
@@ -172,7 +184,7 @@ class Placement:
         if planned is None or planned.kind != "cuda" or found.kind != "cuda":
             return True
         is_alike = planned.compute_capability == found.compute_capability
-        return is_alike and found.total_bytes >= planned.total_bytes * (1 - DEVICE_TOLERANCE)
+        return is_alike and found.total_bytes >= planned.total_bytes * (1 - device.TOLERANCE)
 
     def suits(self, job: Job, found: Device) -> bool:
         """Return True if a job could start on a device, were it free."""
@@ -192,24 +204,42 @@ class Placement:
         """Return why no device is available for a job, as last probed, with a text for people: `device` if one is in
         use, else `hours`, `reserved` or `drained` if one will be open again, else `unfit`. None if one is available."""
         wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
-        users = {running.job.attempt.device: running.job.id for running in self._attempts.running.values()}
+        users = {
+            key: running.job.id
+            for running in self._attempts.running.values()
+            for key in running.job.attempt.devices or (UNKNOWN_DEVICE,)
+        }
         if UNKNOWN_DEVICE in users:
             return "device", f"job {users[UNKNOWN_DEVICE]} runs on a device that honed does not know"
         closed: dict[str, list[tuple[str, str]]] = {"hours": [], "reserved": [], "drained": []}
         why: dict[str, list[str]] = {code: [] for code in ("device", "hours", "reserved", "drained", "unfit")}
+        free, usable = [], []
         for found in self.all():
             if (found.kind == "cuda") != wants_gpu:
                 continue
-            if (problem := self._unfit.get(job.id, {}).get(found.key)) is not None:
+            problem, obstacle = self._unfit.get(job.id, {}).get(found.key), self.availability.obstacle(job, found)
+            if problem is not None:
                 why["unfit"].append(f"it cannot run on {found.name}: {problem}")
-            elif (obstacle := self.availability.obstacle(job, found)) is not None:
+            elif obstacle is not None:
                 closed[obstacle[0]].append((found.label, obstacle[1]))
             elif found.key in users:
                 why["device"].append(f"job {users[found.key]} runs on {found.name}")
             elif found.kind == "cuda" and not device.is_free(found, self._config().device.busy_bytes):
                 why["device"].append(f"other processes use the memory of {found.name}")
             else:
-                return None
+                free.append(found)
+            if obstacle is None and problem is None:
+                usable.append(found)
+        number, groups = max(1, job.num_gpus), device.alike(free)
+        if any(len(group) >= number for group in groups):
+            return None
+        if not any(len(group) >= number for group in device.alike(usable)):
+            kinds = f"at most {most} alike" if (most := max(map(len, device.alike(usable)), default=0)) else "none"
+            if number > 1:
+                why["unfit"].append(f"it needs {number} GPUs that are alike, and there are {kinds} that it may use now")
+        elif number > 1:
+            most = max(map(len, groups), default=0)
+            why["device"].insert(0, f"it needs {number} GPUs at the same time, and {most} are free")
         why |= {code: together(facts) for code, facts in closed.items()}
         reason = next((code for code, texts in why.items() if texts), "unfit")
         return reason, "; ".join(dict.fromkeys(text for texts in why.values() for text in texts))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from honed.daemon.attempts import Attempts, Running
@@ -22,7 +23,6 @@ from honed.job.job import Job
 from honed.job.plan_file import PlanFile
 from honed.spec.config import Config
 from honed.system.clock import Moment
-from honed.system.device import Device
 from honed.system.layout import Layout
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ class Preempting:
         if UNKNOWN_DEVICE in self._attempts.devices_in_use():
             return  # nothing can start before that job ends
         lowest = min(self._rank(each.job) for each in running.values())
-        devices = {found.key: found for found in self._placement.all()}
         coming = [each for each in running.values() if each.job.stop is not None]  # devices that become free
         num_misses = 0
         promised: Counter[int] = Counter()  # devices, by the user they are given up for
@@ -74,24 +73,36 @@ class Preempting:
                 return
             if not class_of(config, job.job_class).preempts or promised[job.uid] >= self._shares.room(job.uid):
                 continue
-            if not self._selection.is_full and self._placement.free_device(job) is not None:
+            if not self._selection.is_full and self._placement.free_devices(job) is not None:
                 promised[job.uid] += 1
                 continue
-            if (freed := self._first_on(job, coming, devices)) is not None:
-                coming.remove(freed)
+            if (freed := self._enough(job, coming)) is not None:
+                coming = [each for each in coming if each not in freed]
                 promised[job.uid] += 1
-            elif (victim := self._first_on(job, self._victims(job), devices)) is not None:
-                self._attempts.preempt(victim.job.id, f"job {job.id}, of a higher class, needs its device")
+            elif (freed := self._enough(job, [*coming, *self._victims(job)])) is not None:
+                for each in freed:
+                    if each in coming:
+                        coming.remove(each)
+                    else:
+                        self._attempts.preempt(each.job.id, f"job {job.id}, of a higher class, needs its device")
                 promised[job.uid] += 1
             elif (num_misses := num_misses + 1) >= MAX_MISSES:
                 return
 
-    def _first_on(self, job: Job, among: list[Running], devices: dict[str, Device]) -> Running | None:
-        """Return the first of these jobs whose device would suit."""
-        for each in among:
-            found = devices.get(each.job.attempt.device or "")
-            if found is not None and self._placement.suits(job, found):
-                return each
+    def _enough(self, job: Job, among: list[Running]) -> list[Running] | None:
+        """Return the first of these jobs with whose devices, and what is free, a job could start; None if they do not
+        suffice."""
+        number, free = max(1, job.num_gpus), self._placement.free_keys(job)
+        groups = self._placement.groups_for(job)
+        for group in groups if number > 1 else [list(chain(*groups))]:
+            keys = {each.key for each in group}
+            have, chosen = keys & free if number > 1 else set(), []
+            for each in among:
+                if len(have) < number and (theirs := keys & set(each.job.attempt.devices)):
+                    have |= theirs
+                    chosen.append(each)
+            if len(have) >= number:
+                return chosen
         return None
 
     def _victims(self, job: Job) -> list[Running]:

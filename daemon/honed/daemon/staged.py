@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from honed.daemon.attempts import (
@@ -21,6 +21,8 @@ from honed.daemon.attempts import (
     Attempts,
     clear,
     is_of_job,
+    keys_of,
+    names_of,
     next_number,
     worker_environment,
     write_adjustments,
@@ -155,19 +157,21 @@ class StagedWorkers:
         self._workers[job_id] = worker = Worker(job_id, name, staged, Pulse(path, self._clock()))
         return worker
 
-    def start(self, job: Job, device: Device, backend: str) -> None:
+    def start(self, job: Job, devices: Sequence[Device], backend: str) -> None:
         """Stage a job. Its entry says so first: a crash after that is a worker that vanished, at no cost."""
         staged = Staged(
             next_number(job),
             job.num_staged + 1,
             backend,
-            device.uuid or device.kind,
+            keys_of(devices),
             time.time(),
             plan=self._plan_of(job),
         )
         clear(self._layout, job)
         job = self._spool.update(job, staged=staged, num_staged=staged.start)
-        environment = worker_environment(self._layout, self._config(), job, device.uuid)
+        environment = worker_environment(
+            self._layout, self._config(), job, ",".join(each.uuid for each in devices if each.uuid)
+        )
         try:
             write_adjustments(self._layout, job)
             self._runner.start(
@@ -182,7 +186,9 @@ class StagedWorkers:
             self.give_up(job)
             return
         self._follow(job.id, job.name, staged)
-        log.info("job %d (%s): staged for %s: its worker prepares, and waits for it", job.id, job.name, device.name)
+        log.info(
+            "job %d (%s): staged for %s: its worker prepares, and waits for it", job.id, job.name, names_of(devices)
+        )
 
     def settle(self, may_fail: Callable[[Job], bool]) -> None:
         """Settle the staged workers that have ended, and end those that are not wanted. `may_fail`: True for a job that
@@ -285,7 +291,7 @@ class StagedWorkers:
         outcome = judge(result_path, ended, is_readable=worker.num_failed < MAX_UNREAD)
         if is_of_job(outcome) and may_fail(job):
             log.info("job %d (%s): its staged worker found an error", job.id, job.name)
-            running = self._attempts.start(job, NO_DEVICE, worker.staged.backend, worker.staged)
+            running = self._attempts.start(job, [NO_DEVICE], worker.staged.backend, worker.staged)
             running.ended = ended
         else:
             level = logging.INFO if outcome.code == InterruptedRunError.code else logging.WARNING

@@ -70,6 +70,6 @@ class Observer:
             "damaged_entries": num_damaged > 0,
             "internal": not status.health.is_sound,
         }
-        jobs = Counter(running.job.attempt.device for running in status.attempts.running.values())
+        jobs = Counter(key for running in status.attempts.running.values() for key in running.job.attempt.devices)
         gpus: list[Gpu] = [{**vars(load), "num_jobs": jobs[load.uuid]} for load in self._gpus.loads()]  # type: ignore[typeddict-item]
         return {"faults": faults, "num_damaged": num_damaged, "gpus": gpus, "process": usage()}

@@ -79,7 +79,7 @@ class Staged:
     number: int  #: of the attempt that it becomes
     start: int  #: the number of its start
     backend: str
-    device: str  #: the device that it was staged for: a GPU's uuid, or cpu
+    device: str  #: the devices that it was staged for, as in an attempt
     since: float  #: seconds since the epoch
     plan: str = ""  #: which plan.json it has read: inode and time of change
 
@@ -97,7 +97,7 @@ class Attempt:
     ended_at: float | None = None
     outcome: str | None = None
     step: int = 0  #: the last step that it reported
-    device: str | None = None  #: the device it ran on: a GPU's uuid, or cpu
+    device: str | None = None  #: the devices it ran on: GPUs' uuids, separated by commas, or cpu
     fallback: Fallback | None = None  #: between its two starts
     started_monotonic: float | None = None  #: seconds of CLOCK_MONOTONIC; None if an older honed wrote it
     boot_id: str | None = None  #: the boot that started_monotonic belongs to
@@ -107,11 +107,17 @@ class Attempt:
     output_bytes: int = 0  #: the same for its output directory
     took_sec: float | None = None  #: duration until the worker ended, unaffected by clock changes; None while it runs
     preemption: Preemption | None = None  #: why honed asked it to give up its device
+    passed: tuple[int, ...] = ()  #: jobs that waited for more devices, and that it was started before
 
     @property
     def start(self) -> int:
         """The number of its latest start."""
         return self.first_start + self.num_starts - 1
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices it ran on; none if they are not known."""
+        return tuple(self.device.split(",")) if self.device else ()
 
     @property
     def began(self) -> Moment:
@@ -257,6 +263,7 @@ def _attempt(raw: dict[str, Any]) -> Attempt:
         known["fallback"] = Fallback(**_known(Fallback, known["fallback"]))
     if known.get("preemption") is not None:
         known["preemption"] = Preemption(**_known(Preemption, known["preemption"]))
+    known["passed"] = tuple(known.get("passed") or ())
     return Attempt(**known)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from honed.job.job import Adjustment, Job
 from honed.spec.media import Kind
@@ -82,6 +82,8 @@ class Memory:
     num_pixels: int = 0  #: of the largest image or frame, up to where more no longer cost the model more; 0: unknown
     tower_bytes: int = 0  #: part of the activations that vision and audio encoders take
     paged_bytes: int = 0  #: part of the optimizer's states that the device may move to main memory
+    exchange_bytes: int = 0  #: buffers of several GPUs: gradients under way (ddp), gathered layers (fsdp)
+    num_ranks: int = 1  #: devices; all figures are for each of them
 
     @property
     def total_bytes(self) -> int:
@@ -89,7 +91,7 @@ class Memory:
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
-        names = ("weights", "adapter", "gradient", "optimizer", "activation")
+        names = ("weights", "adapter", "gradient", "optimizer", "activation", "exchange")
         return tuple((name, getattr(self, f"{name}_bytes")) for name in names)
 
     @property
@@ -99,7 +101,8 @@ class Memory:
     @property
     def can_fit(self) -> bool:
         """True if the job fits when gradients and activations are never whole at once, as without accumulation."""
-        lasting = self.weights_bytes + self.adapter_bytes + self.optimizer_bytes - self.paged_bytes
+        lasting = self.weights_bytes + self.adapter_bytes + self.optimizer_bytes + self.exchange_bytes
+        lasting -= self.paged_bytes
         return lasting + max(self.gradient_bytes, self.activation_bytes) <= self.available_bytes
 
     def as_dict(self) -> dict[str, object]:
@@ -109,6 +112,7 @@ class Memory:
     def from_dict(cls, data: Mapping[str, Any]) -> Memory:
         """Read an estimate; older ones have fewer keys."""
         known: dict[str, Any] = {each.name: data.get(each.name) or 0 for each in fields(cls)}
+        known["num_ranks"] = max(1, known["num_ranks"])
         return cls(**{**known, "media": tuple(data.get("media") or ())})
 
 
@@ -137,6 +141,28 @@ class Loss:
 
     def as_dict(self) -> dict[str, object]:
         return {"type": self.type, "reasons": list(self.reasons)}
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The division of a job between devices, and the batch that results; see plan/parallel.py."""
+
+    mode: Literal["none", "ddp", "fsdp"] = "none"
+    num_ranks: int = 1  #: processes that train, one for each device
+    ranks_per_node: int = 1
+    num_nodes: int = 1
+    per_device_train_batch_size: int | None = None  #: of each rank; None in plans of earlier versions: the job's
+    gradient_accumulation_steps: int | None = None  #: likewise
+    effective_batch: int | None = None  #: rows of one optimizer step on all devices together; likewise
+    reasons: Mapping[str, str] = field(default_factory=dict)  #: why, for mode and effective_batch
+
+    def as_dict(self) -> dict[str, object]:
+        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "reasons": dict(self.reasons)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Parallel:
+        """Read the choices; keys of later versions are left out."""
+        return cls(**{each.name: data[each.name] for each in fields(cls) if each.name in data})
 
 
 @dataclass(frozen=True)
@@ -288,6 +314,11 @@ class PlanFile:
         """The loss; None if a version planned it that had one rule for all models."""
         given = self.document.get("loss")
         return None if given is None else Loss(given["type"], tuple(given.get("reasons") or ()))
+
+    @property
+    def parallel(self) -> Parallel:
+        """The division between devices; plans of earlier versions have none, for one device."""
+        return Parallel.from_dict(dict(self.document.get("parallel") or {}))
 
     @property
     def checkpoint(self) -> Checkpoint:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from honed.inputs.basemodel import BITS, AdapterInfo, BaseModelInfo
@@ -23,12 +25,13 @@ from honed.job.out_of_memory import ASSUMED_PIXELS
 from honed.job.plan_file import Memory, Precision
 from honed.plan import activation, parameter
 from honed.plan.activation import Extent, Row
-from honed.plan.parameter import Shape
+from honed.plan.parameter import Parameter, Shape
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
 
 #: Parameters per float32 scale in an 8-bit optimizer's state, and elements below which a tensor keeps float32 states.
 BLOCK_OPTIMIZER, MIN_8BIT_SIZE = 256, 4096
+Mode = Literal["none", "ddp", "fsdp"]
 #: Elements from which a paged optimizer lets a state move to main memory.
 MIN_PAGED_SIZE = 100_000
 #: Rank to which GaLore and APOLLO project a matrix unless optim_args gives one.
@@ -46,11 +49,13 @@ def estimate(
     num_row_tokens: int | None = None,
     num_rows: int | None = None,
     rows: Sequence[Row] = (),
+    mode: Mode = "none",
 ) -> Memory:
     """Estimate the memory that the job takes on a device.
 
     `num_row_tokens`: tokens of the longest inspected row without media, if there was one. `rows`: the inspected rows
-    with media. `num_rows`: the number of all rows, where known; a batch has no more.
+    with media. `num_rows`: the number of all rows, where known; a batch has no more. `mode`: the
+    division between the job's devices; the estimate is for each of them.
     """
     loaded = parameter.parameters(model)
     available_bytes = max(0, device.total_bytes - reserve_bytes)
@@ -79,7 +84,7 @@ def estimate(
         activation_bytes = max(activation_bytes, 8 * max(map(math.prod, learns.shapes), default=0))
         if choices.save_dtype != choices.load_dtype:  # predictions are made with float32 weights, without gradients
             activation_bytes = max(activation_bytes, (4 - size) * learns.num_parameters)
-    return Memory(
+    found = Memory(
         weights_bytes=parameter.weights_bytes(model, loaded, choices),
         adapter_bytes=learns.num_added * size,
         gradient_bytes=learns.num_parameters * size if has_gradients else max(map(math.prod, learns.shapes)) * size,
@@ -95,6 +100,32 @@ def estimate(
         tower_bytes=tower_bytes,
         paged_bytes=sum(each for shape, each in states if is_paged and math.prod(shape) >= MIN_PAGED_SIZE),
     )
+    return _of_rank(found, spec.resources.num_ranks, mode, _largest_layer(loaded) * size)
+
+
+def _of_rank(whole: Memory, num_ranks: int, mode: Mode, layer_bytes: int) -> Memory:
+    """Return the estimate for one of several devices from that for a device that is alone."""
+    match mode:
+        case "none":
+            return whole
+        case "ddp":  # gradients are copied into buckets on their way
+            return replace(whole, exchange_bytes=whole.gradient_bytes, num_ranks=num_ranks)
+        case "fsdp":  # a layer is whole while it is computed, and so is the next one
+            names = ("weights_bytes", "adapter_bytes", "gradient_bytes", "optimizer_bytes", "paged_bytes")
+            shares = {name: math.ceil(getattr(whole, name) / num_ranks) for name in names}
+            return replace(whole, **shares, exchange_bytes=2 * layer_bytes, num_ranks=num_ranks)
+
+
+_LAYER = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")
+
+
+def _largest_layer(loaded: Sequence[Parameter]) -> int:
+    """Return the number of parameters of the largest layer; those of no layer are gathered one by one."""
+    layers: Counter[str] = Counter()
+    for each in loaded:
+        place = _LAYER.search(each.name)
+        layers[each.name[: place.end()] if place else each.name] += each.num_elements
+    return max(layers.values(), default=0)
 
 
 def _evaluation(

@@ -30,7 +30,7 @@ def num_steps(spec: JobSpec, num_rows: int | None) -> int | None:
         return None
     held_out = 0.0 if spec.eval_datasets else spec.eval_split or 0.0
     kept = max(num_rows - int(num_rows * held_out), 1)
-    batches = math.ceil(kept / training.per_device_train_batch_size)
+    batches = math.ceil(kept / (training.per_device_train_batch_size * spec.resources.num_ranks))
     return math.ceil(training.num_train_epochs * math.ceil(batches / training.gradient_accumulation_steps))
 
 

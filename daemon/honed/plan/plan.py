@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from honed.inputs.basemodel import AdapterInfo, BaseModelInfo
-from honed.job.plan_file import Backend, Checkpoint, Loss, Memory, Precision, RowNeeds
+from honed.job.plan_file import Backend, Checkpoint, Loss, Memory, Parallel, Precision, RowNeeds
 from honed.job.progress import gib
-from honed.plan import loss, memory, parameter, precision
+from honed.plan import loss, memory, parallel, parameter, precision
 from honed.plan.activation import Row
 from honed.plan.rung import Rung
 from honed.spec.config import Config
@@ -54,6 +54,7 @@ class Plan:
     warnings: tuple[str, ...]
     rows_template: Path | None = None  #: template that renders rows, if it is not the base's chat template
     rungs: tuple[Step, ...] = ()  #: of full fine-tuning
+    parallel: Parallel = field(default_factory=Parallel)
     rows: RowNeeds | None = None  #: None where there are none of text, and before the data was looked at
 
     @property
@@ -79,6 +80,7 @@ class Plan:
             "backend": self.backend.as_dict(),
             "precision": self.precision.as_dict(),
             "memory": self.memory.as_dict(),
+            "parallel": self.parallel.as_dict(),
             "loss": self.loss.as_dict(),
             "rows": None if self.rows is None else self.rows.as_dict(),
             "rungs": [each.as_dict() for each in self.rungs],
@@ -115,7 +117,7 @@ def make(
     if spec.kind == "merge":
         return _merge(spec, model, device, reserve_bytes=config.device.reserve_bytes, adapter=adapter)
 
-    def look(rung: Rung | None) -> tuple[Precision, Memory]:
+    def look(rung: Rung | None, mode: parallel.Mode) -> tuple[Precision, Memory]:
         choices = precision.decide(
             spec, model, device, has_flash_attn=installed.has("flash_attn"), rung=rung, adapter_dtype=adapter_dtype
         )
@@ -129,21 +131,26 @@ def make(
             num_row_tokens=num_row_tokens,
             num_rows=num_rows,
             rows=rows,
+            mode=mode,
         )
 
-    steps: tuple[Step, ...] = ()
-    if not precision.is_full(spec):
-        choices, needed = look(None)
-    elif pinned is not None:
-        choices, needed = look(pinned)
-    else:
+    def descend(mode: parallel.Mode) -> tuple[Precision, Memory, tuple[Step, ...]]:
+        if not precision.is_full(spec) or pinned is not None:
+            return *look(pinned if precision.is_full(spec) else None, mode), ()
         found = precision.rungs(spec, model, device, has_bitsandbytes=installed.has("bitsandbytes"))
-        choices, needed, steps = _descend([look(rung) for rung in found], spec)
+        return _descend([look(rung, mode) for rung in found], spec)
+
+    parallel.check(spec)
+    tried = {mode: descend(mode) for mode in parallel.modes(spec, device)}
+    first = next(iter(tried))
+    mode = next((mode for mode, (_, estimate, _) in tried.items() if estimate.fits), [*tried][-1])
+    choices, needed, steps = tried[mode]
+    division = parallel.choose(spec, mode, needed, tried[first][1])
     backend = choose_backend(spec, model, choices, device, installed)
     num_trained = 0 if spec.kind == "evaluate" else parameter.trained(spec, model, adapter).num_parameters
     chosen = choose_loss(spec, model, device, adapter)
     warnings = tuple(_warnings(model, choices, needed))
-    return Plan(backend, choices, needed, model, device, num_trained, chosen, warnings, rungs=steps)
+    return Plan(backend, choices, needed, model, device, num_trained, chosen, warnings, rungs=steps, parallel=division)
 
 
 def _descend(looked: Sequence[tuple[Precision, Memory]], spec: JobSpec) -> tuple[Precision, Memory, tuple[Step, ...]]:
@@ -230,6 +237,8 @@ def _unsloth_obstacle(
         return "Unsloth is not installed"
     if spec.kind == "evaluate" and not spec.adapter:
         return "Unsloth is for training, and this evaluation has no adapter that it may have trained"
+    if spec.resources.num_ranks > 1:
+        return f"Unsloth trains on one GPU here, and this job uses {spec.resources.num_ranks}"
     if device.kind == "mps":
         return "Unsloth does not run on Apple GPUs"
     if device.kind == "cuda" and (device.compute_capability or (0, 0)) < (7, 0):

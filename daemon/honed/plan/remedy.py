@@ -8,7 +8,7 @@ from typing import Any
 
 from honed.job.plan_file import Memory
 from honed.job.progress import gib
-from honed.plan import loss, precision
+from honed.plan import loss, parallel, precision
 from honed.plan.activation import UNCUT_LENGTH
 from honed.spec import rule
 from honed.spec.field import Section
@@ -20,21 +20,32 @@ from honed.system.error import Fix, HonedError, MemoryShortError
 Change = tuple[str, JobSpec]
 
 
-def check(spec: JobSpec, memory: Memory, device: Device, estimate_for: Callable[[JobSpec], Memory]) -> None:
+def check(
+    spec: JobSpec,
+    memory: Memory,
+    device: Device,
+    estimate_for: Callable[[JobSpec], Memory],
+    *,
+    num_devices: int = 1,
+) -> None:
     """Raise MemoryShortError for a job that can never fit: the sum, its parts, and changes that would make it fit.
 
-    `estimate_for` estimates a changed job; only changes that fit by its estimate are proposed.
+    `estimate_for` estimates a changed job; only changes that fit by its estimate are proposed. `num_devices`: devices
+    like this one that the machine has.
     """
     if memory.can_fit:
         return
     parts = ", ".join(f"{_PART_WORDS[name]} {gib(number)}" for name, number in memory.parts if number)
-    ways = list(remedies(spec, device, estimate_for, media=memory.media, num_frames=memory.num_frames))
+    ways = list(
+        remedies(spec, device, estimate_for, media=memory.media, num_frames=memory.num_frames, num_devices=num_devices)
+    )
     found = [words for words, _ in ways]
     rows = f"{memory.batch_size} row{'s' if memory.batch_size > 1 else ''} of {memory.length} tokens at a time"
     if memory.num_media_tokens:
         rows += f", up to {memory.num_media_tokens} of which are for {', '.join(memory.media)}"
+    on_each = f" on each of {memory.num_ranks} GPUs" if memory.num_ranks > 1 else ""
     raise MemoryShortError(
-        f"about {gib(memory.total_bytes)} is needed ({parts}; {rows}), but {device.name} has only "
+        f"about {gib(memory.total_bytes)} is needed{on_each} ({parts}; {rows}), but {device.name} has only "
         f"{gib(memory.available_bytes)} available for a job",
         hint="; or ".join(found)
         if found
@@ -63,6 +74,7 @@ _PART_WORDS = {
     "gradient": "gradients",
     "optimizer": "optimizer",
     "activation": "activations",
+    "exchange": "exchange between GPUs",
 }
 
 
@@ -73,6 +85,7 @@ def remedies(
     *,
     media: tuple[str, ...] = (),
     num_frames: int = 0,
+    num_devices: int = 1,
 ) -> Iterator[Change]:
     """Yield the smallest changes that make a job fit: up to three single ones, else up to two of the shortest chains.
 
@@ -91,7 +104,8 @@ def remedies(
         return f"{words} ({gib(found.total_bytes)})"
 
     single = []
-    for way in (*small, *_LARGE):
+    divided: Way = partial(_divided, num_devices)
+    for way in (*small, divided, *_LARGE):
         for words, candidate in way(spec, device):
             if found := fits(candidate):
                 single.append((say(words, found), candidate))
@@ -183,6 +197,16 @@ def _smaller_images(spec: JobSpec, _device: Device) -> Iterator[Change]:
 
 def _changed_media(spec: JobSpec, **media: Any) -> JobSpec:
     return spec.model_copy(update={"media": spec.media.model_copy(update=media)})
+
+
+def _divided(num_devices: int, spec: JobSpec, device: Device) -> Iterator[Change]:
+    """Yield divisions of the model between more and more GPUs."""
+    if device.kind != "cuda" or "fsdp" not in parallel.SUPPORTED or parallel.why_whole(spec):
+        return
+    for number in range(max(2, spec.resources.gpus), num_devices + 1):
+        resources = spec.resources.model_copy(update={"gpus": number})
+        changed = spec.model_copy(update={"resources": resources, "parallel": "fsdp"})
+        yield f"resources: {{gpus: {number}}} with parallel: fsdp", rule.with_batch(changed)
 
 
 def _eight_bit_optimizer(spec: JobSpec, device: Device) -> Iterator[Change]:

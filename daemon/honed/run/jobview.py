@@ -6,6 +6,7 @@
         jobs/<id>/                            an empty directory, over which the unit binds the job's own
         jobs/<other>/  staged/<copy>/         inputs in these places, each opened as the submitter and then bound
         rows/<uid>/                           the submitter's encoded rows, likewise; not for a job with code of its own
+    /run/systemd/system/honed-job@<id>.service.d/       for a job with several ranks: loopback, so that they can talk
 
 systemd resolves `User=honed-j%i` by these records (nss-systemd), so that the worker starts with its submitter's
 permissions and the unit needs no capability. The user is the one with write access in the ACL of the job's directory.
@@ -31,13 +32,23 @@ from pathlib import Path
 
 from honed.job.plan_file import PlanFile
 from honed.job.row_cache import has_code
+from honed.run import jobunit
+from honed.run.runner import RANKS_VARIABLE
 from honed.system import access
 from honed.system.access import Person
+from honed.system.dbus import BusError, Systemd
 from honed.system.layout import JobLayout, Layout
 
 VIEW_DIR = Path("/run/honed-view")
 USERDB_DIR = Path("/run/userdb")
 LOCK_PATH = Path("/run/honed-view.lock")
+UNIT_DIR = Path("/run/systemd/system")
+#: Gloo and NCCL connect over loopback, and list the interfaces over netlink. PrivateNetwork= stays.
+LOOPBACK = """\
+[Service]
+RestrictAddressFamilies=AF_INET AF_INET6 AF_NETLINK
+IPAddressAllow=localhost
+"""
 #: mount(2) and umount2(2).
 _MS_BIND, _MNT_DETACH, _NOFOLLOW = 0x1000, 2, 8
 
@@ -80,6 +91,8 @@ def _add(layout: Layout, job_id: int) -> None:
     who = worker(job)
     _register(job_id, who)
     _check_registered(job_id, who)
+    if _num_ranks(job) > 1:
+        _open_loopback(job_id)
     submitter = access.submitter_of(job.dir)
     # For a system account, whose worker runs as honed-job, inputs are opened with the account's own permissions.
     opener = who if submitter in {None, 0} else access.person(submitter) or who
@@ -93,6 +106,30 @@ def _add(layout: Layout, job_id: int) -> None:
             _show(layout, view, opener, rows_dir)
         except ViewError as error:  # e.g. restored from a backup without its ACL
             print(f"<4>the job encodes its rows itself: {error}", file=sys.stderr)
+
+
+def _num_ranks(job: JobLayout) -> int:
+    """Return how many workers the next start of a job is for."""
+    try:
+        return int(jobunit.read(job).environment.get(RANKS_VARIABLE, 1))
+    except (OSError, ValueError):
+        return 1  # the unit will tell what is wrong
+
+
+def _dropin(job_id: int) -> Path:
+    return UNIT_DIR / f"honed-job@{job_id}.service.d" / "50-several-ranks.conf"
+
+
+def _open_loopback(job_id: int) -> None:
+    """Let a job's unit, which waits for this one, use sockets within its own network namespace, where there is nothing
+    but loopback."""
+    path = _dropin(job_id)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path.write_text(LOOPBACK, encoding="ascii")
+    try:
+        Systemd().reload()
+    except BusError as error:
+        raise ViewError(f"systemd did not read the unit of several ranks: {error}") from error
 
 
 def _show(layout: Layout, view: Path, opener: Person, place: Path) -> None:
@@ -110,6 +147,11 @@ def remove(job_id: int) -> None:
 
 
 def _remove(job_id: int) -> None:
+    if _dropin(job_id).exists():
+        _dropin(job_id).unlink()
+        with contextlib.suppress(OSError):  # somebody else's drop-ins
+            _dropin(job_id).parent.rmdir()
+        # systemd forgets the settings with the unit, and reads the units again for the next job of several ranks.
     view = VIEW_DIR / str(job_id)
     for path in sorted([*view.glob("jobs/*"), *view.glob("staged/*"), *view.glob("rows/*")]):
         while os.path.ismount(path):

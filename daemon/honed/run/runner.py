@@ -23,6 +23,9 @@ from honed.system import untrusted
 from honed.system.clock import Moment, boot_id, boot_time
 from honed.system.layout import AttemptLayout, JobLayout
 
+#: The number of workers that the shim starts on this machine; unset for one.
+RANKS_VARIABLE = "HONED_NUM_RANKS"
+
 
 @dataclass(frozen=True)
 class Exit:

@@ -26,6 +26,13 @@ started as if there had been none.
 
     FD        ─► {"dir", "log", "command", "environment"}
               ◄─ taken     the worker is the job's from now on
+
+With $HONED_NUM_RANKS above 1 it starts that many workers, each with its RANK, LOCAL_RANK, WORLD_SIZE and
+LOCAL_WORLD_SIZE. Signals are forwarded to all. If one dies by a signal or with a status other than 0, the others are
+asked to stop, and killed RANK_END_SEC later. The first death is the one in exit.json, with its rank.
+
+    ranks/            what the ranks share; emptied before they start. They meet at `rendezvous` (worker/parallel.py)
+    ranks/lost.json   {"rank", "signal"} of a rank that died by a signal: the others leave no result
 """
 
 import contextlib
@@ -55,6 +62,10 @@ TAKE_SEC = 10.0
 MAX_MESSAGE_BYTES = 1024 * 1024
 #: Seconds for which output of a dead worker's children is still read.
 DRAIN_SEC = 2.0
+#: Seconds that the other ranks have to end by themselves after the first death.
+RANK_END_SEC = 10.0
+#: Exit status of a rank that ended because another was lost (KilledError's): it is not the cause.
+LOST_STATUS = 87
 #: Bytes. The journal cuts longer lines, too.
 MAX_LINE_BYTES = 32 * 1024
 #: The first line of faulthandler's output, in a worker that is sent SIGABRT because it hangs, or that crashes.
@@ -84,22 +95,61 @@ def main() -> int:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{attempt_dir}/result.json")  # noqa: PTH108 - pathlib would double the shim's start
     pipe = os.pipe2(os.O_CLOEXEC) if relays else None
+    num_ranks = int(os.environ.get("HONED_NUM_RANKS", "1"))
+    if num_ranks > 1:
+        make_shared(f"{attempt_dir}/ranks")
+        os.environ.update(as_rank(0, num_ranks))
     shim_pid, worker_pid = os.getpid(), give(spare, f"{attempt_dir}/worker.log", command) if spare else None
-    if worker_pid is None:
+    worker_pids = [] if worker_pid is None else [worker_pid]
+    while len(worker_pids) < num_ranks:
         worker_pid = os.fork()
         if worker_pid == 0:
+            if num_ranks > 1:
+                os.environ.update(as_rank(len(worker_pids), num_ranks))
             run(command, shim_pid, output_fd=pipe[1] if pipe else None)
-    who = {"shim_pid": shim_pid, "worker_pid": worker_pid, "start": start}
+        worker_pids.append(worker_pid)
+    who: dict[str, object] = {"shim_pid": shim_pid, "worker_pid": worker_pids[0], "start": start}
+    if num_ranks > 1:
+        who["worker_pids"] = worker_pids
     os.ftruncate(lock_fd, 0)
     os.pwrite(lock_fd, json.dumps(who).encode(), 0)
     relay = None
     if pipe:
         os.close(pipe[1])
         relay = Relay(pipe[0], f"{attempt_dir}/worker.log")
-    watch = Watch(worker_pid, relay, lambda: os.pwrite(lock_fd, json.dumps({**who, "was_asked": True}).encode(), 0))
+    watch = Watch(
+        worker_pids,
+        relay,
+        lambda: os.pwrite(lock_fd, json.dumps({**who, "was_asked": True}).encode(), 0),
+        f"{attempt_dir}/ranks/lost.json",
+    )
     status, was_out_of_memory = watch.wait()
-    write_exit(attempt_dir, start, status, was_out_of_memory=was_out_of_memory, was_asked=watch.was_asked)
+    write_exit(
+        attempt_dir,
+        start,
+        status,
+        was_out_of_memory=was_out_of_memory,
+        was_asked=watch.was_asked,
+        rank=watch.rank if num_ranks > 1 else None,
+    )
     return end_as(status) if relays else 0
+
+
+def make_shared(directory: str) -> None:
+    """Make the directory that the ranks of one start share, without what an earlier start has left in it."""
+    os.makedirs(directory, exist_ok=True)  # noqa: PTH103 - pathlib would double the shim's start
+    for name in os.listdir(directory):  # noqa: PTH208
+        os.unlink(f"{directory}/{name}")  # noqa: PTH108
+
+
+def as_rank(rank: int, num_ranks: int) -> dict[str, str]:
+    """Return the variables by which a worker knows its rank; all ranks are on this machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
 
 
 def run(command: list[str], shim_pid: int, *, input_fd: int | None = None, output_fd: int | None = None) -> None:
@@ -234,15 +284,21 @@ def is_of_stacks(line: bytes) -> bool:
 
 
 class Watch:
-    """Waits for the worker's end."""
+    """Waits for the end of the worker, or of its ranks."""
 
-    def __init__(self, worker_pid: int, relay: Relay | None, note_stop: Callable[[], object]) -> None:
-        """Create a watch. `note_stop` records that the worker was asked to stop: the shim is killed, too, if that takes
-        too long.
+    def __init__(
+        self, worker_pids: list[int], relay: Relay | None, note_stop: Callable[[], object], lost_path: str
+    ) -> None:
+        """Create a watch of each rank's worker. `note_stop` records that they were asked to stop: the shim is killed,
+        too, if that takes too long. `lost_path` is written if one of several dies by a signal.
         """
-        self._pid = worker_pid
+        self._pids = worker_pids
         self._relay = relay
         self._note_stop = note_stop
+        self._lost_path = lost_path
+        self.rank = 0  #: whose end is that of the attempt
+        self._alive = set(range(len(worker_pids)))
+        self._kill_at: float | None = None  #: when the ranks that are left are killed
         self._num_kills = [out_of_memory_kills()] * 2
         self._looked_at = time.monotonic()
         self._stop_asked_at: float | None = None
@@ -263,7 +319,7 @@ class Watch:
         if self._relay is not None:
             poll.register(self._relay.fd, select.POLLIN)
         # Without reaping: the pid must stay the worker's while a signal may still be forwarded.
-        while os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        while self._are_alive():
             self._look()
             self._extend()
             ready = {fd for fd, _ in poll.poll(self._patience_sec() * 1000)}
@@ -276,7 +332,7 @@ class Watch:
                     poll.unregister(self._relay.fd)
         self._drain()
         signal.pthread_sigmask(signal.SIG_BLOCK, set(HANDED_ON))
-        _, status = os.waitpid(self._pid, 0)
+        status = [os.waitpid(pid, 0)[1] for pid in self._pids][self.rank]
         was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         (path, count), (path_before, count_before) = out_of_memory_kills(), self._num_kills[0]
         return status, was_killed and count > (count_before if path == path_before else 0)
@@ -289,10 +345,45 @@ class Watch:
         if number == signal.SIGTERM and self._stop_asked_at is None:
             self._stop_asked_at = time.monotonic()
             self._note_stop()
-        os.kill(self._pid, number)
-        os.kill(self._pid, signal.SIGCONT)  # a stopped process would not handle the signal
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for rank in self._alive:
+            os.kill(self._pids[rank], number)
+            os.kill(self._pids[rank], signal.SIGCONT)  # a stopped process would not handle the signal
+
+    def _are_alive(self) -> bool:
+        """Look for ends, and end the ranks that are left after one that failed. Return False once all have ended."""
+        ended = {}
+        for rank in sorted(self._alive):
+            found = os.waitid(os.P_PID, self._pids[rank], os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if found is not None:
+                ended[rank] = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        self._alive -= ended.keys()
+        failed = {rank: status for rank, status in ended.items() if status}
+        if failed and self._kill_at is None:
+            # Of several that are found at once, the cause is a death by a signal, and never a loss of another rank.
+            self.rank = min(failed, key=lambda rank: (failed[rank] > 0, failed[rank] == LOST_STATUS, rank))
+            self._kill_at = time.monotonic() + RANK_END_SEC
+            if self._alive:
+                self._end_others(failed[self.rank])
+        elif self._alive and self._kill_at is not None and time.monotonic() >= self._kill_at:
+            for rank in self._alive:
+                os.kill(self._pids[rank], signal.SIGKILL)
+        return bool(self._alive)
+
+    def _end_others(self, status: int) -> None:
+        if status < 0:
+            temporary = f"{self._lost_path}.tmp"
+            with contextlib.suppress(OSError), open(temporary, "w", encoding="ascii") as file:  # noqa: PTH123
+                json.dump({"rank": self.rank, "signal": -status}, file)
+            with contextlib.suppress(OSError):
+                os.rename(temporary, self._lost_path)  # noqa: PTH104
+        self._send(signal.SIGTERM)
 
     def _patience_sec(self) -> float:
+        if self._kill_at is not None:
+            return max(0.05, min(LOOK_INTERVAL_SEC, self._kill_at - time.monotonic()))
         return LOOK_INTERVAL_SEC if self._stop_asked_at is None else EXTEND_INTERVAL_SEC / 2
 
     def _extend(self) -> None:
@@ -384,7 +475,9 @@ def has_ended(attempt_dir: str, start: int) -> bool:
         return True
 
 
-def write_exit(attempt_dir: str, start: int, status: int, *, was_out_of_memory: bool, was_asked: bool) -> None:
+def write_exit(
+    attempt_dir: str, start: int, status: int, *, was_out_of_memory: bool, was_asked: bool, rank: int | None = None
+) -> None:
     """Write exit.json atomically and durably: temporary file, sync, rename, sync of the directory."""
     record = {
         "start": start,
@@ -396,6 +489,7 @@ def write_exit(attempt_dir: str, start: int, status: int, *, was_out_of_memory: 
         "max_resident_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
         "was_out_of_memory": was_out_of_memory,
         "was_asked": was_asked,
+        **({} if rank is None else {"rank": rank}),
     }
     temporary = f"{attempt_dir}/.exit.json.tmp"
     fd = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)

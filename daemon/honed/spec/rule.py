@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -491,6 +492,96 @@ def _notify(spec: JobSpec) -> Iterator[Finding]:
         yield ("notify",), "has no recipients", "add webhook or mail, or remove it", {"notify": None}
 
 
+def _is_divided(spec: JobSpec) -> bool:
+    return spec.parallel == "fsdp" and spec.resources.num_ranks > 1
+
+
+def _parallel(spec: JobSpec) -> Iterator[Finding]:
+    """Yield conflicts of several GPUs, which would fail late, or be ignored by a library."""
+    training, path = spec.training, ("parallel",)
+    if spec.parallel == "fsdp" and spec.resources.num_ranks == 1:
+        where = "trains on the CPU" if not spec.resources.gpus else "uses one GPU"
+        yield (
+            path,
+            f"fsdp divides a model between several GPUs, but the job {where}",
+            "write auto, or set resources: {gpus: 2}",
+            {"parallel": "auto"},
+        )
+    if spec.resources.num_ranks > 1 and spec.trial:
+        yield (
+            ("trial",),
+            "is not supported on several GPUs",
+            "remove it, or write resources: {gpus: 1}",
+            {"trial": None},
+        )
+    if spec.resources.num_ranks > 1 and training.optim.endswith("_layerwise"):
+        yield (
+            ("training", "optim"),
+            f"{training.optim} is not supported on several GPUs",
+            "use the optimizer without _layerwise",
+            {"training.optim": training.optim.removesuffix("_layerwise")},
+        )
+    if not _is_divided(spec):
+        return
+    if spec.quantization == "8bit":
+        yield path, "fsdp with quantization: 8bit is not supported", "write ddp, or quantization: 4bit"
+    if training.save_strategy == "best" or training.load_best_model_at_end:
+        key = "save_strategy" if training.save_strategy == "best" else "load_best_model_at_end"
+        yield (
+            ("training", key),
+            "is not supported with parallel: fsdp, whose checkpoints are written in parts that cannot be loaded as one",
+            "remove it, or write parallel: ddp",
+            {f"training.{key}": None},
+        )
+    if re.search("8bit|4bit|lomo|galore|apollo", training.optim) and not training.optim.startswith("adamw_torch_"):
+        yield (
+            ("training", "optim"),
+            f"{training.optim} is not supported with parallel: fsdp, which divides each weight",
+            "write adamw_torch_8bit, or adamw_torch_fused",
+            {"training.optim": "adamw_torch_8bit"},
+        )
+    if spec.master_weights == "compensated":
+        yield ("master_weights",), "compensated is not supported with parallel: fsdp", "write auto"
+
+
+def _effective(spec: JobSpec) -> Iterator[Finding]:
+    effective, ranks, training = spec.batch.effective, spec.resources.num_ranks, spec.training
+    if effective is None:
+        return
+    rows, path = training.per_device_train_batch_size, ("batch", "effective")
+    times = f"per_device_train_batch_size {rows} on {ranks} GPU{'s' if ranks > 1 else ''}"
+    if effective % (rows * ranks):
+        fitting = max((each for each in range(1, rows + 1) if effective % (each * ranks) == 0), default=None)
+        whole = math.ceil(effective / (rows * ranks)) * rows * ranks
+        yield (
+            path,
+            f"{effective} is not a multiple of {rows * ranks}: {times}",
+            f"write effective: {whole}"
+            + (f", or training.per_device_train_batch_size: {fitting}" if fitting is not None else ""),
+            {"training.per_device_train_batch_size": fitting} if fitting else {"batch.effective": whole},
+        )
+    elif (
+        "gradient_accumulation_steps" in training.model_fields_set
+        and (product := rows * ranks * training.gradient_accumulation_steps) != effective
+    ):
+        yield (
+            path,
+            f"{effective} is not {product}: {times} with gradient_accumulation_steps "
+            f"{training.gradient_accumulation_steps}",
+            "remove training.gradient_accumulation_steps, which is derived",
+            {"training.gradient_accumulation_steps": None},
+        )
+
+
+def with_batch(spec: JobSpec) -> JobSpec:
+    """Return a spec whose gradient_accumulation_steps follow from `batch.effective`, if that is set."""
+    effective, training = spec.batch.effective, spec.training
+    if effective is None:
+        return spec
+    steps = effective // (training.per_device_train_batch_size * spec.resources.num_ranks)
+    return spec.model_copy(update={"training": training.model_copy(update={"gradient_accumulation_steps": steps})})
+
+
 def _merge_keys(spec: JobSpec) -> Iterator[Finding]:
     for key in sorted(spec.model_fields_set - MERGE_KEYS):
         if getattr(spec, key) != type(spec).model_fields[key].get_default(call_default_factory=True):
@@ -500,6 +591,16 @@ def _merge_keys(spec: JobSpec) -> Iterator[Finding]:
                 "remove it, or put it in a separate job",
                 {key: None},
             )
+
+
+def _merge_gpus(spec: JobSpec) -> Iterator[Finding]:
+    if spec.resources.num_ranks > 1:
+        yield (
+            ("resources",),
+            "a merge uses the CPU of one machine",
+            "write resources: {gpus: 0}, or remove it",
+            {"resources": None},
+        )
 
 
 def _merge_adapter(spec: JobSpec) -> Iterator[Finding]:
@@ -624,6 +725,15 @@ RULES = (
     Rule(_training("optim", "optim_target_modules", "optim_args", "gradient_accumulation_steps"), _optimizer),
     Rule((("media", "min_pixels"), ("media", "max_pixels"), ("media", "max_image_size")), _media),
     Rule((("lora",),), _adapted_parts),
+    Rule(
+        (("parallel",), ("resources",), ("quantization",), ("master_weights",),
+         *_training("optim", "save_strategy", "load_best_model_at_end")),
+        _parallel,
+    ),
+    Rule(
+        (("batch",), ("resources",), *_training("per_device_train_batch_size", "gradient_accumulation_steps")),
+        _effective,
+    ),
     Rule((("notify",),), _notify),
 )  # fmt: skip
 
@@ -655,6 +765,7 @@ MERGE_KEYS = frozenset(
 MERGE_RULES = (
     Rule((("kind",),), _merge_keys),
     Rule((("adapter",), ("kind",)), _merge_adapter),
+    Rule((("resources",),), _merge_gpus),
     Rule((("notify",),), _notify),
 )
 

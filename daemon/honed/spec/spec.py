@@ -56,6 +56,7 @@ from honed.spec.training import TrainingSpec
 from honed.system import quote
 
 __all__ = [
+    "BatchSpec",
     "DatasetSpec",
     "DivergenceSpec",
     "GroupSpec",
@@ -220,12 +221,6 @@ def _target_modules(value: str | list[str]) -> str | list[str]:
     return value
 
 
-def _one_gpu(value: int) -> int:
-    if value > 1:
-        refuse(f"training on several GPUs is not supported yet, got {value}", "write gpus: 1", write=1)
-    return value
-
-
 def _none_as_empty(value: Any) -> Any:
     """Replace null by an empty list."""
     return [] if value is None else value
@@ -264,6 +259,8 @@ def _webhook(value: str) -> str:
     return value
 
 
+#: GPUs of one node, and nodes of one job, at most.
+MAX_GPUS, MAX_NODES = 64, 1024
 _LORA_INIT = re.compile(r"gaussian|olora|orthogonal|pissa(_niter_[0-9]+)?")
 _MODULES = Expected("all-linear, a regular expression, or a list of words")
 Pixels = Annotated[int, Ge(64)]
@@ -553,8 +550,24 @@ class PredictionSpec(Section):
 class ResourceSpec(Section):
     """`resources:` that the job needs."""
 
-    gpus: Annotated[int, Ge(0), AfterValidator(_one_gpu), Expected("0 or 1")] = 1
-    """Number of GPUs; 0 trains on the CPU."""
+    gpus: Annotated[int, Ge(0), Le(MAX_GPUS), Expected(f"a number of GPUs, at most {MAX_GPUS}")] = 1
+    """Number of GPUs, on each node; 0 trains on the CPU."""
+    nodes: Annotated[int, Ge(1), Le(MAX_NODES), Expected(f"a number of nodes, at most {MAX_NODES}")] = 1
+    """Number of machines; more than one needs a cluster."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes that train: one on each GPU, or one on the CPU."""
+        return max(1, self.gpus) * self.nodes
+
+
+class BatchSpec(Section):
+    """`batch:` as the optimizer sees it, over all GPUs."""
+
+    effective: Count | None = None
+    """Rows of one optimizer step on all GPUs together. `training.gradient_accumulation_steps` is then derived, so that
+    the result does not depend on the number of GPUs; null multiplies per_device_train_batch_size,
+    gradient_accumulation_steps and the number of GPUs."""
 
 
 class RetrySpec(Section):
@@ -744,6 +757,11 @@ class JobSpec(Section):
     """Precision of a merged checkpoint beside the adapter; `none` saves none."""
     resources: ResourceSpec = ResourceSpec()
     """Resources that the job needs."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """Division of the work between several GPUs: `ddp` keeps the whole model on each GPU and divides the rows. `fsdp`,
+    which divides the model too, is not supported yet. `auto` takes `ddp`."""
+    batch: BatchSpec = BatchSpec()
+    """Size of a batch over all GPUs."""
     retry: RetrySpec = RetrySpec()
     """Retries after a crash or an out-of-memory error."""
     divergence: DivergenceSpec = DivergenceSpec()
@@ -852,6 +870,7 @@ def validate(
         problems = _followed(data, problems, lines)
         raise InvalidSpecError(sorted(problems, key=lambda each: each.line or 0))
     assert spec is not None
+    spec = rule.with_batch(spec)
     if spec.kind == "merge" and "resources" not in spec.model_fields_set:
         return spec.model_copy(update={"resources": ResourceSpec(gpus=0)})  # a merge does not need a GPU
     return spec

@@ -166,8 +166,8 @@ def _slurm_seconds(value: Any) -> Any:
 
 def _gres(value: Any) -> Any:
     found = re.fullmatch(r"gpu(?::[a-z]\w*)?(?::(\d+))?", str(value), re.IGNORECASE)
-    if found is None or int(found[1] or 1) > 1:
-        raise Unsaid("write resources.gpus: 1: a job uses one device")
+    if found is None:
+        raise Unsaid("write resources.gpus: the number of GPUs")
     return int(found[1] or 1)
 
 
@@ -665,8 +665,16 @@ def _integrations(asked: Asked) -> Advice:
 def _gpus(asked: Asked) -> Advice:
     value = len(asked.value) if isinstance(asked.value, list) else asked.value
     if str(value).isdecimal() and int(value) > 1:
-        return Advice("training on several GPUs is not supported yet: remove it to use one GPU")
-    return Advice("remove it: a job uses one GPU; resources: {gpus: 0} trains on the CPU", {})
+        return Advice(f"write resources.gpus: {value}", {"resources.gpus": int(value)})
+    return Advice(
+        "remove it: a job uses one GPU by default; resources: {gpus: 0} trains on the CPU, {gpus: 2} on two GPUs", {}
+    )
+
+
+def _nodes(asked: Asked) -> Advice:
+    if str(asked.value).isdecimal() and int(asked.value) > 1:
+        return Advice(f"write resources.nodes: {asked.value}", {"resources.nodes": int(asked.value)})
+    return Advice("remove it: a job uses one machine by default", {})
 
 
 def _schedule(asked: Asked) -> Advice:
@@ -722,7 +730,8 @@ def _special_tokens(asked: Asked) -> Advice:
 def _stages(_: Asked) -> Advice:
     """Advise for DeepSpeed, FSDP and other ways to spread a job over devices."""
     return Advice(
-        "remove it: a job uses one device; for a model that does not fit, use quantization: 4bit with lora:",
+        "remove it: resources: {gpus: 2} trains on several GPUs, and parallel decides how; DeepSpeed, tensor and "
+        "sequence parallelism are not supported yet",
         {},
     )
 
@@ -1112,8 +1121,11 @@ NAMES: dict[str, Synonym] = {
     **_all(drop("honed queues jobs for one machine; class and priority set their order"), "partition", "account", "qos",
            "constraint", "nodelist", "exclusive"),
     **_all(take("notify.mail"), "mail_user", "email", "notify.email", "notify.mail_user"),
-    **_all(never("training on several machines", unless=lambda value: value == 1), "nnodes", "num_nodes",
-           "num_machines", "node_count", "nodes", "resources.nodes", "master_addr", "use_ray"),
+    **_all(by(_nodes, "resources"), "nnodes", "num_nodes", "num_machines", "node_count", "nodes",
+           "resources.num_nodes"),
+    **_all(never("this way to train on several machines"), "master_addr", "use_ray"),
+    **_all(take("batch.effective"), "effective_batch_size", "global_batch_size", "total_batch_size",
+           "batch.effective_batch_size", "batch.size"),
     **_all(take("retry.max_attempts"), "max_attempts", "max_retries", "retries", "retry.max_retries"),
     **_all(take("time_limit_sec"), "time_limit", "timeout", "timeout_sec", "max_time", "walltime"),
     "time": take("time_limit_sec", _slurm_seconds),

@@ -268,7 +268,7 @@ class TrainingSpec(Section):
 
 
 _DTYPE = "precision is planned as one: set dtype at the top level"
-_ONE_DEVICE = "a job uses one device"
+_PARALLEL = "set resources: {gpus: …} and parallel at the top level"
 _HUB = "honed uploads nothing to the hub"
 _METRICS = "honed makes predictions itself: see predictions"
 _SCRIPT = "kind sets what the job does"
@@ -303,10 +303,10 @@ OWNED: dict[str, str] = {
     "enable_jit_checkpoint": "honed writes a checkpoint at every stop",
     "save_only_model": "resuming from a checkpoint needs the optimizer's state",
     **dict.fromkeys(("do_train", "do_eval", "do_predict"), _SCRIPT),
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "local_rank"), _ONE_DEVICE),
-    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), _ONE_DEVICE),
-    **dict.fromkeys(("ddp_static_graph", "ddp_backend", "ddp_timeout"), _ONE_DEVICE),
-    **dict.fromkeys(("log_on_each_node", "save_on_each_node", "log_level_replica"), _ONE_DEVICE),
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "local_rank"), _PARALLEL),
+    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), _PARALLEL),
+    **dict.fromkeys(("ddp_static_graph", "ddp_backend", "ddp_timeout"), _PARALLEL),
+    **dict.fromkeys(("log_on_each_node", "save_on_each_node", "log_level_replica"), _PARALLEL),
     **dict.fromkeys(("disable_tqdm", "log_level"), _LOG),
     "logging_nan_inf_filter": "honed stops a run whose loss is not a number",
     "auto_find_batch_size": "another batch size would change the result: set per_device_train_batch_size",

@@ -82,6 +82,10 @@ class Systemd:
         """Send a signal to a unit's `main` process or to `all`. Raises BusError."""
         self._call(_MANAGER, "KillUnit", "ssi", (unit, whom, signal))
 
+    def reload(self) -> None:
+        """Have systemd read all unit files again. Raises BusError."""
+        self._call(_MANAGER, "Reload", "", ())
+
     def unit_state(self, unit: str) -> UnitState | None:
         """Return a unit's state; None if it is not loaded: ended, and nothing queued. Raises BusError."""
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +59,29 @@ def probe(gpus: list[int] | None = None) -> list[Device]:
     Never raises: without an NVIDIA driver there is no GPU, and a GPU that does not answer (off the bus) is skipped.
     """
     return cuda_devices(gpus) or [_mps() if _is_apple_silicon() else cpu()]
+
+
+#: Share of a GPU's memory by which two GPUs of one kind may differ.
+TOLERANCE = 0.02
+
+
+def are_alike(one: Device, other: Device) -> bool:
+    """Tell whether two devices may train one job together."""
+    lower, higher = sorted((one.total_bytes, other.total_bytes))
+    is_same = (one.kind, one.compute_capability) == (other.kind, other.compute_capability)
+    return is_same and lower >= higher * (1 - TOLERANCE)
+
+
+def alike(devices: Sequence[Device]) -> list[list[Device]]:
+    """Return groups of devices that are alike, in the order of their first ones."""
+    groups: list[list[Device]] = []
+    for each in devices:
+        group = next((group for group in groups if are_alike(group[0], each)), None)
+        if group is None:
+            groups.append([each])
+        else:
+            group.append(each)
+    return groups
 
 
 def is_free(device: Device, busy_bytes: int) -> bool:

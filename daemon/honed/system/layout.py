@@ -296,7 +296,9 @@ class AttemptLayout(NamedTuple):
 
     @property
     def pulse_path(self) -> Path:
-        """The worker's current phase; touched at each sign of life, see worker/pulse.py."""
+        """The worker's current phase; touched at each sign of life, see worker/pulse.py. That of the first of several
+        ranks; the others have `pulse.1` and so on.
+        """
         return self.dir / "pulse"
 
     @property

@@ -21,6 +21,7 @@ from honed.job.needs import Needs
 from honed.system.layout import JobLayout
 from honed.worker import assignment, imports
 from honed.worker.gate import Gate
+from honed.worker.parallel import Ranks
 from honed.worker.pulse import Pulse
 from honed.worker.stop import Stop
 
@@ -59,7 +60,13 @@ def train(words: Sequence[str], *, spare: Job | None = None) -> int:
     parser.add_argument("--backend", choices=["transformers", "unsloth"], help="backend to use instead of the plan's")
     arguments = parser.parse_args(words)
     _set_defaults()
-    pulse = Pulse(path=JobLayout(arguments.job_dir.resolve()).attempt(arguments.attempt).pulse_path)
+    attempt_layout = JobLayout(arguments.job_dir.resolve()).attempt(arguments.attempt)
+    ranks = Ranks.of(attempt_layout.dir)
+    pulse_path = attempt_layout.pulse_path
+    if not ranks.is_zero:
+        os.environ.pop("NOTIFY_SOCKET", None)  # systemd hears rank 0, which waits for a rank that is frozen
+        pulse_path = pulse_path.with_name(f"{pulse_path.name}.{ranks.rank}")
+    pulse = Pulse(path=pulse_path)
     timeout = os.environ.get("HONED_STOP_TIMEOUT_SEC")
     stop = Stop(pulse.beat, pulse.enter, timeout_sec=float(timeout) if timeout else None)
     gate = Gate(JobLayout(arguments.job_dir.resolve()), arguments.attempt, beat=stop.check, kept=pulse.variables)
@@ -77,7 +84,14 @@ def train(words: Sequence[str], *, spare: Job | None = None) -> int:
             imports.prepare(assignment.read(job_dir, arguments.attempt, backend=arguments.backend))
     origin = f"started from a spare worker that had waited for {spare.age_sec:.0f} s" if spare is not None else ""
     return run(
-        job_dir, arguments.attempt, backend=arguments.backend, stop=stop, gate=gate, tell=pulse.tell, origin=origin
+        job_dir,
+        arguments.attempt,
+        backend=arguments.backend,
+        stop=stop,
+        gate=gate,
+        tell=pulse.tell,
+        origin=origin,
+        ranks=ranks,
     )
 
 

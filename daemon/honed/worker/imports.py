@@ -33,7 +33,7 @@ ON_THE_WAY = (
 def prepare(job: Assignment) -> None:
     """Have the libraries import only what the job needs. This lasts: call it only in a worker's own process."""
     if IMPORT_ALL_VARIABLE not in os.environ:
-        narrow(hidden(job), defers=is_plain(job))
+        narrow(hidden(job), defers=is_plain(job) and "WORLD_SIZE" not in os.environ)
 
 
 def narrow(hidden: Sequence[str], *, defers: bool) -> None:
@@ -117,7 +117,7 @@ class _Finder:
 def _adapt_transformers(module: Any) -> None:
     """Have transformers read its 2000 files once instead of twice, and import no distributed tensors.
 
-    A worker is one process: what transformers does without torch.distributed is all it needs.
+    A worker without other ranks is one process: what transformers does without torch.distributed is all it needs.
     """
     scan, found = module.create_import_structure_from_path, {}
 

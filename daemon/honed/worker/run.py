@@ -29,19 +29,22 @@ from honed.system.error import (
     EnvironmentInvalidError,
     HonedError,
     InterruptedRunError,
+    KilledError,
     OutOfMemoryError,
+    SpecError,
     TimeLimitError,
     said,
 )
 from honed.system.layout import JobLayout
 from honed.text.chat import ChatFormat
 from honed.worker import assignment as assignments
-from honed.worker import cause, imports
+from honed.worker import cause, imports, parallel
 from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
 from honed.worker.gate import Gate, read_ahead
 from honed.worker.model import audit, cast, load, merge, torchvision
 from honed.worker.model.card import Facts
+from honed.worker.parallel import ALONE, Ranks, Unwritten
 from honed.worker.rows import mask
 from honed.worker.stop import Stop
 from honed.worker.train import checkpoint, disk_reserve, examiner, prediction, tracker
@@ -60,22 +63,63 @@ def run(
     gate: Gate | None = None,
     tell: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
     origin: str = "",
+    ranks: Ranks = ALONE,
 ) -> int:
     """Run one attempt. Write events and, once everything else is durable, result.json; return the exit status.
 
     Each event is also passed to `tell`. `gate`: before it the device is not used. `origin`: how the process began, for
-    the log, where that was not a start.
+    the log, where that was not a start. Of several ranks, the first alone writes.
     """
     layout = JobLayout(job_dir).attempt(attempt)
     durable.make_dir(layout.dir)
-    events = EventWriter(layout.events_path, tell=tell)
+    events = EventWriter(layout.events_path, tell=tell) if ranks.is_zero else Unwritten(tell)
     stop = stop or Stop()
-    reserve = disk_reserve.Reserve(layout.dir)
-    story = _Story(events, stop, gate or Gate(JobLayout(job_dir), attempt, {}), origin)
+    reserve = disk_reserve.Reserve(layout.dir) if ranks.is_zero else None
+    story = _Story(events, stop, gate or Gate(JobLayout(job_dir), attempt, {}), origin, ranks)
+
+    def conclude(error: HonedError | None) -> int:
+        """Write the result, and return the exit status."""
+        match error:
+            case None:
+                outcome = "succeeded"
+            case InterruptedRunError():
+                outcome = "interrupted"
+            case _:
+                outcome = "failed"
+                events.log("error", error.message, evidence=error.evidence, code=error.code)
+        status = error.exit_status if error else 0
+        if reserve is None:
+            events.close()
+            return status
+        events.emit("finished", outcome=outcome, step=story.step, metrics=story.metrics)
+        events.close()
+        reserve.spend()
+        durable.write_json(
+            layout.result_path,
+            {
+                "outcome": outcome,
+                "step": story.step,
+                "metrics": {name: value for name, value in story.metrics.items() if math.isfinite(value)},
+                "artifacts": story.artifacts,
+                "memory": story.memory,
+                "error": error.as_dict() if error else None,
+                "remark": story.remark if error is None else "",
+                "phase": stop.now_in,
+                "needed_bytes": error.needed_bytes if isinstance(error, DiskShortError) else 0,
+            },
+        )
+        return status
+
+    def give_up(error: HonedError | None) -> None:
+        """End this process, which waits for a rank that has failed or was lost."""
+        os._exit(KilledError.exit_status if error is None else conclude(error))
+
+    ranks.watch(give_up)
     error: HonedError | None = None
     try:
         torchvision.mend()
         job = assignments.read(job_dir, attempt, backend=backend)
+        _check_ranks(job, ranks)
         with modality.naming(job.spec.parts.patterns):
             if job.spec.kind == "merge":
                 story.artifacts = merge.tell(job, events, stop)
@@ -86,36 +130,35 @@ def run(
     except Exception as problem:  # noqa: BLE001 - every end of a worker is reported
         with contextlib.suppress(OSError):  # worker.log may be on the full disk, and the result is still to be written
             traceback.print_exc()
-        error = explain(problem, job_dir.name)
+        error = ranks.fail(problem, explain(problem, job_dir.name))
+        if error is None:
+            events.close()
+            return KilledError.exit_status
+        ranks.wait_for_result(layout.result_path)
         if isinstance(problem, HonedError) and error.evidence:
             with contextlib.suppress(OSError):
                 print(error.evidence, file=sys.stderr)
-    match error:
-        case None:
-            outcome = "succeeded"
-        case InterruptedRunError():
-            outcome = "interrupted"
-        case _:
-            outcome = "failed"
-            events.log("error", error.message, evidence=error.evidence, code=error.code)
-    events.emit("finished", outcome=outcome, step=story.step, metrics=story.metrics)
-    events.close()
-    reserve.spend()
-    durable.write_json(
-        layout.result_path,
-        {
-            "outcome": outcome,
-            "step": story.step,
-            "metrics": {name: value for name, value in story.metrics.items() if math.isfinite(value)},
-            "artifacts": story.artifacts,
-            "memory": story.memory,
-            "error": error.as_dict() if error else None,
-            "remark": story.remark if error is None else "",
-            "phase": stop.now_in,
-            "needed_bytes": error.needed_bytes if isinstance(error, DiskShortError) else 0,
-        },
-    )
-    return error.exit_status if error else 0
+    return conclude(error)
+
+
+def _check_ranks(job: Assignment, ranks: Ranks) -> None:
+    """Raise SpecError for what several ranks cannot do yet."""
+    planned = job.plan.parallel
+    if planned.mode == "fsdp":
+        raise SpecError("parallel: fsdp is not supported yet", hint="parallel: ddp, if the model fits one GPU")
+    if planned.num_ranks != ranks.world and not job.is_trial:
+        raise SpecError(
+            f"the job is planned for {planned.num_ranks} processes, but {ranks.world} were started",
+            hint="the daemon and the worker are of different versions: restart honed",
+        )
+    if not ranks.are_several:
+        return
+    if job.backend != "transformers":
+        raise SpecError(f"backend: {job.backend} trains on one GPU only", hint="backend: transformers")
+    if job.spec.trial:
+        raise SpecError("trial: not supported on more than one GPU", hint="remove trial, or set resources.gpus to 1")
+    if job.spec.kind == "merge":
+        raise SpecError("kind: merge needs no more than one GPU", hint="remove resources.gpus")
 
 
 def explain(problem: Exception, job: str = "ID") -> HonedError:
@@ -144,11 +187,12 @@ _MEMORY_HINT = (
 class _Story:
     """The state of the run so far, for its result."""
 
-    def __init__(self, events: EventWriter, stop: Stop, gate: Gate, origin: str) -> None:
+    def __init__(self, events: EventWriter, stop: Stop, gate: Gate, origin: str, ranks: Ranks) -> None:
         self._events = events
         self._stop = stop
         self._gate = gate
         self._origin = origin
+        self._ranks = ranks
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.artifacts: dict[str, str] = {}
@@ -175,7 +219,7 @@ class _Story:
     def tell(self, job: Assignment, attempt: int) -> None:  # noqa: PLR0915 - a linear sequence stays in one piece
         """Run all stages; each begins with a check of the stop flag."""
         started = time.time()
-        events, stop, spec, precision = self._events, self._stop, job.spec, job.precision
+        events, stop, spec, precision, ranks = self._events, self._stop, job.spec, job.precision, self._ranks
         events.emit("started", pid=os.getpid(), versions=versions(job.backend), backend=job.backend)
         if self._origin:
             self._log("info", self._origin)
@@ -184,9 +228,10 @@ class _Story:
 
         # Prepare: the checkpoint of an earlier attempt, then the libraries, in the order that the backend needs.
         self._stage("prepare")
+        ranks.join()
         job.layout.checkpoints_dir.mkdir(exist_ok=True)  # its mode is the umask's: honed may be in our group
         durable.sync_dir(job.layout.dir)
-        resumed, set_aside = checkpoint.find(job.layout.checkpoints_dir, beat=stop.check)
+        resumed, set_aside = ranks.by_zero(lambda: checkpoint.find(job.layout.checkpoints_dir, beat=stop.check))
         for item in set_aside:
             self._log("warning", f"{item.name} is damaged ({item.why}) and was renamed to {item.path.name}")
         if set_aside and resumed is None:
@@ -194,6 +239,12 @@ class _Story:
         if resumed is None and any(has_begun(job.layout.attempt(each).events_path) for each in range(1, attempt)):
             events.emit("started_over", reason="damaged" if set_aside else "no checkpoint")
         progress = resumed.progress if resumed else checkpoint.Progress(evaluates_by_length=True, predicts_evenly=True)
+        if resumed and progress.num_ranks != ranks.world:
+            self._log(
+                "warning",
+                f"the checkpoint is of {progress.num_ranks} processes, and the run continues with {ranks.world}: its "
+                "figures will not be bit-identical, because the random numbers of each process differ",
+            )
         job.check_inputs()
         if self._gate.is_closed:
             self._gate.watch(job.files())
@@ -218,14 +269,21 @@ class _Story:
 
         tokenizer = load.load_tokenizer(job)
         chat = ChatFormat.of(spec, tokenizer, date=job.date)
-        data = datas.build(
-            job,
-            chat,
-            stop,
-            lambda: load.load_processor(job, tokenizer),
-            warn=lambda text: self._log("warning", text),
-            is_ahead=self._gate.is_closed,
+        data = ranks.in_turn(
+            lambda: datas.build(
+                job,
+                chat,
+                stop,
+                lambda: load.load_processor(job, tokenizer),
+                warn=lambda text: self._log("warning", text),
+                is_ahead=self._gate.is_closed,
+            )
         )
+        if ranks.are_several and data.media is not None:
+            raise SpecError(
+                "resources.gpus: rows with images, videos or sounds are trained on one GPU only",
+                hint="set resources.gpus to 1",
+            )
         if resumed and progress.data_hashes not in ({}, data.hashes):
             self._log(
                 "warning", "the data files changed after the checkpoint: the run continues with their current content"
@@ -277,7 +335,9 @@ class _Story:
             batch_size=spec.predictions.batch_size,
             has_ladder=spec.retry.on_out_of_memory == "adjust" and not job.is_trial,
         )
-        exam = examiner.Examiner(job, data, chat, predictor, progress=progress, events=events, log=self._log)
+        exam = examiner.Examiner(
+            job, data, chat, predictor, progress=progress, events=events, log=self._log, ranks=ranks
+        )
         num_tokens = max(data.longest + (spec.training.pad_to_multiple_of or 0), spec.training.max_length or 0)
         backend.make_room(loaded.model, max(num_tokens, exam.longest + spec.predictions.max_new_tokens))
         args = trainers.arguments(
@@ -305,10 +365,12 @@ class _Story:
                     stop=stop,
                     progress=progress,
                     predict=exam.predict,
-                    guard=exam.guard.watch if exam.guard is not None else None,
+                    guard=exam.watch if exam.guard is not None else None,
                     sample_frequency=spec.predictions.sample_frequency,
                     save_interval_sec=spec.save_interval_sec,
+                    ranks=ranks,
                 ),
+                ranks=ranks,
             )
         predictor.optimizer = lambda: trainer.optimizer
         memory = usage.Usage(events)
@@ -316,6 +378,9 @@ class _Story:
         memory.built(trainer.model)
         auditor.model(trainer.model, "built", mended=trainer.mended)
         auditor.trainer(trainer)
+        ranks.check_equal(trainer.model)
+        for text in parallel.told_repeats(trainer, ranks):
+            self._log("info", text)
 
         self._stage("mask")
         events.emit("example", segments=data.train.first_segments)
@@ -351,17 +416,22 @@ class _Story:
             trainer.train(resume_from_checkpoint=str(resumed.path) if resumed else None)
             figures = exam.end(trainer.model, trainer.state, trainer.final_step())
             trainer.settle()
-            stop.check()
-        except (InterruptedRunError, TimeLimitError, DatasetError):  # DatasetError: an image that has disappeared
-            if not job.is_trial:
+            trainer.check_stop()
+        except (InterruptedRunError, TimeLimitError, DatasetError) as ended:
+            # DatasetError: an image that has disappeared, on this rank alone; the others are agreed.
+            if not job.is_trial and not (ranks.are_several and isinstance(ended, DatasetError)):
                 trainer.save()
+            ranks.notice()
+            raise
+        except Exception:
+            ranks.notice()  # what follows may take a while
             raise
         finally:
             trainer.let_go()
             self.step = max(self.step, trainer.state.global_step)
             self.metrics |= _metrics(trainer.state, progress) | figures
             self.memory = memory.trained(trainer.model)
-        regression = exam.guard.regression(figures) if exam.guard is not None else None
+        regression = exam.regression(figures)
 
         if job.is_trial:
             return  # only the events of a trial are needed
@@ -391,12 +461,16 @@ class _Story:
                 self._log("info", f"merged {number} of {count} tensors")
 
         try:
-            self.artifacts, fault = export.export(
-                job, trainer.model, loaded.tokenizer, facts, progress=merging, is_regressed=regression is not None
+            self.artifacts, fault = ranks.by_zero(
+                lambda: export.export(
+                    job, trainer.model, loaded.tokenizer, facts, progress=merging, is_regressed=regression is not None
+                )
             )
         except InterruptedRunError:
             trainer.save()  # the merge was stopped; the training before it must not be repeated
             raise
+        if not ranks.is_zero:
+            return
         for name, place in self.artifacts.items():
             events.emit("artifact", name=name, path=place, num_bytes=durable.num_bytes_below(Path(place)))
         if fault is not None:

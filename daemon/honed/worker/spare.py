@@ -161,6 +161,8 @@ def _become(job: dict[str, Any], needs: Needs, own_place: str) -> list[str]:
     sys.argv[1:] = words
     sys.orig_argv[:] = command
     importlib.invalidate_caches()
+    if "WORLD_SIZE" in os.environ:
+        raise RefusalError("the job has several ranks, which import more")
     try:
         wanted = imports.of(assignment.read(Path(words[0]).resolve(), int(words[1]), backend=words[3]))
     except Exception as problem:

@@ -156,7 +156,7 @@ def test_a_job_whose_staged_worker_ends_keeps_its_turn(room: Made, monkeypatch: 
 
     def chosen() -> int | None:
         found = fair.selection.next_that_fits()
-        return found[0].id if found is not None else None
+        return found.job.id if found is not None else None
 
     assert chosen() == first.id
     fair.staged.ending.add(first.id)

@@ -119,7 +119,7 @@ class Place:
 
     def begin(self, number: int, uid: int = 4321, device: Device | None = None, **plan: Any) -> dict[str, Any]:
         """Run a job's worker. Returns what it says of itself."""
-        self.attempts.start(self.add(number, uid, **plan), device or cpu(), "transformers")
+        self.attempts.start(self.add(number, uid, **plan), [device or cpu()], "transformers")
         return self.who(number)
 
     def who(self, number: int) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def test_a_job_that_needs_other_libraries_starts_anew(place: Place, plan: dict[s
 )
 def test_what_asks_the_device_or_runs_other_code_gets_no_spare(place: Place, plan: dict[str, Any]) -> None:
     backend = plan.get("backend", PLAN["backend"])["name"]
-    place.attempts.start(place.add(1, **plan), cpu(), backend)
+    place.attempts.start(place.add(1, **plan), [cpu()], backend)
     place.who(1)
     place.end(1)
     assert place.spares._kept == {}
@@ -400,7 +400,7 @@ def test_a_spare_that_is_killed_while_it_is_given_costs_nothing(place: Place, wh
     [worker] = map(int, Path(f"/proc/{shim}/task/{shim}/children").read_text().split())
     victim = shim if whose == "shim" else worker
     os.kill(victim, signal.SIGSTOP)
-    place.attempts.start(place.add(2), cpu(), "transformers")
+    place.attempts.start(place.add(2), [cpu()], "transformers")
     os.kill(victim, signal.SIGKILL)
     who = place.who(2)
     assert who["pid"] != worker
@@ -415,7 +415,7 @@ def test_a_job_that_is_asked_to_stop_while_it_is_given_a_spare_is_not_started_ag
     place.end(1)
     shim = place.spare()
     os.kill(shim, signal.SIGSTOP)
-    place.attempts.start(place.add(2), cpu(), "transformers")
+    place.attempts.start(place.add(2), [cpu()], "transformers")
     place.runner.stop(2)
     os.kill(shim, signal.SIGKILL)
     place.wait(lambda: place.attempts.reap() != [])
@@ -427,7 +427,7 @@ def test_a_stop_that_comes_while_the_spare_is_given_reaches_the_worker(place: Pl
     place.end(1)
     shim = place.spare()
     os.kill(shim, signal.SIGSTOP)
-    place.attempts.start(place.add(2), cpu(), "transformers")
+    place.attempts.start(place.add(2), [cpu()], "transformers")
     place.runner.stop(2)
     os.kill(shim, signal.SIGCONT)
     place.wait(lambda: place.attempts.reap() != [])
@@ -454,7 +454,7 @@ def test_a_spare_that_vanished_is_replaced_as_soon_as_that_is_possible(place: Pl
     place.end(1)
     shim = place.spare()
     os.kill(shim, signal.SIGSTOP)
-    place.attempts.start(place.add(2), cpu(), "transformers")
+    place.attempts.start(place.add(2), [cpu()], "transformers")
     log_path = place.layout.job(2).attempt(1).log_path
     log_path.unlink()
     log_path.mkdir()  # no worker can be started

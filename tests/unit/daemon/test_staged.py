@@ -95,7 +95,7 @@ class Place:
 
     def begin(self) -> None:
         """Start job 1, as the queue does."""
-        self.attempts.start(self.job(), cpu(), "transformers", self.staged.of(self.job()))
+        self.attempts.start(self.job(), [cpu()], "transformers", self.staged.of(self.job()))
         self.staged.forget(self.job())
 
     def kill(self) -> None:
@@ -228,7 +228,7 @@ def test_a_worker_that_ended_at_its_gate_as_its_turn_came_costs_no_failure(place
     place.wait(lambda: not place.runner.live())
     staged = place.job().staged
     assert staged is not None
-    place.attempts.start(place.job(), cpu(), "transformers", staged)
+    place.attempts.start(place.job(), [cpu()], "transformers", staged)
     place.staged.forget(place.job())
     settled: list[Job] = []
     put_back: list[Job] = []

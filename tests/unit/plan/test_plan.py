@@ -169,6 +169,8 @@ def test_the_plan_has_the_published_shape_and_is_json(model: BaseModelInfo) -> N
         "tower_bytes",
         "num_frames",
         "num_pixels",
+        "exchange_bytes",
+        "num_ranks",
     }
     num_parameters = 4 * 64 + 3 * 128 + 2 * 32 * 8 + 3 * 8
     assert made["checkpoint"]["num_parameters"] == num_parameters

@@ -142,6 +142,8 @@ def test_a_merge_has_nothing_of_training(key: str) -> None:
         "train_parts": ["projector"],
         "master_weights": "none",
         "save_dtype": "float32",
+        "parallel": "ddp",
+        "batch": {"effective": 8},
     }
     assert f"{key}: a merge has none" in refusal({**MERGE, key: values[key]})
 

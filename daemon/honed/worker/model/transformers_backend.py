@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -59,7 +60,7 @@ def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None
     if assignment.spec.adapter:
         adapters.check_fits(empty, Path(assignment.spec.adapter))
     if torch.cuda.is_available():
-        options["device_map"] = {"": 0}
+        options["device_map"] = {"": int(os.environ.get("LOCAL_RANK", "0"))}
     if not assignment.plan.checkpoint.is_pickled:
         options["use_safetensors"] = True  # no pickle that appeared after the check
     model, info = model_class(config).from_pretrained(

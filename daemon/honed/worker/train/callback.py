@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from honed.job.event import EventWriter
 from honed.spec.metric_names import PREFIX
 from honed.system.error import InterruptedRunError
+from honed.worker.parallel import ALONE, Ranks
 from honed.worker.stop import Stop
 from honed.worker.train.checkpoint import Progress
 
@@ -38,6 +39,7 @@ class RunCallback(TrainerCallback):
         sample_frequency: str | int,
         save_interval_sec: float | None,
         clock: Callable[[], float] = time.monotonic,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._events = events
         self._stop = stop
@@ -47,6 +49,7 @@ class RunCallback(TrainerCallback):
         self._frequency = sample_frequency
         self._save_interval_sec = save_interval_sec
         self._clock = clock
+        self._ranks = ranks
         self._saved_at = clock()
         self._began: tuple[float, int] = (clock(), 0)
         self._is_save_deferred = False
@@ -74,7 +77,7 @@ class RunCallback(TrainerCallback):
         self._stop.beat()
         self.is_in_step = True
         interval = self._save_interval_sec
-        if interval is not None and self._clock() - self._saved_at >= interval:
+        if interval is not None and any(self._ranks.agree(self._clock() - self._saved_at >= interval)):
             control.should_save = True
         # The checkpoint of an epoch's last step follows all other work at the epoch's end, or a resume would miss that.
         if is_epoch_end(state):
@@ -100,7 +103,7 @@ class RunCallback(TrainerCallback):
         self._saved_at = self._clock()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._stop.check()
+        self._ranks.check(self._stop)
 
     def on_evaluate(
         self,

@@ -57,6 +57,8 @@ class Progress:
     num_seen_tokens: int = 0  #: by TRL's count, without padding
     loss_type: str | None = None  #: SFTConfig's; None in a checkpoint of an earlier version
     predicts_evenly: bool = False  #: predictions are of each held-out data set; not in a run of an earlier version
+    num_ranks: int = 1  #: processes that trained together
+    running_losses: list[float] = field(default_factory=list)  #: of each rank, where there are several
     evaluates_by_length: bool = False  #: as in evaluation.py; a run begun by an earlier version keeps TRL's means
 
     @classmethod

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from honed.text.maskcheck import IGNORED
+from honed.worker.parallel import ALONE, Ranks
 from honed.worker.rows.data import Data, Rows
 from honed.worker.rows.group import Groups
 from honed.worker.train.checkpoint import Progress
@@ -77,8 +78,9 @@ class Kinds:
 class TokenMeans:
     """The losses of an evaluation's batches, and the number of tokens in each."""
 
-    def __init__(self, kinds: Kinds | None = None) -> None:
+    def __init__(self, kinds: Kinds | None = None, ranks: Ranks = ALONE) -> None:
         self._kinds = kinds
+        self._ranks = ranks
         self._losses: list[Any] = []
         self._counts: list[Any] = []
         self._batches: list[list[int]] = []
@@ -108,6 +110,10 @@ class TokenMeans:
     def begin(self) -> None:
         self._losses, self._counts = [], []
 
+    @property
+    def num_batches(self) -> int:
+        return len(self._counts)
+
     def count(self, labels: Any) -> None:
         """Note a batch before its loss is computed."""
         self._counts.append((labels[..., 1:] != IGNORED).sum())
@@ -118,9 +124,18 @@ class TokenMeans:
 
     def weigh(self, metrics: dict[str, float], name: str, means: dict[str, list[float]]) -> None:
         """Replace the loss, under its name in `metrics`, and each list of the batches' `means` by means over tokens."""
-        counts = [int(count) for count in self._counts]
+        has_losses = None not in self._losses
+        own = [int(count) for count in self._counts], [float(loss) if has_losses else None for loss in self._losses]
+        each = self._ranks.gather(own)
+        # By place, rank 0's batch first: TRL's means are of the batches of all ranks at one place.
+        every = [
+            (count, loss)
+            for place in zip(*(zip(*both, strict=True) for both in each), strict=True)
+            for count, loss in place
+        ]
+        counts = [sum(batch) for batch in zip(*(counts for counts, _ in each), strict=True)]
         total = sum(counts)
-        if not total or None in self._losses:
+        if not total or not has_losses:
             return
         shares = [count / total for count in counts]
 
@@ -129,7 +144,7 @@ class TokenMeans:
             return sum(float(value) * share for value, share in zip(values, shares, strict=True) if share)
 
         if name in metrics:
-            metrics[name] = mean(self._losses)
+            metrics[name] = sum(loss * (count / total) for count, loss in every if count)
         for key, values in means.items():
             if len(values) == len(shares):
                 means[key] = [mean(values)]

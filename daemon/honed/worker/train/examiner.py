@@ -10,8 +10,10 @@ from honed.job import learning, trial
 from honed.job.event import EventWriter
 from honed.spec import metric_names
 from honed.spec.spec import JobSpec
+from honed.system.error import HonedError
 from honed.text.chat import ChatFormat
 from honed.worker.assignment import Assignment
+from honed.worker.parallel import ALONE, Ranks
 from honed.worker.rows import thumbnail
 from honed.worker.train import prediction
 from honed.worker.train.budget import Budget
@@ -44,10 +46,11 @@ class Examiner:
         progress: Progress,
         events: EventWriter,
         log: Callable[[str, str], None],
+        ranks: Ranks = ALONE,
     ) -> None:
         """Choose questions and metrics. Raises DatasetError if the guard has nothing to compare answers with."""
         self._spec, self._predictor, self._progress = job.spec, predictor, progress
-        self._events, self._log = events, log
+        self._events, self._log, self._ranks = events, log, ranks
         held_out = data.held_out
         examples = held_out.examples if held_out else data.train.examples
         if job.is_trial:
@@ -101,14 +104,28 @@ class Examiner:
         """Measure before the first step. Raises the error that keeps the guard from measuring: the run would fail."""
         self.show()
         self._progress.figures_before |= self.predict(model, state)
-        if self.guard is not None:
-            self.guard.begin(model)
+        if (guard := self.guard) is not None:
+            self._ranks.by_zero(lambda: guard.begin(model))
+
+    def watch(self, model: Any, state: Any) -> bool:
+        """Have the guard measure at an evaluation, and tell whether it ends the training."""
+        guard = self.guard
+        return guard is not None and self._ranks.by_zero(lambda: guard.watch(model, state))
+
+    def regression(self, figures: dict[str, float]) -> HonedError | None:
+        """Return the guard's error for the final metrics, if there is one."""
+        guard = self.guard
+        return None if guard is None else self._ranks.by_zero(lambda: guard.regression(figures))
 
     def predict(self, model: Any, state: Any, may_wait: bool = False) -> dict[str, float]:
         """Make a round at this step, and return its scores.
 
-        No round is made if there was one at this step, or if it may wait and the time for predictions is used up.
+        No round is made if there was one at this step, or if it may wait and the time for predictions is used up. Of
+        several ranks, the first alone asks the model.
         """
+        return self._ranks.by_zero(lambda: self._predict(model, state, may_wait))
+
+    def _predict(self, model: Any, state: Any, may_wait: bool) -> dict[str, float]:
         step = state.global_step
         if self._spec.predictions.sample_frequency == "off":
             return {}
@@ -144,11 +161,14 @@ class Examiner:
 
     def end(self, model: Any, state: Any, step: int) -> dict[str, float]:
         """Measure after the last step, with the model as it was at `step`, the best or the last; return its metrics."""
+        return self._ranks.by_zero(lambda: self._end(model, state, step))
+
+    def _end(self, model: Any, state: Any, step: int) -> dict[str, float]:
         epochs = [entry.get("epoch", 0.0) for entry in state.log_history if entry.get("step") == step]
         epoch = epochs[-1] if epochs else state.epoch or 0.0
         figures: dict[str, float] = {}
         if step == state.global_step:
-            scores = self.predict(model, state)
+            scores = self._predict(model, state, may_wait=False)
         elif self._questions and step not in self._scores:
             scores = self._round(model, step, epoch)
         else:
@@ -167,6 +187,9 @@ class Examiner:
 
         Return an empty string if there is no remark.
         """
+        return self._ranks.by_zero(lambda: self._remark(state, figures))
+
+    def _remark(self, state: Any, figures: dict[str, float]) -> str:
         if worse := self._worse(figures) if self.guard is None else []:
             self._events.emit("worse", found=worse)
             said = f"worse than it began: {', '.join(worse)}"

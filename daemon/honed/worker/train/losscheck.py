@@ -236,7 +236,10 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
                 return max(found) - min(found)
 
             try:
-                count = torch.tensor(num_tokens, device=labels.device)
+                # The trainer multiplies the loss by the number of processes, and divides by the tokens of all of them.
+                is_averaged = trainer.args.average_tokens_across_devices
+                num_processes = trainer.accelerator.num_processes if is_averaged else 1
+                count = torch.tensor(num_tokens * num_processes, device=labels.device)
                 trained = float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=count))
             except Exception as error:
                 if is_out_of_memory(error):

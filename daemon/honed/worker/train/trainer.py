@@ -5,23 +5,26 @@ It is imported after the backend has imported its libraries: under Unsloth, SFTT
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import math
+import random
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PrinterCallback
 from transformers.optimization import GreedyLR
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import SFTConfig, SFTTrainer
 
 from honed.job.event import EventWriter
@@ -31,9 +34,11 @@ from honed.spec.optimizer import EIGHT_BIT
 from honed.spec.training import TrainingSpec
 from honed.system import durable
 from honed.system.error import InterruptedRunError, SpecError, TimeLimitError, said
+from honed.text.maskcheck import IGNORED
 from honed.worker.assignment import Assignment
 from honed.worker.model import generation
 from honed.worker.model.audit import Auditor
+from honed.worker.parallel import ALONE, Ranks, real_rows
 from honed.worker.rows.collator import Collator
 from honed.worker.rows.data import Data
 from honed.worker.stop import Stop
@@ -100,6 +105,7 @@ def arguments(
         "restore_callback_states_from_checkpoint": True,
         "dataset_kwargs": None if needs_preparing and not has_media else {"skip_prepare_dataset": True},
     }
+    settled |= _batch(assignment)
     if is_resumed:
         settled["eval_on_start"] = False  # the run began in an earlier attempt
     if has_media:
@@ -112,9 +118,29 @@ def arguments(
             "training.eval_strategy: there is nothing to evaluate on", hint="set eval_split or eval_datasets"
         )
     try:
-        return SFTConfig(**{**_promised(), **defaults, **asked, **settled})
+        made = SFTConfig(**{**_promised(), **defaults, **asked, **settled})
     except (TypeError, ValueError) as error:
         raise SpecError(f"training: {said(error)}", hint="`man honed-job` lists all keys") from error
+    if made.world_size > 1 and made.device.type == "cpu":
+        vars(made)["_setup_devices"] = torch.device("cpu")  # of several ranks it has a number, which torch.load rejects
+    return made
+
+
+def _batch(assignment: Assignment) -> dict[str, int]:
+    """Return the batch of one rank and its accumulation, where the plan divides the job's effective batch.
+
+    A batch that was made smaller for lack of memory is divided anew, so that the effective one stays.
+    """
+    planned = assignment.plan.parallel
+    if planned.num_ranks == 1 or planned.effective_batch is None or planned.per_device_train_batch_size is None:
+        return {}
+    size = planned.per_device_train_batch_size
+    if any("training.per_device_train_batch_size" in each.changes for each in assignment.adjustments):
+        size = min(size, assignment.spec.training.per_device_train_batch_size)
+    return {
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": max(1, planned.effective_batch // (size * planned.num_ranks)),
+    }
 
 
 def _loss_type(assignment: Assignment, *, pinned: str | None, is_resumed: bool) -> str | None:
@@ -221,6 +247,8 @@ def _changed(assignment: Assignment, args: SFTConfig) -> Iterator[str]:
     """Yield a warning for each key of the job that the backend changes: its own log mentions them at most."""
     for name, asked in assignment.spec.training.as_kwargs().items():
         found = getattr(args, name)
+        if name in _batch(assignment):  # the plan has reported it
+            continue
         if name not in _SAID_OTHERWISE and isinstance(asked, bool | int | float | str) and found != asked:
             yield f"training.{name}: the job sets {asked}, but {assignment.backend} changes it to {found}"
 
@@ -243,16 +271,21 @@ class Trainer(SFTTrainer):
         callback: RunCallback,
         resumed_step: int | None,
         auditor: Auditor,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
+        self._states: list[dict[str, Any]] = []  #: of each rank, for the checkpoint that is being written
         self._assignment = assignment
         self._auditor = auditor
         self._events = events
         self._stop = stop
         self._progress = progress
         self._limit = TimeLimit(assignment.spec.time_limit_sec, progress.elapsed_sec)
-        self._means = TokenMeans(kinds := kinds_by_length(data, args, progress))
+        kinds = None if ranks.are_several else kinds_by_length(data, args, progress)
+        self._means = TokenMeans(kinds, ranks)
         if kinds is None and progress.evaluates_by_length and data.groups is not None and data.groups.names:
-            events.log("info", "rows that are packed have no evaluation loss by data set and tag, only scores")
+            why = "a model on several GPUs has" if ranks.are_several else "rows that are packed have"
+            events.log("info", f"{why} no evaluation loss by data set and tag, only scores")
         self._sealing = Sealing(stop.beat)
         self._saved_step = resumed_step  #: of the last checkpoint in its place
         self._callback = callback
@@ -296,11 +329,16 @@ class Trainer(SFTTrainer):
             return  # finishing is quicker than resuming
         if self._callback.is_in_step and is_epoch_end(self.state):
             return  # the epoch's end comes next, and is a boundary, too
-        if self._stop.is_set or self._limit.is_reached:
-            self._end_early()
+        is_stopped, is_over = self._ranks.agree(self._stop.is_set, self._limit.is_reached)
+        if is_stopped or is_over:
+            self._end_early(is_stopped=is_stopped)
 
-    def _end_early(self) -> None:
-        if self._stop.is_set:
+    def check_stop(self) -> None:
+        """Raise InterruptedRunError on all ranks once one of them was asked to stop."""
+        self._ranks.check(self._stop)
+
+    def _end_early(self, *, is_stopped: bool) -> None:
+        if is_stopped:
             raise InterruptedRunError(
                 f"stopped on request at step {self.state.global_step}", hint="it resumes from its last checkpoint"
             )
@@ -349,6 +387,11 @@ class Trainer(SFTTrainer):
         return metrics
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._ranks.are_several and "attention_mask" in inputs:
+            num_real = real_rows(
+                len(self.eval_dataset), self.args.eval_batch_size, self._means.num_batches, self._ranks
+            )
+            inputs["labels"][num_real:] = IGNORED  # the others are rows that accelerate repeats
         self._means.count(inputs["labels"])
         found = super().prediction_step(model, inputs, *args, **kwargs)
         self._means.add(found[0])
@@ -357,7 +400,13 @@ class Trainer(SFTTrainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, with means over all tokens, whatever the batches."""
         self._means.begin()
-        output = super().evaluation_loop(*args, **kwargs)
+        is_averaged = self.args.average_tokens_across_devices
+        if self._ranks.are_several:
+            self.args.average_tokens_across_devices = False  # each batch's loss is its own mean, as it is weighed below
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = is_averaged
         if self._progress.evaluates_by_length:
             self._means.weigh(output.metrics, "eval_loss", self._metrics["eval"])
             output.metrics.update(self._means.of_groups("eval_loss"))
@@ -429,7 +478,8 @@ class Trainer(SFTTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._progress.num_trained_tokens += int(sum((batch["labels"][..., 1:] != -100).sum() for batch in batches))
+        num_tokens = int(sum((batch["labels"][..., 1:] != IGNORED).sum() for batch in batches))
+        self._progress.num_trained_tokens += int(self._ranks.sum(num_tokens)[0])
         return batches, num_items
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -437,9 +487,11 @@ class Trainer(SFTTrainer):
     def save(self) -> None:
         """Save a checkpoint of the step just done, unless there is one, and wait until it is in place."""
         self.settle()
-        if self.state.global_step and self._saved_step != self.state.global_step:
+        step = self.state.global_step
+        if self._ranks.broadcast(bool(step and self._saved_step != step)):
             self._save_checkpoint(self.model, None)
             self.settle()
+        self._ranks.barrier()
 
     def settle(self) -> None:
         """Wait until the last checkpoint is in place. Raises the error for which it is not."""
@@ -458,7 +510,7 @@ class Trainer(SFTTrainer):
         self._run_dir = new_dir = checkpoint.new_dir(checkpoints_dir)
         made = new_dir / f"checkpoint-{step}"
         try:
-            with generation.savable(self.model):
+            with generation.savable(self.model), self._without_barrier():
                 super()._save_checkpoint(model, trial)
             if self.state.best_model_checkpoint != best_path:  # transformers takes the path of writing for its place
                 self.state.best_model_checkpoint = best_path
@@ -480,8 +532,41 @@ class Trainer(SFTTrainer):
         )
         self._sealing.start(step, lambda beat: commit(beat=beat))
 
+    @contextlib.contextmanager
+    def _without_barrier(self) -> Iterator[None]:
+        """Have transformers write a checkpoint on rank 0 alone: it would wait for the others under this strategy."""
+        strategy = self.args.save_strategy
+        if self._ranks.are_several:
+            self.args.save_strategy = SaveStrategy.NO
+        try:
+            yield
+        finally:
+            self.args.save_strategy = strategy
+
+    def store_flos(self) -> None:
+        if not self._ranks.are_several:
+            super().store_flos()
+            return
+        num_flos: float = self.current_flos  # type: ignore[has-type]
+        self.state.total_flos += num_flos * self._ranks.world  # without asking the others
+        self.current_flos = 0
+
+    def gather_states(self) -> None:
+        """Take each rank's part of the next checkpoint, which rank 0 writes."""
+        if self._ranks.are_several:
+            own = {"random": _random_state(), "running_loss": float(self._tr_loss)}
+            self._states = self._ranks.gather(own)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if not self._ranks.are_several:
+            super()._save_rng_state(output_dir)
+        for rank, state in enumerate(self._states):
+            torch.save(state["random"], f"{output_dir}/rng_state_{rank}.pth")
+
     def _remember(self) -> None:
         """Keep the state that transformers and TRL leave out of a checkpoint, or lose when they resume from it."""
+        self._progress.num_ranks = self._ranks.world
+        self._progress.running_losses = [state["running_loss"] for state in self._states]
         self._progress.elapsed_sec = self._limit.elapsed_sec()
         self._progress.has_ended = self.control.should_training_stop
         self._progress.is_epoch_end_due = self._callback.is_in_step and (
@@ -513,6 +598,7 @@ class Trainer(SFTTrainer):
     def _load_best_model(self) -> None:
         """Load the best checkpoint if it is whole: it may be older than those that a resume has checked."""
         self.settle()
+        self._ranks.barrier()
         path = Path(str(self.state.best_model_checkpoint))
         if (why := checkpoint.read(path, beat=self._stop.beat)[1]) != "":
             self._events.log(
@@ -537,10 +623,19 @@ def _keep_figures(trainer: Any, progress: Progress) -> None:
 
 
 def _restore_figures(trainer: Any, progress: Progress) -> None:
-    trainer._tr_loss = torch.tensor(progress.running_loss, device=trainer.args.device)
+    running_loss, losses, rank = progress.running_loss, progress.running_losses, trainer.args.process_index
+    if losses:  # their mean is what is logged
+        running_loss = losses[rank] if len(losses) == trainer.args.world_size else sum(losses) / len(losses)
+    trainer._tr_loss = torch.tensor(running_loss, device=trainer.args.device)
     trainer._globalstep_last_logged = progress.logged_step
     trainer._total_train_tokens = progress.num_seen_tokens
     trainer._metrics["train"].update({name: list(values) for name, values in progress.running_figures.items()})
+
+
+def _random_state() -> dict[str, Any]:
+    """Return this process's random state, as transformers keeps it in a checkpoint of several."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
 
 
 def _name_of(args: SFTConfig) -> str:

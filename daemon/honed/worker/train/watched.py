@@ -47,11 +47,12 @@ class WatchedTrainer(Trainer):
         # This is called at the end of an epoch, too, and once more there by a run that resumes from it.
         if self._losses and self._looked_step != self.state.global_step:
             self._looked_step = self.state.global_step
-            loss, self._losses = float(sum(self._losses)), []
+            loss, self._losses = self._ranks.sum(float(sum(self._losses)))[0] / self._ranks.world, []
             norm = None if grad_norm is None else float(grad_norm)
             was_skipped = bool(self.accelerator.optimizer_step_was_skipped)
             lost = self._divergence.look(self.state.global_step, loss, norm, was_skipped=was_skipped)
-        if self._sealing.has_failed and not (self._callback.is_in_step and is_epoch_end(self.state)):
+        has_failed = any(self._ranks.agree(self._sealing.has_failed))
+        if has_failed and not (self._callback.is_in_step and is_epoch_end(self.state)):
             self.control.should_save = True  # the next one takes its place, or its error ends the run
         self._withhold()
         if lost is not None:
@@ -101,6 +102,9 @@ class WatchedTrainer(Trainer):
         """
         if not self._sealing.is_idle:
             with self._stop.phase("save"):
+                if self._ranks.are_several:
+                    super().settle()  # another would need a part of each rank
+                    return
                 while not self._settled() and (self._is_best or not self._divergence.is_suspicious):
                     self.check_weights()
                     self._write(self.model, None)
@@ -135,12 +139,15 @@ class WatchedTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.check_weights()
         with self._stop.phase("save"):
-            self._settled()
-            began = time.monotonic()
-            self._write(model, trial)
-            self._write_sec = time.monotonic() - began
-            if self._is_best:
-                self.settle()  # no later step can stand in for the best one
+            self.gather_states()
+            if self._ranks.is_zero:
+                self._settled()
+                began = time.monotonic()
+                self._write(model, trial)
+                self._write_sec = time.monotonic() - began
+                if self._is_best:
+                    self.settle()  # no later step can stand in for the best one
+            self.state.best_model_checkpoint = self._ranks.broadcast(self.state.best_model_checkpoint)
 
     @property
     def _is_best(self) -> bool:

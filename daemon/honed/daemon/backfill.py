@@ -1,0 +1,157 @@
+"""Jobs that wait for several devices at the same time, and what may start before them meanwhile.
+
+    first waiting job ── the devices that it could use ──► reserved until enough of them are expected to be free
+    a later job       ── ends before that, by its time_limit_sec ──► starts there all the same (it has passed)
+
+A job that has passed gives its devices back, by a checkpoint, as soon as the waiting one could start with them: others
+may end earlier than expected. So a waiting job loses the time of one checkpoint at most. When the reservation ends is
+told by the time limits of running jobs, else by their own estimates; with neither, none passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
+
+from honed.daemon.attempts import Attempts, Running
+from honed.daemon.placement import Placement
+from honed.job.job import Job
+from honed.system.device import Device
+
+#: Waiting jobs that a start before them is remembered for.
+MAX_PASSED = 64
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A job that can start now."""
+
+    job: Job
+    devices: tuple[Device, ...]
+    passed: tuple[int, ...] = ()  #: waiting jobs whose devices it takes meanwhile
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A job that waits for several devices."""
+
+    job: Job
+    keys: Set[str]  #: devices that it could use
+    in_sec: float  #: until enough of them are expected to be free; infinity if that is not known
+
+
+class Backfill:
+    """The reservations of one pass over the queue."""
+
+    def __init__(self, attempts: Attempts, placement: Placement) -> None:
+        self._attempts = attempts
+        self._placement = placement
+        self._waits: list[Wait] = []
+        self._behind: dict[int, Job] = {}  # jobs that could start but for a reservation, and whose it is
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self._waits, self._behind = [], {}
+
+    def offer(self, job: Job) -> Choice | None:
+        """Return the devices on which the next job of the pass may start; None if it has to wait."""
+        devices = self._placement.free_devices(job)
+        if devices is None:
+            self._wait(job)
+            return None
+        if not self._waits:
+            return Choice(job, devices)
+        first = self._waits[0]
+        reserved = set().union(*(each.keys for each in self._waits))
+        if (apart := self._placement.free_devices(job, but=reserved)) is not None:
+            return Choice(job, apart)
+        if not self._ends_within(job, first.in_sec):
+            self._behind[job.id] = first.job
+            self._wait(job)
+            return None
+        keys = {each.key for each in devices}
+        return Choice(job, devices, tuple(each.job.id for each in self._waits if each.keys & keys)[:MAX_PASSED])
+
+    def why_behind(self, job: Job) -> str:
+        """Return for which reservation a job waited in the last pass, for people; empty for none."""
+        first = self._behind.get(job.id)
+        if first is None:
+            return ""
+        return (
+            f"job {first.id} ({first.name}) waits for {first.num_gpus} GPUs at the same time: until then only jobs "
+            "start whose time_limit_sec ends before"
+        )
+
+    def give_back(self, startable: Iterable[Job]) -> None:
+        """Ask jobs that have passed others to give their devices back, where these could start with them."""
+        passed = {number for each in self._attempts.running.values() for number in each.job.attempt.passed}
+        if not passed:
+            return
+        self.begin()
+        for job in startable:
+            if job.num_gpus <= 1 or self.offer(job) is not None:
+                continue
+            is_first = len(self._waits) == 1 and self._waits[0].job.id == job.id
+            if job.id in passed and (is_first or (self._waits and self._ends_within(job, self._waits[0].in_sec))):
+                for each in self._that_suffice(job):
+                    if each.job.stop is None:
+                        self._attempts.preempt(each.job.id, f"job {job.id}, which came before it, needs its devices")
+            if not passed - {job.id}:
+                return
+            passed.discard(job.id)
+
+    # -- one waiting job ----------------------------------------------------------------------------------------------
+
+    def _wait(self, job: Job) -> None:
+        """Reserve the devices that a job needs together."""
+        if job.num_gpus <= 1 or len(self._waits) >= MAX_PASSED:
+            return
+        if groups := self._placement.groups_for(job):
+            keys = {each.key for group in groups for each in group}
+            in_sec = min(self._ready_in(job, group) for group in groups)
+            self._waits.append(Wait(job, keys, in_sec))
+
+    def _ready_in(self, job: Job, group: list[Device]) -> float:
+        """Return the seconds until enough of a group is free; infinity if that is not known."""
+        keys = {each.key for each in group}
+        number = len(keys & self._placement.free_keys(job))
+        ends = sorted(
+            (0.0 if job.id in each.job.attempt.passed else _left_sec(each), len(keys & set(each.job.attempt.devices)))
+            for each in self._attempts.running.values()
+        )
+        for left_sec, num_devices in ends:
+            if number >= job.num_gpus:
+                return 0.0
+            if (number := number + num_devices) >= job.num_gpus:
+                return left_sec
+        return math.inf
+
+    def _that_suffice(self, job: Job) -> Iterator[Running]:
+        """Yield the jobs that have passed this one and whose devices it could start with, the fewest; none if they do
+        not suffice."""
+        for group in self._placement.groups_for(job):
+            keys = {each.key for each in group}
+            free = keys & self._placement.free_keys(job)
+            chosen: list[Running] = []
+            stopping = [each for each in self._attempts.running.values() if each.job.stop is not None]
+            passing = [each for each in self._attempts.running.values() if job.id in each.job.attempt.passed]
+            for each in [*stopping, *(each for each in reversed(passing) if each.job.stop is None)]:
+                if len(free) < job.num_gpus and keys & set(each.job.attempt.devices):
+                    chosen.append(each)
+                    free |= keys & set(each.job.attempt.devices)
+            if len(free) >= job.num_gpus:
+                yield from chosen
+                return
+
+    @staticmethod
+    def _ends_within(job: Job, seconds: float) -> bool:
+        """Return True if a waiting job's time limit ends within so many seconds from now."""
+        if job.time_limit_sec is None or math.isinf(seconds):
+            return False
+        return job.time_limit_sec - sum(each.spent_sec for each in job.attempts) <= seconds
+
+
+def _left_sec(running: Running) -> float:
+    left_sec = running.left_sec
+    return math.inf if left_sec is None else left_sec

@@ -1,0 +1,352 @@
+"""The ranks of a run: processes that train one model together, each on its own device. Most runs have one.
+
+    attempts/<n>/ranks/rendezvous    where they meet (torch's FileStore): ranks of one machine need no port
+    attempts/<n>/ranks/error.json    the first error of any rank, with which all end
+    attempts/<n>/ranks/lost.json     a rank died by a signal (written by the shim): the others leave no result
+
+Rank 0 alone writes events, checkpoints, outputs and the result. What a clock, a signal or a disk decides is agreed
+where all ranks pass: at the boundary between two steps, at the end of a round of predictions. All calls but `fail` and
+`notice` are made by every rank, in the same order; with one rank they do nothing.
+
+An error on one rank leaves the others in a call that never returns, or that reports a lost connection. So each rank
+writes its error to a file before it ends, and a thread of the others looks for it: if the rank does not end by itself
+in GRACE_SEC, the thread ends it, on rank 0 with that error as the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from honed.job.event import EventWriter
+from honed.system.error import (
+    BY_CODE,
+    DiskShortError,
+    EnvironmentInvalidError,
+    HonedError,
+    InternalError,
+    KilledError,
+    said,
+)
+from honed.worker.stop import Stop
+
+#: Seconds between looks for another rank's error, and those that this rank has to end by itself after one.
+LOOK_INTERVAL_SEC, GRACE_SEC = 0.2, 3.0
+#: Seconds for which a rank that lost its connection looks for the reason, and one that failed waits for the result.
+REASON_SEC, RESULT_SEC = 4.0, 6.0
+#: The last resort, far above what rank 0 may take for an export: a frozen rank is found by its pulse.
+TIMEOUT = datetime.timedelta(hours=24)
+#: Words of gloo, NCCL and torch about a rank that is gone.
+_LOST_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "gloo/", "NCCL", "ProcessGroup", "Socket Timeout")
+_LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+T = TypeVar("T")
+
+
+class LostRankError(KilledError):
+    """Another rank is gone, or has failed with an error of its own."""
+
+
+@dataclass
+class Ranks:
+    """This process's place among the ranks of its run."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    dir: Path | None = None  #: what the ranks share
+    _has_noticed: bool = False  #: this rank ends by itself
+    _end: Callable[[HonedError | None], None] = field(default=lambda _error: None)
+
+    @classmethod
+    def of(cls, attempt_dir: Path, environment: Mapping[str, str] = os.environ) -> Ranks:
+        """Return this process's place, from the shim's variables."""
+        world = int(environment.get("WORLD_SIZE", "1"))
+        if world == 1:
+            return cls()
+        return cls(int(environment["RANK"]), world, int(environment["LOCAL_RANK"]), attempt_dir / "ranks")
+
+    @property
+    def is_zero(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def are_several(self) -> bool:
+        return self.world > 1
+
+    def join(self) -> None:
+        """Meet the other ranks. Afterwards all calls work."""
+        if not self.are_several:
+            return
+        import torch
+        from torch import distributed
+
+        assert self.dir is not None
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+        has_cuda = torch.cuda.is_available()
+        if has_cuda:
+            torch.cuda.set_device(self.local_rank)
+        try:
+            distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
+                store=distributed.FileStore(str(self.dir / "rendezvous"), self.world),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=TIMEOUT,
+            )
+            self.barrier()
+        except RuntimeError as error:
+            if _is_lost(error) and (self._lost or self._first_error() is not None):
+                raise
+            raise EnvironmentInvalidError(
+                f"the {self.world} processes of the job cannot reach each other over the loopback interface: "
+                f"{said(error)}",
+                hint="check that the interface lo is up, and that no drop-in of honed-job@.service forbids it",
+            ) from error
+
+    # --- what every rank calls --------------------------------------------------------------------------------------
+
+    def agree(self, *flags: bool) -> tuple[bool, ...]:
+        """Return for each flag whether it is set on any rank."""
+        return tuple(total > 0 for total in self.sum(*map(float, flags))) if self.are_several else flags
+
+    def sum(self, *values: float) -> list[float]:
+        """Return the sum of each value over all ranks, the same on all."""
+        if not self.are_several:
+            return list(values)
+        import torch
+        from torch import distributed
+
+        found = torch.tensor(values, dtype=torch.float64)
+        distributed.all_reduce(found)
+        return [float(value) for value in found]
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of each rank, on all of them."""
+        if not self.are_several:
+            return [value]
+        from torch import distributed
+
+        found: list[Any] = [None] * self.world
+        distributed.all_gather_object(found, value)
+        return found
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value, on all ranks."""
+        if not self.are_several:
+            return value
+        from torch import distributed
+
+        kept: list[Any] = [value if self.is_zero else None]
+        distributed.broadcast_object_list(kept, src=0)
+        return kept[0]
+
+    def check(self, stop: Stop) -> None:
+        """Give a sign of life, and raise InterruptedRunError on all ranks once one of them was asked to stop."""
+        if self.are_several and any(self.agree(stop.is_set)):
+            stop.is_set = True
+        stop.check()
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.agree(False)
+
+    def by_zero(self, act: Callable[[], T]) -> T:
+        """Have rank 0 do something, and return its result on all ranks, or raise its error."""
+        if not self.are_several:
+            return act()
+        if not self.is_zero:
+            value, problem = self.broadcast((None, None))
+            if problem is not None:
+                raise problem
+            return value  # type: ignore[return-value]
+        try:
+            value = act()
+        except HonedError as error:
+            self.broadcast((None, error.with_traceback(None)))
+            raise
+        except Exception as error:
+            self.broadcast((None, LostRankError(f"rank 0 failed: {type(error).__name__}")))
+            raise
+        self.broadcast((value, None))
+        return value
+
+    def in_turn(self, act: Callable[[], T]) -> T:
+        """Do something on rank 0, then on all others, which find what it has left on disk."""
+        made = act() if self.is_zero else None
+        self.barrier()
+        return made if made is not None else act()
+
+    def check_equal(self, model: Any) -> None:
+        """Raise InternalError unless all ranks begin with the same trained weights."""
+        if not self.are_several:
+            return
+        found = self.gather(_digest(model))
+        if other := next((rank for rank, each in enumerate(found) if each != found[0]), None):
+            raise InternalError(
+                f"ranks 0 and {other} would begin with different weights", hint="requeue the job, and report it"
+            )
+
+    # --- errors -----------------------------------------------------------------------------------------------------
+
+    def watch(self, end: Callable[[HonedError | None], None]) -> None:
+        """Look for errors of other ranks from now on. `end` ends this process with one, or with None if a rank was
+        lost, where this rank does not end by itself.
+        """
+        if self.are_several:
+            self._end = end
+            threading.Thread(target=self._look, name="ranks", daemon=True).start()
+
+    def notice(self) -> None:
+        """End by ourselves from now on, however long it takes."""
+        self._has_noticed = True
+
+    def fail(self, problem: Exception, error: HonedError) -> HonedError | None:
+        """Return the error with which all ranks end after this one's, the first of any; None if a rank was lost."""
+        self.notice()
+        if self.dir is None:
+            return error
+        if not _is_lost(problem):
+            if self._lost:
+                return None
+            _write_once(self.dir / "error.json", _record(self.rank, error))
+        deadline = time.monotonic() + REASON_SEC
+        while time.monotonic() < deadline:
+            if (found := self._first_error()) is not None:
+                return found
+            if self._lost:
+                return None
+            time.sleep(LOOK_INTERVAL_SEC)
+        return None
+
+    def wait_for_result(self, path: Path) -> None:
+        """Wait for rank 0's result before a rank ends with an error: its end has the shim end the others."""
+        deadline = time.monotonic() + RESULT_SEC
+        while not self.is_zero and not path.exists() and not self._lost and time.monotonic() < deadline:
+            time.sleep(LOOK_INTERVAL_SEC / 4)
+
+    @property
+    def _lost(self) -> bool:
+        return self.dir is not None and (self.dir / "lost.json").exists()
+
+    def _first_error(self) -> HonedError | None:
+        assert self.dir is not None
+        try:
+            record = json.loads((self.dir / "error.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        kind = BY_CODE.get(str(record["code"]), InternalError)
+        error = kind(record["said"], hint=record["hint"], fix=record["fix"], evidence=record["evidence"])
+        if isinstance(error, DiskShortError):
+            error.needed_bytes = int(record["needed_bytes"])
+        return error
+
+    def _look(self) -> None:
+        assert self.dir is not None
+        while not self._lost and not (self.dir / "error.json").exists():
+            time.sleep(LOOK_INTERVAL_SEC)
+        time.sleep(GRACE_SEC)
+        if not self._has_noticed:
+            self._end(None if self._lost else self._first_error())
+
+
+class Unwritten(EventWriter):
+    """The events of a rank that writes none: they only drive its pulse."""
+
+    def __init__(self, tell: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None) -> None:
+        self._tell = tell
+
+    def emit(self, kind: str, **data: Any) -> None:
+        self._tell(kind, data)
+
+    def close(self) -> None:
+        pass
+
+
+ALONE = Ranks()
+
+
+def told_repeats(trainer: Any, ranks: Ranks) -> Iterator[str]:
+    """Yield what the owner should know about rows that come twice because all ranks must have as many."""
+    args = trainer.args
+    num_rows, num_together = len(trainer.train_dataset), args.per_device_train_batch_size * ranks.world
+    if ranks.are_several and not args.dataloader_drop_last and (num_repeated := -num_rows % num_together):
+        yield (
+            f"{num_repeated} of {num_rows} rows are trained on twice in each epoch: the last batches are filled from "
+            f"its beginning, so that {ranks.world} processes have as many; training.dataloader_drop_last leaves out "
+            "the incomplete ones"
+        )
+    is_flat = (args.packing if args.eval_packing is None else args.eval_packing) or args.padding_free
+    if ranks.are_several and is_flat and trainer.eval_dataset is not None:
+        num_rows, num_together = len(trainer.eval_dataset), args.per_device_eval_batch_size * ranks.world
+        if num_repeated := -num_rows % num_together:
+            yield f"{num_repeated} of {num_rows} packed rows count twice in eval_loss, for {ranks.world} processes"
+
+
+def real_rows(num_rows: int, batch_size: int, place: int, ranks: Ranks) -> int:
+    """Return how many rows of this rank's batch at this place are not repeated ones, which come last in it.
+
+    accelerate deals the batches to the ranks in turn.
+    """
+    begin = (place * ranks.world + ranks.rank) * batch_size
+    return max(0, min(num_rows - begin, batch_size))
+
+
+def _record(rank: int, error: HonedError) -> dict[str, Any]:
+    needed_bytes = error.needed_bytes if isinstance(error, DiskShortError) else 0
+    return {
+        "rank": rank,
+        "code": error.code,
+        "said": error.said,
+        "hint": error.hint,
+        "fix": error.fix,
+        "evidence": error.evidence,
+        "needed_bytes": needed_bytes,
+    }
+
+
+def _write_once(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a file unless there is one, whole at once."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):  # another was first, or the disk is full: the others then lose the connection
+        temporary.write_text(json.dumps(record))
+        os.link(temporary, path)
+
+
+def _is_lost(problem: Exception) -> bool:
+    """Tell whether an error only says that another rank is gone."""
+    if isinstance(problem, HonedError):
+        return isinstance(problem, LostRankError)
+    words = str(problem)
+    return type(problem).__name__ in _LOST_TYPES or (
+        isinstance(problem, RuntimeError) and any(each in words for each in _LOST_WORDS)
+    )
+
+
+#: Values of a trained weight that are compared, of a model without an adapter: its weights are those of one file.
+_MAX_COMPARED = 4096
+
+
+def _digest(model: Any) -> str:
+    import hashlib
+
+    import torch
+
+    found = hashlib.sha256()
+    is_adapter = hasattr(model, "peft_config")
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.requires_grad:
+            values = parameter.detach().flatten()
+            stride = 1 if is_adapter else max(1, values.numel() // _MAX_COMPARED)
+            found.update(name.encode())
+            found.update(values[::stride].to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
