@@ -52,7 +52,7 @@ from honed.run.helper import READY, STAGE_BYTES
 from honed.run.reply import Answer, Passed, Refused
 from honed.run.snapshot import Missing
 from honed.spec import problem, recipient, spec
-from honed.spec.config import Config
+from honed.spec.config import Config, devices
 from honed.spec.spec import JobSpec
 from honed.system import device, installed, niceness, quote, training
 from honed.system import layout as layouts
@@ -331,7 +331,7 @@ def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[De
     """Return the devices that the job may run on; it is planned for the first on which it fits."""
     if job_spec.resources.gpus == 0 or job_spec.kind == "merge":
         return [device.cpu()]
-    return [given] if given else device.probe(config.device.gpus)
+    return [given] if given else devices(config)
 
 
 def _first_that_fits(candidates: list[Device], fitting: Callable[[Device], Plan]) -> Plan:

@@ -19,7 +19,7 @@ from honed.job.database import Reader, figures, progress_of, timestamp
 from honed.job.event import Event
 from honed.job.job import Attempt, Job, State
 from honed.job.plan_file import PlanFile
-from honed.job.shape import AttemptRow, Glance, Overview, Prediction, Progress, Refusal, Row, Shown, Wait
+from honed.job.shape import AttemptRow, Glance, Overview, Prediction, Progress, Refusal, Row, Shown, SlurmRow, Wait
 from honed.job.spool import Spool
 from honed.system import untrusted
 from honed.system.error import NotPermittedError, UsageError, plain
@@ -282,7 +282,17 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         "depends_on": list(job.depends_on),
         "job_dir": str(files.dir),
         "events": events,
+        **_slurm(layout, job),  # type: ignore[typeddict-item]
     }
+
+
+def _slurm(layout: Layout, job: Job) -> dict[str, SlurmRow]:
+    """Return the last attempt's job on a Slurm cluster, if it is one."""
+    raw = _read_json(layout.job(job.id).start_path, num_names=1)
+    if not job.attempts or raw.get("number") != job.attempt.number or not isinstance(raw.get("name"), str):
+        return {}
+    told = {key: plain(str(raw.get(key, ""))) for key in ("name", "state", "reason", "nodes")}
+    return {"slurm": SlurmRow(id=plain(str(raw.get("slurm_id", ""))), **told)}  # type: ignore[typeddict-item]
 
 
 def _text(value: Any) -> str | None:
@@ -362,6 +372,8 @@ def _estimated_bytes(layout: Layout, job: Job) -> int | None:
 
 def _worker(layout: Layout, job: Job) -> tuple[int | None, float | None]:
     """Return the resident bytes and the CPU seconds of a running worker; None if it is gone or /proc does not tell."""
+    if _slurm(layout, job):
+        return None, None  # it runs on another machine
     pid = _read_json(layout.job(job.id).attempt(job.attempt.number).dir / "lock", num_names=3).get("worker_pid")
     try:
         directory = Path(f"/proc/{int(pid or 0)}")
