@@ -56,6 +56,18 @@ class Cluster:
     def start_controller(self) -> None:
         subprocess.run(["slurmctld", "-f", self.conf], env=self.environment, check=True, timeout=30)
 
+    def mend(self) -> None:
+        """Start again what was killed, and take back nodes that Slurm has given up."""
+        for program, command in (
+            ("slurmctld", ["slurmctld"]),
+            ("slurmd-node1", ["slurmd", "-N", "node1"]),
+            ("slurmd-node2", ["slurmd", "-N", "node2"]),
+        ):
+            if not Path(f"/proc/{self.pid(program)}/exe").exists():
+                subprocess.run([*command, "-f", self.conf], env=self.environment, check=True, timeout=30)
+        resume = ["scontrol", "update", "nodename=node1,node2", "state=resume"]
+        subprocess.run(resume, env=self.environment, check=False, capture_output=True, timeout=60)
+
     def run(self, *command: str) -> str:
         done = subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True, timeout=60)
         return done.stdout
@@ -101,3 +113,4 @@ def cluster(whole_cluster: Cluster, tmp_path: Path) -> Iterator[ClusterInstance]
     made = ClusterInstance(tmp_path, whole_cluster)
     yield made
     made.end()
+    whole_cluster.mend()

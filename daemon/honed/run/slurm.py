@@ -264,10 +264,14 @@ class SlurmRunner:
         if job.gone_at is None:
             job.gone_at = snapshot.began
         is_lost = any(each.state == NODE_FAIL for each in seen)
-        if not seen and not job.is_asked and not read_lock_record(job.attempt, job.handed.start):
+        # Given the number of a job that the controller had forgotten, a new one is cancelled on the node by Slurm itself.
+        is_withdrawn = any(each.state == "CANCELLED" and each.nodes for each in seen)
+        is_unknown = not seen or is_withdrawn
+        if is_unknown and not job.is_asked and not read_lock_record(job.attempt, job.handed.start):
             self._note(job_id, Seen("", "", fault or "not known to Slurm", ""))
             if self._script(job.attempt).exists() and self._clock() - job.submitted_at >= AGAIN_SEC:
-                log.warning("job %d: Slurm does not know %s: submitted again", job_id, job.handed.name)
+                what = "cancelled" if is_withdrawn else "does not know"
+                log.warning("job %d: Slurm %s %s: submitted again", job_id, what, job.handed.name)
                 self._submit(job_id)
             return None
         if not is_lost and snapshot.began - job.gone_at < GONE_SEC:
