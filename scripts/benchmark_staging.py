@@ -250,7 +250,9 @@ def short_booted(options: argparse.Namespace) -> float:
 
     with Machine() as machine:
         machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
-        demonstration.build(machine.host_path("/srv/bench"))
+        directory = machine.host_path("/srv/bench")
+        directory.mkdir()
+        demonstration.build(directory)
         machine.run("chmod", "-R", "a+rX", "/srv/bench")
         job = job_of(Path("/srv/bench"), benchmark.STEPS)
         took_sec, _ = BootedRound(machine, job, num_jobs=options.short, is_staging=True).run()
