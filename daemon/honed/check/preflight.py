@@ -329,6 +329,10 @@ def _check_the_rest(
 
 def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[Device]:
     """Return the devices that the job may run on; it is planned for the first on which it fits."""
+    if config.jobs.runner == "slurm" and job_spec.resources.num_ranks > 1:
+        fix = {"resources.gpus": min(1, job_spec.resources.gpus), "resources.nodes": 1}
+        words = "resources: jobs of several GPUs or nodes cannot run on the cluster yet"
+        raise SpecError(words, hint="write resources: {gpus: 1}", fix=fix)
     if job_spec.resources.gpus == 0 or job_spec.kind == "merge":
         return [device.cpu()]
     return [given] if given else devices(config)

@@ -264,7 +264,7 @@ class SlurmRunner:
         if job.gone_at is None:
             job.gone_at = snapshot.began
         is_lost = any(each.state == NODE_FAIL for each in seen)
-        # Given the number of a job that the controller had forgotten, a new one is cancelled on the node by Slurm itself.
+        # Slurm itself cancels a job that got the number of one that the controller had forgotten and a node had not.
         is_withdrawn = any(each.state == "CANCELLED" and each.nodes for each in seen)
         is_unknown = not seen or is_withdrawn
         if is_unknown and not job.is_asked and not read_lock_record(job.attempt, job.handed.start):
