@@ -3,6 +3,7 @@
     scripts/bench staging [--jobs 3] [--steps 1500] [--short 20] [--threads 1]
     scripts/bench staging --booted --jobs 0      as root: jobs as units, in a booted systemd
     scripts/bench staging --large [--rows 200000] [--jobs 2] [--steps 400]
+    scripts/bench staging --pairs 4 [--steps 400]
 
 `--jobs` jobs of `--steps` steps are dropped at once, each longer than the staging of the next: the gap goes from the
 last step of one to the first step of the next, with export and exit. Then `--short` jobs of 20 steps, and as many
@@ -10,6 +11,10 @@ last step of one to the first step of the next, with export and exit. Then `--sh
 core is left, as beside a GPU.
 
 `--large`: with a model of 1 GB in float32 and `--rows` rows; the time in which the model is loaded is given, too.
+
+`--pairs`: what staging costs the job that trains. In each pair a job trains once alone and once while the next one is
+staged, in turns which of them first; the steps beside the worker that prepares are compared with the same steps of the
+job alone, and with the later steps of their own job, beside a worker that waits.
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ import demonstration
 
 #: Seconds for all jobs of a round.
 DEADLINE_SEC = 3600.0
+#: The order within a pair: with staging first, and without first.
+ORDERS = ((True, False), (False, True))
 PREDICTIONS_OFF = "predictions: {sample_frequency: off}\n"
 LARGE_JOB = """\
 base_model: {dir}/model
@@ -163,6 +170,36 @@ def slowed(staged: Sequence[Run], plain: Sequence[Run]) -> list[float]:
     return found
 
 
+def pairs(options: argparse.Namespace) -> None:
+    print("\n| pair | beside preparing / alone | beside preparing / later | beside waiting / alone | steps beside |")
+    print("|---|---|---|---|---|")
+    found: list[tuple[float, float, float]] = []
+    with tempfile.TemporaryDirectory(prefix="honed-bench-") as place:
+        root = Path(place)
+        demonstration.build(root)
+        job = job_of(root, options.steps)
+        for number in range(options.pairs):
+            runs: dict[bool, list[Run]] = {}
+            for is_staging in ORDERS[number % 2]:
+                _, runs[is_staging] = Round(root, job, num_jobs=1 + is_staging, is_staging=is_staging).run()
+            (beside, next_one), (alone,) = runs[True], runs[False]
+            if next_one.staged is None:
+                raise SystemExit("the next job was not staged: more --steps are needed")
+            during = beside.during(next_one.staged)
+            later = range(during[-1] + 1, len(beside.steps) - 1) if during else range(0)
+            if not later:
+                raise SystemExit("the next job was not ready before the end: more --steps are needed")
+            found.append(
+                (
+                    beside.median_sec(during) / alone.median_sec(during),
+                    beside.median_sec(during) / beside.median_sec(later),
+                    beside.median_sec(later) / alone.median_sec(later),
+                )
+            )
+            print(f"| {number + 1} | {' | '.join(f'{each:.3f}' for each in found[-1])} | {len(during)} |", flush=True)
+    print(f"| median | {' | '.join(f'{statistics.median(each):.3f}' for each in zip(*found, strict=True))} | |")
+
+
 def job_of(root: Path, steps: int) -> str:
     return benchmark.JOB.format(dir=root, steps=steps, batch=benchmark.BATCH, rank=benchmark.RANK)
 
@@ -268,11 +305,12 @@ def main() -> None:
     parser.add_argument("--booted", action="store_true", help="the short jobs are units, in a booted systemd")
     parser.add_argument("--large", action="store_true", help="a model of 1 GB and many rows")
     parser.add_argument("--rows", type=int, default=200_000, help="with --large")
+    parser.add_argument("--pairs", type=int, default=0, help="what staging costs the job that trains")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = benchmark.ENVIRONMENT["OMP_NUM_THREADS"] = str(options.threads)
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, one round of each")
-    if options.large:
-        large(options)
+    if options.large or options.pairs:
+        large(options) if options.large else pairs(options)
         return
     if options.jobs:
         small(options)

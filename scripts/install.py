@@ -357,6 +357,7 @@ class Installer:
                 yield completions / name, target
         for path in sorted((CHECKOUT / "docs").glob("*.md")):
             yield path, places.doc_dir / path.name
+        yield CHECKOUT / "etc/honed-job.schema.json", places.doc_dir / "honed-job.schema.json"
         for name in ("examples", "grafana", "prometheus"):
             for path in sorted((CHECKOUT / "etc" / name).iterdir()):
                 yield path, places.doc_dir / name / path.name

@@ -1,10 +1,11 @@
 """Random jobs with real training, while every process is killed at random: see scripts/torture.
 
 Two instances run beside each other. In the quiet one each kind of job trains once, undisturbed. In the other, the
-daemon, the shims and the workers are killed, at random moments and at chosen ones (during a checkpoint, during the
-export, after the result), the daemon's system calls fail, and users drop, cancel, hold and release jobs. After the last
-kill it runs undisturbed until it is idle; then each dropped file must be exactly one job or one rejection, and each job
-that succeeded must have the same losses, predictions and weights as in the quiet one.
+daemon, the shims and the workers, staged ones and spares among them, are killed, at random moments and at chosen ones
+(during a checkpoint, during the export, after the result), the daemon's system calls fail, and users drop, cancel, hold
+and release jobs. After the last kill it runs undisturbed until it is idle; then each dropped file must be exactly one
+job or one rejection, and each job that succeeded must have the same losses, predictions and weights as in the quiet
+one.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ rescan_interval_sec = 1
 [jobs]
 poll_interval_sec = 0.1
 retry_delay_sec = 0
+stage_min_available_bytes = 0
+warm_sec = 600
 """
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
 TRAINING = {
@@ -61,9 +64,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "4bit": {"lora": LORA, "quantization": "4bit"},
 }
 #: Targets of the kills, in percent: mostly daemons, which restart quickly.
-TARGETS = {"daemon": 70, "worker": 20, "shim": 10}
+TARGETS = {"daemon": 65, "worker": 15, "shim": 10, "staged worker": 5, "staged shim": 3, "spare": 2}
 #: The same for a short run.
-FEW_TARGETS = {"daemon": 70, "worker": 15, "shim": 15}
+FEW_TARGETS = {"daemon": 60, "worker": 15, "shim": 10, "staged worker": 10, "spare": 5}
 MANY_KILLS = 200
 #: Moments of an attempt at which a process is killed; `any` is a random one.
 PHASES = ("any", "started", "step", "checkpoint", "export", "result")
@@ -159,10 +162,22 @@ class Instance:
     def running(self) -> Job | None:
         return next(iter(self.spool.jobs(State.RUNNING)), None)
 
+    def staged(self) -> Job | None:
+        return next((job for job in self.spool.jobs(State.QUEUED) if job.staged is not None), None)
+
+    def spare_pid(self) -> int | None:
+        """Return the pid of a spare worker: a child of the daemon's that has no job yet."""
+        for number in self._children(self.daemon_pid() or 0):
+            with contextlib.suppress(OSError):
+                if b"--spare" in Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0"):
+                    return next(iter(self._children(number)), number)
+        return None
+
     def record(self, job: Job) -> dict[str, Any]:
-        """Return the pids of a job's shim and worker; empty if they are gone."""
+        """Return the pids of a job's shim and worker, running or staged; empty if they are gone."""
         with contextlib.suppress(OSError, ValueError, IndexError):
-            attempt = self.layout.job(job.id).attempt(job.attempt.number)
+            number = job.staged.number if job.staged is not None else job.attempt.number
+            attempt = self.layout.job(job.id).attempt(number)
             found = json.loads((attempt.dir / "lock").read_text())
             if str(self.root) in Path(f"/proc/{found['shim_pid']}/cmdline").read_text():
                 return dict(found)
@@ -342,7 +357,8 @@ class Torture:
     def kill(self) -> None:
         """Kill one target at the chosen moment, or a little later if that moment does not come."""
         target = self.targets[0]
-        phase = self.random.choice(PHASES) if target != "daemon" or self.random.random() < 0.1 else "any"
+        is_of_job = target in {"worker", "shim"} or (target == "daemon" and self.random.random() < 0.1)
+        phase = self.random.choice(PHASES) if is_of_job else "any"
         patience = self.random.choice([0.1, 0.5, 1.0, 2.0]) * self.random.random() if phase == "any" else 20.0
         deadline = time.monotonic() + patience
         is_there = False
@@ -368,10 +384,13 @@ class Torture:
             self.hit.process.wait(DEATH_SEC)
 
     def pid_of(self, target: str) -> int | None:
-        if target == "daemon":
-            return self.hit.daemon_pid()
-        job = self.hit.running()
-        pid = self.hit.record(job).get(f"{target}_pid") if job is not None else None
+        match target:
+            case "daemon":
+                return self.hit.daemon_pid()
+            case "spare":
+                return self.hit.spare_pid()
+        job = self.hit.staged() if target.startswith("staged") else self.hit.running()
+        pid = self.hit.record(job).get(f"{target.rpartition(' ')[2]}_pid") if job is not None else None
         return pid if isinstance(pid, int) else None
 
     def run(self) -> list[str]:
@@ -522,7 +541,7 @@ class Torture:
     def end(self) -> None:
         """Kill all remaining processes."""
         for instance in (self.quiet, self.hit):
-            if (job := instance.running()) is not None:
+            for job in filter(None, (instance.running(), instance.staged())):
                 for pid in instance.record(job).values():
                     if isinstance(pid, int) and pid > 2:
                         with contextlib.suppress(ProcessLookupError):
@@ -550,6 +569,8 @@ class Torture:
             "with failing system calls": f"{tally.num_faulty_starts} ({tally.num_errors} calls failed)",
             "asked meanwhile": _words(tally.verbs),
             "attempts": sum(len(job.attempts) for job in jobs),
+            "of them staged before": sum(each.staged_at is not None for job in jobs for each in job.attempts),
+            "workers staged": sum(job.num_staged for job in jobs),
             "minutes": f"{seconds / 60:.1f}",
             "promises broken": len(violations),
         }

@@ -5,8 +5,11 @@
 #    source ~/.local/share/bash_completion/honectl
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_honectl_subparsers=(submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor)
+_shtab_honectl_subparsers=(init convert schema submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor)
 
+_shtab_honectl_init_option_strings=(-h --help --model --data --method --name -o --output)
+_shtab_honectl_convert_option_strings=(-h --help --from -o --output)
+_shtab_honectl_schema_option_strings=(-h --help)
 _shtab_honectl_submit_option_strings=(-h --help --json --hold --stage --wait)
 _shtab_honectl_check_option_strings=(-h --help --json)
 _shtab_honectl_plan_option_strings=(-h --help --json)
@@ -36,6 +39,13 @@ _shtab_honectl_metrics_option_strings=(-h --help)
 _shtab_honectl_doctor_option_strings=(-h --help --json)
 _shtab_honectl_option_strings=(-h --help --root --user --version)
 
+_shtab_honectl_init___model_COMPGEN=_shtab_compgen_dirs
+_shtab_honectl_init___data_COMPGEN=_shtab_compgen_files
+_shtab_honectl_init__o_COMPGEN=_shtab_compgen_files
+_shtab_honectl_init___output_COMPGEN=_shtab_compgen_files
+_shtab_honectl_convert_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_honectl_convert__o_COMPGEN=_shtab_compgen_files
+_shtab_honectl_convert___output_COMPGEN=_shtab_compgen_files
 _shtab_honectl_submit_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_honectl_check_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_honectl_plan_pos_0_COMPGEN=_shtab_compgen_files
@@ -58,10 +68,18 @@ _shtab_honectl_predictions_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_report_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl___root_COMPGEN=_shtab_compgen_dirs
 
+_shtab_honectl_init___method_choices=(lora qlora full)
+_shtab_honectl_convert___from_choices=(axolotl llamafactory trl unsloth openai)
 _shtab_honectl_list___state_choices=(queued held running succeeded failed cancelled)
 _shtab_honectl_prune___state_choices=(succeeded failed cancelled)
-_shtab_honectl_pos_0_choices=(submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor)
+_shtab_honectl_pos_0_choices=(init convert schema submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor)
 
+_shtab_honectl_init__h_nargs=0
+_shtab_honectl_init___help_nargs=0
+_shtab_honectl_convert__h_nargs=0
+_shtab_honectl_convert___help_nargs=0
+_shtab_honectl_schema__h_nargs=0
+_shtab_honectl_schema___help_nargs=0
 _shtab_honectl_submit_pos_0_nargs=+
 _shtab_honectl_submit__h_nargs=0
 _shtab_honectl_submit___help_nargs=0

@@ -50,8 +50,8 @@ function _shtab_honectl_using
   test "$_shtab_honectl_cmdpath" = "$argv"
 end
 
-set -g _shtab_honectl_commands submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor
-set -g _shtab_honectl_opts_with_value --after --for --job --keep --limit --max-size --older-than --owner --reason --root --rows --sample --state --step --until
+set -g _shtab_honectl_commands init convert schema submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume drain undrain reserve unreserve predictions report sandbox metrics doctor
+set -g _shtab_honectl_opts_with_value --after --data --for --from --job --keep --limit --max-size --method --model --name --older-than --output --owner --reason --root --rows --sample --state --step --until -o
 
 complete -c honectl -e
 complete -c honectl -f
@@ -60,6 +60,20 @@ complete -c honectl -n _shtab_honectl_using -s h -l help -d 'show this help mess
 complete -c honectl -n _shtab_honectl_using -l root -xka "(__fish_complete_directories)" -d 'root directory of the instance (default: $HONED_ROOT or /)'
 complete -c honectl -n _shtab_honectl_using -l user -d 'your per-user instance'
 complete -c honectl -n _shtab_honectl_using -l version -d 'show program'"'"'s version number and exit'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a init -d 'write a commented job file for a model and data, one that fits this machine'"'"'s memory; asks what is not given'
+complete -c honectl -n '_shtab_honectl_using init' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using init' -l model -xka "(__fish_complete_directories)" -d 'base model: a directory, or a hub id (org/name)'
+complete -c honectl -n '_shtab_honectl_using init' -l data -xka "(__fish_complete_path (commandline -ct))" -d 'training data: a file, a directory or a hub id; may be repeated'
+complete -c honectl -n '_shtab_honectl_using init' -l method -xka "lora qlora full" -d 'LoRA, LoRA on 4-bit weights, or full fine-tuning (default: LoRA, on 4-bit weights where it needs them)'
+complete -c honectl -n '_shtab_honectl_using init' -l name -x -d 'name of the job (default: the first data set'"'"'s)'
+complete -c honectl -n '_shtab_honectl_using init' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'job file to write (default: NAME.yaml)'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a convert -d 'convert settings of axolotl, LLaMA-Factory, TRL, an Unsloth script or an OpenAI request to a job file'
+complete -c honectl -n '_shtab_honectl_using convert' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using convert' -l from -xka "axolotl llamafactory trl unsloth openai" -d 'tool that the settings are of (default: told by their keys)'
+complete -c honectl -n '_shtab_honectl_using convert' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'write a new file instead of printing'
+complete -c honectl -n '_shtab_honectl_using convert; and test $_shtab_honectl_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a .yaml, .json, .py or .ipynb file; none of it is run'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a schema -d 'print the JSON Schema of job files, for editors'
+complete -c honectl -n '_shtab_honectl_using schema' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a submit -d 'check and submit job files; relative paths become absolute'
 complete -c honectl -n '_shtab_honectl_using submit' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using submit' -l json -d 'print JSON'

@@ -12,9 +12,11 @@ _shtab_honectl_commands() {
   local _commands=(
     cancel:'cancel queued, held or running jobs'
     check:'check job files as honed does before it accepts them'
+    convert:'convert settings of axolotl, LLaMA-Factory, TRL, an Unsloth script or an OpenAI request to a job file'
     doctor:'check this machine: versions, GPU, disk, permissions'
     drain:'start no further jobs on a device; running ones end by themselves (administrators)'
     hold:'keep a queued job from starting, or stop a running one at a checkpoint'
+    init:'write a commented job file for a model and data, one that fits this machine'"'"'s memory; asks what is not given'
     list:'list jobs and their progress: the first of each kind, or with --json all'
     logs:'show the log of a job'"'"'s attempts; with --json one line of JSON per event'
     metrics:'print the metrics of /metrics in Prometheus'"'"' text format, also while honed-web is off'
@@ -30,6 +32,7 @@ _shtab_honectl_commands() {
     reserve:'start only the jobs of one user, or one job, on a device (administrators)'
     resume:'start queued jobs again'
     sandbox:'give the units access to policy.allowed_paths (as root)'
+    schema:'print the JSON Schema of job files, for editors'
     show:'show a job'"'"'s details'
     submit:'check and submit job files; relative paths become absolute'
     trial:'run a job on eight rows, ahead of the queue, and report learning, duration and memory'
@@ -69,6 +72,16 @@ _shtab_honectl_check_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_check_defaults_added=0
 
+_shtab_honectl_convert_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--from[tool that the settings are of (default\: told by their keys)]:tool:(axolotl llamafactory trl unsloth openai)"
+  {-o,--output}"[write a new file instead of printing]:FILE:_files"
+  ":a .yaml, .json, .py or .ipynb file\; none of it is run:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_convert_defaults_added=0
+
 _shtab_honectl_doctor_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print JSON]"
@@ -96,6 +109,18 @@ _shtab_honectl_hold_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_hold_defaults_added=0
+
+_shtab_honectl_init_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--model[base model\: a directory, or a hub id (org\/name)]:MODEL:_files -/"
+  "*--data[training data\: a file, a directory or a hub id\; may be repeated]:DATA:_files"
+  "--method[LoRA, LoRA on 4-bit weights, or full fine-tuning (default\: LoRA, on 4-bit weights where it needs them)]:method:(lora qlora full)"
+  "--name[name of the job (default\: the first data set\'s)]:name:"
+  {-o,--output}"[job file to write (default\: NAME.yaml)]:FILE:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_init_defaults_added=0
 
 _shtab_honectl_list_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -251,6 +276,13 @@ _shtab_honectl_sandbox_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_sandbox_defaults_added=0
 
+_shtab_honectl_schema_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_schema_defaults_added=0
+
 _shtab_honectl_show_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print JSON]"
@@ -338,9 +370,11 @@ _shtab_honectl() {
       case $line[1] in
         cancel) _arguments -C -s $_shtab_honectl_cancel_options ;;
         check) _arguments -C -s $_shtab_honectl_check_options ;;
+        convert) _arguments -C -s $_shtab_honectl_convert_options ;;
         doctor) _arguments -C -s $_shtab_honectl_doctor_options ;;
         drain) _arguments -C -s $_shtab_honectl_drain_options ;;
         hold) _arguments -C -s $_shtab_honectl_hold_options ;;
+        init) _arguments -C -s $_shtab_honectl_init_options ;;
         list) _arguments -C -s $_shtab_honectl_list_options ;;
         logs) _arguments -C -s $_shtab_honectl_logs_options ;;
         metrics) _arguments -C -s $_shtab_honectl_metrics_options ;;
@@ -356,6 +390,7 @@ _shtab_honectl() {
         reserve) _arguments -C -s $_shtab_honectl_reserve_options ;;
         resume) _arguments -C -s $_shtab_honectl_resume_options ;;
         sandbox) _arguments -C -s $_shtab_honectl_sandbox_options ;;
+        schema) _arguments -C -s $_shtab_honectl_schema_options ;;
         show) _arguments -C -s $_shtab_honectl_show_options ;;
         submit) _arguments -C -s $_shtab_honectl_submit_options ;;
         trial) _arguments -C -s $_shtab_honectl_trial_options ;;

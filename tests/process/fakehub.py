@@ -25,6 +25,7 @@ class Repository:
     files: dict[str, bytes]
     commits: dict[str, str] = field(default_factory=lambda: {"main": "1" * 40})  #: revision → commit
     gated: bool = False
+    license: str | None = None
     token: str | None = None  #: needed to download it
     sizes: dict[str, int] = field(default_factory=dict)  #: what the listing claims instead
     drops: dict[str, list[int]] = field(default_factory=dict)  #: file → bytes after which a connection is cut, in turn
@@ -147,11 +148,11 @@ class Hub:
             "sha": commit,
             "siblings": siblings,
             "private": False,
-            "gated": False,
+            "gated": "auto" if repository.gated else False,
             "disabled": False,
             "downloads": 0,
             "likes": 0,
-            "tags": [],
+            "tags": [f"license:{repository.license}"] if repository.license else [],
         }
         data = json.dumps(body).encode()
         asked.send_response(200)

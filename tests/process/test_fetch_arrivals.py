@@ -159,7 +159,7 @@ def test_the_hub_is_left_alone_where_the_administrator_does_not_allow_it_any_mor
     fetching.start()
     wait_for_bytes(fetching)
     num_requests = len(hub.requests)
-    fetching.configure("")
+    fetching.configure("[policy]\nhub = false\n")
     assert fetching.process is not None
     fetching.process.send_signal(signal.SIGHUP)
     wait_for(lambda: "policy.hub" in fetching.rejected().get("stopped.json", ""), what="the first refusal")

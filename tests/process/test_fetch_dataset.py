@@ -162,6 +162,7 @@ def test_a_private_data_set_is_fetched_with_the_token_and_one_configuration_of_s
 def test_where_nothing_may_be_fetched_a_data_set_is_refused_with_the_command_and_used_once_it_is_there(
     instance: Instance, hub: Hub
 ) -> None:
+    instance.configure("[policy]\nhub = false\n")
     instance.drop("refused", datasets=[{"path": "org/rows", "split": "train"}])
     assert instance.drain() == 0
     reason = " ".join(instance.rejected()["refused.json"].split())

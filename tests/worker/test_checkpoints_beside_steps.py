@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from honed.worker.stop import Stop
 from honed.worker.train import checkpoint, digest, disk_reserve
+from honed.worker.train.checkpoint import Progress
 from honed.worker.train.divergence import Divergence
 from honed.worker.train.watched import WatchedTrainer
 from worker.conftest import Ended, MakeJob, WorkerJob, read_events
@@ -50,16 +52,19 @@ def hold_back(monkeypatch: pytest.MonkeyPatch, job: WorkerJob, *, number: int, u
     monkeypatch.setattr(checkpoint, "seal", late)
 
 
-def fail_syncs(monkeypatch: pytest.MonkeyPatch, *, of: set[str], number: int) -> None:
-    """Have the syncs of these checkpoints' files fail."""
+def fail_syncs(monkeypatch: pytest.MonkeyPatch, *, of: set[str], number: int) -> list[Path]:
+    """Have the syncs of these checkpoints' files fail; return the files for which they have."""
     sync: Callable[[Path], None] = digest._sync
+    failed: list[Path] = []
 
     def failing(path: Path) -> None:
         if path.parent.name in of:
+            failed.append(path)
             raise OSError(number, os.strerror(number), str(path))
         sync(path)
 
     monkeypatch.setattr(digest, "_sync", failing)
+    return failed
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, *, of: str) -> None:
@@ -110,6 +115,25 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_it_is_sealed_later(
     ended = job.run(2)
     assert ended.status == 0, ended.result["error"]
     assert ended.losses == {step: loss for step, loss in undisturbed.losses.items() if step > 2}
+
+
+def test_a_stop_gives_up_an_earlier_checkpoint_where_its_time_suffices_for_the_last_step_s_alone(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, seal = make_job(**KEYS), checkpoint.seal
+
+    def slow(path: Path, progress: Progress, *, beat: Callable[[], None]) -> None:
+        deadline = time.monotonic() + DEADLINE_SEC
+        while path.name == "checkpoint-4":
+            assert time.monotonic() < deadline
+            beat()  # a piece is hashed
+            time.sleep(0.01)
+        seal(path, progress, beat=beat)
+
+    monkeypatch.setattr(checkpoint, "seal", slow)
+    monkeypatch.setattr(Stop, "left_sec", property(lambda self: 6.0 if self.is_set else None))
+    job.stopped_at(5)
+    assert names(job) == {"checkpoint-2", "checkpoint-5"}
 
 
 def test_a_checkpoint_that_cannot_be_synced_ends_the_run_with_the_error_and_is_not_there(
@@ -171,28 +195,49 @@ def test_a_run_that_may_be_lost_saves_nothing_in_the_stead_of_one_that_found_no_
     assert names(job) == set()
 
 
-def test_the_best_checkpoint_is_written_again_if_it_finds_no_room(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another step's weights in its stead would be the output, and the earlier best would be removed for them."""
-    losses = {2: 2.0, 4: 1.0, 6: 3.0, 8: 4.0}
+def of_best(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> WorkerJob:
+    """Return a job that ends with its best checkpoint; `losses`: those of its evaluations."""
     evaluate = WatchedTrainer._evaluate
 
     def told(self: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
         return evaluate(self, *args, **kwargs) | {"eval_loss": losses.get(self.state.global_step, 9.0)}
 
     monkeypatch.setattr(WatchedTrainer, "_evaluate", told)
-    monkeypatch.setattr(disk_reserve, "SPARE_BYTES", -(2**60))
     training = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "learning_rate": 1e-3}
     training |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 1}
-    job = make_job(**KEYS | {"eval_split": 0.25, "training": training})
+    return make_job(**KEYS | {"eval_split": 0.25, "training": training})
+
+
+@pytest.mark.parametrize("is_suspicious", [False, True])
+def test_the_best_checkpoint_is_written_again_if_it_finds_no_room(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, is_suspicious: bool
+) -> None:
+    """Another step's weights in its stead would be the output, and the earlier best would be removed for them."""
+    monkeypatch.setattr(disk_reserve, "SPARE_BYTES", -(2**60))
+    if is_suspicious:  # when the best one finds no room
+        monkeypatch.setattr(Divergence, "is_suspicious", property(lambda self: self._good_step == 4))
+    job = of_best(make_job, monkeypatch, {2: 2.0, 4: 1.0, 6: 3.0, 8: 4.0})
     fail_once(monkeypatch, of="checkpoint-4")
     ended = job.run()
     assert ended.status == 0, ended.result["error"]
-    assert [each["step"] for each in ended.of("checkpoint")] == [2, 4, 6, 8]
+    later = [5, 6, 8] if is_suspicious else [6, 8]  # the one that was due is made up for
+    assert [each["step"] for each in ended.of("checkpoint")] == [2, 4, *later]
     assert names(job) == {"checkpoint-4", "checkpoint-8"}
     assert not ended.messages("error")
     best, output = (
         load_file(place / "model.safetensors") for place in (job.dir / "checkpoints/checkpoint-4", job.dir / "output")
     )
     assert all(torch.equal(output[name], best[name]) for name in output)
+
+
+def test_a_best_checkpoint_that_finds_no_room_costs_neither_the_earlier_best_nor_the_newest(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = of_best(make_job, monkeypatch, {2: 2.0, 4: 3.0, 6: 1.0})
+    failed = fail_syncs(monkeypatch, of={"checkpoint-6"}, number=errno.ENOSPC)
+    free_bytes = disk_reserve.free_bytes
+    monkeypatch.setattr(disk_reserve, "free_bytes", lambda path: 0 if failed else free_bytes(path))
+    ended = job.run()
+    assert ended.status == 73
+    assert ended.result["error"]["code"] == "disk_insufficient"
+    assert names(job) == {"checkpoint-2", "checkpoint-4"}

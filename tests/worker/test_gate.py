@@ -254,6 +254,30 @@ def test_a_worker_that_waits_begins_again_once_the_files_do_not_change_any_more(
     assert again.value.environment == {STAGED_VARIABLE: "1", NVML_CHECK: "1"}  # it waits again
 
 
+def test_files_that_a_network_does_not_show_keep_nobody_at_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "MAX_LOOK_SEC", 0.3)
+    layout, rows, answers, told = JobLayout(tmp_path), tmp_path / "rows.jsonl", threading.Event(), []
+    rows.write_text("{}\n")
+    gate = gate_of(layout, {STAGED_VARIABLE: "1"}, again=_again)
+    gate.watch([rows])
+    stat = Path.stat
+
+    def hanging(self: Path, **keys: Any) -> os.stat_result:
+        assert self != rows or answers.wait(WORKER_TIMEOUT_SEC)
+        return stat(self, **keys)
+
+    monkeypatch.setattr(Path, "stat", hanging)
+    try:
+        Pass(1, 1).write(layout)
+        gate.wait(warn=told.append)
+    finally:
+        answers.set()
+    assert not gate.is_closed
+    assert [text.partition(":")[0] for text in told] == [str(rows)]
+
+
 def test_a_worker_in_which_cuda_is_initialised_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

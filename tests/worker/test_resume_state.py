@@ -247,6 +247,15 @@ def test_ten_minutes_are_the_default() -> None:
     assert JobSpec.model_fields["save_interval_sec"].default == 600
 
 
+def test_a_job_whose_earlier_attempt_never_trained_does_not_start_over(make_job: MakeJob) -> None:
+    job = make_job(**keys(save_steps=3))
+    job.events_path(1).parent.mkdir(parents=True)
+    job.events_path(1).write_text('{"event": "stage", "time": 1.0, "stage": "staged"}\n')
+    second = job.run(2)
+    assert second.status == 0, second.result
+    assert second.of("started_over") == []
+
+
 def test_a_job_without_a_whole_checkpoint_says_so_and_starts_over(make_job: MakeJob) -> None:
     wanted = keys(save_steps=3)
     job = make_job(**wanted)

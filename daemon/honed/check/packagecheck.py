@@ -64,7 +64,7 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, h
             fix={"resources.gpus": 0},
         )
     if job_spec.guard is not None:
-        metric_names.check(job_spec.guard.metric, "guard.metric")
+        metric_names.check(metric_names.parts(job_spec.guard.metric)[0], "guard.metric")
     for name in job_spec.predictions.metrics if job_spec.predictions.metrics != "auto" else ():
         metric_names.check(name, "predictions.metrics")
     if (chooser := metric_names.chooser(job_spec.training.metric_for_best_model)) is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from honed.check.policy import Policy, nearest_existing
 from honed.inputs.basemodel import BITS, BaseModelInfo
+from honed.job import removal
 from honed.job.progress import gib
 from honed.plan import precision
 from honed.plan.plan import Plan
@@ -135,6 +136,8 @@ def check_room(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
         output = written * BITS[saved] // BITS[made.precision.load_dtype] + beside
     if job_spec.kind == "merge":
         checkpoints, output = 0, made.model.num_parameters * BITS[made.precision.load_dtype] // 8
+    if job_spec.kind == "evaluate":
+        checkpoints, output = 0, 0
     if job_spec.save_merged != "none":
         output += made.model.num_parameters * 2 + beside
     rows = made.rows.disk_bytes if made.rows is not None else 0
@@ -151,8 +154,12 @@ def check_room(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
         free = shutil.disk_usage(existing).free
         if total > free:
             parts = ", ".join(f"{what} {gib(num_bytes)}" for _, what, num_bytes in listed if num_bytes)
+            cached = 0  # of the caches of rows, the helper may read its user's own
+            if existing.stat().st_dev == nearest_existing(layout.rows_dir).stat().st_dev:
+                cached = removal.measure(layout.rows_dir / str(os.geteuid())).num_bytes
+            cache = f"; encoded rows of earlier jobs take {gib(cached)} (honectl prune --rows)" if cached else ""
             raise DiskShortError(
-                f"{existing}: about {gib(total)} is needed ({parts}), but only {gib(free)} is free",
+                f"{existing}: about {gib(total)} is needed ({parts}), but only {gib(free)} is free{cache}",
                 hint="free disk space (honectl prune), set training.save_total_limit, set output_dir on another file "
                 "system, or use fewer rows (max_rows)",
             )

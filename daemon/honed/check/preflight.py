@@ -51,9 +51,11 @@ from honed.plan.plan import Plan
 from honed.run.helper import READY, STAGE_BYTES
 from honed.run.reply import Answer, Passed, Refused
 from honed.run.snapshot import Missing
-from honed.spec import problem, recipient, spec
+from honed.spec import problem, recipient, spec, sweep
 from honed.spec.config import Config, devices
+from honed.spec.document import Document
 from honed.spec.spec import JobSpec
+from honed.spec.sweep import Member
 from honed.system import device, installed, niceness, quote, training
 from honed.system import layout as layouts
 from honed.system.device import Device
@@ -92,6 +94,7 @@ class Verdict:
     lines: Mapping[str, int] = field(default_factory=dict)  #: line numbers of the job file's top-level keys
     hub_datasets: Mapping[str, DatasetPlace] = field(default_factory=dict)  #: local paths of hub data sets, by key
     is_sampled: bool = False  #: True if a data set has more rows than the first ones, which were checked
+    members: tuple[Member, ...] = ()  #: of a sweep; the rest is about the first of them
 
     def places(self) -> dict[str, dict[str, object]]:
         """Return `hub_datasets` in the plan's format."""
@@ -157,13 +160,14 @@ def check(
         progress("spec")
         parsed = spec.read(spec_path, data, max_bytes=config.spool.max_spec_bytes)
         try:
+            members = _members(parsed, config)
             job_spec = spec.of(parsed)
             entitlement.require_class(config, job_spec.job_class, os.getuid() if uid is None else uid)
             with modality.naming(job_spec.parts.patterns):
                 job_spec, places, missing = hubdata.located(
                     job_spec, layout.cache_dir, allow_hub=config.policy.hub, commits=asked.dataset_commits
                 )
-                verdict = replace(_check(job_spec, asked, missing), hub_datasets=places)
+                verdict = replace(_check(job_spec, asked, missing), hub_datasets=places, members=members)
         except HonedError as error:
             problem.locate(error, parsed.data, parsed.lines)
             raise
@@ -181,6 +185,21 @@ def check(
     except Exception as error:
         traceback.print_exc()
         raise unforeseen(error) from error
+
+
+def _members(parsed: Document, config: Config) -> tuple[Member, ...]:
+    """Return the jobs of a sweep, whose job files are all valid; empty for a single job. Raises SpecError."""
+    if not sweep.is_in(parsed.data):
+        return ()
+    found = sweep.members(parsed.data, parsed.lines, max_jobs=config.spool.max_sweep_jobs)
+    for member in found:
+        try:
+            spec.validate(member.document, sweep.lines_of(member, parsed.lines), parsed.problems)
+        except SpecError as error:
+            # No edit of the file's own key helps where the sweep sets it.
+            told = "\n".join(f"{line} (with {member.words})" for line in error.said.splitlines())
+            raise SpecError(told, hint=error.hint) from error
+    return tuple(found)
 
 
 def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict:
@@ -250,7 +269,7 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     made = replace(
         _first_that_fits(candidates, fitting),
         rows_template=templatecheck.for_rows(job_spec, model),
-        rows=looked.needs if job_spec.kind == "sft" else None,
+        rows=looked.needs if job_spec.kind != "merge" else None,
     )
     progress("output directory")
     output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)
@@ -472,6 +491,7 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
         references=spec.references(verdict.spec),
         waits_for=verdict.waits_for,
         needs_fetch=verdict.needs_fetch,
+        members=tuple({"document": each.document, "values": each.values} for each in verdict.members),
     )
 
 

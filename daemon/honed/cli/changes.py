@@ -9,13 +9,17 @@ from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.job.job import State
 from honed.job.shape import ChangedRow
-from honed.system.error import HonedError
+from honed.system.error import HonedError, UsageError
+
+#: The states of a sweep's jobs to which a verb applies, where it names the sweep.
+GROUP_VERBS = {"cancel": ("queued", "held", "running"), "hold": ("queued", "running"), "release": ("held",)}
 
 
 def change(instance: Instance, options: argparse.Namespace) -> int:
     arguments = {"from_start": options.from_start} if options.verb == "requeue" else {}
     changed: list[ChangedRow | dict[str, object]] = []
     status = 0
+    options.ids = [number for reference in options.ids for number in _each(instance, options.verb, reference)]
     for reference in options.ids:
         try:
             job = instance.change(options.verb, reference, **arguments)
@@ -34,6 +38,19 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
     if options.json:
         terminal.console.print_json(json.dumps(changed))
     return status
+
+
+def _each(instance: Instance, verb: str, reference: str) -> list[str]:
+    """Return the jobs of a sweep that a verb applies to, if the reference names a sweep and no job; else itself."""
+    if verb not in GROUP_VERBS:
+        return [reference]
+    jobs = instance.jobs(names=[reference])
+    if any(reference in (job["name"], str(job["id"])) for job in jobs) or not any(job.get("group") for job in jobs):
+        return [reference]
+    found = [str(job["id"]) for job in jobs if job["state"] in GROUP_VERBS[verb]]
+    if not found:
+        raise UsageError(f"sweep {reference}: none of its {len(jobs)} jobs is {' or '.join(GROUP_VERBS[verb])}")
+    return found
 
 
 def _became(verb: str, job: ChangedRow) -> str:

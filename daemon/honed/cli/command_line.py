@@ -77,9 +77,48 @@ def parser() -> argparse.ArgumentParser:
             verb.add_argument("--json", action="store_true", help="print JSON")
         return verb
 
-    for group in (_add_files, _add_jobs, _add_changes, _add_devices, _add_results, _add_machine):
+    for group in (_add_beginnings, _add_files, _add_jobs, _add_changes, _add_devices, _add_results, _add_machine):
         group(add)
     return made
+
+
+def _add_beginnings(add: Add) -> None:
+    """Add the verbs that make a job file."""
+    verb = add(
+        "init",
+        "init:init",
+        "write a commented job file for a model and data, one that fits this machine's memory; asks what is not given",
+        as_json=False,
+    )
+    verb.add_argument("--model", metavar="MODEL", help="base model: a directory, or a hub id (org/name)")
+    verb.add_argument(
+        "--data",
+        metavar="DATA",
+        action="append",
+        help="training data: a file, a directory or a hub id; may be repeated",
+    )
+    verb.add_argument(
+        "--method",
+        choices=["lora", "qlora", "full"],
+        help="LoRA, LoRA on 4-bit weights, or full fine-tuning (default: LoRA, on 4-bit weights where it needs them)",
+    )
+    verb.add_argument("--name", help="name of the job (default: the first data set's)")
+    verb.add_argument("-o", "--output", type=Path, metavar="FILE", help="job file to write (default: NAME.yaml)")
+    verb = add(
+        "convert",
+        "convert:convert",
+        "convert settings of axolotl, LLaMA-Factory, TRL, an Unsloth script or an OpenAI request to a job file",
+        as_json=False,
+    )
+    verb.add_argument("file", type=Path, metavar="FILE", help="a .yaml, .json, .py or .ipynb file; none of it is run")
+    verb.add_argument(
+        "--from",
+        dest="tool",
+        choices=["axolotl", "llamafactory", "trl", "unsloth", "openai"],
+        help="tool that the settings are of (default: told by their keys)",
+    )
+    verb.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a new file instead of printing")
+    add("schema", "schema:schema", "print the JSON Schema of job files, for editors", as_json=False)
 
 
 def _add_files(add: Add) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from honed.check.policy import nearest_existing
-from honed.cli import cluster, sandbox, terminal
+from honed.cli import cluster, commands, sandbox, terminal
 from honed.cli.instance import Instance
 from honed.job.corrupt import Corrupt
 from honed.job.progress import gib
@@ -33,7 +33,7 @@ from honed.spec.config import Config
 from honed.system import access, device, installed, message, training
 from honed.system.client import Client
 from honed.system.error import EnvironmentInvalidError, HonedError
-from honed.system.layout import Layout
+from honed.system.layout import Layout, UserLayout
 
 Status = Literal["ok", "warning", "error"]
 
@@ -133,8 +133,8 @@ def _instance(layout: Layout, config: Config) -> list[Finding]:
         _permissions(layout),
         _entries(layout),
         _acls(layout),
-        _systemd(),
-        *(_machine(config) if layout.root == Path("/") and Path("/run/systemd/system").is_dir() else ()),
+        _systemd(layout),
+        *(_machine(config) if layout.is_of_system and Path("/run/systemd/system").is_dir() else ()),
         _daemon(layout),
         *_devices(layout),
     ]
@@ -177,7 +177,7 @@ _USES = {
 
 def _package(name: str, window: str, *, is_needed: bool) -> Finding:
     found = installed.version(name)
-    install = f"pip install '{name}{window}'"
+    install = commands.pip(f"{name}{window}")
     if found is None and is_needed:
         return Finding(name, "error", "not installed: no job can be trained", install)
     if found is None:
@@ -202,7 +202,7 @@ def _beside_unsloth() -> list[Finding]:
     if zoo != unsloth:
         trouble.append(f"unsloth_zoo {zoo or 'is missing, and'} must have the same version, {unsloth}")
     if trouble:
-        hint = "run pip install 'honed[unsloth]' again; until then write backend: transformers"
+        hint = f"run {commands.pip('honed[unsloth]')} again; until then write backend: transformers"
         return [Finding("unsloth fits", "error", "; ".join(trouble), hint)]
     return [Finding("unsloth fits", "ok", f"{unsloth} with the versions above")]
 
@@ -238,7 +238,7 @@ def ask(code: str, *, timeout_sec: float = CHILD_TIMEOUT_SEC) -> dict[str, Any]:
 def _torch() -> Finding:
     """Check that torch loads, and sees as many GPUs as the driver."""
     if installed.version("torch") is None:
-        return Finding("torch loads", "error", "not installed", "pip install 'honed[train]'")
+        return Finding("torch loads", "error", "not installed", commands.pip("honed[train]"))
     try:
         answer = ask(_TORCH)
     except EnvironmentInvalidError as error:
@@ -276,7 +276,7 @@ def _torchvision() -> Finding:
 def _bitsandbytes() -> Finding:
     if installed.version("bitsandbytes") is None:
         return Finding(
-            "bitsandbytes loads", "warning", "not installed; needed for 4bit and 8bit", "pip install bitsandbytes"
+            "bitsandbytes loads", "warning", "not installed; needed for 4bit and 8bit", commands.pip("bitsandbytes")
         )
     try:
         answer = ask(_BITSANDBYTES)
@@ -333,12 +333,17 @@ def _permissions(layout: Layout) -> Finding:
     """Check the files that honed writes; before its first start there are none yet."""
     if not layout.spool_dir.is_dir():
         return Finding(
-            "permissions", "warning", f"{layout.spool_dir} does not exist yet", "honed creates it at its first start"
+            "permissions",
+            "warning",
+            f"{layout.spool_dir} does not exist yet",
+            f"honed creates it at its first start: {commands.of(layout).start}",
         )
     places = (layout.spool_dir, layout.spool_dir / "incoming", layout.state_dir, layout.jobs_dir)
     missing = [str(path) for path in places if not path.is_dir()]
     if missing:
-        return Finding("permissions", "error", f"missing: {', '.join(missing)}", "start honed, which creates them")
+        return Finding(
+            "permissions", "error", f"missing: {', '.join(missing)}", f"honed creates them: {commands.of(layout).start}"
+        )
     if layout.spool_dir.stat().st_mode & 0o002:
         return Finding("permissions", "error", f"{layout.spool_dir} is world-writable", f"chmod o-w {layout.spool_dir}")
     devices = {path.stat().st_dev for path in (layout.spool_dir, layout.spool_dir / "incoming")}
@@ -350,22 +355,32 @@ def _permissions(layout: Layout) -> Finding:
         detail = (
             f"{layout.spool_dir}/incoming: everyone may remove and replace other users' files (mode {mode & 0o7777:o})"
         )
-        return Finding("permissions", "error", detail, f"chmod 1730 {layout.spool_dir}/incoming")
+        mode_words = "1730" if layout.is_of_system else "700"
+        return Finding("permissions", "error", detail, f"chmod {mode_words} {layout.spool_dir}/incoming")
     if not os.access(layout.spool_dir / "incoming", os.W_OK | os.X_OK):
-        return Finding("permissions", "warning", "you may not submit jobs", "join the group honed-submit")
+        hint = (
+            "join the group honed-submit"
+            if layout.is_of_system
+            else f"it belongs to another user: ls -ld {layout.root}"
+        )
+        return Finding("permissions", "warning", "you may not submit jobs", hint)
     return Finding("permissions", "ok", f"{layout.spool_dir} and {layout.state_dir} have the right owners and modes")
 
 
-def _systemd() -> Finding:
+def _systemd(layout: Layout) -> Finding:
     if not Path("/run/systemd/system").is_dir():
         return Finding(
             "systemd", "ok", "systemd is not running here: honed runs in the foreground, with workers as its children"
+        )
+    if not (layout.is_of_system or isinstance(layout, UserLayout)):
+        return Finding(
+            "systemd", "ok", "not needed: this instance runs in the foreground, with workers as its children"
         )
     try:
         import sdnotify  # noqa: F401, PLC0415
     except ImportError:
         return Finding(
-            "systemd", "error", "the package sdnotify is missing: honed cannot report READY", "pip install sdnotify"
+            "systemd", "error", "the package sdnotify is missing: honed cannot report READY", commands.pip("sdnotify")
         )
     return Finding("systemd", "ok", "running; honed reports its status to it")
 
@@ -375,7 +390,7 @@ def _entries(layout: Layout) -> Finding:
     try:
         names = corrupt.names()
     except OSError as error:
-        return Finding("entries", "warning", f"{corrupt.dir}: {error.strerror}", "run honectl doctor as root")
+        return Finding("entries", "warning", f"{corrupt.dir}: {error.strerror}", "run it as honed's user")
     if not names:
         return Finding("entries", "ok", "no damaged job entry")
     hint = f"read {corrupt.dir}/*.reason, then remove the files there"
@@ -626,7 +641,7 @@ def _reporting(layout: Layout, config: Config) -> list[Finding]:
         return [Finding(check, "warning", f"{waiting}: {trouble}", "they are retried automatically")]
     if num_refused := len(list(outbox.refused_dir(path).glob("*.json"))):
         detail = f"{waiting}; {num_refused} rows were rejected; they are in {outbox.refused_dir(path)}"
-        return [Finding(check, "warning", detail, "systemctl reload honed-send retries them; or remove them")]
+        return [Finding(check, "warning", detail, f"to retry them: {commands.of(layout).resend}; or remove them")]
     if num_lost := outbox.num_lost(path):
         detail = f"{waiting}; {num_lost} rows were discarded because the outbox was full"
         return [Finding(check, "warning", detail, f"raise reporting.max_outbox_bytes; then rm {path}/lost.json")]
@@ -641,10 +656,11 @@ def _notices(layout: Layout) -> list[Finding]:
     waiting, refused = notification.waiting(layout), list(notification.refused_dir(layout).glob("*.json"))
     old = [path for path in waiting if time.time() - _changed_at(path) > NOTICE_PATIENCE_SEC]
     if old:
-        return [Finding(check, "warning", f"{len(old)} are not delivered", "see journalctl -u honed-send")]
+        return [Finding(check, "warning", f"{len(old)} are not delivered", f"see {commands.of(layout).send_log}")]
     if refused:
         detail = f"{len(refused)} were rejected; they are in {notification.refused_dir(layout)}"
-        return [Finding(check, "warning", detail, "systemctl reload honed-send retries them; or remove them")]
+        hint = f"to retry them: {commands.of(layout).resend}; or remove them"
+        return [Finding(check, "warning", detail, hint)]
     return [Finding(check, "ok", f"{len(waiting)} wait")] if waiting else []
 
 
@@ -662,7 +678,7 @@ def _daemon(layout: Layout) -> Finding:
             connection.connect(str(layout.control_path))
         except OSError as error:
             detail = f"does not respond at {layout.control_path}: {error.strerror or error}"
-            return Finding("honed", "warning", detail, "systemctl start honed")
+            return Finding("honed", "warning", detail, commands.of(layout).start)
     return Finding("honed", "ok", "running")
 
 
@@ -672,8 +688,9 @@ def _devices(layout: Layout) -> list[Finding]:
         rows = Client(layout.control_path, timeout_sec=10.0).ask("status")["devices"]
     except (HonedError, KeyError):
         return []
+    honectl = commands.of(layout).honectl
     return [
-        Finding("device", "warning", f"{row['label']} is {closure['detail']}", f"honectl undrain {row['device']}")
+        Finding("device", "warning", f"{row['label']} is {closure['detail']}", f"{honectl} undrain {row['device']}")
         if closure["reason"] == "drained"
         else Finding("device", "ok", f"{row['label']} is {closure['detail']}")
         for row in rows

@@ -46,6 +46,8 @@ def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = ()) ->
             error.is_refusal = True
             raise
     told = [f"{each}; honectl submit writes the absolute path" for each in found.changes]
+    if verdict.members:
+        told.append(f"sweep: {len(verdict.members)} jobs; models, data, memory and disk are those of the first")
     warnings = map(quote.show, verdict.warnings)  # the file's own submitter asks
     return replace(verdict, warnings=[*told, *warnings, *_not_there(instance, verdict.spec, beside)])
 
@@ -78,12 +80,13 @@ def _made(instance: Instance, path: Path) -> dict[str, Path]:
         names = set(specs.references(specs.load(path)).values())
     except HonedError:
         return {}  # the check reports its fault
-    made = {}
+    made: dict[str, Path] = {}
     for name in sorted(names) if instance.layout.spool_dir.is_dir() else ():
         known = instance.jobs(names=[name])
         newest = max(known, key=lambda job: job["id"], default=None)
         if newest is not None and newest["state"] == "succeeded":
-            made[name] = Path(instance.show(str(newest["id"]))["artifacts"]["output_dir"])
+            output_dir = instance.show(str(newest["id"]))["artifacts"]["output_dir"]
+            made |= {} if output_dir is None else {name: Path(output_dir)}
     return made
 
 
@@ -105,6 +108,17 @@ def _options(needed: Missing) -> str:
     return options if needed.key == "base_model" else f"--dataset {options}"
 
 
+def say_offers(instance: Instance, verdicts: Iterable[Verdict]) -> None:
+    """Print size, licence and gating of what honed would fetch for these jobs, each once."""
+    if not (needy := [each for each in verdicts if each.needs_fetch]):
+        return
+    from honed.inputs import offer
+
+    found = [missing for each in needy for missing in offer.missing(each.spec, instance.layout.cache_dir)]
+    for each in dict.fromkeys(found):
+        terminal.say(f"{each.key}: {offer.told(each, instance.layout)}")
+
+
 class _Checked(TypedDict):
     file: str
     ok: bool
@@ -117,6 +131,7 @@ class _Checked(TypedDict):
 
 def check(instance: Instance, options: argparse.Namespace) -> int:
     answers: list[_Checked] = []
+    verdicts = []
     for path in options.files:
         try:
             verdict = check_one(instance, path, beside=options.files)
@@ -133,6 +148,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
                 }
             )
         else:
+            verdicts.append(verdict)
             needed = verdict.needs_fetch.as_dict() if verdict.needs_fetch else None
             answers.append(
                 {
@@ -157,9 +173,26 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
         else:
             is_named = fault["message"].startswith(answer["file"])
             terminal.say_error(fault, prefix="" if is_named else f"{answer['file']}: ")
+            _say_foreign(answer)
         for warning in answer["warnings"]:
             terminal.say(f"  warning: {warning}", style="yellow")
+    say_offers(instance, verdicts)
     return int(not all(answer["ok"] for answer in answers))
+
+
+#: Unknown keys from which on a file is probably another tool's.
+MANY_UNKNOWN = 5
+
+
+def _say_foreign(answer: _Checked) -> None:
+    """Name honectl convert, if a rejected file is another tool's."""
+    if sum(each["message"].startswith("unknown key") for each in answer["faults"]) < MANY_UNKNOWN:
+        return
+    from honed.cli import foreign
+
+    if (tool := foreign.recognised(Path(answer["file"]))) is not None:
+        command = f"honectl convert {shlex.quote(answer['file'])}"
+        terminal.say(f"these look like settings of {tool}: {command} makes a job file of them", style="bold")
 
 
 def plan(instance: Instance, options: argparse.Namespace) -> int:
@@ -178,7 +211,7 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     words = {None: "none", True: "yes", False: "no"}
     for key, why in made.precision.reasons.items():
         value = getattr(made.precision, key, None)
-        if key == "optim" and value is None:  # the plan keeps the job's own
+        if key == "optim" and value is None and verdict.spec.kind == "sft":  # the plan keeps the job's own
             value = verdict.spec.training.optim
         terminal.say(f"{key}: {words[value] if value is None or isinstance(value, bool) else value}", style="bold")
         terminal.say(f"  {why}")

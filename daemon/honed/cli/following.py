@@ -77,6 +77,7 @@ def say_end(job: Shown) -> None:
     words = f"{job['state']}, but {remark}" if remark else job["state"]
     terminal.say(f"job {job['id']} ({job['name']}): {words}", style=style)
     if job["state"] == "succeeded":
-        terminal.say(f"  {job['artifacts']['output_dir']}")
+        if (output_dir := job["artifacts"]["output_dir"]) is not None:
+            terminal.say(f"  {output_dir}")
     elif job["error"]:
         terminal.say_error(job["error"], prefix="  ")

@@ -13,10 +13,10 @@ from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.job.job import MAX_PRIORITY
 from honed.job.progress import duration, together
-from honed.system.error import EnvironmentInvalidError, NotPermittedError
+from honed.system.error import EnvironmentInvalidError, NotPermittedError, UsageError
 
 if TYPE_CHECKING:
-    from honed.job.shape import Arrival, Row, Shown
+    from honed.job.shape import Arrival, GroupShown, Row, Shown
 
 #: Characters of an outcome and its remark in a line of the list.
 MAX_OUTCOME = 60
@@ -54,6 +54,10 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         for job in jobs
     ]
     columns = list(COLUMNS)
+    if any(job.get("group") for job in jobs):
+        columns.insert(2, "sweep")
+        for row, job in zip(rows, jobs, strict=True):
+            row.insert(2, _swept(job))
     if any(job.get("waiting_for") for job in jobs):
         columns.append("waiting because")
         for row, job in zip(rows, jobs, strict=True):
@@ -77,6 +81,14 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     elif sum(job["state"] == "queued" for job in jobs) > 1:
         terminal.say(_DOWN, style="dim")
     return 0
+
+
+def _swept(job: Row) -> str:
+    """Return the sweep of a job, and its values; empty for any other job."""
+    if not (group := job.get("group")):
+        return ""
+    values = ", ".join(f"{key.rpartition('.')[2]} {json.dumps(value)}" for key, value in group["values"].items())
+    return terminal.plain(f"{group['id']}: {values}", limit=60)
 
 
 def _priority(job: Row) -> int | str:
@@ -104,7 +116,7 @@ def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
     too_much = {"submitted (UTC)"} if terminal.console.width < WIDE else set()
     waits: list[str] = []
     if terminal.console.width < BROAD:
-        too_much |= {"priority", "waiting because"}
+        too_much |= {"priority", "waiting because", "sweep"}
         for row in rows:
             row[columns.index("name")] = terminal.plain(row[columns.index("name")], limit=NARROW_NAME)
         waits = [f"job {row[0]}: {row[-1]}" for row in rows if columns[-1] == "waiting because" and row[-1]]
@@ -152,7 +164,13 @@ def _fetch_line(arrival: Arrival) -> str:
 
 
 def show(instance: Instance, options: argparse.Namespace) -> int:
-    job = instance.show(options.id)
+    try:
+        job = instance.show(options.id)
+    except UsageError as error:
+        try:
+            return _show_group(instance.read("group", options.id), as_json=options.json)
+        except UsageError:
+            raise error from None
     if options.json:
         terminal.console.print_json(json.dumps(job))
         return 0
@@ -208,6 +226,31 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         terminal.table(["memory", "estimated", "used"], memory, right=["estimated", "used"])
     if audits := [item for item in job["events"] if item["event"] == "audit"]:
         _say_audit(audits)
+    return 0
+
+
+def _show_group(found: GroupShown, *, as_json: bool) -> int:
+    """Print the jobs of a sweep with their values and losses."""
+    if as_json:
+        terminal.console.print_json(json.dumps(found))
+        return 0
+    terminal.say(
+        f"sweep {found['id']} ({found['name']}), from {found['file']}: {len(found['jobs'])} jobs", style="bold"
+    )
+    keys = list(dict.fromkeys(key for job in found["jobs"] for key in job["values"]))
+    rows = [
+        [
+            job["id"],
+            terminal.plain(job["name"], limit=40),
+            job["outcome"] if job["state"] == "failed" else job["state"],
+            *(terminal.plain(json.dumps(job["values"].get(key)), limit=30) for key in keys),
+            "" if job["eval_loss"] is None else f"{job['eval_loss']:.4g}",
+        ]
+        for job in found["jobs"]
+    ]
+    terminal.table(["id", "name", "state", *keys, "eval_loss"], rows, right=["id", "eval_loss"])
+    if found["best"] is not None:
+        terminal.say(f"the lowest eval_loss of those that succeeded has job {found['best']}", style="green")
     return 0
 
 

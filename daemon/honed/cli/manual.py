@@ -8,12 +8,8 @@ etc/completions/    honectl.bash  honectl.zsh  honectl.fish
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
-import itertools
 import json
 import re
-import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from honed import __version__
 from honed.cli import command_line, setup
+from honed.cli.docstring import docstrings
 from honed.daemon import loop
 from honed.page import server
 from honed.spec.field import describe, keys, kinds
@@ -249,24 +246,6 @@ def _honectl() -> str:
     return "\n".join(parts) + "\n"
 
 
-def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring of each field of a model, by name, from the source: the string below the field.
-
-    pydantic would read the source of every model on import (`use_attribute_docstrings`), a third of the daemon's start.
-    """
-    found = {}
-    for each in reversed(model.__mro__):
-        if not issubclass(each, BaseModel) or each is BaseModel:
-            continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
-        assert isinstance(definition, ast.ClassDef)
-        for statement, below in itertools.pairwise(definition.body):
-            match statement, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = inspect.cleandoc(text)
-    return {info.alias or name: found[name] for name, info in model.model_fields.items() if name in found}
-
-
 def _keys(name: str, what: str, introduction: str, sections: Iterable[Section]) -> str:
     parts = [_head(name, 5, what), f".SH DESCRIPTION\n{_text(introduction.replace('@', ''))}"]
     for title, note, model in sections:
@@ -348,7 +327,7 @@ def completions() -> dict[str, str]:
     jobs: dict[str, Any] = {**shtab.cmd(JOBS)}
     # shtab would ask once, when zsh loads the file.
     jobs |= {"zsh": "_honectl_jobs", "preamble": jobs["preamble"] | {"zsh": _ZSH_JOBS}}
-    by_metavar = {"ID": jobs, "FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
+    by_metavar = {"ID": jobs, "FILE": shtab.FILE, "DATA": shtab.FILE, "DIR": shtab.DIRECTORY, "MODEL": shtab.DIRECTORY}
     parser = command_line.parser()
     for each in (parser, *(verb for _, _, verb in verbs(parser))):
         for action in each._actions:

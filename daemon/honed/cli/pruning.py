@@ -177,7 +177,7 @@ class Down:
 
     def __init__(self, spool: Any, layout: Any) -> None:
         self._spool, self._layout = spool, layout
-        self._cache = RowCache(layout, lambda: 0, running=lambda: {job.id for job in spool.jobs(State.RUNNING)})
+        self._cache = RowCache(layout, lambda: 0, working=self._working)
         self._done: dict[int, removal.Count] = {}
 
     def ask(self, verb: str, **arguments: Any) -> PruneAnswer | dict[str, Removed]:
@@ -201,6 +201,11 @@ class Down:
             for job in chosen.jobs:
                 self._done[job.id] = self._prune(job, wish)
         return retention.report(chosen, sizes, is_measured=True)
+
+    def _working(self) -> dict[int, int]:
+        """Return the jobs whose workers may go on without honed."""
+        queued = (job for job in self._spool.jobs(State.QUEUED) if job.staged is not None)
+        return {job.id: job.uid for job in (*self._spool.jobs(State.RUNNING), *queued)}
 
     def _size(self, job_id: int, wish: Wish) -> int:
         files = self._layout.job(job_id)

@@ -1,5 +1,5 @@
-"""Generated files: docs/job-spec.md, docs/configuration.md and etc/honed.toml from the types; docs/database.md;
-man pages and completions, see manual.py.
+"""Generated files: docs/job-spec.md, docs/configuration.md etc/honed.toml and etc/honed-job.schema.json from the types;
+docs/database.md; man pages and completions, see manual.py.
 
 python -m honed.cli.reference --write docs/    writes them
 python -m honed.cli.reference --check docs/    exits with 1 if one is out of date
@@ -19,8 +19,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from honed.cli import manual
-from honed.cli.manual import docstrings
+from honed.cli import manual, schema
+from honed.cli.docstring import docstrings
 from honed.job import views
 from honed.spec import setting
 from honed.spec.config import Config
@@ -44,7 +44,9 @@ relative ones against the file's directory. YAML anchors and merge keys are expa
 ```yaml
 {sample}```
 
-More examples are in `etc/examples/`.
+More examples are in `etc/examples/`. Editors with a YAML language server check keys and values while you type, and
+complete them, by the first line of each example: it names the JSON Schema `honed-job.schema.json`, which is installed
+beside the examples; `honectl schema` prints it.
 """
 
 _TRAINING_NOTE = """\
@@ -155,6 +157,7 @@ def pages(root: Path) -> dict[Path, str]:
         root / "docs/configuration.md": configuration(),
         root / "docs/database.md": views.page(),
         root / "etc/honed.toml": configuration_sample(),
+        root / "etc" / schema.NAME: schema.text(),
         **{
             root / "docs/man" / name: text
             for name, text in manual.man_pages(

@@ -8,7 +8,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from honed.cli import draft, following, terminal
 from honed.cli.instance import Instance
 from honed.job import arrival, trial
 from honed.job.database import timestamp
+from honed.job.progress import gib
 from honed.spec import config, relative
 from honed.system.error import EnvironmentInvalidError, HonedError, UsageError
 
@@ -46,6 +47,8 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
         return 1
     if options.wait and not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, so there is nothing to wait for", hint="start it first")
+    if not options.json:
+        draft.say_offers(instance, checked)
     status, answers = 0, list[Mapping[str, Any]]()
     since = time.time() - 1.0
     # All are sent before the first verdict: one may name another.
@@ -53,7 +56,10 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
         if instance.is_up and verdict.needs_fetch and not options.wait:
             answers.append({"file": str(path), "id": None, "state": "fetching", **verdict.needs_fetch.as_dict()})
         elif instance.is_up:
-            answers.append(_verdict(instance, sent, since, is_fetched=bool(verdict.needs_fetch)))
+            told = None if options.json else _Fetching(instance, sent.name).say
+            answers.append(_verdict(instance, sent, since, is_fetched=bool(verdict.needs_fetch), told=told))
+            if verdict.members and answers[-1].get("group"):
+                answers[-1] = _group(instance, answers[-1]["group"]["id"], len(verdict.members))
         else:
             answers.append({"file": str(path), "id": None})
         _say_verdict(path, answers[-1], as_json=options.json)
@@ -66,8 +72,8 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
         terminal.console.print_json(json.dumps(answers))
     if options.wait:
         for answer in answers:
-            if answer["id"] is not None:
-                status |= following.until_final(instance, str(answer["id"]), quiet=options.json)
+            for job_id in answer.get("jobs", [answer["id"]] if answer["id"] is not None else []):
+                status |= following.until_final(instance, str(job_id), quiet=options.json)
     return int(status)
 
 
@@ -155,9 +161,33 @@ def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
         terminal.console.print_json(json.dumps(answers))
 
 
-def _verdict(instance: Instance, sent: _Sent, since: float, *, is_fetched: bool) -> Mapping[str, Any]:
+class _Fetching:
+    """The progress of the fetches for one arrival: a line for each tenth, and for each new problem."""
+
+    def __init__(self, instance: Instance, source: str) -> None:
+        self._instance, self._source = instance, source
+        self._said: tuple[Any, ...] = ()
+
+    def say(self) -> None:
+        status = self._instance.status()
+        for each in status["arrivals"] if status else ():
+            if each["source"] != self._source:
+                continue
+            total, num_bytes = each["total_bytes"], each["num_bytes"]
+            if self._said == (now := (each["repo_id"], total and 10 * num_bytes // total, each["problem"])):
+                return
+            self._said = now
+            progress = f"{num_bytes / total:.0%} of {gib(total)}" if total else "begins"
+            problem = f"; {each['problem']}" if each["problem"] else ""
+            terminal.say(f"  fetching {each['repo_id']}: {progress}{problem}", style="dim")
+
+
+def _verdict(
+    instance: Instance, sent: _Sent, since: float, *, is_fetched: bool, told: Callable[[], None] | None = None
+) -> Mapping[str, Any]:
     """Return honed's verdict on a file just sent. If something has to be fetched first (`is_fetched`), it may take
-    hours."""
+    hours; `told` is called meanwhile.
+    """
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
     while time.monotonic() < deadline or (is_fetched and instance.is_up):
         if (job := instance.accepted(sent.name, since=timestamp(since), number=sent.number)) is not None:
@@ -165,12 +195,33 @@ def _verdict(instance: Instance, sent: _Sent, since: float, *, is_fetched: bool)
         refused = instance.refusal(sent.name, number=sent.number)
         if refused is not None and refused["refused_at"] >= since:
             return {"id": None, "state": "rejected", "reason": refused["reason"]}
+        if is_fetched and told is not None:
+            told()
         time.sleep(0.05)
     return {"id": None, "state": None}
 
 
+def _group(instance: Instance, number: int, num_jobs: int) -> Mapping[str, Any]:
+    """Return a sweep's jobs once all are accepted; fewer if honed refuses some of them, or takes them later."""
+    deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
+    while True:
+        found = instance.read("group", str(number))
+        if len(found["jobs"]) >= num_jobs or time.monotonic() > deadline:
+            ids = [job["id"] for job in found["jobs"]]
+            return {"id": number, "name": found["name"], "state": "sweep", "num_jobs": num_jobs, "jobs": ids}
+        time.sleep(0.1)
+
+
 def _say_verdict(path: Path, verdict: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
+        return
+    if "jobs" in verdict:
+        num, jobs = verdict["num_jobs"], verdict["jobs"]
+        terminal.say(f"{path}: sweep {verdict['id']} ({verdict['name']}): {len(jobs)} jobs, {min(jobs)} to {max(jobs)}")
+        if len(jobs) < num:
+            terminal.say(
+                f"  {num - len(jobs)} of {num} are not accepted: see honectl list and rejected/", style="yellow"
+            )
         return
     if verdict["id"] is not None:
         terminal.say(f"{path}: job {verdict['id']} ({verdict['name']}), {verdict['state']}")
@@ -185,13 +236,15 @@ def _say_verdict(path: Path, verdict: Mapping[str, Any], *, as_json: bool) -> No
 
 def try_out(instance: Instance, options: argparse.Namespace) -> int:
     """Run a trial of a job file on a few rows, before your other jobs, and print its findings."""
-    from honed.spec import document
+    from honed.spec import document, sweep
 
     draft.checked(instance, options.file)
     if not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, but a trial runs as a job", hint="start it first")
     with relative.resolved(options.file) as found:
         content = document.parse(found.path.read_bytes(), found.path.suffix).data
+    if sweep.is_in(content):
+        content = sweep.first(content).document
     since = time.time() - 1.0
     with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
         path = Path(directory) / f"{options.file.stem}.trial.json"

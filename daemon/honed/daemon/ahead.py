@@ -32,7 +32,7 @@ LOOK_INTERVAL_SEC = 1.0
 #: Seconds after which a staged job that is not among the next any more gives up its place.
 REPLACE_AFTER_SEC = 30.0
 #: Phases of a running job in which the next one may be staged: it has its libraries and its data.
-STEADY = frozenset({"load", "audit", "mask", "baseline", "train", "evaluate", "predict", "save", "export"})
+STEADY = frozenset({"load", "audit", "mask", "baseline", "train", "evaluate", "predict", "save", "seal", "export"})
 #: Processors of a machine on which jobs are staged: one trains.
 MIN_PROCESSORS = 2
 #: Seconds for which nothing is staged after memory was short.
@@ -60,7 +60,7 @@ def _is_stageable(job: Job, plan: PlanFile) -> bool:
     trial. Code of the model's own is not run then: it could use the device."""
     spec = plan.spec
     begins_with_trial = bool(spec.get("trial")) and not job.attempts
-    return spec.get("kind", "sft") == "sft" and not begins_with_trial and not spec.get("trust_remote_code")
+    return spec.get("kind", "sft") != "merge" and not begins_with_trial and not spec.get("trust_remote_code")
 
 
 def why_not(

@@ -17,7 +17,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -282,6 +282,7 @@ def worker_environment(layout: Layout, config: Config, job: Job, gpu_uuid: str |
         "HONED_MIN_STALL_SEC": f"{config.jobs.min_stall_timeout_sec:g}",
         **({TIME_LEFT_VARIABLE: f"{left_sec:g}"} if left_sec is not None else {}),
         **({RANKS_VARIABLE: str(job.num_gpus)} if job.num_gpus > 1 else {}),
+        "HONED_STOP_TIMEOUT_SEC": f"{config.jobs.stop_timeout_sec:g}",
     }
 
 
@@ -340,7 +341,8 @@ class Attempts:
         self.spares = Spares(layout, lambda: self.config, runner, clock=clock)
         self.outbox: Outbox | None = None  #: where a metrics API is configured
         self.running: dict[int, Running] = {}
-        self.rows = RowCache(layout, lambda: self.config.retention.max_row_bytes, running=lambda: self.running)
+        self.staged: Collection[int] = ()  #: the jobs with a staged worker
+        self.rows = RowCache(layout, lambda: self.config.retention.max_row_bytes, working=self._working)
         self._put_back: list[Job] = []
         self.fault = ""  #: the machine's fault that keeps a job from being settled or followed
         self.is_stopping = False  #: honed itself was asked to stop
@@ -348,6 +350,11 @@ class Attempts:
     def is_left(self, job_id: int) -> bool:
         """Return True if a running job continues while honed is down."""
         return self._runner.is_left(job_id)
+
+    def _working(self) -> dict[int, int]:
+        """Return the jobs that have a worker, and their users."""
+        staged = (job for number in self.staged if (job := self._spool.job(number)) is not None)
+        return {job.id: job.uid for job in (*(running.job for running in self.running.values()), *staged)}
 
     def devices_in_use(self) -> set[str]:
         return {running.job.attempt.device or "" for running in self.running.values()}

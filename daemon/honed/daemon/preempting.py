@@ -109,7 +109,7 @@ class Preempting:
         return class_of(self._config(), job.job_class).rank
 
     def _can_resume(self, running: Running) -> bool:
-        """Return True if a job goes on from its checkpoint: a merge has none, and would begin again."""
+        """Return True if a job goes on from its checkpoint: merges and evaluations have none, and would begin again."""
         number = running.job.id
         if number not in self._resumes:
             self._resumes[number] = False

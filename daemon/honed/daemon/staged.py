@@ -82,6 +82,7 @@ class StagedWorkers:
         self._attempts = attempts
         self._clock = clock
         self._workers: dict[int, Worker] = {}
+        attempts.staged = self.numbers
         self._given_up: dict[int, int] = {}  # jobs not staged again for an attempt, with its number
 
     def __len__(self) -> int:

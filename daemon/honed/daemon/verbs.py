@@ -79,6 +79,7 @@ def table(
         "glance": Verb(Right.ANYBODY, reading.glance),
         "predictions": Verb(Right.ANYBODY, reading.read),
         "losses": Verb(Right.ANYBODY, reading.read),
+        "group": Verb(Right.ANYBODY, reading.read),
         "accepted": Verb(Right.ANYBODY, reading.accepted),
         "refusal": Verb(Right.ANYBODY, reading.refusal),
         "status": Verb(Right.ANYBODY, status.answer),

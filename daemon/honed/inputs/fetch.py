@@ -42,6 +42,7 @@ from typing import Any, TypeVar, Unpack
 from honed.inputs import hubdata
 from honed.inputs.basemodel import is_hub_id
 from honed.job.progress import gib
+from honed.run import hub as hubs
 from honed.run import snapshot
 from honed.run.hub import File, Hub, Listing, TransientError
 from honed.run.snapshot import FetchProgress, Missing
@@ -257,11 +258,13 @@ class Download:
 class Fetch:
     """The fetch of one model or data set into the cache."""
 
-    def __init__(self, request: Request, cache_dir: Path, token: str | None, tell: Tell) -> None:
+    def __init__(
+        self, request: Request, cache_dir: Path, token: str | None, tell: Tell, token_path: Path = hubs.TOKEN_PATH
+    ) -> None:
         self._request = request
         self._cache_dir = cache_dir
         self._wanted = request.wanted
-        self._hub = Hub(self._wanted, token)
+        self._hub = Hub(self._wanted, token, token_path=token_path)
         self._dir = snapshot.repository_dir(cache_dir, request.repo_id, request.repo_type)
         self._download = Download(request, self._hub, self._dir / "blobs", tell)
 
@@ -492,7 +495,7 @@ def fetch(request: Request, layout: Layout, tell: Tell) -> Path:
             f"fetching from the hub is not possible: {error}",
             hint="pip install 'honed[train]', or set policy.hub = false",
         ) from error
-    made = Fetch(request, layout.cache_dir, read_token(layout, os.environ), tell)
+    made = Fetch(request, layout.cache_dir, read_token(layout, os.environ), tell, layout.token_path)
     try:
         return made.run()
     except HonedError:

@@ -37,6 +37,9 @@ FORMATS_HINT = "formats: " + "; ".join(f"{name} needs {wanted}" for name, wanted
 
 #: Columns of a row that a message names, at most.
 MAX_COLUMNS = 20
+#: The columns with a row's tags, and characters of a tag; a longer text is no tag.
+_TAGS = ("tag", "tags")
+MAX_TAG_LENGTH = 64
 #: The columns that a format reads; of `_TURNS`, which hold the turns, the first that exists.
 _TURNS = ("messages", "conversations", "conversation")
 _READ: Mapping[str, tuple[str, ...]] = {
@@ -128,6 +131,7 @@ class Example:
     media: tuple[Media, ...] = ()  #: media in the parts of its messages, in order
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  #: the row's own, which override the job's
     untrained: tuple[int, ...] = ()  #: messages of weight 0, which are only context
+    tags: tuple[str, ...] = ()  #: the row's own, in order, each once; metrics are also computed for each
 
     @property
     def trained_turns(self) -> list[int]:
@@ -220,7 +224,18 @@ def fields(
         made["messages"] = [{key: message[key] for key in message if key != "weight"} for message in made["messages"]]
         made["messages"], made["media"] = attachment.place(named, made["messages"], directories)
     _check_text({key: value for key, value in made.items() if key != "media"})
+    made["tags"] = _tags(named)
     return made
+
+
+def _tags(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a row's tags: the texts in its columns `tag` and `tags`. Other values there are no tags."""
+    given = [row.get("tag"), *(tags if isinstance(tags := _unpacked(row.get("tags")), list) else [tags])]
+    return tuple(sorted({text for each in given if isinstance(each, str) and _is_tag(text := each.strip())}))
+
+
+def _is_tag(text: str) -> bool:
+    return 0 < len(text) <= MAX_TAG_LENGTH and text.isprintable()
 
 
 _as_json = json.JSONEncoder(ensure_ascii=False, default=str).encode
@@ -468,7 +483,7 @@ def _require_answer(messages: Sequence[Mapping[str, Any]]) -> None:
 
 def unread(row: Mapping[str, Any], format: str, columns: Mapping[str, str]) -> list[str]:  # noqa: A002
     """Return the columns of a row that are not read, by their names in the file."""
-    ours = {*_READ.get(format, ()), *attachment.COLUMNS}
+    ours = {*_READ.get(format, ()), *attachment.COLUMNS, *_TAGS}
     if format in ("messages", "sharegpt"):
         ours.add(next((key for key in _TURNS if key in row or key in columns), _TURNS[0]))
     read = ours | {theirs for name, theirs in columns.items() if name in ours}

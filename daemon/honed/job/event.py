@@ -4,7 +4,7 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
 
     started      pid, versions {package: version}, backend
     stage        stage: trial? prepare data staged? load audit mask baseline train export; of a merge: prepare merge
-                 export
+                 export; of an evaluation: prepare data staged? load audit mask evaluate
     log          level (error warning info debug), message, evidence?, code?    for the journal, except the evidence:
                  the message with its quotes from the job's files, for those who may read the job
     audit        when (loaded adapted built resumed restored), model_dtype, config_dtype, embedding_dtype, quantization,
@@ -31,7 +31,8 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
     checkpoint   step, path, num_bytes
     adjusted     steps [{attempt, text, changes}]            settings changed because memory ran out
     resumed      step, path                                  events of later steps are repeated
-    started_over reason                                      all events are repeated
+    started_over reason                                      all events are repeated; only after an attempt that had
+                 begun
     fallback     from, to, reason
     artifact     name (output_dir merged report), path, num_bytes (what is below)
     finished     outcome, step, metrics
@@ -81,6 +82,18 @@ class Event:
 
 #: Lines kept in the worker's memory while the disk is full.
 MAX_WAITING_LINES = 2000
+
+
+def has_begun(path: Path) -> bool:
+    """Return True if an attempt's events tell that it had a model, and so that it may have told of the run's course;
+    also if they cannot be read. The caller must be its worker's user: see untrusted.py."""
+    try:
+        with path.open("rb") as lines:
+            return any(b'"stage": "baseline"' in line for line in lines)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 class EventWriter:

@@ -133,6 +133,15 @@ class Notify(TypedDict, total=False):
     states: list[str]
 
 
+class Group(TypedDict):
+    """The sweep that made a job."""
+
+    id: int  #: the number of the sweep's own job file
+    name: str
+    file: str  #: that job file's name
+    values: dict[str, Any]  #: dotted key → value, of the keys that the sweep varies
+
+
 @dataclass(frozen=True, slots=True)
 class Adjustment:
     """One out-of-memory adjustment of a job: a step down the ladder; see out_of_memory.py."""
@@ -176,6 +185,7 @@ class Job:
     arrived_at: float | None = None  #: seconds since the epoch; None if an older honed accepted it
     staged: Staged | None = None  #: its worker, started ahead of its turn
     num_staged: int = 0  #: workers that were staged for it so far
+    group: Group | None = None  #: of a job that a sweep made
     ends: tuple[str, ...] = ()  #: the outcome of each time it finished: a requeued job finishes again
     state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: the state in which the entry was found
 

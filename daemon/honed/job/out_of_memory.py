@@ -87,7 +87,7 @@ def next_step(
         return None
     training = DEFAULTS | (spec.get("training") or {})
     rungs = {
-        "train": [*_divided(training), *_recomputed(training)],
+        "train": [] if spec.get("kind") == "evaluate" else [*_divided(training), *_recomputed(training)],
         "evaluate": list(_evaluated(spec, training)),
         "predict": list(_predicted(spec, has_media=bool(media.kinds))),
     }

@@ -5,6 +5,7 @@ socket, and by honectl itself if honed is down.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,20 @@ from honed.job.database import Reader, figures, progress_of, timestamp
 from honed.job.event import Event
 from honed.job.job import Attempt, Job, State
 from honed.job.plan_file import PlanFile
-from honed.job.shape import AttemptRow, Glance, Overview, Prediction, Progress, Refusal, Row, Shown, SlurmRow, Wait
+from honed.job.shape import (
+    AttemptRow,
+    Glance,
+    GroupJob,
+    GroupShown,
+    Overview,
+    Prediction,
+    Progress,
+    Refusal,
+    Row,
+    Shown,
+    SlurmRow,
+    Wait,
+)
 from honed.job.spool import Spool
 from honed.system import untrusted
 from honed.system.error import NotPermittedError, UsageError, plain
@@ -127,7 +141,10 @@ class Choice:
     def has(self, job: Job, asker: Asker) -> bool:
         if self.states and job.state not in self.states:
             return False
-        return not self.names or str(job.id) in self.names or (job.name in self.names and asker.may_read(job))
+        if not self.names or str(job.id) in self.names:
+            return True
+        group = {job.group["name"], str(job.group["id"])} if job.group else set()
+        return not {job.name, *group}.isdisjoint(self.names) and asker.may_read(job)
 
 
 def list_jobs(spool: Spool, layout: Layout, _reference: str = "", asker: Asker = ANYBODY) -> list[Row]:
@@ -195,14 +212,60 @@ def accepted(
 ) -> Row | None:
     """Return the newest job made since then from a file with this name, or the job with this number; None if none."""
     if number is not None:
-        job = spool.job(number)
+        job = spool.job(number) or _made_by(spool, number)
         return next(_rows(layout, [job], asker)) if job is not None and asker.may_read(job) else None
     for job in spool.all().newest():
         if timestamp(job.submitted_at) < since:
             return None
-        if job.source == source and asker.may_read(job):
+        if source in (job.source, job.group["file"] if job.group else None) and asker.may_read(job):
             return next(_rows(layout, [job], asker))
     return None
+
+
+def _made_by(spool: Spool, number: int) -> Job | None:
+    """Return a job of the sweep with this number."""
+    later = itertools.takewhile(lambda job: job.id > number, spool.all().newest())
+    return next((job for job in later if job.group and job.group["id"] == number), None)
+
+
+def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> GroupShown:
+    """Return the jobs of a sweep, by its number, or by its name if the asker may read one sweep of that name."""
+    found: dict[int, list[Job]] = {}
+    for job in spool.all():
+        if job.group and reference in (str(job.group["id"]), job.group["name"]) and asker.may_read(job):
+            found.setdefault(job.group["id"], []).append(job)
+    if str(reference).isdecimal() and int(reference) in found:
+        found = {int(reference): found[int(reference)]}
+    if not found:
+        raise UsageError(f"no sweep {reference!r}", hint="honectl list shows all jobs")
+    if len(found) > 1:
+        numbers = ", ".join(map(str, sorted(found)))
+        raise UsageError(f"{len(found)} sweeps are named {reference!r}", hint=f"use its number: {numbers}")
+    [(number, jobs)] = found.items()
+    with contextlib.closing(Reader(layout.database_path)) as reader:
+        made = [_group_job(layout, reader, job) for job in sorted(jobs, key=lambda job: job.id)]
+    ended = [job for job in made if job["state"] == State.SUCCEEDED and job["eval_loss"] is not None]
+    best = min(ended, key=lambda job: job["eval_loss"] or 0.0, default=None)
+    first = jobs[0].group
+    assert first is not None
+    best_id = best["id"] if best is not None else None
+    return {"id": number, "name": first["name"], "file": first["file"], "jobs": made, "best": best_id}
+
+
+def _group_job(layout: Layout, reader: Reader, job: Job) -> GroupJob:
+    assert job.group is not None
+    metrics: dict[str, float] = reader.latest_metrics(job.id)
+    if job.state.is_final and job.attempts:
+        result = _read_json(layout.job(job.id).attempt(job.attempt.number).result_path, num_names=3)
+        metrics |= figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))
+    return {
+        "id": job.id,
+        "name": job.name,
+        "state": job.state.value,
+        "outcome": job.outcome,
+        "values": job.group["values"],
+        "eval_loss": metrics.get("eval_loss"),
+    }
 
 
 def _row(job: Job, progress: Progress, asker: Asker) -> Row:
@@ -211,6 +274,7 @@ def _row(job: Job, progress: Progress, asker: Asker) -> Row:
         return summary(job, progress)
     row = summary(job, {**progress, "epoch": None, "loss": None})
     row |= {"name": "", "outcome": None, "remark": "", "source": None, "preemption": None, "class": None}
+    row["group"] = None
     return row if row["waiting_for"] is None else {**row, "waiting_for": {**row["waiting_for"], "detail": ""}}
 
 
@@ -233,6 +297,7 @@ def summary(job: Job, progress: Progress = NO_PROGRESS) -> Row:
         "preemption": preemption.current(job),
         "progress": progress,
         "needs_bytes": job.needs_bytes or None,
+        "group": job.group,
     }
 
 
@@ -273,7 +338,8 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         ],
         "num_preemptions": job.num_preemptions,
         "artifacts": {
-            "output_dir": _text(artifacts.get("output_dir")) or job.output_dir,
+            "output_dir": _text(artifacts.get("output_dir"))
+            or (None if spec.get("kind") == "evaluate" else job.output_dir),
             "report": report,
             "merged": _text(artifacts.get("merged")),
         },
@@ -419,6 +485,7 @@ READING_VERBS: dict[str, Callable[[Spool, Layout, str, Asker], Any]] = {
     "predictions": predictions,
     "losses": losses,
     "glance": glance,
+    "group": group,
 }
 
 

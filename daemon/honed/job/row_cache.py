@@ -13,12 +13,14 @@ submitter, the only one in their unit's view, and compare each file with its has
 part: it could write rows that another job reads.
 
 An entry is removed with the last job that used it, and sooner if the entries of all users exceed the limit: then it is
-the one that was not used for the longest time, of the user who has the most. Running jobs keep theirs.
+the one that was not used for the longest time, of the user who has the most, and nobody within an equal share of the
+limit loses one. Jobs with a worker, running or staged, keep theirs: also beyond the limit, and at nobody else's cost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -27,7 +29,7 @@ import shutil
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,8 @@ VARIABLE = "HONED_SHARED_ROWS"
 MAX_ENTRIES = 2000
 #: Share of the space without the cache that it may take: the rest is for checkpoints and output.
 MAX_SHARE = 0.25
+#: Names in the directory of a job's rows that are looked at; a worker leaves two entries there.
+MAX_NAMES = 64
 _USED, _OLD = "USED", ".old"
 _NAME = re.compile(r"[0-9a-f]{32}")
 
@@ -65,20 +69,21 @@ class Entry:
 
 
 class RowCache:
-    """The entries of all users. `limit` returns the bytes that they may take; `running` returns the running jobs."""
+    """The entries of all users. `limit` returns the bytes that they may take; `working` the jobs that have a worker,
+    and the users of these."""
 
     def __init__(
         self,
         layout: Layout,
         limit: Callable[[], int],
         *,
-        running: Callable[[], Container[int]] = lambda: (),
+        working: Callable[[], Mapping[int, int]] = dict,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._layout = layout
         self._dir = layout.rows_dir
         self._limit = limit
-        self._running = running
+        self._working = working
         self._now = now
         self._entries: dict[tuple[int, str], Entry] | None = None
         self._fault = ""  # the last one that was logged
@@ -149,9 +154,10 @@ class RowCache:
                     jobs = entry.jobs if entry is not None else frozenset()
                     entry = Entry(job.uid, name, sum(map(_taken, infos)), 0.0, jobs)
         if entry is not None:
+            # Known first: on a full disk its use may not be written, but its bytes count.
+            self._known[job.uid, name] = entry
             entry.jobs, entry.used_at = entry.jobs | {job.id}, self._now()
             self._note(entry)
-            self._known[job.uid, name] = entry
 
     def _is_of(self, entry: Entry, infos: Iterable[os.stat_result]) -> bool:
         """Return True if an entry has these very files."""
@@ -220,27 +226,23 @@ class RowCache:
 
     def trim(self) -> None:
         """Remove entries until the rest is within the limit."""
-        known = self._known
-        if not known:
+        if not self._known:
             return
-        held = self.num_bytes()
+        in_use = self._in_use()
         space = os.statvfs(self._dir)
-        limit = min(self._limit(), int(MAX_SHARE * (space.f_bavail * space.f_frsize + held)))
-        while held > limit or len(known) > MAX_ENTRIES:
-            sums: dict[int, int] = defaultdict(int)
-            for each in known.values():
-                sums[each.uid] += each.num_bytes
-            free = [each for each in known.values() if not self._is_in_use(each)]
-            if not free:
-                return
-            gone = min(free, key=lambda each: (-sums[each.uid], each.used_at))
+        limit = min(self._limit(), int(MAX_SHARE * (space.f_bavail * space.f_frsize + self.num_bytes())))
+        self._trim(limit, lambda entry: entry.num_bytes, in_use)
+        self._trim(MAX_ENTRIES, lambda _entry: 1, in_use)
+
+    def _trim(self, limit: int, size: Callable[[Entry], int], in_use: Container[int]) -> None:
+        while (gone := _first_out(self._known.values(), limit, size, in_use)) is not None:
             if not self._remove(gone, "the cache of rows is full"):
                 return  # tried again after the next entry, or at the next look
-            held -= gone.num_bytes
 
     def forget(self, jobs: Iterable[int]) -> None:
         """Remove the entries that no other job than these has used."""
         gone = frozenset(jobs)
+        self._in_use()
         for entry in list(self._known.values()):
             if entry.jobs & gone:
                 entry.jobs -= gone
@@ -261,16 +263,24 @@ class RowCache:
                 self._remove(entry, "no job is known to use it")
 
     def listed(self, *, uid: int | None) -> list[Entry]:
-        """Return the entries of a user, or of all, that no running job uses."""
-        return [each for each in self._known.values() if (uid is None or each.uid == uid) and not self._is_in_use(each)]
+        """Return the entries of a user, or of all, that no job with a worker uses."""
+        in_use = self._in_use()
+        mine = (each for each in self._known.values() if uid is None or each.uid == uid)
+        return [each for each in mine if not any(number in in_use for number in each.jobs)]
 
     def remove(self, entries: Iterable[Entry], why: str) -> None:
         for entry in entries:
             self._remove(entry, why)
 
-    def _is_in_use(self, entry: Entry) -> bool:
-        running = self._running()
-        return any(number in running for number in entry.jobs)
+    def _in_use(self) -> Container[int]:
+        """Return the jobs that have a worker. Their entries know of them afterwards, also of one that is staged, whose
+        events nobody reads yet: it may have found an entry, and may open it again."""
+        working = self._working()
+        for number, uid in working.items():
+            for name in _names_in(self._layout.job(number).rows_dir):
+                if (entry := self._known.get((uid, name))) is not None:
+                    entry.jobs |= {number}
+        return working
 
     def _remove(self, entry: Entry, why: str) -> bool:
         try:
@@ -303,6 +313,32 @@ class RowCache:
         if fault != self._fault:
             log.warning("%s: rows are not shared between jobs: %s", self._dir, error)
         self._fault = fault
+
+
+def _first_out(
+    entries: Collection[Entry], limit: int, size: Callable[[Entry], int], in_use: Container[int]
+) -> Entry | None:
+    """Return the entry that is removed first; None if the sizes are within the limit, or each entry is in use or of a
+    user who is within an equal share of it."""
+    sums: dict[int, int] = defaultdict(int)
+    for each in entries:
+        sums[each.uid] += size(each)
+    if sum(sums.values()) <= limit:
+        return None
+    above = (each for each in entries if sums[each.uid] * len(sums) > limit)
+    free = (each for each in above if not any(number in in_use for number in each.jobs))
+    return min(free, key=lambda each: (-sums[each.uid], each.used_at), default=None)
+
+
+def _names_in(rows_dir: Path) -> list[str]:
+    """Return some names in the directory of a job's rows, which its worker can change."""
+    with (
+        contextlib.suppress(OSError),
+        untrusted.directory(rows_dir / "*", num_names=2) as fd,
+        os.scandir(fd) as found,
+    ):
+        return [each.name for each in itertools.islice(found, MAX_NAMES)]
+    return []
 
 
 def _taken(info: os.stat_result) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict
 
+from honed.job.job import Group
 from honed.system.error import ErrorRecord
 from honed.system.usage import Usage
 
@@ -61,6 +62,28 @@ class Row(_Class):
     preemption: PreemptionRow | None  #: of a job that has not started again since
     progress: Progress
     needs_bytes: int | None
+    group: NotRequired[Group | None]  #: of a job that a sweep made
+
+
+class GroupJob(TypedDict):
+    """A job of a sweep."""
+
+    id: int
+    name: str
+    state: str
+    outcome: str | None
+    values: dict[str, Any]
+    eval_loss: float | None  #: the last one reported; at the end that of the model that was saved
+
+
+class GroupShown(TypedDict):
+    """The answer to `group`: the jobs of a sweep that the asker may read."""
+
+    id: int
+    name: str
+    file: str
+    jobs: list[GroupJob]
+    best: int | None  #: the job with the lowest eval_loss of those that succeeded
 
 
 class Begin(TypedDict, total=False):
@@ -113,7 +136,7 @@ class Segment(TypedDict):
 class Artifacts(TypedDict):
     """The paths of what a job has made."""
 
-    output_dir: str
+    output_dir: str | None  #: None of an evaluation, which makes no output
     report: str | None
     merged: str | None
 

@@ -72,7 +72,8 @@ class Findings:
 
 def only(document: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the content of a job file changed so that the job only runs its trial, ahead of all others."""
-    kept = {key: value for key, value in document.items() if key not in {"output_dir", "notify", "depends_on", "pin"}}
+    left_out = {"output_dir", "notify", "depends_on", "pin", "sweep", "group"}
+    kept = {key: value for key, value in document.items() if key not in left_out}
     return {**kept, "trial": "only", "priority": MAX_PRIORITY, "name": f"trial of {document.get('name') or name}"[:100]}
 
 

@@ -137,6 +137,7 @@ def render(story: Story, *, now: float, is_served: bool = False) -> bytes:
         overview=_overview(story, now=now),
         warnings=_warnings(story),
         plots=_plots(story),
+        groups=_groups(story),
         samples=samples,
         num_samples=num_samples,
         more=f" (the rest: honectl predictions {job.id})",
@@ -204,7 +205,7 @@ def _overview(story: Story, *, now: float) -> Iterable[tuple[str, Any]]:
     for name, words in (("train_loss", "training loss"), ("eval_loss", "evaluation loss")):
         yield words, figure(metrics[name]) if isinstance(metrics.get(name), int | float) else None
     for name, value in metrics.items():
-        if name.startswith("predictions/"):
+        if name.startswith("predictions/") and name.count("/") == 1:
             yield f"{name.removeprefix('predictions/').replace('_', ' ')} of predictions", figure(value)
     yield "time", duration(seconds) if job.attempts else None
     yield "preemptions", job.num_preemptions or None
@@ -234,6 +235,24 @@ def _points(story: Story, name: str) -> list[tuple[int, float]]:
     return [(step, value) for found, step, value, _ in story.figures if found == name]
 
 
+def _group_of(name: str) -> str:
+    """Return the group of rows that a metric is for (`eval_loss/general`, `predictions/exact_match/tag:x`), else ""."""
+    kind, _, rest = name.partition("/")
+    return rest if kind == "eval_loss" else rest.partition("/")[2]
+
+
+def _groups(story: Story) -> list[tuple[str, str, str, str]]:
+    """Return the metrics of each data set and tag: the group, the metric, its first value and its last."""
+    names = [name for name in dict.fromkeys(name for name, *_ in story.figures) if _group_of(name)]
+    rows = []
+    for name in sorted(names, key=lambda name: (_group_of(name), name)):
+        points, metric = _points(story, name), name.removesuffix(f"/{_group_of(name)}")
+        words = metric.removeprefix("predictions/").replace("_", " ")
+        first = figure(points[0][1]) if len(points) > 1 else ""
+        rows.append((_group_of(name), words, first, figure(points[-1][1])))
+    return rows
+
+
 def _plots(story: Story) -> list[Markup]:
     def series(*names: tuple[str, str]) -> list[Series]:
         return [Series(words, _points(story, name)) for name, words in names]
@@ -245,7 +264,11 @@ def _plots(story: Story) -> list[Markup]:
         plot.lines("Steps a minute, evaluations included", [Series("steps a minute", _speed(story))], from_zero=True),
     ]
     plotted = {"loss", "eval_loss", "learning_rate", "grad_norm"}
-    names = [name for name in dict.fromkeys(name for name, *_ in story.figures) if name not in plotted]
+    names = [
+        name
+        for name in dict.fromkeys(name for name, *_ in story.figures)
+        if name not in plotted and not _group_of(name)
+    ]
     scores = [name for name in names if "/" in name]
     for kind in dict.fromkeys(name.partition("/")[0] for name in scores):
         of_kind = [name for name in scores if name.startswith(f"{kind}/")]
@@ -431,7 +454,7 @@ def _loading(story: Story) -> dict[str, Any]:
     if made.get("merged"):
         outputs.append((str(made["merged"]), "auto", False))
     return {
-        "outputs": outputs if is_made else [],
+        "outputs": outputs if is_made and spec.get("kind") != "evaluate" else [],
         "base": str(plan.get("base_model_path") or spec.get("base_model")),
         "sees": bool((plan.get("checkpoint") or {}).get("has_vision")),
     }

@@ -147,6 +147,24 @@ def num_bytes(
     return int(max(kept + towers, evaluating)), int(towers)
 
 
+def num_evaluation_bytes(
+    spec: JobSpec, model: BaseModelInfo, device: Device, choices: Precision, size: Extent, num_rows: int | None
+) -> tuple[int, int]:
+    """Return the bytes of a pass that keeps nothing for a backward pass, and how many of them the encoders take."""
+    widths = parameter.sizes(model.config)
+    if widths is None:
+        return 0, 0
+    bytes_each = 2 if choices.load_dtype in precision.HALF or choices.bf16 or choices.fp16 else 4
+    batch = rows_at_once(spec.training.per_device_eval_batch_size, num_rows)
+    tokens = batch * size.length
+    layer = tokens * bytes_each * (KEPT_HIDDEN * widths.hidden + KEPT_MLP * widths.mlp)
+    if choices.attn_implementation == "eager":
+        layer += tokens * bytes_each * KEPT_SCORES * widths.heads * size.length
+    logits = _logits_bytes(spec, model, device, tokens, widths.vocabulary, bytes_each)
+    towers = _towers_bytes(spec, model, choices, size.media, batch * bytes_each)
+    return int(max(layer, logits) + towers), int(towers)
+
+
 def _towers_bytes(spec: JobSpec, model: BaseModelInfo, choices: Precision, media: Cost, unit: int) -> float:
     """Return the bytes that the larger encoder (vision or audio) keeps: all layers if trained, else one at a time."""
     if not media.positions:

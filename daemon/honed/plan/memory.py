@@ -57,6 +57,8 @@ def estimate(
     if spec.kind == "merge":  # a merge works from file to file, one module at a time
         largest = max(each.num_elements for each in loaded) if model.tensors else 0
         return Memory(3 * 4 * largest, adapter.num_bytes if adapter else 0, 0, 0, 0, available_bytes, 0, 0)
+    if spec.kind == "evaluate":
+        return _evaluation(spec, model, device, choices, adapter, available_bytes, num_row_tokens, num_rows, rows)
     learns = parameter.trained(spec, model, adapter)
     size = BITS[choices.adapter_dtype or choices.load_dtype] // 8
     optim = choices.optim or spec.training.optim
@@ -92,6 +94,39 @@ def estimate(
         num_pixels=_num_pixels(extent, rows, num_rows),
         tower_bytes=tower_bytes,
         paged_bytes=sum(each for shape, each in states if is_paged and math.prod(shape) >= MIN_PAGED_SIZE),
+    )
+
+
+def _evaluation(
+    spec: JobSpec,
+    model: BaseModelInfo,
+    device: Device,
+    choices: Precision,
+    adapter: AdapterInfo | None,
+    available_bytes: int,
+    num_row_tokens: int | None,
+    num_rows: int | None,
+    rows: Sequence[Row],
+) -> Memory:
+    """Estimate the memory of an evaluation, which has neither gradients nor an optimizer."""
+    loaded = parameter.parameters(model)
+    extent = activation.extent(spec, model, num_row_tokens, rows)
+    activation_bytes, tower_bytes = activation.num_evaluation_bytes(spec, model, device, choices, extent, num_rows)
+    added = parameter.trained(spec, model, adapter).num_added if adapter is not None else 0
+    return Memory(
+        weights_bytes=parameter.weights_bytes(model, loaded, choices),
+        adapter_bytes=added * BITS[choices.adapter_dtype or choices.load_dtype] // 8,
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        activation_bytes=activation_bytes,
+        available_bytes=available_bytes,
+        batch_size=activation.rows_at_once(spec.training.per_device_eval_batch_size, num_rows),
+        length=extent.length,
+        num_media_tokens=extent.media.tokens,
+        media=tuple(sorted(extent.kinds)),
+        num_frames=extent.num_frames,
+        num_pixels=_num_pixels(extent, rows, num_rows),
+        tower_bytes=tower_bytes,
     )
 
 

@@ -66,7 +66,7 @@ def unfit(spec: JobSpec, steps: int, *, is_most: bool = False) -> Iterator[str]:
 
 def rate(spec: JobSpec) -> Iterator[str]:
     """Yield a warning about a learning rate that is far from all usual ones."""
-    if spec.kind == "merge" or not _ADAM.search(spec.training.optim):
+    if spec.kind != "sft" or not _ADAM.search(spec.training.optim):
         return
     is_full, found = precision.is_full(spec), spec.training.learning_rate
     low, high = FULL_RATES if is_full else ADAPTER_RATES
@@ -82,7 +82,7 @@ def rate(spec: JobSpec) -> Iterator[str]:
 
 def warnings(spec: JobSpec, num_rows: int | None) -> list[str]:
     """Return all warnings known at the check. `num_rows`: rows of the training data sets, if all were inspected."""
-    if spec.kind == "merge":
+    if spec.kind != "sft":
         return []
     steps = num_steps(spec, num_rows)
     found = [] if steps is None else list(unfit(spec, steps, is_most=spec.training.max_steps < 0))

@@ -140,7 +140,7 @@ def make(
         found = precision.rungs(spec, model, device, has_bitsandbytes=installed.has("bitsandbytes"))
         choices, needed, steps = _descend([look(rung) for rung in found], spec)
     backend = choose_backend(spec, model, choices, device, installed)
-    num_trained = parameter.trained(spec, model, adapter).num_parameters
+    num_trained = 0 if spec.kind == "evaluate" else parameter.trained(spec, model, adapter).num_parameters
     chosen = choose_loss(spec, model, device, adapter)
     warnings = tuple(_warnings(model, choices, needed))
     return Plan(backend, choices, needed, model, device, num_trained, chosen, warnings, rungs=steps)
@@ -228,6 +228,8 @@ def _unsloth_obstacle(
     """Return the reason why Unsloth cannot do what is planned, or would silently deviate; empty where it can."""
     if not (installed.has("unsloth") and installed.has("unsloth_zoo")):
         return "Unsloth is not installed"
+    if spec.kind == "evaluate" and not spec.adapter:
+        return "Unsloth is for training, and this evaluation has no adapter that it may have trained"
     if device.kind == "mps":
         return "Unsloth does not run on Apple GPUs"
     if device.kind == "cuda" and (device.compute_capability or (0, 0)) < (7, 0):

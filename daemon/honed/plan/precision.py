@@ -175,7 +175,7 @@ def _check(precision: Precision, device: Device) -> None:
 
 def is_full(spec: JobSpec) -> bool:
     """Return True for full fine-tuning: no new adapter, and none to continue from."""
-    return spec.lora is None and not spec.adapter
+    return spec.kind != "evaluate" and spec.lora is None and not spec.adapter
 
 
 #: For each part of a model, the key under `lora:` that says whether it gets an adapter.
@@ -368,6 +368,9 @@ def _full_dtype(spec: JobSpec, model: BaseModelInfo, device: Device, rung: Rung)
 def _kept(spec: JobSpec, model: BaseModelInfo, rung: Rung | None) -> tuple[_Choice, _Choice, _Choice]:
     """Choose how full fine-tuning keeps the weights, the optimizer, and the dtype of the output."""
     is_asked = "optim" in spec.training.model_fields_set
+    if spec.kind == "evaluate":
+        nothing = _Choice("", "nothing is trained")
+        return nothing, nothing, nothing
     if rung is None:
         optim_reason = "as the job asks" if is_asked else "the default of training.optim"
         nothing = _Choice("", "the base is frozen")
@@ -459,6 +462,8 @@ def _adapter_dtype(spec: JobSpec, load_dtype: str, pinned: str | None) -> _Choic
     """Choose the dtype of what is trained beside a frozen base: float32 by default, whatever the dtype of the base."""
     if is_full(spec):
         return _Choice("", "full fine-tuning: there is no adapter")
+    if spec.kind == "evaluate" and not spec.adapter:
+        return _Choice("float32", "there is no adapter: nothing of the model is trained")
     if spec.adapter_dtype == "bfloat16":
         if load_dtype != "bfloat16":
             raise SpecError(

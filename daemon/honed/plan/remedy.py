@@ -130,7 +130,7 @@ def _changed(spec: JobSpec, **training: Any) -> JobSpec:
 
 
 def _checkpointing(spec: JobSpec, _device: Device) -> Iterator[Change]:
-    if not spec.training.gradient_checkpointing:
+    if not spec.training.gradient_checkpointing and spec.kind != "evaluate":
         yield "gradient_checkpointing: true", _changed(spec, gradient_checkpointing=True)
 
 
@@ -143,6 +143,10 @@ def _chunked_loss(spec: JobSpec, device: Device) -> Iterator[Change]:
 
 def _smaller_batch(spec: JobSpec, _device: Device) -> Iterator[Change]:
     """Yield smaller batches, the largest first, with more accumulation to keep the product."""
+    if spec.kind == "evaluate":
+        for smaller in range(spec.training.per_device_eval_batch_size - 1, 0, -1):
+            yield f"per_device_eval_batch_size: {smaller}", _changed(spec, per_device_eval_batch_size=smaller)
+        return
     size, accumulated = spec.training.per_device_train_batch_size, spec.training.gradient_accumulation_steps
     for smaller in range(size - 1, 0, -1):
         if size * accumulated % smaller == 0:
@@ -182,6 +186,8 @@ def _changed_media(spec: JobSpec, **media: Any) -> JobSpec:
 
 
 def _eight_bit_optimizer(spec: JobSpec, device: Device) -> Iterator[Change]:
+    if spec.kind == "evaluate":
+        return
     if (spec.training.optim or "").startswith("adamw_torch") and device.kind == "cuda":
         yield "optim: adamw_8bit", _changed(spec, optim="adamw_8bit")
 

@@ -10,6 +10,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from honed import __version__
@@ -18,6 +19,8 @@ from honed.system.error import DatasetError, EnvironmentInvalidError, HonedError
 
 #: Seconds in which the hub must respond or send more data.
 TIMEOUT_SEC = 30.0
+#: The file of the hub's token that hints name, for the system's own instance.
+TOKEN_PATH = Path("/etc/honed/hf-token")
 #: Statuses of temporary errors.
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -37,6 +40,8 @@ class Listing:
 
     commit: str
     files: Mapping[str, File]
+    license: str | None = None
+    is_gated: bool = False
 
 
 class TransientError(Exception):
@@ -46,8 +51,12 @@ class TransientError(Exception):
 class Hub:
     """One revision of a repository. Each request raises TransientError or HonedError; an OSError is a local error."""
 
-    def __init__(self, wanted: Missing, token: str | None) -> None:
+    def __init__(
+        self, wanted: Missing, token: str | None, *, token_path: Path = TOKEN_PATH, timeout_sec: float = TIMEOUT_SEC
+    ) -> None:
         self._wanted = wanted
+        self._token_path = token_path
+        self._timeout_sec = timeout_sec
         self._repo_id = wanted.repo_id
         self._revision = wanted.revision
         self._token: str | bool = token or False  # False: do not use the token of the environment
@@ -55,6 +64,11 @@ class Hub:
     @property
     def where(self) -> str:
         return f"{self._repo_id} at {self._revision}"
+
+    @property
+    def page(self) -> str:
+        """The address of the repository's page, with its terms."""
+        return f"{_endpoint()}/{'datasets/' if self._wanted.repo_type == DATASET else ''}{self._repo_id}"
 
     def fault(self, message: str, *, hint: str = "") -> HonedError:
         """Return an error about the repository itself: a DatasetError or ModelError that names its key."""
@@ -71,7 +85,7 @@ class Hub:
                 repo_type=self._wanted.repo_type,
                 revision=self._revision,
                 files_metadata=True,
-                timeout=TIMEOUT_SEC,
+                timeout=self._timeout_sec,
             )
         commit = str(found.sha)
         if not re.fullmatch(r"[0-9a-f]{7,64}", commit):
@@ -80,7 +94,7 @@ class Hub:
         for each in found.siblings or []:
             blob, size = (each.lfs.sha256, each.lfs.size) if each.lfs else (each.blob_id, each.size)
             files[each.rfilename] = File(each.rfilename, -1 if size is None else size, blob or "")
-        return Listing(commit, files)
+        return Listing(commit, files, _license(found), bool(found.gated))
 
     def ask(self, commit: str, name: str) -> File:
         """Return a file's size and hash from its own URL."""
@@ -88,7 +102,7 @@ class Hub:
 
         with self._translated():
             found = huggingface_hub.get_hf_file_metadata(
-                self._url(commit, name), token=self._token, timeout=TIMEOUT_SEC, retry_on_errors=False
+                self._url(commit, name), token=self._token, timeout=self._timeout_sec, retry_on_errors=False
             )
         if found.etag is None or found.size is None:
             raise EnvironmentInvalidError(f"{self.where}: the hub returned no ETag or size of {name}")
@@ -149,8 +163,8 @@ class Hub:
         from huggingface_hub import errors  # noqa: PLC0415
 
         where, status, what = f"{self._wanted.key}: {self.where}", error.response.status_code, self._wanted.what
-        page = f"{_endpoint()}/{'datasets/' if self._wanted.repo_type == DATASET else ''}{self._repo_id}"
-        files = "/etc/honed/hf-token, or the credential hf-token"
+        page = self.page
+        files = f"{self._token_path}, or the credential hf-token"
         with_token = "with the configured token" if self._token else "without a token"
         match error:
             case errors.GatedRepoError():
@@ -177,6 +191,12 @@ class Hub:
                 return TransientError(f"the hub responded with {status}")
             case _:
                 return EnvironmentInvalidError(f"{where}: the hub responded with {status} to {error.response.url.path}")
+
+
+def _license(found: Any) -> str | None:
+    """Return the licence that a repository's card names."""
+    given = [tag.removeprefix("license:") for tag in found.tags or [] if tag.startswith("license:")]
+    return given[0] if given and given[0].isprintable() else None
 
 
 def _endpoint() -> str:

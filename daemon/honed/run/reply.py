@@ -40,6 +40,9 @@ class Passed:
     references: Mapping[str, str]  #: key → name of the job whose output it means
     waits_for: Mapping[str, str]  #: those of them whose output is not there yet
     needs_fetch: Missing | None  #: a base model or data set that is not in the cache and may be fetched
+    members: tuple[
+        dict[str, Any], ...
+    ] = ()  #: of a sweep: `document` and `values` of each job; the rest is the first's
 
     def to_line(self) -> bytes:
         answer = {
@@ -53,6 +56,7 @@ class Passed:
             "references": dict(self.references),
             "waits_for": dict(self.waits_for),
             "needs_fetch": asdict(self.needs_fetch) if self.needs_fetch else None,
+            "members": list(self.members),
         }
         return json.dumps(answer).encode() + b"\n"
 
@@ -130,6 +134,19 @@ class _Spec(_Class):
     notify: NotRequired[dict[str, Any] | None]
     time_limit_sec: NotRequired[float | None]
     adapter: NotRequired[str | None]
+    group: NotRequired[_Group | None]
+
+
+class _Group(TypedDict):
+    id: _Integer
+    name: _Name
+    file: _Name
+    values: Annotated[dict[str, Any], AfterValidator(_bounded)]
+
+
+class _Member(TypedDict):
+    document: Annotated[dict[str, Any], AfterValidator(_bounded)]
+    values: Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 
 class _Missing(TypedDict):
@@ -161,6 +178,7 @@ class _PassedLine(TypedDict):
     references: dict[str, _Name]
     waits_for: dict[str, _Name]
     needs_fetch: _Missing | None
+    members: NotRequired[list[_Member]]
 
 
 class _RefusedLine(TypedDict):
@@ -189,5 +207,6 @@ def read(line: bytes, request_id: int) -> Answer | None:
         "plan": PlanFile(answer["plan"]),
         "warnings": tuple(answer["warnings"]),
         "needs_fetch": Missing(**missing) if missing else None,
+        "members": tuple(answer.get("members", ())),
     }
     return Passed(request_id, **{**answer, **changed})

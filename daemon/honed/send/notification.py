@@ -62,7 +62,7 @@ class Payload(TypedDict, total=False):
     remark: str
     error: dict[str, str] | None
     metrics: dict[str, float]
-    output_dir: str
+    output_dir: str | None  #: None of an evaluation
     report: str | None
     num_attempts: int
     submitted_at: str

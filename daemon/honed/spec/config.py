@@ -135,6 +135,8 @@ class SpoolConfig(_Section):
     """Seconds between scans of incoming/ that no event triggered: inotify can lose events."""
     max_spec_bytes: Annotated[int, Field(gt=0, le=16 * 1024 * 1024)] = 256 * 1024
     """Maximum bytes of a job file; a larger one is rejected."""
+    max_sweep_jobs: Annotated[int, Field(ge=1, le=1000)] = 64
+    """Maximum number of jobs that one job file with `sweep:` becomes; a larger sweep is rejected."""
     preflight_timeout_sec: Annotated[float, Field(gt=0)] = 60.0
     """Maximum seconds for the check of one job file, slow file systems included."""
     preflight_helpers: Annotated[int, Field(ge=1, le=16)] | None = None
@@ -211,7 +213,8 @@ class PolicyConfig(_Section):
 
     hub: bool = False
     """Allow hub ids, of models and data sets, that must be fetched: honed fetches them before it accepts the job. If
-    false, the job is rejected with the command that fetches them. Those in the local cache are always allowed."""
+    false, the job is rejected with the command that fetches them. Those in the local cache are always allowed. For an
+    instance of `--user` or `--root DIR` the default is true."""
     arrivals: Literal["spool", "socket"] = "spool"
     """Ways to submit a job. `spool`: by a file in incoming/, whose owner is the submitter; `honectl submit` drops one.
     `socket`: by `honectl submit` alone, over the control socket, where the kernel identifies the submitter; a file in
@@ -516,6 +519,8 @@ def load(layout: Layout) -> Config:
     outdated: list[tuple[Path, Gone]] = []
     for path in [layout.config_path, *sorted(layout.config_dropin_dir.glob("*.toml"))]:
         merged = _merge(merged, _read(path, outdated))
+    if not layout.is_of_system:
+        merged = _merge({"policy": {"hub": True}}, merged)
     config = Config.model_validate(merged)
     _require_one_default(config)
     config._outdated = tuple(outdated)

@@ -33,6 +33,9 @@ MAX_VALUES = 20_000
 MAX_EXPANDED = 1024 * 1024
 MAX_INTEGER = 2**63 - 1  #: the largest that SQLite, JSON parsers and torch all support
 
+#: The message about a key without a value.
+EMPTY = "the value is empty"
+
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 
@@ -396,7 +399,7 @@ def _line(event: Any) -> int:
 def _yaml_scalar(text: str, line: int, path: KeyPath) -> Any:
     if text == "":
         raise fault(
-            "the value is empty",
+            EMPTY,
             line=line,
             key=dotted(path),
             hint="write the value, or remove the key",

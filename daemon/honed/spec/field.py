@@ -6,6 +6,8 @@ the metadata has the text instead; a validator that calls `refuse` has its own m
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 import types
 import typing
@@ -15,7 +17,7 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -146,15 +148,17 @@ def _flag(value: Any) -> Any:
     return _FLAG_WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def any_of(is_right: Callable[[Any], bool], *kinds: type) -> PlainValidator:
-    """Return the validator of a key that takes values of several types; its `Expected` describes them."""
+def any_of(is_right: Callable[[Any], bool], *kinds: type, schema: Any = None) -> PlainValidator:
+    """Return the validator of a key that takes values of several types; its `Expected` describes them. `schema` is the
+    type that the JSON Schema tells, if it can tell more than `kinds`.
+    """
 
     def validate(value: Any) -> Any:
         if type(value) not in kinds or not is_right(value):
             raise ValueError
         return value
 
-    return PlainValidator(validate)
+    return PlainValidator(validate, json_schema_input_type=schema or functools.reduce(operator.or_, kinds))
 
 
 def is_texts(value: Any) -> bool:
@@ -199,21 +203,28 @@ def _shown(value: str) -> str:
     return quote.mark(repr(value if len(value) < 60 else value[:59] + "…"))
 
 
-Flag = Annotated[bool, BeforeValidator(_flag)]
+FlagWord = Annotated[str, Field(pattern="^([Yy][Ee][Ss]|[Oo][Nn]|[Nn][Oo]|[Oo][Ff][Ff])$")]
+Flag = Annotated[bool, BeforeValidator(_flag, json_schema_input_type=bool | FlagWord)]
 Count = Annotated[int, Ge(1)]
 Share = Annotated[float, Gt(0), Lt(1)]
 #: 0 is stored as null: no held-out share.
 ShareOrZero = Annotated[float, Ge(0), Lt(1), AfterValidator(lambda value: value or None)]
 Seconds = Annotated[float, Gt(0), Expected("a number of seconds, more than 0")]
-Texts = Annotated[list[str], any_of(is_texts, list), Expected("a list of strings")]
+#: Types for the JSON Schema alone.
+NotEmpty = Annotated[str, MinLen(1)]
+NotEmptyList = Annotated[list[NotEmpty], MinLen(1)]
+AnySteps = Annotated[int, Ge(1)] | Annotated[float, Gt(0), Lt(1)]
+Texts = Annotated[list[str], any_of(is_texts, list, schema=NotEmptyList), Expected("a list of strings")]
 AbsolutePath = Annotated[str, AfterValidator(absolute), Expected("an absolute path"), Place()]
 #: Steps as in TRL and transformers: a number of steps, or below 1 a share of the run.
 Steps = Annotated[
-    float, any_of(_is_steps, int, float), Expected("an integer number of steps, or a share of the run below 1")
+    float,
+    any_of(_is_steps, int, float, schema=AnySteps),
+    Expected("an integer number of steps, or a share of the run below 1"),
 ]
 StepsOrZero = Annotated[
     float,
-    any_of(lambda value: value == 0 or _is_steps(value), int, float),
+    any_of(lambda value: value == 0 or _is_steps(value), int, float, schema=AnySteps | Literal[0]),
     Expected("an integer number of steps, 0 for none, or a share of the run below 1"),
 ]
 

@@ -11,6 +11,9 @@ from honed.system.error import SpecError
 PREFIX = "predictions/"
 
 
+#: Prefix of the names of groups of rows with a tag.
+TAG = "tag:"
+
 GROUP = "honed.metrics"
 
 
@@ -21,6 +24,13 @@ BUILT_IN = ("exact_match", "token_f1", "rouge_l", "valid_json", "field_match", "
 def known() -> list[str]:
     """Return the metric names that a spec may use here, including the administrator's."""
     return sorted({*BUILT_IN, *(point.name for point in importlib.metadata.entry_points(group=GROUP))})
+
+
+def parts(name: str) -> tuple[str, str]:
+    """Return a metric's name without the group of rows that it is for, and the group; empty for all rows."""
+    metric = next((each for each in known() if name == each or name.startswith(f"{each}/")), None)
+    metric = name.partition("/")[0] if metric is None else metric
+    return metric, name[len(metric) + 1 :]
 
 
 def check(name: str, key: str) -> None:

@@ -30,7 +30,7 @@ class Rule:
 
 def problems(spec: JobSpec, lines: Mapping[KeyPath, int], *, except_of: Sequence[KeyPath]) -> list[Problem]:
     """Return the conflicts in a spec, skipping the rules that read one of the paths in `except_of`."""
-    rules = MERGE_RULES if spec.kind == "merge" else RULES
+    rules = {"merge": MERGE_RULES, "evaluate": EVALUATION_RULES}.get(spec.kind, RULES)
     heads = {read[0] for rule in rules for read in rule.reads}
     except_of = [path for path in except_of if not path or path[0] in heads]  # unknown keys concern no rule
     kept = [rule for rule in rules if not any(_overlap(a, b) for a in rule.reads for b in except_of)]
@@ -605,6 +605,47 @@ def _merge_adapter(spec: JobSpec) -> Iterator[Finding]:
         )
 
 
+def _evaluation_keys(spec: JobSpec) -> Iterator[Finding]:
+    for key in sorted(spec.model_fields_set - EVALUATION_KEYS):
+        if getattr(spec, key) != type(spec).model_fields[key].get_default(call_default_factory=True):
+            hint = {
+                "datasets": "write them as eval_datasets",
+                "lora": "remove it; `adapter` names a trained adapter",
+                "eval_split": "remove it; eval_datasets are evaluated as a whole",
+            }.get(key, "remove it, or put it in a separate job")
+            fix: dict[str, Any] = {key: None}
+            if key == "datasets" and not spec.eval_datasets:
+                fix["eval_datasets"] = [each.model_dump(mode="json", exclude_unset=True) for each in spec.datasets]
+            yield (key,), "an evaluation has none, because nothing is trained or written", hint, fix
+    for key in sorted(spec.training.model_fields_set - EVALUATION_TRAINING):
+        if getattr(spec.training, key) != type(spec.training).model_fields[key].get_default(call_default_factory=True):
+            yield (
+                ("training", key),
+                "an evaluation has none, because nothing is trained",
+                f"remove it; an evaluation takes {', '.join(sorted(EVALUATION_TRAINING))}",
+                {f"training.{key}": None},
+            )
+
+
+def _evaluated(spec: JobSpec) -> Iterator[Finding]:
+    if not spec.eval_datasets and not spec.datasets:
+        yield (
+            ("eval_datasets",),
+            "missing: an evaluation needs at least one data set",
+            "eval_datasets: [{path: /srv/data/rows.jsonl}]",
+        )
+
+
+def _asked_once(spec: JobSpec) -> Iterator[Finding]:
+    if spec.predictions.sample_frequency not in ("eval", "off"):
+        yield (
+            ("predictions", "sample_frequency"),
+            "an evaluation has one round of predictions",
+            "remove it, or write off",
+            {"predictions.sample_frequency": None},
+        )
+
+
 def _training(*names: str) -> tuple[KeyPath, ...]:
     return tuple(("training", name) for name in names)
 
@@ -710,11 +751,42 @@ MERGE_KEYS = frozenset(
         "time_limit_sec",
         "notify",
         "pin",
+        "sweep",
+        "group",
     }
 )
 MERGE_RULES = (
     Rule((("kind",),), _merge_keys),
     Rule((("adapter",), ("kind",)), _merge_adapter),
     Rule((("resources",),), _merge_gpus),
+    Rule((("notify",),), _notify),
+)
+
+#: The keys that an evaluation takes, and those of `training` that change how rows are read and batched.
+EVALUATION_KEYS = (MERGE_KEYS - {"output_dir"}) | {
+    "chat_template_kwargs",
+    "training_chat_template",
+    "backend",
+    "adapter_dtype",
+    "quantization",
+    "attn_implementation",
+    "parts",
+    "eval_datasets",
+    "media",
+    "training",
+    "predictions",
+}
+EVALUATION_TRAINING = frozenset(
+    {"max_length", "truncation_mode", "per_device_eval_batch_size", "pad_to_multiple_of", "loss_type", "seed"}
+)
+EVALUATION_RULES = (
+    Rule((("kind",), ("training",), ("eval_datasets",)), _evaluation_keys),
+    Rule((("eval_datasets",), ("kind",)), _evaluated),
+    Rule((("predictions", "sample_frequency"),), _asked_once),
+    Rule((("eval_datasets", ANY, "fraction"),), _fractions),
+    Rule(tuple(("eval_datasets", ANY, key) for key in ("path", "name", "revision")), _of_hub),
+    Rule((("adapter_dtype",), ("adapter",)), _adapter_dtype),
+    Rule((("predictions", "metrics"), ("predictions", "prompts")), _truthless),
+    Rule((("media", "min_pixels"), ("media", "max_pixels"), ("media", "max_image_size")), _media),
     Rule((("notify",),), _notify),
 )

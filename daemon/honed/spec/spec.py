@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from honed.spec import document, problem, pydantic_errors, rule, synonym, variant
+from honed.spec import document, problem, pydantic_errors, rule, sweep, synonym, variant
 from honed.spec.config import MAIL_ADDRESS, WEBHOOK_NAME
 from honed.spec.data_form import form_of
 from honed.spec.field import (
@@ -35,6 +35,8 @@ from honed.spec.field import (
     Count,
     Expected,
     Flag,
+    NotEmpty,
+    NotEmptyList,
     Place,
     Seconds,
     Section,
@@ -48,6 +50,7 @@ from honed.spec.field import (
     refuse,
 )
 from honed.spec.media import KINDS, Kind, MediaLimits, Part
+from honed.spec.metric_names import TAG
 from honed.spec.problem import InvalidSpecError, KeyPath, Problem, dotted, fault, line_of, shown, texts
 from honed.spec.training import TrainingSpec
 from honed.system import quote
@@ -56,6 +59,7 @@ __all__ = [
     "BatchSpec",
     "DatasetSpec",
     "DivergenceSpec",
+    "GroupSpec",
     "GuardSpec",
     "InvalidSpecError",
     "JobSpec",
@@ -262,6 +266,11 @@ _MODULES = Expected("all-linear, a regular expression, or a list of words")
 Pixels = Annotated[int, Ge(64)]
 _METRIC = re.compile(r"[A-Za-z][\w./-]*")
 Metric = Annotated[str, form(_METRIC.pattern), Expected("the name of a metric")]
+GroupMetric = Annotated[
+    str,
+    form(rf"{_METRIC.pattern}(/{TAG}[^\n]+)?"),
+    Expected(f"the name of a metric, or METRIC/DATASET, or METRIC/{TAG}TAG"),
+]
 
 
 def is_metrics(value: Any) -> bool:
@@ -283,7 +292,7 @@ class LoraSpec(Section):
     """Dropout on the adapter's input."""
     target_modules: Annotated[
         str | list[str],
-        any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
+        any_of(lambda value: isinstance(value, str) or is_texts(value), str, list, schema=str | NotEmptyList),
         AfterValidator(_target_modules),
         _MODULES,
     ] = "all-linear"
@@ -291,7 +300,7 @@ class LoraSpec(Section):
     exclude_modules: (
         Annotated[
             str | list[str],
-            any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
+            any_of(lambda value: isinstance(value, str) or is_texts(value), str, list, schema=str | NotEmptyList),
             AfterValidator(_target_modules),
             Expected("a regular expression, or a list of words"),
         ]
@@ -308,7 +317,12 @@ class LoraSpec(Section):
     """Split weights into magnitude and direction."""
     init_lora_weights: Annotated[
         bool | str,
-        any_of(lambda value: isinstance(value, bool) or bool(_LORA_INIT.fullmatch(value)), bool, str),
+        any_of(
+            lambda value: isinstance(value, bool) or bool(_LORA_INIT.fullmatch(value)),
+            bool,
+            str,
+            schema=bool | Annotated[str, Field(pattern=f"^({_LORA_INIT.pattern})$")],
+        ),
         Expected("true, false, gaussian, olora, orthogonal, pissa or pissa_niter_<number>"),
     ] = True
     """Initialization of the adapter."""
@@ -411,6 +425,8 @@ class DatasetSpec(Section):
     set with such files, which is fetched as a base model is."""
     name: Text | None = None
     """Configuration of a hub data set that has several."""
+    label: Annotated[str, form(r"[\w.-]{1,64}"), Expected("a word of letters, digits, `.`, `_` and `-`")] | None = None
+    """Name of the data set in metrics (`eval_loss/LABEL`), where several are held out; null takes its file's name."""
     revision: Annotated[str, form(r"\w[\w./-]*"), Expected("a branch, tag or commit")] | None = None
     """Branch, tag or commit of a hub data set."""
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"] = "auto"
@@ -485,7 +501,12 @@ class PredictionSpec(Section):
 
     sample_frequency: Annotated[
         Literal["eval", "epoch", "off"] | int,
-        any_of(lambda value: value in ("eval", "epoch", "off") if isinstance(value, str) else value >= 1, int, str),
+        any_of(
+            lambda value: value in ("eval", "epoch", "off") if isinstance(value, str) else value >= 1,
+            int,
+            str,
+            schema=Literal["eval", "epoch", "off"] | Count,
+        ),
         Expected("one of eval, epoch, off, or an integer number of steps"),
     ] = "eval"
     """Interval of predictions, in addition to those at the start and the end; `off` makes none at all."""
@@ -500,7 +521,7 @@ class PredictionSpec(Section):
     metrics: Annotated[
         Literal["auto"] | list[Metric],
         any_of(lambda value: value == "auto" or is_metrics(value), str, list),
-        BeforeValidator(_metric_names),
+        BeforeValidator(_metric_names, json_schema_input_type=NotEmpty | NotEmptyList),
         Expected("auto, or a list of metric names"),
     ] = "auto"
     """Metrics on predictions; `auto` chooses by the expected answers. docs/operation.md lists all of them."""
@@ -577,8 +598,8 @@ class DivergenceSpec(Section):
 class GuardSpec(Section):
     """`guard:` lets a job fail if its model ends worse than it began."""
 
-    metric: Metric
-    """Metric on predictions to watch, such as exact_match."""
+    metric: GroupMetric
+    """Metric on predictions to watch, such as exact_match, or `exact_match/tag:arithmetic` for the rows with a tag."""
     max_drop: Annotated[float, Ge(0)] = 0.0
     """Maximum fall of the metric below its value before training."""
     num_samples: Count = 100
@@ -586,6 +607,19 @@ class GuardSpec(Section):
     patience: Count | None = None
     """Consecutive evaluations with a fall of more than `max_drop` after which training ends; null measures the metric
     before and after training alone."""
+
+
+class GroupSpec(Section):
+    """`group:` of a sweep's job: honed writes it."""
+
+    id: Annotated[int, Ge(1)]
+    """Number of the group."""
+    name: Text
+    """Name of the group: that of the sweep."""
+    file: Text
+    """Job file of the sweep."""
+    values: dict[str, Any] = Field(default_factory=dict)
+    """Values of the keys that the sweep varies."""
 
 
 class NotifySpec(Section):
@@ -601,15 +635,21 @@ class NotifySpec(Section):
     """Final states that are reported."""
 
 
+Quantization = Literal["none", "4bit", "8bit"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 class JobSpec(Section):
-    """A job. Only `base_model` and `datasets` are required; for a merge, `base_model` and `adapter`."""
+    """A job. Only `base_model` and `datasets` are required; for a merge, `base_model` and `adapter`; for an evaluation,
+    `base_model` and `eval_datasets`."""
 
     name: (
         Annotated[str, AfterValidator(_name), Expected("a name of at most 100 characters, without a slash")] | None
     ) = None
     """Name for people; honectl accepts it where it is unambiguous."""
-    kind: Literal["sft", "merge"] = "sft"
-    """Task: supervised fine-tuning, or the merge of an adapter into its base model, on the CPU."""
+    kind: Literal["sft", "merge", "evaluate"] = "sft"
+    """Task: supervised fine-tuning; the merge of an adapter into its base model, on the CPU; or the evaluation of a
+    model, with an adapter or without, on `eval_datasets`, which trains and writes nothing."""
     job_class: Annotated[str, form(r"[A-Za-z0-9_-]{1,64}"), Expected("the name of a class")] | None = Field(
         default=None, alias="class"
     )
@@ -623,7 +663,12 @@ class JobSpec(Section):
     ]
     """Model that training starts from: a directory, a hub id, or another job's output (`job:NAME`)."""
     model_type: (
-        Annotated[str, BeforeValidator(_model_type), form(r"[A-Za-z0-9_-]+"), Expected("a model type such as qwen3")]
+        Annotated[
+            str,
+            BeforeValidator(_model_type, json_schema_input_type=str),
+            form(r"[A-Za-z0-9_-]+"),
+            Expected("a model type such as qwen3"),
+        ]
         | None
     ) = None
     """Model type, only where the checkpoint's config.json lacks it or has an alias."""
@@ -631,14 +676,14 @@ class JobSpec(Section):
     """Branch, tag or commit of a hub id."""
     trust_remote_code: Flag = False
     """Run code that comes with the model; only where the administrator allows it."""
-    chat_template: Annotated[AbsolutePath, BeforeValidator(_chat_template)] | None = None
+    chat_template: Annotated[AbsolutePath, BeforeValidator(_chat_template, json_schema_input_type=str)] | None = None
     """File with a chat template, for a base model without one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, in training and predictions; a row's own `chat_template_kwargs` override them."""
     training_chat_template: (
         Annotated[
             str,
-            BeforeValidator(_training_template),
+            BeforeValidator(_training_template, json_schema_input_type=str),
             AfterValidator(_variant),
             Expected("trl, or an absolute path"),
             Place(),
@@ -650,14 +695,15 @@ class JobSpec(Section):
     adapter: (
         Annotated[
             str,
-            BeforeValidator(_adapter),
+            BeforeValidator(_adapter, json_schema_input_type=str),
             AfterValidator(_adapter_place),
             Expected("an absolute directory, or job:NAME"),
             Place(),
         ]
         | None
     ) = None
-    """Directory of an adapter, or the job that makes it (`job:NAME`), to continue training from or to merge."""
+    """Directory of an adapter, or the job that makes it (`job:NAME`), to continue training from, to merge or to
+    evaluate."""
     backend: Literal["auto", "unsloth", "transformers"] = "auto"
     """Library that loads the model; `auto` falls back to transformers, a backend set by name does not."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -675,11 +721,11 @@ class JobSpec(Section):
     save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of a full fine-tuning's output; `auto` takes the base checkpoint's, `float32` keeps the trained
     values."""
-    quantization: Annotated[Literal["none", "4bit", "8bit"], BeforeValidator(_quantization)] = "none"
+    quantization: Annotated[Quantization, BeforeValidator(_quantization, json_schema_input_type=Quantization)] = "none"
     """Quantization of the base model, under an adapter."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Implementation of attention."""
-    lora: Annotated[LoraSpec | None, BeforeValidator(_lora)] = None
+    lora: Annotated[LoraSpec | None, BeforeValidator(_lora, json_schema_input_type=LoraSpec | None)] = None
     """Train an adapter. Left out: full fine-tuning; in a multimodal model, of its language model."""
     parts: PartsSpec = PartsSpec()
     """Modules of the vision encoder, the audio encoder and the projector, where honed does not know their names."""
@@ -688,9 +734,13 @@ class JobSpec(Section):
         Expected("a list of language, vision, audio, projector"),
     ] = Field(default=["language"], min_length=1)
     """Parts of the model that full fine-tuning trains; the others stay frozen."""
-    datasets: Annotated[list[DatasetSpec], BeforeValidator(_splits)] = Field(default_factory=list)
+    datasets: Annotated[list[DatasetSpec], BeforeValidator(_splits, json_schema_input_type=list[DatasetSpec])] = Field(
+        default_factory=list
+    )
     """Training data."""
-    eval_datasets: Annotated[list[DatasetSpec], BeforeValidator(_none_as_empty)] = Field(default_factory=list)
+    eval_datasets: Annotated[
+        list[DatasetSpec], BeforeValidator(_none_as_empty, json_schema_input_type=list[DatasetSpec] | None)
+    ] = Field(default_factory=list)
     """Held-out data; or use `eval_split`."""
     eval_split: ShareOrZero | None = None
     """Share of the training data to hold out; 0 and null hold nothing out. Rows with the same content stay on the same
@@ -716,9 +766,11 @@ class JobSpec(Section):
     """Retries after a crash or an out-of-memory error."""
     divergence: DivergenceSpec = DivergenceSpec()
     """Detection of runs that cannot recover."""
-    depends_on: Annotated[list[Text], BeforeValidator(_job_ids), Expected("a list of job names or numbers")] = Field(
-        default_factory=list
-    )
+    depends_on: Annotated[
+        list[Text],
+        BeforeValidator(_job_ids, json_schema_input_type=list[NotEmpty | int] | None),
+        Expected("a list of job names or numbers"),
+    ] = Field(default_factory=list)
     """Jobs that must succeed before this one starts."""
     time_limit_sec: Seconds | None = None
     """Maximum run time in seconds, all attempts together."""
@@ -729,17 +781,24 @@ class JobSpec(Section):
     guard: GuardSpec | None = None
     """Metric that must not fall."""
     report_to: Annotated[
-        list[Literal["tensorboard", "wandb", "mlflow", "trackio"]],
-        BeforeValidator(_listed),
+        list[Tracker],
+        BeforeValidator(_listed, json_schema_input_type=list[Tracker] | Tracker | Literal["none"] | None),
         Expected("a list of tensorboard, wandb, mlflow, trackio"),
     ] = Field(default_factory=list)
     """Trackers that receive the metrics."""
+    sweep: dict[str, Any] | None = None
+    """Values to try, as `key: [value, …]` with dotted keys: one job for each combination. `random: N` takes N of them,
+    drawn by `seed` (0)."""
+    group: GroupSpec | None = None
+    """Group of a sweep's job; honed writes it."""
     pin: Flag = False
     """Keep the finished job: nothing removes it until `honectl unpin`."""
     notify: NotifySpec | None = None
     """Recipients of a notification when the job ends."""
     trial: Annotated[
-        bool | str, any_of(lambda value: value in (True, False, "only"), bool, str), Expected("true, false or only")
+        bool | str,
+        any_of(lambda value: value in (True, False, "only"), bool, str, schema=bool | Literal["only"]),
+        Expected("true, false or only"),
     ] = False
     """Try eight rows for a few steps first and report the findings; `only` does nothing else."""
 
@@ -787,6 +846,9 @@ def validate(
     `unread` has the problems of unreadable values, which are null in the data.
     """
     lines = lines or {}
+    if sweep.is_in(data):  # the first of its jobs stands for all
+        member = sweep.first(data, lines)
+        data, lines = member.document, sweep.lines_of(member, lines)
     if secrets := [Problem(dotted(path), line_of(path, lines), *_SECRET) for path in _secrets(data)]:
         raise InvalidSpecError(secrets)  # before any message repeats a value
     spec, found = None, []

@@ -244,12 +244,17 @@ def _kind(asked: Asked) -> Advice:
     word = str(value).lower().removeprefix("llm-")
     if word == "merge":
         return Advice("write kind: merge", {"kind": "merge"})
+    if word in ("eval", "evaluation", "evaluate"):
+        return Advice("write kind: evaluate", {"kind": "evaluate"})
     if word in _SFT or is_off(value):
         return Advice(f"remove it: {_SFT_ALONE}", {})
     if word in _PRETRAINING:
         return Advice("remove it: text rows (format: text) are trained on in full, which is continued pretraining", {})
     said = not_supported(word)
-    return Advice(said or f"honed has no {shown(value)}: {_SFT_ALONE}, or merges an adapter (kind: merge)")
+    return Advice(
+        said
+        or f"honed has no {shown(value)}: {_SFT_ALONE}, merges an adapter (kind: merge) or evaluates (kind: evaluate)"
+    )
 
 
 def _method(asked: Asked) -> Advice:

@@ -76,7 +76,9 @@ Schedule = Literal[
 Interval = Literal["no", "steps", "epoch"]
 #: In transformers, -1 means "no limit".
 MaxSteps = Annotated[
-    int, any_of(lambda value: value == -1 or value >= 1, int), Expected("an integer number of steps, at least 1, or -1")
+    int,
+    any_of(lambda value: value == -1 or value >= 1, int, schema=Count | Literal[-1]),
+    Expected("an integer number of steps, at least 1, or -1"),
 ]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
@@ -214,7 +216,12 @@ class TrainingSpec(Section):
     """Report the first step too."""
     include_num_input_tokens_seen: Annotated[
         Literal["all", "non_padding", "no"] | bool,
-        any_of(lambda value: value in ("all", "non_padding", "no", True, False), str, bool),
+        any_of(
+            lambda value: value in ("all", "non_padding", "no", True, False),
+            str,
+            bool,
+            schema=Literal["all", "non_padding", "no"] | bool,
+        ),
         Expected("one of all, non_padding, no"),
     ] = "no"
     """Count input tokens."""

@@ -27,6 +27,11 @@ class Layout(NamedTuple):
     root: Path
 
     @property
+    def is_of_system(self) -> bool:
+        """True for the system's own instance, false for one of `--root DIR` or `--user`."""
+        return self.root == Path("/")
+
+    @property
     def config_path(self) -> Path:
         return self.root / "etc/honed/honed.toml"
 

@@ -6,7 +6,8 @@ Before the gate a worker imports, reads and encodes its data; nothing there may 
 be another one of the same kind than the one that it was staged for. A worker that starts at its job's turn has no gate.
 
 Hours may pass at the gate. If a file that was read before it changes meanwhile, the worker begins again, in place: the
-process executes itself, before its turn as a staged worker and after it as one that was not.
+process executes itself, before its turn as a staged worker and after it as one that was not. The files are looked at
+by a thread: one on a network that does not answer keeps nobody at the gate.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +33,8 @@ LOOK_INTERVAL_SEC = 0.05
 HURRY_INTERVAL_SEC = 0.5
 #: Seconds between looks at the files that were read before the gate.
 FILES_INTERVAL_SEC = 15.0
+#: Seconds for which a worker whose turn has come waits for the last look at them.
+MAX_LOOK_SEC = 10.0
 #: Share of the available memory up to which the weights are read ahead into the page cache.
 MAX_READ_SHARE = 0.5
 #: Has torch ask NVML whether there is a GPU, and not initialise CUDA for that.
@@ -63,9 +66,9 @@ class Gate:
         self._kept = kept or {}
         self._paths: list[Path] = []
         self._seen: Mapping[Path, tuple[int, ...]] = {}  # as the files were when they were read
-        self._changed: Mapping[Path, tuple[int, ...]] | None = (
-            None  # as they were at the last look, if they had changed
-        )
+        #: As they were at the last look, if they had changed.
+        self._changed: Mapping[Path, tuple[int, ...]] | None = None
+        self._look: _Look | None = None  # the one that is under way
         if self.is_closed:
             environment[NVML_CHECK] = "1"
             be_nice(SESSION_NICE)
@@ -77,7 +80,7 @@ class Gate:
         """True until the worker has gone through."""
         return self._wanted is not None
 
-    def wait(self) -> None:
+    def wait(self, *, warn: Callable[[str], None] = lambda _text: None) -> None:
         """Wait until the device is free, and take its environment. Raises what `beat` raises, and InterruptedRunError
         if a library uses the device already: it is still another job's."""
         look_at = 0.0
@@ -91,10 +94,11 @@ class Gate:
                 self._wanted = None
                 be_nice(0)
                 set_oom_score_adj(self._oom_score_adj)
-                self._check_files({})
+                self._look_last(warn)
             elif time.monotonic() >= look_at:
-                self._check_files(self._staged)
-                look_at = time.monotonic() + FILES_INTERVAL_SEC
+                if (now := self._seen_now(LOOK_INTERVAL_SEC)) is not None:
+                    self._check_files(now, self._staged)
+                    look_at = time.monotonic() + FILES_INTERVAL_SEC
             else:
                 time.sleep(LOOK_INTERVAL_SEC)
 
@@ -102,12 +106,38 @@ class Gate:
         """Note the files that are read from now on: they must stay as they are."""
         if self.is_closed:
             self._paths = list(paths)
-            self._seen = _identities(self._paths)
+            self._seen = _Look(self._paths).identities()
 
-    def _check_files(self, staged: Mapping[str, str]) -> None:
+    def _seen_now(self, max_sec: float) -> Mapping[Path, tuple[int, ...]] | None:
+        """Return the files as they are; None if the look at them is still under way after so many seconds."""
+        if self._look is None:
+            self._look = _Look(self._paths)
+            self._look.start()
+        self._look.join(max_sec)
+        if self._look.is_alive():
+            return None
+        found, self._look = self._look.found, None
+        return found
+
+    def _look_last(self, warn: Callable[[str], None]) -> None:
+        """Begin again if a file has changed, as far as that is known soon."""
+        until = time.monotonic() + MAX_LOOK_SEC
+        # The one that is under way may have begun before a change.
+        num_looks = (1 if self._look is None else 2) if self._paths else 0
+        while num_looks and (self._look is None or time.monotonic() < until):
+            self._beat()
+            if (now := self._seen_now(LOOK_INTERVAL_SEC)) is not None:
+                self._check_files(now, {})
+                num_looks -= 1
+        if num_looks and self._look is not None:
+            warn(
+                f"{self._look.at}: its file system has not answered for {MAX_LOOK_SEC:g} s: the run goes on without "
+                "knowing whether the file has changed since it was read"
+            )
+
+    def _check_files(self, now: Mapping[Path, tuple[int, ...]], staged: Mapping[str, str]) -> None:
         """Begin again if a file has changed that was read; `staged`: the variables of a worker that waits again. As
         long as it waits it begins again only when the files have not changed for a while."""
-        now = _identities(self._paths)
         changed = sorted(path for path in {*now, *self._seen} if now.get(path) != self._seen.get(path))
         is_over = not staged or now == self._changed
         self._changed = now
@@ -143,14 +173,27 @@ class Gate:
         return None
 
 
-def _identities(paths: Iterable[Path]) -> dict[Path, tuple[int, ...]]:
-    """Return what tells each file's content from another without reading it; without files that are not there."""
-    found: dict[Path, tuple[int, ...]] = {}
-    for path in paths:
-        with contextlib.suppress(OSError):
-            info = path.stat()
-            found[path] = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
-    return found
+class _Look(threading.Thread):
+    """A look at files, beside who waits for it."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        super().__init__(name="files", daemon=True)
+        self._paths = paths
+        self.at: Path | None = None  #: the file that is looked at
+        self.found: dict[Path, tuple[int, ...]] = {}
+
+    def run(self) -> None:
+        self.found = self.identities()
+
+    def identities(self) -> dict[Path, tuple[int, ...]]:
+        """Return what tells each file's content from another without reading it; without files that are not there."""
+        found: dict[Path, tuple[int, ...]] = {}
+        for path in self._paths:
+            self.at = path
+            with contextlib.suppress(OSError):
+                info = path.stat()
+                found[path] = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+        return found
 
 
 def _execute(environment: Mapping[str, str]) -> NoReturn:

@@ -2,7 +2,8 @@
 
 Each phase (train, evaluate, predict, save, and the stages that are one long call) has a rhythm of its own: steps take
 seconds, a checkpoint may take minutes. Until a phase has shown its rhythm, only the administrator's
-`jobs.stall_timeout_sec` applies, as for the first step, which may compile.
+`jobs.stall_timeout_sec` applies, as for the first step, which may compile, and for the wait until a checkpoint is
+sealed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ FACTOR = 20.0
 NUM_RECENT = 100
 #: Silences of a steady phase, and completed rounds of any other, before its limit is known.
 MIN_SILENCES, MIN_ROUNDS = 10, 2
+#: Phases without a rhythm: mostly there is nothing to wait for, so that the disk's worst moment would come unforeseen.
+UNSTEADY = frozenset({"seal"})
 #: Phases to which a run returns from the others, so that their rounds say nothing.
 STEADY = frozenset({"train"})
 
@@ -41,6 +44,8 @@ class Patience:
     @property
     def limit_sec(self) -> float | None:
         """The limit for the current phase; None where too little is known of it."""
+        if self.phase in UNSTEADY:
+            return None
         silences = self._silences[self.phase]
         is_known = len(silences) >= MIN_SILENCES if self.phase in STEADY else self._rounds[self.phase] >= MIN_ROUNDS
         return FACTOR * max(silences) if is_known and silences else None

@@ -64,9 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = None) -> list[PreviewRow]:
     """Return the first rows that are trained on, in the form that `main` prints."""
-    if job_spec.kind != "sft":
-        raise SpecError(f"kind: a {job_spec.kind} job trains on no rows")
+    if job_spec.kind == "merge":
+        raise SpecError("kind: a merge job trains on no rows")
     path = base_model_path or _resolve(job_spec)
+    if job_spec.kind == "evaluate":  # its rows are those that it is evaluated on
+        job_spec = job_spec.model_copy(update={"datasets": job_spec.eval_datasets})
     # With the date as if the job were accepted now.
     chat = ChatFormat.of(job_spec, _load_tokenizer(_Asked(job_spec, path)), date=datetime.now(UTC).astimezone())
     examples = _examples(job_spec, num_rows, has_chat_template=bool(chat.tokenizer.chat_template))

@@ -20,7 +20,7 @@ from typing import Any
 
 from honed.inputs import modality, score
 from honed.job import trial
-from honed.job.event import EventWriter
+from honed.job.event import EventWriter, has_begun
 from honed.plan import pace, position
 from honed.system import durable, installed
 from honed.system.error import (
@@ -191,9 +191,9 @@ class _Story:
             self._log("warning", f"{item.name} is damaged ({item.why}) and was renamed to {item.path.name}")
         if set_aside and resumed is None:
             self._log("error", "all checkpoints of this job are damaged: it starts from the beginning")
-        if attempt > 1 and resumed is None:
+        if resumed is None and any(has_begun(job.layout.attempt(each).events_path) for each in range(1, attempt)):
             events.emit("started_over", reason="damaged" if set_aside else "no checkpoint")
-        progress = resumed.progress if resumed else checkpoint.Progress(evaluates_by_length=True)
+        progress = resumed.progress if resumed else checkpoint.Progress(evaluates_by_length=True, predicts_evenly=True)
         job.check_inputs()
         if self._gate.is_closed:
             self._gate.watch(job.files())
@@ -249,7 +249,7 @@ class _Story:
             job.check_inputs()
             self._load_metrics(job)
         with imports.quick():
-            from honed.worker.train import losscheck, usage
+            from honed.worker.train import evaluation, losscheck, usage
             from honed.worker.train import trainer as trainers
             from honed.worker.train.callback import RunCallback
             from honed.worker.train.watched import WatchedTrainer
@@ -288,7 +288,8 @@ class _Story:
             loss_type=progress.loss_type,
         )
         plain_loss = losscheck.PlainLoss(loaded.model)
-        with backend.building():
+        is_evaluation = spec.kind == "evaluate"
+        with backend.building(), evaluation.untrained(loaded.model) if is_evaluation else contextlib.nullcontext():
             trainer = WatchedTrainer(
                 assignment=job,
                 data=data,
@@ -322,6 +323,13 @@ class _Story:
         losscheck.check(
             trainer, data, job, plain_loss, progress=progress, is_resumed=resumed is not None, log=self._log
         )
+
+        if is_evaluation:
+            self._evaluate(exam, trainer)
+            self.memory = memory.trained(trainer.model)
+            if job.shared_rows_dir is None:
+                shutil.rmtree(job.rows_dir, ignore_errors=True)
+            return
 
         if resumed is None and not job.is_trial:
             said = {text.partition(":")[0] for text in job.plan.warnings}  # at the check, in other words
@@ -403,6 +411,14 @@ class _Story:
         if job.shared_rows_dir is None:  # else honed takes them first, and removes them
             shutil.rmtree(job.rows_dir, ignore_errors=True)  # no later attempt needs them
 
+    def _evaluate(self, exam: examiner.Examiner, trainer: Any) -> None:
+        """Measure the model as at the end of a training: the evaluation, and a round of predictions."""
+        self._stage("evaluate")
+        exam.show()
+        trainer.measure()
+        self.metrics = exam.end(trainer.model, trainer.state, 0)
+        self._stop.check()
+
     def _load_metrics(self, job: Assignment) -> None:
         """Load the administrator's metrics that the job names, which may fail; they could use the device."""
         for name in examiner.named_metrics(job.spec):
@@ -412,7 +428,7 @@ class _Story:
         """Wait for the device, if this worker was staged."""
         if self._gate.is_closed:
             self._stage("staged")
-            self._gate.wait()
+            self._gate.wait(warn=lambda text: self._log("warning", text))
 
     def _stage(self, name: str) -> None:
         self._stop.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -18,14 +19,30 @@ class Stop:
 
     now_in = "prepare"  #: the stage or phase of the run; after an error, the one in which it occurred
     _enter: Callable[[str], None] = staticmethod(lambda _phase: None)
+    _kill_at: float | None = None  # monotonic seconds
 
-    def __init__(self, beat: Callable[[], None] = lambda: None, enter: Callable[[str], None] = lambda _phase: None):
+    def __init__(
+        self,
+        beat: Callable[[], None] = lambda: None,
+        enter: Callable[[str], None] = lambda _phase: None,
+        *,
+        timeout_sec: float | None = None,
+    ) -> None:
+        """Begin unset. `timeout_sec`: how long after the request the process is killed, where that is known."""
         self.is_set = False
+        self._timeout_sec = timeout_sec
         self.beat = beat
         self._enter = enter
 
     def on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if not self.is_set and self._timeout_sec is not None:
+            self._kill_at = time.monotonic() + self._timeout_sec
         self.is_set = True
+
+    @property
+    def left_sec(self) -> float | None:
+        """The seconds until the process is killed; None where that is unknown, or no stop was asked for."""
+        return self._kill_at - time.monotonic() if self._kill_at is not None else None
 
     def check(self) -> None:
         """Give a sign of life, and raise InterruptedRunError once the run was asked to stop."""

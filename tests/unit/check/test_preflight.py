@@ -567,6 +567,12 @@ def test_rows_that_do_not_fit_on_the_disk_are_told_with_numbers(desk: Desk, monk
     with pytest.raises(DiskShortError, match=told) as raised:
         desk.check()
     assert "max_rows" in raised.value.hint
+    assert "honectl prune --rows" not in raised.value.message
+    cached = desk.layout.rows_dir / str(os.geteuid()) / ("0" * 32) / "tokens.arrow"
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(bytes(2**21))
+    with pytest.raises(DiskShortError, match=r"encoded rows of earlier jobs take [23] MiB \(honectl prune --rows\)"):
+        desk.check()
 
 
 def test_rows_that_do_not_fit_in_host_memory_are_told(desk: Desk) -> None:

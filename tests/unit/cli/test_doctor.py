@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from pydantic_core import _pydantic_core
 
-from honed.cli import doctor
+from honed.cli import commands, doctor
 from honed.cli.doctor import Finding
 from honed.spec.config import Config, JobsConfig, PolicyConfig
 from honed.system import installed
 from honed.system.error import EnvironmentInvalidError
-from honed.system.layout import Layout
+from honed.system.layout import Layout, user_root
+from honed.system.layout import of as layout_of
 
 SOURCE = Path(doctor.__file__).parents[2]
 
@@ -348,3 +349,24 @@ def test_an_incoming_that_everyone_may_tidy_up_is_an_error(tmp_path: Path) -> No
     assert "remove and replace" in doctor._permissions(layout).detail
     (layout.spool_dir / "incoming").chmod(0o1777)
     assert doctor._permissions(layout).status == "ok"
+
+
+def test_the_commands_are_those_of_this_kind_of_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HONED_ROOT", raising=False)
+    root = tmp_path / "my root"
+    assert doctor._daemon(Layout(Path("/"))).hint in ("systemctl start honed", "")
+    assert doctor._daemon(Layout(root)).hint == f"honed --root '{root}'"
+    assert commands.of(Layout(root)).honectl == f"honectl --root '{root}'"
+    monkeypatch.setenv("HONED_ROOT", str(root))
+    assert commands.of(Layout(root)).honectl == "honectl"
+    for name in ("CONFIG_HOME", "STATE_HOME", "RUNTIME_DIR"):
+        monkeypatch.setenv(f"XDG_{name}", str(tmp_path / name))
+    own = layout_of(user_root())
+    assert doctor._daemon(own).hint == "honed --user"  # without a unit
+    (tmp_path / "CONFIG_HOME/systemd/user").mkdir(parents=True)
+    (tmp_path / "CONFIG_HOME/systemd/user/honed.service").touch()
+    (tmp_path / "RUNTIME_DIR/systemd").mkdir(parents=True)
+    assert doctor._daemon(own).hint == "systemctl --user start honed"
+    assert commands.of(own).log.startswith("journalctl --user ")
+    spoken = [doctor._daemon(each).hint + doctor._permissions(each).hint for each in (own, Layout(root))]
+    assert not [words for words in spoken if "honed-submit" in words or "systemctl start" in words]

@@ -31,7 +31,7 @@ def test_bash_completes_verbs_options_and_jobs() -> None:
     assert {name for name, _, _ in manual.verbs(command_line.parser())} == set(complete("honectl", ""))
     assert complete("honectl", "su") == ["submit"]
     assert complete("honectl", "submit", "--w") == ["--wait"]
-    assert complete("honectl", "submit", "hon") == ["honed.toml"]
+    assert complete("honectl", "submit", "honed.t") == ["honed.toml"]
     assert complete("honectl", "list", "--state", "") == [state.value for state in State]
     assert complete("honectl", "--root", "/srv", "show", "") == ["7", "12"]
     assert complete("honectl", "cancel", "7", "1") == ["12"]

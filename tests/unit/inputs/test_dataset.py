@@ -12,6 +12,7 @@ import pytest
 
 from honed.inputs import dataset
 from honed.inputs.dataset import Example
+from honed.inputs.row import unread
 from honed.spec.spec import DatasetSpec
 from honed.system import quote
 from honed.system.error import DatasetError
@@ -493,3 +494,21 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
     write_jsonl(path, [{"q": "2+2?", "a": "4", "system": "Be brief.", "loss": 0.1}])
     found = dataset.inspect(DatasetSpec(path=str(path), columns={"prompt": "q", "completion": "a"}))
     assert (found.format, found.unread) == ("prompt_completion", ("system", "loss"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "tags"),
+    [
+        ({}, ()),
+        ({"tag": "sums"}, ("sums",)),
+        ({"tags": ["b", "a", "b"]}, ("a", "b")),
+        ({"tag": " c ", "tags": '["a", "b"]'}, ("a", "b", "c")),
+        ({"tags": "a, b"}, ("a, b",)),
+        ({"tag": 7, "tags": {"a": 1}}, ()),
+        ({"tag": "x" * 65, "tags": ["", "a\nb", None, "ok"]}, ("ok",)),
+    ],
+)
+def test_a_row_has_the_texts_of_its_columns_tag_and_tags(columns: dict[str, object], tags: tuple[str, ...]) -> None:
+    row = {"prompt": "1 + 1?", "completion": "2"} | columns
+    assert dataset.convert(row, "prompt_completion").tags == tags
+    assert not unread(row, "prompt_completion", {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from honed.cli.pruning import Down
 from honed.job import removal, row_cache
-from honed.job.job import Job, State
+from honed.job.job import Attempt, Job, Staged, State
 from honed.job.query import ANYBODY, Asker
 from honed.job.retention import Limits, Wish, prune_rows
 from honed.job.row_cache import FILES, VARIABLE, RowCache
@@ -39,7 +40,7 @@ def layout(tmp_path: Path) -> Layout:
 
 
 def cache_of(layout: Layout, max_bytes: int = 2**30, running: tuple[int, ...] = ()) -> RowCache:
-    return RowCache(layout, lambda: max_bytes, running=lambda: running, now=Clock())
+    return RowCache(layout, lambda: max_bytes, working=lambda: dict.fromkeys(running, ANNA), now=Clock())
 
 
 def job_of(layout: Layout, number: int, uid: int = ANNA, **spec: Any) -> Job:
@@ -62,6 +63,16 @@ def made(cache: RowCache, layout: Layout, number: int, name: str, uid: int = ANN
     job = job_of(layout, number, uid)
     encoded(layout, number, name, content)
     cache.take(job, [name])
+    return job
+
+
+def reader_of(layout: Layout, number: int, name: str) -> Job:
+    """Return a job whose worker has found an entry."""
+    job = job_of(layout, number)
+    linked = layout.job(number).rows_dir / name
+    linked.mkdir(parents=True)
+    for each in FILES:
+        (linked / each).symlink_to(layout.rows_dir / str(ANNA) / name / each)
     return job
 
 
@@ -167,12 +178,7 @@ def test_a_job_that_has_succeeded_keeps_no_rows_of_its_own(layout: Layout, tmp_p
 def test_an_entry_goes_with_the_last_job_that_used_it(layout: Layout) -> None:
     cache = cache_of(layout)
     made(cache, layout, 1, ONE)
-    reader = job_of(layout, 2)
-    linked = layout.job(2).rows_dir / ONE
-    linked.mkdir(parents=True)
-    for each in FILES:
-        (linked / each).symlink_to(layout.rows_dir / str(ANNA) / ONE / each)
-    cache.take(reader, [ONE])
+    cache.take(reader_of(layout, 2, ONE), [ONE])
     again = cache_of(layout)  # after a restart
     again.forget([1])
     assert held(layout) == {f"{ANNA}/{ONE}"}
@@ -206,6 +212,64 @@ def test_beyond_the_limit_the_largest_user_s_oldest_entry_goes_and_no_running_jo
     assert held(layout) == {f"{ANNA}/{ONE}", f"{BERTA}/{ONE}", f"{ANNA}/{THREE}"}
 
 
+def test_a_user_whose_running_job_alone_exceeds_the_limit_takes_no_other_user_s_place(layout: Layout) -> None:
+    cache = cache_of(layout, max_bytes=90, running=(3,))
+    made(cache, layout, 1, ONE, BERTA, content=b"x" * 8)
+    made(cache, layout, 2, TWO, content=b"x" * 5)
+    made(cache, layout, 3, ONE, content=b"x" * 100)
+    assert held(layout) == {f"{BERTA}/{ONE}", f"{ANNA}/{ONE}"}
+    for number in range(4, 9):  # and they keep to their own share meanwhile
+        made(cache, layout, number, f"{number}" * 32, BERTA, content=b"x" * 5)
+    assert 24 < cache.num_bytes(BERTA) <= 45
+    made(again := cache_of(layout, max_bytes=90), layout, 9, TWO, BERTA)  # its job has ended
+    assert again.num_bytes(ANNA) == 0
+
+
+def test_many_small_entries_of_one_user_take_no_other_user_s_place(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_cache, "MAX_ENTRIES", 4)
+    cache = cache_of(layout)
+    made(cache, layout, 1, ONE, BERTA, content=b"x" * 1000)
+    for number in range(2, 9):
+        made(cache, layout, number, f"{number}" * 32)
+    assert f"{BERTA}/{ONE}" in held(layout)
+    assert len(held(layout)) == 4
+
+
+@pytest.mark.parametrize("end", ["the limit", "the maker is removed", "prune --rows"])
+def test_an_entry_that_a_staged_job_has_found_stays_though_its_events_are_not_read_yet(
+    layout: Layout, end: str
+) -> None:
+    cache = cache_of(layout, max_bytes=60, running=(2,))
+    made(cache, layout, 1, ONE, content=b"x" * 10)
+    reader_of(layout, 2, ONE)
+    match end:
+        case "the limit":
+            made(cache, layout, 3, TWO, content=b"x" * 15)
+        case "the maker is removed":
+            cache.forget([1])
+        case "prune --rows":
+            assert cache.listed(uid=ANNA) == []
+    assert f"{ANNA}/{ONE}" in held(layout)
+
+
+def test_an_entry_whose_use_finds_no_room_on_the_disk_counts_all_the_same(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_of(layout, max_bytes=70)
+
+    def full(*_arguments: Any, **_keys: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RowCache, "_note", full)
+        made(cache, layout, 1, ONE, content=b"x" * 10)
+    assert cache.num_bytes() == 30
+    made(cache, layout, 2, TWO, content=b"x" * 15)
+    assert held(layout) == {f"{ANNA}/{TWO}"}
+
+
 def test_a_limit_of_0_turns_it_off_and_removes_what_there_was(layout: Layout) -> None:
     made(cache_of(layout), layout, 1, ONE)
     cache = cache_of(layout, max_bytes=0)
@@ -237,6 +301,21 @@ def test_a_prune_while_honed_is_down_removes_the_job_s_rows(layout: Layout) -> N
     (spool.state_dir(State.SUCCEEDED) / "1.json").write_bytes(job.to_json())
     Down(spool, layout).ask("prune", ids=["1"], dry_run=False)
     assert not list(layout.rows_dir.glob("**/*.arrow"))
+
+
+def test_rows_of_jobs_whose_workers_go_on_stay_while_honed_is_down(layout: Layout) -> None:
+    spool, cache = Spool(layout), cache_of(layout)
+    (spool.dir / "seq").write_text("50\n")
+    names = [f"{number}" * 32 for number in range(1, 5)]
+    running, staged, queued, done = (made(cache, layout, at + 1, name) for at, name in enumerate(names))
+    running = replace(running, attempts=(Attempt(1, "transformers", 1.0),))
+    staged = replace(staged, state=State.QUEUED, staged=Staged(1, 1, "transformers", "cpu", 1.0))
+    for job, state in ((running, State.RUNNING), (staged, State.QUEUED), (queued, State.QUEUED), (done, done.state)):
+        (spool.state_dir(state) / f"{job.id}.json").write_bytes(job.to_json())
+    answer = Down(spool, layout).ask("prune", rows=True, keep=0, dry_run=False)
+    assert {each["key"] for each in answer["rows"]} == set(names[2:])
+    assert held(layout) == {f"{ANNA}/{name}" for name in names[:2]}
+    assert not row_cache.old_dir(layout).exists()
 
 
 def test_files_with_holes_take_nobody_s_place(layout: Layout) -> None:

@@ -146,6 +146,44 @@ def test_a_merge_has_nothing_of_training(key: str) -> None:
     assert f"{key}: a merge has none" in refusal({**MERGE, key: values[key]})
 
 
+EVALUATION: dict[str, Any] = {
+    "kind": "evaluate",
+    "base_model": "/srv/models/m",
+    "eval_datasets": [{"path": "/srv/data/d.jsonl"}],
+}
+
+
+def test_an_evaluation_takes_a_model_an_adapter_or_none_and_data_sets() -> None:
+    assert loads(EVALUATION).resources.gpus == 1
+    loads({**EVALUATION, "quantization": "4bit", "adapter": "job:a", "predictions": {"num_samples": 100}})
+    loads({**EVALUATION, "training": {"max_length": 512, "per_device_eval_batch_size": 4, "seed": 1}})
+    assert "eval_datasets: missing" in refusal({"kind": "evaluate", "base_model": "/m"})
+    assert "adapter_dtype: there is no adapter" in refusal({**EVALUATION, "adapter_dtype": "bfloat16"})
+    assert "predictions.sample_frequency" in refusal({**EVALUATION, "predictions": {"sample_frequency": 5}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("datasets", [{"path": "/d"}]),
+        ("eval_split", 0.1),
+        ("lora", {}),
+        ("guard", {"metric": "exact_match"}),
+        ("output_dir", "/srv/out"),
+        ("save_merged", "bfloat16"),
+        ("trial", True),
+        ("early_stopping_patience", 2),
+        ("training.learning_rate", 1e-4),
+        ("training.num_train_epochs", 1.0),
+        ("training.optim", "sgd"),
+    ],
+)
+def test_an_evaluation_has_nothing_of_training(key: str, value: Any) -> None:
+    section, _, name = key.partition(".")
+    told = refusal({**EVALUATION, section: {name: value} if name else value})
+    assert f"{key}: an evaluation has none" in told
+
+
 def test_a_merge_without_an_adapter_is_refused() -> None:
     assert "adapter: missing" in refusal({"kind": "merge", "base_model": "/m"})
 

@@ -25,6 +25,18 @@ def test_nothing_is_known_before_ten_steps_and_a_slow_first_one_counts() -> None
     assert patience.limit_sec == FACTOR * 60.0
 
 
+def test_waits_for_a_disk_say_nothing_of_the_next_one() -> None:
+    patience = Patience(0.0)
+    for number in range(20):
+        patience.enter("save", float(number))
+        patience.enter("seal", number + 0.5)
+        patience.enter("train", number + 0.6)
+    patience.enter("seal", 30.0)
+    assert patience.limit_sec is None
+    patience.enter("save", 30.0)
+    assert patience.limit_sec == FACTOR * 0.5
+
+
 def test_what_is_long_ago_is_forgotten() -> None:
     patience = Patience(0.0)
     patience.enter("train", 0.0)

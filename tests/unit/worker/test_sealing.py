@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from honed.worker.train import sealing as sealings
 from honed.worker.train.sealing import Sealed, Sealing
 
 PLACE = Path("/checkpoints/checkpoint-5")
@@ -74,3 +75,47 @@ def test_who_waits_gives_signs_of_life_as_long_as_there_is_progress_and_only_the
     sealing.wait()
     assert 1 <= len(beats) <= 2, "beats without progress"
     assert set(beats) == {threading.current_thread().name}, "the pulse is the trainer's thread's"
+
+
+class Clock:
+    """Seconds that pass while somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 0.5
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("left_sec", "is_given_up"),
+    [(1000.0, False), (130.0, True), (5.0, False)],
+    ids=["time for both", "time for one", "time for none"],
+)
+def test_a_checkpoint_is_given_up_for_the_last_step_s_where_there_is_time_for_one_of_them(
+    monkeypatch: pytest.MonkeyPatch, left_sec: float, is_given_up: bool
+) -> None:
+    clock, has_begun, may_end = Clock(), threading.Event(), threading.Event()
+    monkeypatch.setattr(sealings, "time", clock)
+    monkeypatch.setattr(sealings, "LOOK_INTERVAL_SEC", 0.001)
+    sealing = Sealing(lambda: None)
+
+    def first(_beat: Callable[[], None]) -> Path:
+        clock.now += 100.0
+        return PLACE
+
+    def second(beat: Callable[[], None]) -> Path:
+        has_begun.set()
+        while not may_end.is_set() and clock.now < 500.0:
+            beat()  # a piece is hashed
+        return PLACE
+
+    sealing.start(5, first)
+    assert sealing.wait() == Sealed(5, PLACE)
+    sealing.start(6, second)
+    assert has_begun.wait(DEADLINE_SEC)
+    sealing.hurry(left_sec)
+    may_end.set()
+    assert sealing.wait() == (None if is_given_up else Sealed(6, PLACE))
+    assert sealing.is_idle

@@ -30,6 +30,7 @@ from honed.job.arrival import Arrivals, Claim
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
+from honed.job.sweeping import Sweeps
 from honed.run.fetcher import Fetcher
 from honed.run.reply import Passed, Refused
 from honed.spec.config import Config
@@ -65,6 +66,7 @@ class Acceptance:
         def current() -> Config:
             return self.config
 
+        self.sweeps = Sweeps(spool)
         self._rejection = Rejection(arrivals)
         self._checks = Checks(checkers, current, clock=clock)
         self.replanning = Replanning(spool, checkers, current)
@@ -127,7 +129,8 @@ class Acceptance:
         """Accept or refuse the arrivals that the helpers have answered on. Returns the accepted jobs."""
         late = self.incoming.take_late()
         for answer in self._checkers.poll():
-            number, missing = answer.id, answer.needs_fetch if isinstance(answer, Passed) else None
+            is_sweep = isinstance(answer, Passed) and bool(answer.members)
+            number, missing = answer.id, answer.needs_fetch if isinstance(answer, Passed) and not is_sweep else None
             if missing is None:
                 self.fetches.forget(number)
             pending = None if number in self.replanning.numbers else self._checks.end(number)
@@ -137,12 +140,24 @@ class Acceptance:
                 self.replanning.end(number, answer)
             elif isinstance(answer, Refused):
                 self._rejection.reject(pending.claim, answer.error)
+            elif is_sweep:
+                self._spread(pending, answer)
             elif answer.references or answer.spec.get("depends_on"):
                 self.naming.add(pending, answer, _job(pending, answer))
             else:
                 self._checks.add_checked(pending, answer)
         checked = self._checks.take_checked()
         return [*late, *self._accept([(*each, _job(*each)) for each in checked])]
+
+    def _spread(self, pending: Pending, answer: Passed) -> None:
+        """Turn a sweep into the arrivals of its jobs, each of which is checked by itself."""
+        try:
+            claims = self.sweeps.spread(pending.claim, pending.copy.uid, answer.members)
+        except OSError as problem:
+            self._rejection.postpone(pending.claim, problem)
+            return
+        self.incoming.add(claims)
+        log.info("sweep %d (%s): %d jobs", pending.claim.id, pending.claim.name, len(answer.members))
 
     def settle_waiting(self) -> list[Job]:
         """Accept the arrivals whose named jobs are known by now, and refuse those that have waited long enough."""
@@ -237,6 +252,7 @@ def _job(pending: Pending, answer: Passed) -> Job:
         notify=spec.get("notify"),
         arrived_at=pending.claim.arrived_at,
         time_limit_sec=spec.get("time_limit_sec"),
+        group=spec.get("group"),
         state=State.HELD if pending.claim.is_held else State.QUEUED,
     )
 

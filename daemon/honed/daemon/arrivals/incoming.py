@@ -262,6 +262,11 @@ class Incoming:
         self._submitted.setdefault(uid, deque()).append(claim)
         return claim
 
+    def add(self, claims: Iterable[Claim]) -> None:
+        """Add the arrivals that a sweep has become, as if their user had submitted them."""
+        for claim in claims:
+            self._submitted.setdefault(claim.uid, deque()).append(claim)
+
     def scan(self, known: Set[int]) -> None:
         """Take complete arrivals, and earlier claims that could not be settled; `known`: claims that others settle.
 

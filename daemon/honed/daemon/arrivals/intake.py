@@ -106,6 +106,7 @@ class Intake:
 
     def recover(self) -> None:
         """Finish what a crash interrupted, after the spool's own recovery."""
+        self.acceptance.sweeps.recover()
         self._arrivals.recover()
 
     def start(self, jobs: Iterable[Job]) -> None:

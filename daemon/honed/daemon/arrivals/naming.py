@@ -247,6 +247,8 @@ def _check_product(key: str, maker: Job, plan: PlanFile) -> None:
     spec = plan.spec
     makes_adapter = spec["kind"] == "sft" and bool(spec.get("lora") or spec.get("adapter"))
     who = f"{key}: job {maker.id} ({maker.name})"
+    if spec["kind"] == "evaluate":
+        raise SpecError(f"{who} is an evaluation, which produces no model", hint="name the job that it evaluates")
     if key == "adapter" and not makes_adapter:
         raise SpecError(
             f"{who} produces a complete checkpoint, not an adapter",

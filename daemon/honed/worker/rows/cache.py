@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 #: Increased with each change of the files' format, or of what rows become.
-FORMAT = 2
+FORMAT = 3
 #: Name of the entry whose rows no later attempt uses.
 UNKEYED = "unkeyed"
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow", "pandas", "numpy")
@@ -54,7 +54,7 @@ def key(job: Assignment, chat: ChatFormat, datasets: Sequence[DatasetSpec], hash
         "versions": {"honed": honed.__version__, **{name: installed.version(name) for name in packages}},
         "python": sys.version,  # its hashes of token ids are stored
         "files": [[(file.name, hashes[str(file)]) for file in files_of(each)] for each in datasets],
-        "datasets": [each.model_dump(mode="json", exclude={"path"}) for each in datasets],
+        "datasets": [each.model_dump(mode="json", exclude={"path", "label"}) for each in datasets],
         "seed": job.seed if any(each.fraction is not None for each in datasets) else None,
         "tokenizer": _tokenizer(chat.tokenizer, job.base_model_path),
         "templates": templates,

@@ -20,6 +20,7 @@ from honed.inputs.datadir import files_of
 from honed.inputs.row import Example
 from honed.job.shape import Segment
 from honed.job.trial import NUM_ROWS
+from honed.spec.spec import JobSpec
 from honed.system import quote
 from honed.system.error import DatasetError, ModelError
 from honed.text.asking import Mismatches
@@ -27,7 +28,8 @@ from honed.text.chat import ChatFormat
 from honed.text.omission import MAX_SILENCED_SHARE, SILENCED_HINT, Tally
 from honed.text.template import where
 from honed.worker.assignment import Assignment
-from honed.worker.rows import cache, record
+from honed.worker.rows import cache, group, record
+from honed.worker.rows.group import Groups
 from honed.worker.rows.maker import Maker, MediaRows
 from honed.worker.rows.record import Fate, Remark
 from honed.worker.rows.table import Examples, Table
@@ -97,7 +99,7 @@ class Rows:
 class Data:
     """All data that the run trains on, and is measured with."""
 
-    train: Rows
+    train: Rows  #: in an evaluation those held out: nothing is trained
     held_out: Rows | None
     counts: dict[str, object]  #: as in the event `data`
     hashes: dict[str, str]  #: sha256 of each file, as it was when it was read
@@ -110,11 +112,12 @@ class Data:
     trained: Census = field(default_factory=Census)  #: of the rows to train on, as they were read
     measured: Census = field(default_factory=Census)  #: of those held out
     num_in_both: int = 0  #: held-out rows that are also trained on
+    groups: Groups | None = None  #: of the rows held out
 
     @property
     def entries(self) -> list[str]:
         """Names of the entries in the cache that hold these rows, except those that no later attempt uses."""
-        found = dict.fromkeys(rows.table.directory.name for rows in (self.train, self.held_out) if rows is not None)
+        found = dict.fromkeys(rows.table.directory.name for rows in self._all)
         return [name for name in found if not name.startswith(cache.UNKEYED)]
 
     @property
@@ -123,13 +126,17 @@ class Data:
         return [name for name in self.entries if cache.is_shared(self.train.table.directory.with_name(name))]
 
     @property
+    def _all(self) -> list[Rows]:
+        return _each_once(self.train, self.held_out)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest row, as it is trained on or evaluated."""
-        return max(rows.longest for rows in (self.train, self.held_out) if rows is not None)
+        return max(rows.longest for rows in self._all)
 
     def told(self) -> list[str]:
         """Return messages for the owner about rows that cannot be used, are skipped, or lose parts."""
-        both = [rows for rows in (self.train, self.held_out) if rows is not None]
+        both = self._all
         broken, num_broken = [text for rows in both for text in rows.broken], sum(rows.num_broken for rows in both)
         too_long, num_too_long = [text for rows in both for text in rows.too_long], sum(r.num_too_long for r in both)
         told = [
@@ -141,6 +148,8 @@ class Data:
         told += [f"held out: {each}" for each in self.measured.told_orders()]
         if self.trained.has_many_twice:
             told.append(f"{self.trained.num_twice} of {self.trained.num_rows} training rows repeat an earlier row")
+        if self.groups is not None and self.groups.told:
+            told.append(self.groups.told)
         if self.num_in_both:
             told.append(
                 f"{self.num_in_both} of {self.measured.num_rows} held-out rows are also trained on: the metrics "
@@ -202,44 +211,30 @@ def build(
     wanted = [datasets for datasets in (spec.datasets, spec.eval_datasets) if datasets]
     cache.keep(assignment.rows_dir, map(maker.name, wanted))
     tables = [maker.table(datasets) for datasets in wanted]
-    places = np.arange(len(tables[0]))
-    num_read = len(places)
-    held_out = np.arange(len(tables[1])) if spec.eval_datasets else places[:0]
-    if spec.eval_split and not spec.eval_datasets:
-        together = assignment.plan.splits_by_meaning
-        first_of = _firsts(tables[0].column("digest")) if together else None
-        held = dataset.hold_out(num_read, spec.eval_split, assignment.seed, first_of=first_of)
-        is_held: npt.NDArray[np.bool_] = np.zeros(num_read, bool)
-        is_held[list(held)] = True
-        places, held_out = places[~is_held], places[is_held]
+    is_evaluation = spec.kind == "evaluate"
+    places, held_out = _divided(assignment, tables)
     max_length, media = spec.training.cut_at, maker.media
     train = select(tables[0], places, max_length, has_media=media is not None)
-    evaluated = select(tables[-1], held_out, max_length, has_media=media is not None) if len(held_out) else None
-    both = [rows for rows in (train, evaluated) if rows is not None]
+    evaluated = train if is_evaluation else None
+    if len(held_out) and not is_evaluation:
+        evaluated = select(tables[-1], held_out, max_length, has_media=media is not None)
+    both = _each_once(train, evaluated)
     _check_silenced(both)
-    if not train.examples:
-        raise DatasetError(
-            f"no row is left to train on, of {len(places)}"
-            + (f"; the first: {train.first_dropped}" if train.first_dropped else ""),
-            hint=_hint(train),
-        )
-    if evaluated is not None and not evaluated.examples:
-        split = "" if spec.eval_datasets else " that eval_split holds out"
-        raise DatasetError(
-            f"no row is left to evaluate on, of {len(held_out)}{split}; the first: {evaluated.first_dropped}",
-            hint=_hint(evaluated) + (", or a larger eval_split" if split else ""),
-        )
+    _check_left(train, evaluated, len(places), len(held_out), spec)
     train = replace(train, first_segments=_segments(train.examples[0], chat, max_length))
-    trained, measured = census_of(tables[0], places), census_of(tables[-1], held_out)
+    evaluated = train if is_evaluation else evaluated
+    trained = Census() if is_evaluation else census_of(tables[0], places)
+    measured = census_of(tables[-1], held_out)
     digests = [each.column("digest")[some] for each, some in ((tables[0], places), (tables[-1], held_out))]
-    num_in_both = int(np.isin(digests[1], digests[0]).sum())
-    eval_counts = tables[1].counts if spec.eval_datasets else ()
-    read = (*tables[0].counts, *eval_counts)
+    num_in_both = 0 if is_evaluation else int(np.isin(digests[1], digests[0]).sum())
+    train_counts = () if is_evaluation else tables[0].counts
+    eval_counts = tables[-1].counts if spec.eval_datasets else ()
+    read = (*train_counts, *eval_counts)
     num_dropped = sum(rows.num_dropped for rows in both)
     first_dropped = next((rows.first_dropped for rows in both if rows.num_dropped), "")
     mismatches = sum((rows.mismatches for rows in both), Mismatches())
     counts: dict[str, object] = {
-        "num_train": len(train.examples),
+        "num_train": 0 if is_evaluation else len(train.examples),
         "num_eval": len(evaluated.examples) if evaluated else 0,
         "num_truncated": sum(rows.num_truncated for rows in both),
         "num_dropped": num_dropped,
@@ -252,7 +247,7 @@ def build(
         "num_tokens": train.num_tokens,
         "num_trained_tokens": train.num_trained_tokens,
         "lengths": lengths(train.lengths),
-        "datasets": [_counts(count) for count in tables[0].counts],
+        "datasets": [_counts(count) for count in train_counts],
         "eval_datasets": [_counts(count) for count in eval_counts],
     }
     if media is not None:
@@ -278,7 +273,44 @@ def build(
         trained,
         measured,
         num_in_both,
+        None if evaluated is None else group.of(tables[-1], evaluated.places, spec.eval_datasets or spec.datasets),
     )
+
+
+def _divided(assignment: Assignment, tables: Sequence[Table]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the places of the rows to train on in the first table, and of those held out in the last."""
+    spec = assignment.spec
+    places = np.arange(len(tables[0]))
+    if spec.eval_datasets:
+        return places, np.arange(len(tables[-1]))
+    if not spec.eval_split:
+        return places, places[:0]
+    first_of = _firsts(tables[0].column("digest")) if assignment.plan.splits_by_meaning else None
+    held = dataset.hold_out(len(places), spec.eval_split, assignment.seed, first_of=first_of)
+    is_held: npt.NDArray[np.bool_] = np.zeros(len(places), bool)
+    is_held[list(held)] = True
+    return places[~is_held], places[is_held]
+
+
+def _check_left(train: Rows, evaluated: Rows | None, num_read: int, num_held_out: int, spec: JobSpec) -> None:
+    """Raise DatasetError if no row is left to train on, or none of those held out to evaluate on."""
+    if not train.examples:
+        raise DatasetError(
+            f"no row is left to {'evaluate' if evaluated is train else 'train'} on, of {num_read}"
+            + (f"; the first: {train.first_dropped}" if train.first_dropped else ""),
+            hint=_hint(train),
+        )
+    if evaluated is not None and not evaluated.examples:
+        split = "" if spec.eval_datasets else " that eval_split holds out"
+        raise DatasetError(
+            f"no row is left to evaluate on, of {num_held_out}{split}; the first: {evaluated.first_dropped}",
+            hint=_hint(evaluated) + (", or a larger eval_split" if split else ""),
+        )
+
+
+def _each_once(train: Rows, held_out: Rows | None) -> list[Rows]:
+    """Return the rows to train on and those held out; the rows of an evaluation, which are both, once."""
+    return [train] if held_out is None or held_out is train else [train, held_out]
 
 
 def select(table: Table, places: npt.NDArray[np.int64], max_length: int | None, *, has_media: bool) -> Rows:

@@ -6,6 +6,7 @@ classes, so that a file can hold nothing that runs.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 from array import array
@@ -113,6 +114,8 @@ NUMBERS: dict[str, str] = {
     "kind": "uint8",
     "order": "uint8",
     "source": "int32",  # the number of its Source; -1 for rows of text
+    "dataset": "int32",  # the number of its data set
+    "tags": "uint64",  # a hash of its tags; 0 without any
 }
 
 
@@ -149,26 +152,29 @@ class Builder:
             KINDS.index(example.kind),
             ORDERS.index(census.order(example)),
         )
+        group = example.dataset_index, _hash(example.tags)
         if isinstance(cut, DatasetError):
-            return self._drop(_fate(cut), content, num_whole, Remark((), None, reason(example, cut), cut.hint))
+            return self._drop(_fate(cut), content, group, num_whole, Remark((), None, reason(example, cut), cut.hint))
         trained = cut.trained
         num_trained = trained.count(True) - (1 if trained and trained[0] else 0)  # the first token is never predicted
         if not num_trained:
             why = f"{where(example)}: nothing to train on in its first {self.max_length} tokens"
-            return self._drop(Fate.CUT_OFF, content, num_whole, Remark((), None, why))
+            return self._drop(Fate.CUT_OFF, content, group, num_whole, Remark((), None, why))
         ids = cut.input_ids
         self._ids.extend(ids)
         self._trained += bytes(trained)
         digest, kind, order = content
-        numbers = (len(ids), num_whole, num_trained, max(ids), hash(tuple(ids)), digest, 0, kind, order, source)
+        numbers = (len(ids), num_whole, num_trained, max(ids), hash(tuple(ids)), digest, 0, kind, order, source, *group)
         self._numbers.append(numbers)
         is_remarkable = cut.omitted or cut.mismatch
         self._remarks.append(pickle.dumps(Remark(cut.omitted, cut.mismatch), 5) if is_remarkable else None)
         return Fate.KEPT
 
-    def _drop(self, fate: Fate, content: tuple[int, int, int], num_whole: int, remark: Remark) -> Fate:
+    def _drop(
+        self, fate: Fate, content: tuple[int, int, int], group: tuple[int, int], num_whole: int, remark: Remark
+    ) -> Fate:
         digest, kind, order = content
-        self._numbers.append((0, num_whole, 0, 0, 0, digest, int(fate), kind, order, -1))
+        self._numbers.append((0, num_whole, 0, 0, 0, digest, int(fate), kind, order, -1, *group))
         self._remarks.append(pickle.dumps(remark, 5))
         return fate
 
@@ -181,6 +187,11 @@ class Builder:
         made = Batch(np.array(self._ids, "int32"), np.array(self._trained, "bool"), numbers, self._remarks)
         self._ids, self._trained, self._numbers, self._remarks = array("i"), bytearray(), [], []
         return made
+
+
+def _hash(tags: tuple[str, ...]) -> int:
+    """Return a hash of tags that is the same in each process."""
+    return int.from_bytes(hashlib.sha256("\n".join(tags).encode()).digest()[:8], "little") if tags else 0
 
 
 def reason(example: Example, error: DatasetError) -> str:

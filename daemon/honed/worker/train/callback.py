@@ -122,7 +122,8 @@ class RunCallback(TrainerCallback):
         if is_lost:
             control.should_training_stop = True
         if state.global_step == 0 and "eval_loss" in figures:
-            self._progress.figures_before["eval_loss"] = figures["eval_loss"]
+            losses = {name: value for name, value in figures.items() if name.partition("/")[0] == "eval_loss"}
+            self._progress.figures_before |= losses
 
     def _eta_sec(self, state: Any) -> float | None:
         began, step = self._began

@@ -57,6 +57,7 @@ class Progress:
     logged_step: int | None = None  #: the last step whose loss was logged
     num_seen_tokens: int = 0  #: by TRL's count, without padding
     loss_type: str | None = None  #: SFTConfig's; None in a checkpoint of an earlier version
+    predicts_evenly: bool = False  #: predictions are of each held-out data set; not in a run of an earlier version
     evaluates_by_length: bool = False  #: as in evaluation.py; a run begun by an earlier version keeps TRL's means
 
     @classmethod
@@ -163,6 +164,16 @@ def commit(
         raise
     rotate(checkpoints_dir, limit=limit, keep=keep)
     return place
+
+
+def best_of_newest(checkpoints_dir: Path) -> Path | None:
+    """Return the checkpoint that was the best when the newest whole one was made; None if there was none."""
+    whole = [path for _, path in _named(checkpoints_dir, _NAME) if (path / MANIFEST).is_file()]
+    try:
+        told = json.loads((whole[-1] / REQUIRED).read_bytes())["best_model_checkpoint"] if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return checkpoints_dir / Path(told).name if isinstance(told, str) else None
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

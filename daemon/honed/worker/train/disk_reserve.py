@@ -1,6 +1,6 @@
 """Disk space for checkpoints: checked before each is written, made by removing older ones, returned after a failure.
 
-The newest whole checkpoint and the best are never removed.
+The newest whole checkpoint and the best are never removed, nor the one that was the best when the newest was made.
 """
 
 from __future__ import annotations

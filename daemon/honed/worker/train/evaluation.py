@@ -1,17 +1,38 @@
 """Evaluations in batches of rows of similar length, whose metrics do not depend on the batches.
 
 transformers and TRL average the means of the batches, in which a token counts more the fewer there are in its batch.
-Batches by length would change that average; so honed's is the mean over all tokens that the model is asked for.
+Batches by length would change that average; so honed's is the mean over all tokens that the model is asked for. Where
+rows have groups (data sets, tags), those of one kind share a batch, and the same pass gives the loss of each group.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from honed.text.maskcheck import IGNORED
-from honed.worker.rows.data import Rows
+from honed.worker.rows.data import Data, Rows
+from honed.worker.rows.group import Groups
+from honed.worker.train.checkpoint import Progress
+
+
+@contextlib.contextmanager
+def untrained(model: Any) -> Iterator[None]:
+    """Let a trainer be built around a quantized model without an adapter, which transformers refuses to train."""
+    is_refused = bool(getattr(model, "is_quantized", False)) and not hasattr(model, "peft_config")
+    had = getattr(model, "_hf_peft_config_loaded", False)
+    if is_refused:
+        model._hf_peft_config_loaded = True
+    try:
+        yield
+    finally:
+        if is_refused:
+            model._hf_peft_config_loaded = had
 
 
 def by_length(rows: Rows, args: Any) -> Any:
@@ -19,18 +40,70 @@ def by_length(rows: Rows, args: Any) -> Any:
 
     Rows that are packed or flattened have no padding: they stay as they are.
     """
+    order = _longest_first(rows, args)
+    return rows.dataset if order is None else rows.dataset.select(order)
+
+
+def _longest_first(rows: Rows, args: Any) -> npt.NDArray[np.int64] | None:
     is_packed = args.packing if args.eval_packing is None else args.eval_packing
-    if is_packed or args.padding_free:
-        return rows.dataset
-    return rows.dataset.select(np.argsort(-rows.lengths, kind="stable"))
+    return None if is_packed or args.padding_free else np.argsort(-rows.lengths, kind="stable")
+
+
+def kinds_by_length(data: Data, args: Any, progress: Progress) -> Kinds | None:
+    """Return the kinds of the rows in the order of `by_length`; None where they have no groups, or no such order."""
+    held_out, groups = data.held_out, data.groups
+    if held_out is None or groups is None or not groups.names or not progress.evaluates_by_length:
+        return None
+    order = _longest_first(held_out, args)
+    return None if order is None else Kinds(groups, groups.codes[order])
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Rows of an evaluation by their kind: a batch has rows of one, so that its loss counts for the kind's groups."""
+
+    groups: Groups
+    codes: npt.NDArray[np.int64]  #: the kind of each row, in the order of the evaluation
+
+    def batches(self, size: int) -> list[list[int]]:
+        """Return the rows of each batch, the longest first."""
+        made = []
+        for code in dict.fromkeys(self.codes.tolist()):
+            places = np.flatnonzero(self.codes == code).tolist()
+            made += [places[start : start + size] for start in range(0, len(places), size)]
+        return made
 
 
 class TokenMeans:
     """The losses of an evaluation's batches, and the number of tokens in each."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Kinds | None = None) -> None:
+        self._kinds = kinds
         self._losses: list[Any] = []
         self._counts: list[Any] = []
+        self._batches: list[list[int]] = []
+
+    def batches(self, size: int) -> list[list[int]] | None:
+        """Return the rows of each batch; None where any batches of that size will do."""
+        if self._kinds is None:
+            return None
+        self._batches = self._kinds.batches(size)
+        return self._batches
+
+    def of_groups(self, name: str) -> dict[str, float]:
+        """Return the loss of each group of rows, under `name/group`."""
+        if self._kinds is None or len(self._batches) != len(self._losses) or None in self._losses:
+            return {}
+        counted = [
+            (self._kinds.groups.kinds[int(self._kinds.codes[batch[0]])], float(loss), int(count))
+            for batch, loss, count in zip(self._batches, self._losses, self._counts, strict=True)
+        ]
+        found = {}
+        for group in self._kinds.groups.names:
+            ours = [(loss, count) for groups, loss, count in counted if group in groups and count]
+            if total := sum(count for _, count in ours):
+                found[f"{name}/{group}"] = sum(loss * (count / total) for loss, count in ours)
+        return found
 
     def begin(self) -> None:
         self._losses, self._counts = [], []

@@ -26,7 +26,7 @@ LOSS_TOLERANCE = 0.01
 def named_metrics(spec: JobSpec) -> list[str]:
     """Return the metrics that a spec asks for by name."""
     names = list(spec.predictions.metrics) if spec.predictions.metrics != "auto" else []
-    guard = [spec.guard.metric] if spec.guard else []
+    guard = [metric_names.parts(spec.guard.metric)[0]] if spec.guard else []
     chooser = metric_names.chooser(spec.training.metric_for_best_model)
     return list(dict.fromkeys([*names, *guard, *([chooser] if chooser else [])]))
 
@@ -56,9 +56,13 @@ class Examiner:
         self._scorer = Scorer(log)
         self.guard: Guard | None = None
         if (spec := job.spec.guard) is not None:
-            chosen = prediction.choose(examples, chat, num_samples=spec.num_samples, seed=job.seed)
+            _, group = metric_names.parts(spec.metric)
+            chosen = prediction.choose(
+                examples, chat, num_samples=spec.num_samples, seed=job.seed, groups=data.groups, group=group
+            )
             questions = [question for question in chosen if question.ground_truth.strip()]
-            self.guard = Guard(spec, questions, predictor, self._scorer, progress, events, log)
+            names = data.groups.names if data.groups is not None else []
+            self.guard = Guard(spec, questions, predictor, self._scorer, progress, events, log, names)
         if job.spec.predictions.sample_frequency == "off":
             pass
         elif job.spec.predictions.prompts:
@@ -67,7 +71,12 @@ class Examiner:
             if not held_out and not job.is_trial:
                 log("warning", "no rows are held out: predictions use training rows")
             self._questions = prediction.choose(
-                examples, chat, num_samples=job.spec.predictions.num_samples, seed=job.seed
+                examples,
+                chat,
+                num_samples=job.spec.predictions.num_samples,
+                seed=job.seed,
+                groups=data.groups,
+                evenly=progress.predicts_evenly,
             )
         asked = job.spec.predictions.metrics
         names = score.recognise([question.ground_truth for question in self._questions]) if asked == "auto" else asked
@@ -84,9 +93,13 @@ class Examiner:
         guarded = self.guard.questions if self.guard is not None else []
         return max((len(question.input_ids) for question in [*self._questions, *guarded]), default=0)
 
+    def show(self) -> None:
+        """Report the images of the questions."""
+        thumbnail.tell(self._questions, self._events)
+
     def begin(self, model: Any, state: Any) -> None:
         """Measure before the first step. Raises the error that keeps the guard from measuring: the run would fail."""
-        thumbnail.tell(self._questions, self._events)
+        self.show()
         self._progress.figures_before |= self.predict(model, state)
         if self.guard is not None:
             self.guard.begin(model)
@@ -143,11 +156,10 @@ class Examiner:
         figures |= {f"{metric_names.PREFIX}{name}": value for name, value in scores.items()}
         if self.guard is not None:
             figures |= self.guard.end(model, step, epoch)
-        losses = [
-            entry["eval_loss"] for entry in state.log_history if entry.get("step") == step and "eval_loss" in entry
-        ]
-        if losses:
-            figures["eval_loss"] = losses[-1]
+        evaluated = [entry for entry in state.log_history if entry.get("step") == step and "eval_loss" in entry]
+        if evaluated:
+            last = evaluated[-1].items()
+            figures |= {name: value for name, value in last if name.partition("/")[0] == "eval_loss"}
         return figures
 
     def remark(self, state: Any, figures: dict[str, float]) -> str:
@@ -178,11 +190,16 @@ class Examiner:
         """Describe scores that fell by more than one answer, which chance may do, and an evaluation loss that rose."""
         before = self._progress.figures_before
         found = []
-        if "eval_loss" in before and figures.get("eval_loss", 0.0) > before["eval_loss"] * (1 + LOSS_TOLERANCE):
-            found.append(f"eval_loss rose from {before['eval_loss']:.3f} to {figures['eval_loss']:.3f}")
-        one = 1 / max(len(self._questions), 1)
-        for metric in self._metrics:
-            then, now = before.get(metric.name), figures.get(f"{metric_names.PREFIX}{metric.name}")
-            if then is not None and now is not None and then - now > one + 1e-9:
-                found.append(f"{metric.name} fell from {then:.3f} to {now:.3f}")
+        for name in (each for each in before if each.partition("/")[0] == "eval_loss"):
+            if figures.get(name, 0.0) > before[name] * (1 + LOSS_TOLERANCE):
+                found.append(f"{name} rose from {before[name]:.3f} to {figures[name]:.3f}")
+        scores = [(metric.name, name) for metric in self._metrics for name in before]
+        for metric, name in scores:
+            group = name.removeprefix(f"{metric}/") if name.startswith(f"{metric}/") else ""
+            if name != metric and not group:
+                continue
+            asked = [question for question in self._questions if not group or group in question.groups]
+            then, now = before[name], figures.get(f"{metric_names.PREFIX}{name}")
+            if now is not None and then - now > 1 / max(len(asked), 1) + 1e-9:
+                found.append(f"{name} fell from {then:.3f} to {now:.3f}")
         return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from honed.inputs import score
+from honed.inputs.score import Metric
 from honed.job.event import EventWriter
+from honed.spec import metric_names
 from honed.spec.spec import GuardSpec
 from honed.system.error import BY_CODE, DatasetError, HonedError, RegressedError
 from honed.worker.train.checkpoint import Progress
@@ -21,9 +23,17 @@ class Scorer:
         self._log = log
         self._told: set[str] = set()
 
-    def score(
-        self, texts: list[str | None], questions: list[Question], metrics: list[score.Metric]
-    ) -> dict[str, float]:
+    def score(self, texts: list[str | None], questions: list[Question], metrics: list[Metric]) -> dict[str, float]:
+        """Return the scores of all answers, and under `name/group` those of each group of rows."""
+        figures = self._score(texts, questions, metrics)
+        for group in sorted(frozenset[str]().union(*(question.groups for question in questions))):
+            ours = [place for place, question in enumerate(questions) if group in question.groups]
+            some = self._score([texts[place] for place in ours], [questions[place] for place in ours], metrics)
+            names = [metric.name for metric in metrics if metric.name in some]
+            figures |= {f"{name}/{group}": some[name] for name in names}
+        return figures
+
+    def _score(self, texts: list[str | None], questions: list[Question], metrics: list[Metric]) -> dict[str, float]:
         found = score.score(texts, [question.ground_truth for question in questions], metrics)
         for fault in set(found.faults) - self._told:
             self._told.add(fault)
@@ -45,11 +55,17 @@ class Guard:
     progress: Progress
     events: EventWriter
     log: Callable[[str, str], None]
+    groups: Sequence[str] = ()  #: names of all groups of held-out rows
     _unmeasured: HonedError | None = None  #: why the last measurement has no result
 
     def __post_init__(self) -> None:
         if not self.questions:
-            raise DatasetError("guard: no held-out row has a reference answer", hint="remove the guard")
+            _, group = metric_names.parts(self.spec.metric)
+            which = f" of {group}" if group else ""
+            there = f"guard.metric may name {', '.join(self.groups)}; or" if group and self.groups else ""
+            raise DatasetError(
+                f"guard: no held-out row{which} has a reference answer", hint=f"{there} remove the guard".strip()
+            )
         # Of all attempts up to the checkpoint, by step.
         self._measured = {int(step): value for step, value in self.progress.guarded.items()}
 
@@ -102,7 +118,8 @@ class Guard:
         """Return the guard's metric; None where too many answers failed, with the reason in `_unmeasured`."""
         guard = self.spec
         answers = self.predictor.ask(model, self.questions)
-        scores = self.scorer.score(answers.texts, self.questions, [score.find(guard.metric)])
+        metric, _ = metric_names.parts(guard.metric)
+        scores = self.scorer.score(answers.texts, self.questions, [score.find(metric)])
         before = self.progress.guard_before
         line = None if before is None else before - guard.max_drop
         self.events.emit(

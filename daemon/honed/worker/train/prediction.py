@@ -8,11 +8,12 @@ are restored, so that the losses are those of a run without predictions.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from honed.inputs.media import Media
@@ -25,6 +26,7 @@ from honed.system.error import BY_CODE, HonedError, InternalError, said
 from honed.text.chat import ChatFormat
 from honed.worker.model import cast, generation
 from honed.worker.model.load import is_out_of_memory
+from honed.worker.rows.group import Groups
 from honed.worker.rows.processor import Processor
 from honed.worker.stop import Stop
 
@@ -38,6 +40,7 @@ class Question:
     ground_truth: str
     text: str = ""  #: as rendered, beside media
     media: tuple[Media, ...] = ()
+    groups: frozenset[str] = frozenset()  #: see rows/group.py
 
     @property
     def length(self) -> tuple[int, int]:
@@ -57,10 +60,32 @@ class Answers:
         return sum(text is None for text in self.texts)
 
 
-def choose(examples: Sequence[Example], chat: ChatFormat, *, num_samples: int, seed: int) -> list[Question]:
-    """Choose the same examples for the whole life of a job, in every attempt."""
-    places = sorted(random.Random(seed).sample(range(len(examples)), min(num_samples, len(examples))))
-    return [_question(examples[place], chat) for place in places]
+def choose(
+    examples: Sequence[Example],
+    chat: ChatFormat,
+    *,
+    num_samples: int,
+    seed: int,
+    groups: Groups | None = None,
+    group: str = "",
+    evenly: bool = False,
+) -> list[Question]:
+    """Choose the same examples for the whole life of a job, in every attempt: of `group` if one is named, and with
+    `evenly` as many of each data set, as far as it has them.
+    """
+    among = groups.places(group) if groups is not None and group else range(len(examples))
+    places = random.Random(seed).sample(among, min(num_samples, len(among)))
+    if evenly and groups is not None and len(groups.datasets) > 1:
+        by_dataset: dict[int, list[int]] = {}
+        for place in random.Random(seed).sample(among, len(among)):
+            by_dataset.setdefault(int(groups.numbers[place]), []).append(place)
+        turns = (place for turn in itertools.zip_longest(*by_dataset.values()) for place in turn if place is not None)
+        places = list(itertools.islice(turns, num_samples))
+    asked = [examples[place] for place in sorted(places)]
+    return [
+        replace(_question(example, chat), groups=groups.of(example) if groups is not None else frozenset())
+        for example in asked
+    ]
 
 
 def _question(example: Example, chat: ChatFormat) -> Question:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PrinterCallback
 from transformers.optimization import GreedyLR
 from transformers.trainer import TRAINER_STATE_NAME
@@ -39,7 +40,7 @@ from honed.worker.stop import Stop
 from honed.worker.train import checkpoint, optimizer
 from honed.worker.train.callback import RunCallback, is_epoch_end
 from honed.worker.train.checkpoint import Progress
-from honed.worker.train.evaluation import TokenMeans, by_length
+from honed.worker.train.evaluation import TokenMeans, by_length, kinds_by_length
 from honed.worker.train.prediction import random_state_kept
 from honed.worker.train.sealing import Sealing
 
@@ -249,7 +250,9 @@ class Trainer(SFTTrainer):
         self._stop = stop
         self._progress = progress
         self._limit = TimeLimit(assignment.spec.time_limit_sec, progress.elapsed_sec)
-        self._means = TokenMeans()
+        self._means = TokenMeans(kinds := kinds_by_length(data, args, progress))
+        if kinds is None and progress.evaluates_by_length and data.groups is not None and data.groups.names:
+            events.log("info", "rows that are packed have no evaluation loss by data set and tag, only scores")
         self._sealing = Sealing(stop.beat)
         self._saved_step = resumed_step  #: of the last checkpoint in its place
         self._callback = callback
@@ -357,7 +360,22 @@ class Trainer(SFTTrainer):
         output = super().evaluation_loop(*args, **kwargs)
         if self._progress.evaluates_by_length:
             self._means.weigh(output.metrics, "eval_loss", self._metrics["eval"])
+            output.metrics.update(self._means.of_groups("eval_loss"))
         return output
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super().get_eval_dataloader(*args, **kwargs)
+        if (batches := self._means.batches(self.args.eval_batch_size)) is None:
+            return loader
+        return self.accelerator.prepare(
+            DataLoader(
+                loader.dataset,
+                batch_sampler=batches,
+                collate_fn=loader.collate_fn,
+                num_workers=loader.num_workers,
+                pin_memory=loader.pin_memory,
+            )
+        )
 
     def _may_judge(self, metrics: dict[str, float]) -> bool:
         """Tell whether an evaluation judges the model: not if it goes by answers that failed, without a score."""
@@ -392,6 +410,10 @@ class Trainer(SFTTrainer):
         with random_state_kept():
             num_batches = len(self.get_train_dataloader())
         return math.ceil(self.args.num_train_epochs * math.ceil(num_batches / self.args.gradient_accumulation_steps))
+
+    def measure(self) -> None:
+        """Evaluate a model that is not trained, as at the end of a training."""
+        self._evaluate(None, None, skip_scheduler=True)
 
     def final_step(self) -> int:
         """Return the step of the model with which training has ended; evaluate the last step if necessary."""

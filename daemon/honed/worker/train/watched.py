@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from honed.system.error import said
-from honed.worker.train import disk_reserve, divergence
+from honed.worker.train import checkpoint, disk_reserve, divergence
 from honed.worker.train.callback import is_epoch_end
 from honed.worker.train.divergence import Divergence
 from honed.worker.train.trainer import Trainer
@@ -30,6 +32,7 @@ class WatchedTrainer(Trainer):
         self._is_save_withheld = False
         self._needed_bytes = 0  #: for the next checkpoint
         self._is_short = False  #: the last checkpoint found no room
+        self._write_sec = 0.0  #: that the last checkpoint's writing took
         is_divided = any("training.gradient_accumulation_steps" in each.changes for each in assignment.adjustments)
         if is_divided and not self.model_accepts_loss_kwargs:
             self._tell(
@@ -85,16 +88,20 @@ class WatchedTrainer(Trainer):
         if self._divergence.is_suspicious:
             self.settle()
             return  # the last checkpoint is better
+        if self._stop.left_sec is not None and self._sealing.step not in {None, self.state.global_step}:
+            # This step's checkpoint needs its own time; an earlier one is given up rather than this one.
+            with self._stop.phase("seal"):
+                self._sealing.hurry(self._stop.left_sec - self._write_sec)
         super().save()
 
     def settle(self) -> None:
         """Wait until the last checkpoint is in place; if it found no room, save this step's in its stead.
 
-        A run that may be lost is left without.
+        A run that may be lost is left without, unless this step is the best, whose checkpoint nothing postpones.
         """
         if not self._sealing.is_idle:
             with self._stop.phase("save"):
-                while not self._settled() and not self._divergence.is_suspicious:
+                while not self._settled() and (self._is_best or not self._divergence.is_suspicious):
                     self.check_weights()
                     self._write(self.model, None)
 
@@ -102,14 +109,21 @@ class WatchedTrainer(Trainer):
         """Wait for the last checkpoint at the end of a run that another error has ended: this one is only logged."""
         if self._sealing.is_idle:
             return
-        with self._stop.phase("save"):
-            try:
-                super().settle()
-            except Exception as problem:  # noqa: BLE001 - the other error is raised
-                self._tell(f"the last checkpoint could not be written: {said(problem)}")
+        self._wait_for_seal()
+        try:
+            super().settle()
+        except Exception as problem:  # noqa: BLE001 - the other error is raised
+            self._tell(f"the last checkpoint could not be written: {said(problem)}")
+
+    def _wait_for_seal(self) -> None:
+        """Wait for the last checkpoint, in a phase whose rhythm is the disk's and not that of writing."""
+        if not self._sealing.is_idle and not self._sealing.has_ended:
+            with self._stop.phase("seal"):
+                self._sealing.join()
 
     def _settled(self) -> bool:
         """Wait for the last checkpoint. Return False if it found no room; then there is room now."""
+        self._wait_for_seal()
         try:
             super().settle()
         except Exception as problem:  # noqa: BLE001 - raised again unless room helps
@@ -122,9 +136,23 @@ class WatchedTrainer(Trainer):
         self.check_weights()
         with self._stop.phase("save"):
             self._settled()
+            began = time.monotonic()
             self._write(model, trial)
-            if self.args.load_best_model_at_end and self.state.best_global_step == self.state.global_step:
+            self._write_sec = time.monotonic() - began
+            if self._is_best:
                 self.settle()  # no later step can stand in for the best one
+
+    @property
+    def _is_best(self) -> bool:
+        """True if the run ends with the best checkpoint, and that is this step's."""
+        return bool(self.args.load_best_model_at_end and self.state.best_global_step == self.state.global_step)
+
+    def _needed(self) -> set[Path]:
+        """Return the checkpoints that may not be removed to make room: until another is in place, a resume begins with
+        the newest one and ends with the one that was the best then."""
+        checkpoints_dir = self._assignment.layout.checkpoints_dir
+        earlier = checkpoint.best_of_newest(checkpoints_dir) if self.args.load_best_model_at_end else None
+        return {*self._kept(), *([earlier] if earlier is not None else [])}
 
     def _write(self, model: Any, trial: Any) -> None:
         """Write a checkpoint; remove older ones if there is no room. Raises DiskShortError, with none of it left."""
@@ -132,7 +160,7 @@ class WatchedTrainer(Trainer):
         is_whole = self._assignment.precision.adapter_dtype is None
         written = disk_reserve.written_bytes(self.model, self.optimizer, is_whole=is_whole)
         self._needed_bytes = disk_reserve.needed_bytes(checkpoints_dir, written)
-        disk_reserve.make(checkpoints_dir, self._needed_bytes, keep=self._kept(), tell=self._tell)
+        disk_reserve.make(checkpoints_dir, self._needed_bytes, keep=self._needed(), tell=self._tell)
         while True:
             try:
                 return super()._save_checkpoint(model, trial)
@@ -156,7 +184,7 @@ class WatchedTrainer(Trainer):
         if self._is_short:
             raise disk_reserve.short(checkpoints_dir, num_bytes) from problem
         self._is_short = True
-        disk_reserve.make(checkpoints_dir, num_bytes, keep=self._kept(), tell=self._tell)
+        disk_reserve.make(checkpoints_dir, num_bytes, keep=self._needed(), tell=self._tell)
 
     def _tell(self, text: str) -> None:
         self._events.log("warning", text)

@@ -1,0 +1,499 @@
+"""Settings of other tools as plain data under their own names, which spec/synonym.py knows.
+
+    axolotl         YAML                      told by sequence_len, micro_batch_size, num_epochs, …
+    llamafactory    YAML or JSON              stage, finetuning_type, cutoff_len, template, …
+    trl             YAML of `trl sft`         model_name_or_path and dataset_name or datasets
+    unsloth         a .py or .ipynb file      its calls are read with `ast`; nothing of it runs
+    openai          JSON of a request         training_file, method, hyperparameters
+
+What such a tool keeps elsewhere or means differently is settled here: data sets by name, shares of a mixture, total
+batch sizes, and the defaults that differ from honed's.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from honed.spec import document, synonym
+from honed.spec.problem import shown
+from honed.system.error import HonedError, SpecError, UsageError
+
+#: The tools, with keys that only their files have.
+TOOLS: Mapping[str, tuple[str, ...]] = {
+    "axolotl": (
+        *("base_model", "sequence_len", "micro_batch_size", "num_epochs", "val_set_size", "sample_packing", "adapter"),
+        *("lora_target_linear", "dataset_prepared_path", "tokenizer_type", "evals_per_epoch", "strict"),
+    ),
+    "llamafactory": (
+        *("stage", "finetuning_type", "cutoff_len", "template", "dataset", "dataset_dir", "lora_rank", "lora_target"),
+        *("plot_loss", "overwrite_cache", "preprocessing_num_workers", "val_size", "quantization_bit"),
+    ),
+    "trl": (
+        *("dataset_name", "use_peft", "dataset_train_split", "dataset_test_split", "dataset_config", "max_length"),
+        *("lora_target_modules", "assistant_only_loss", "completion_only_loss", "attn_implementation", "dtype"),
+    ),
+    "openai": ("training_file", "validation_file", "method", "hyperparameters", "suffix", "integrations", "metadata"),
+}
+NAMES = (*TOOLS, "unsloth")
+
+
+@dataclass(frozen=True)
+class Note:
+    """A key of the other tool that is not carried over, and why."""
+
+    key: str
+    why: str
+    is_lost: bool = True  #: False if honed does without it, or does so anyway
+
+
+@dataclass
+class Foreign:
+    """Another tool's settings."""
+
+    tool: str
+    data: dict[str, Any]  #: their keys, for the advice of spec/synonym.py
+    notes: list[Note] = field(default_factory=list)
+    #: Our keys, dotted: the tool's defaults where they differ from honed's, or functions of the job that return them.
+    defaults: dict[str, Any] = field(default_factory=dict)
+    #: Those that are in `data` already.
+    stated: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, key: str, why: str, *, is_lost: bool = True) -> None:
+        self.notes.append(Note(key, why, is_lost))
+
+    def take(self, key: str) -> Any:
+        return self.data.pop(key, None)
+
+
+def read(path: Path, tool: str | None = None) -> Foreign:
+    """Read a settings file. Raises SpecError for one of no known tool, or of a training that honed has not."""
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    if path.suffix.lower() in (".py", ".ipynb"):
+        if tool not in (None, "unsloth"):
+            raise SpecError(f"{path}: a {path.suffix} file can only be of unsloth, not of {tool}")
+        return _script(path)
+    try:
+        suffix = ".json" if path.suffix.lower() == ".json" else path.suffix
+        parsed = document.parse(path.read_bytes(), suffix if suffix in document.SUFFIXES else ".yaml", is_lenient=True)
+    except HonedError as error:
+        error.surround(f"{path}: ")
+        raise
+    found = Foreign(tool or _tool(path, parsed.data), parsed.data)
+    for where, unread in parsed.problems.items():
+        if unread.message == document.EMPTY:
+            continue  # as templates leave keys that they do not use
+        found.note(".".join(map(str, where)), f"{unread.message}{f' ({unread.hint})' if unread.hint else ''}")
+    _PREPARED[found.tool](found, path)
+    return found
+
+
+def recognised(path: Path) -> str | None:
+    """Tell whose settings a rejected job file has; None if it is not clear."""
+    try:
+        return _tool(path, document.parse(path.read_bytes(), path.suffix, is_lenient=True).data)
+    except (HonedError, OSError):
+        return None
+
+
+def _tool(path: Path, data: Mapping[str, Any]) -> str:
+    """Tell whose settings these are by their keys."""
+    scores = {name: sum(key in data for key in keys) for name, keys in TOOLS.items()}
+    if "training_file" in data:
+        return "openai"
+    if "model_name_or_path" in data:
+        scores["axolotl"] = 0
+    best = max(scores, key=lambda name: scores[name])
+    if best == "trl" and "model_name_or_path" not in data:
+        scores[best] = 0
+    if scores[best] < (1 if "model_name_or_path" in data else 2):
+        hint = f"name the tool with --from: {', '.join(NAMES)}"
+        raise SpecError(f"{path}: it is not clear which tool these settings are of", hint=hint)
+    return best
+
+
+# --- axolotl ----------------------------------------------------------------------------------------------------------
+
+
+def _axolotl(found: Foreign, _path: Path) -> None:
+    data = found.data
+    found.defaults = {
+        "training.max_length": 512,
+        "training.per_device_train_batch_size": 1,
+        "training.lr_scheduler_type": "cosine",
+    }
+    if data.get("num_epochs") is None and not data.get("max_steps"):
+        data["num_epochs"] = found.stated["training.num_train_epochs"] = 1
+    # axolotl's batch_size is that of an optimizer step, not of a device.
+    total, micro = found.take("batch_size"), data.get("micro_batch_size")
+    if isinstance(total, int) and isinstance(micro, int) and micro > 0 and total % micro == 0:
+        data["gradient_accumulation_steps"] = total // micro
+    elif total is not None:
+        found.note("batch_size", "the examples of an optimizer step are micro_batch_size × gradient_accumulation_steps")
+    if isinstance(sets := data.get("datasets"), list):
+        data["datasets"] = [{"path": each} if isinstance(each, str) else each for each in sets]
+
+
+# --- LLaMA-Factory ----------------------------------------------------------------------------------------------------
+
+
+def _llamafactory(found: Foreign, path: Path) -> None:
+    data = found.data
+    found.defaults = {"training.max_length": 2048, "training.learning_rate": 5e-5}
+    if str(data.get("finetuning_type", "lora")).lower() == "lora":
+        data.setdefault("finetuning_type", "lora")
+        found.defaults |= {"lora.r": 8, "lora.lora_alpha": lambda job: 2 * job["lora"]["r"]}
+    data_dir = path.parent / str(found.take("dataset_dir") or "data")
+    if not data_dir.is_dir() and (Path.cwd() / data_dir.name).is_dir():
+        data_dir = Path.cwd() / data_dir.name
+    media_dir = found.take("media_dir")
+    shares = _numbers(found.take("interleave_probs"))
+    if (strategy := found.take("mix_strategy")) not in (None, "concat"):
+        found.note("mix_strategy", f"honed draws no row twice, which {strategy} may")
+    for theirs, ours in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
+        names = data.get(theirs)
+        if names is None:
+            continue
+        names = names if isinstance(names, list) else [each.strip() for each in str(names).split(",")]
+        sets = [_dataset_of(found, str(name), data_dir) for name in names]
+        if ours == "datasets" and shares and len(shares) == len(sets):
+            sets = [each | {"fraction": share} for each, share in zip(sets, shares, strict=True)]
+        if media_dir is not None:
+            sets = [each | {"media_dir": str((path.parent / str(media_dir)).resolve())} for each in sets]
+        del data[theirs]
+        data[ours] = sets
+
+
+def _numbers(value: Any) -> list[float]:
+    given = value if isinstance(value, list) else str(value).split(",") if value is not None else []
+    try:
+        return [float(each) for each in given]
+    except (TypeError, ValueError):
+        return []
+
+
+#: LLaMA-Factory's names of columns, by format -> ours.
+_COLUMNS = {
+    "alpaca": {
+        "prompt": "instruction",
+        "query": "input",
+        "response": "output",
+        "system": "system",
+        "history": "history",
+    },
+    "sharegpt": {"messages": "conversations", "system": "system", "tools": "tools"},
+}
+_MEDIA_COLUMNS = {"images": "images", "videos": "videos", "audios": "audios"}
+
+
+def _dataset_of(found: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
+    """Return our entry for a data set that LLaMA-Factory names, from its dataset_info.json."""
+    try:
+        info = json.loads((data_dir / "dataset_info.json").read_text(encoding="utf-8"))[name]
+        info = {**info, "columns": _mapping(info.get("columns")), "tags": _mapping(info.get("tags"))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if (data_dir / name).exists():
+            return {"path": str((data_dir / name).resolve())}
+        found.note("dataset", f"{shown(name)} is not in {data_dir}/dataset_info.json: write the path of its file")
+        return {"path": f"{UNKNOWN}/{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"}
+    if info.get("ranking"):
+        raise SpecError(f"dataset: {shown(name)} has preferences: {synonym.not_supported('dpo')}")
+    place = info.get("file_name")
+    made: dict[str, Any] = {"path": str((data_dir / place).resolve()) if place else str(info.get("hf_hub_url", ""))}
+    if not made["path"]:
+        found.note("dataset", f"{shown(name)} has neither file_name nor hf_hub_url: write the path of its file")
+        made["path"] = f"{UNKNOWN}/{name}"
+    form = info.get("formatting", "alpaca")
+    given = info["columns"]
+    ours = _COLUMNS.get(form, {}) | _MEDIA_COLUMNS
+    if form == "alpaca" and "response" not in given and given:
+        made["format"], ours = "text", {"prompt": "text"}
+    columns = {ours[key]: each for key, each in given.items() if key in ours and each and each != ours[key]}
+    if columns.get("conversations") == "messages":
+        del columns["conversations"]  # honed reads both
+    for key in given.keys() - ours.keys():
+        found.note(f"dataset_info.{name}.columns.{key}", "honed has no such column")
+    if columns:
+        made["columns"] = columns
+    tags = info["tags"]
+    if (tags.get("role_tag", "from"), tags.get("content_tag", "value")) not in (("from", "value"), ("role", "content")):
+        found.note(f"dataset_info.{name}.tags", "honed reads from and value, and role and content")
+    for theirs, key in (("subset", "name"), ("split", "split"), ("num_samples", "max_rows")):
+        if info.get(theirs) is not None and (key == "max_rows" or not place):
+            made[key] = info[theirs]
+    return made
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def _trl(found: Foreign, _path: Path) -> None:
+    data = found.data
+    if data.get("use_peft"):
+        found.defaults = {"lora.lora_dropout": 0.05}
+        if not data.get("lora_target_modules"):
+            found.note(
+                "lora_target_modules", "not set: peft then chooses a few layers by model; honed's default is all"
+            )
+    name, config = found.take("dataset_name"), found.take("dataset_config")
+    train, test = found.take("dataset_train_split"), found.take("dataset_test_split")
+    if name is None:
+        return
+    common = {"path": name} | ({"name": config} if config else {})
+    is_hub = not Path(str(name)).suffix
+    data["datasets"] = [common | ({"split": train or "train"} if is_hub or train else {})]
+    if data.get("eval_strategy", "no") != "no":
+        data["eval_datasets"] = [common | ({"split": test or "test"} if is_hub or test else {})]
+
+
+# --- OpenAI -----------------------------------------------------------------------------------------------------------
+
+
+def _openai(found: Foreign, _path: Path) -> None:
+    data = found.data
+    method = found.take("method")
+    kind = str(method.get("type", "supervised")) if isinstance(method, dict) else "supervised"
+    if kind != "supervised":
+        raise SpecError(f"method: {synonym.not_supported(kind) or shown(kind)}")
+    inner = method.get("supervised") if isinstance(method, dict) else None
+    given = {**_mapping(found.take("hyperparameters")), **_mapping(_mapping(inner).get("hyperparameters"))}
+    for key, value in given.items():
+        if key == "learning_rate_multiplier" and value != "auto":
+            found.note(key, "it multiplies a rate that OpenAI chooses: write training.learning_rate")
+        elif value == "auto":
+            found.note(key, "auto: honed's default", is_lost=False)
+        else:
+            data[key] = value
+    for theirs, ours in (("training_file", "datasets"), ("validation_file", "eval_datasets")):
+        value = found.take(theirs)
+        if value is None:
+            continue
+        if str(value).startswith("file-"):
+            found.note(theirs, f"{shown(value)} is a file at OpenAI: write the path of your own copy")
+            data[ours] = [{"path": f"{UNKNOWN}/{value}.jsonl"}]
+        else:
+            data[ours] = [{"path": value}]
+    if isinstance(model := data.get("model"), str) and "/" not in model:
+        found.note("model", f"{shown(model)} is not an open model: write the directory or hub id of one")
+        data["model"] = f"{UNKNOWN}/model"
+    integrations = data.get("integrations")
+    for each in integrations if isinstance(integrations, list) else ():
+        for key in _mapping(_mapping(each).get("wandb")):
+            found.note(f"integrations.wandb.{key}", "honed chooses where a tracker writes")
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Return a mapping, or an empty one for any other value."""
+    return value if isinstance(value, dict) else {}
+
+
+#: The directory in the paths that have to be filled in.
+UNKNOWN = "/path/to"
+
+
+# --- Unsloth ----------------------------------------------------------------------------------------------------------
+
+_MODELS = ("FastLanguageModel", "FastVisionModel", "FastModel", "FastTextModel")
+_CONFIGS = ("SFTConfig", "TrainingArguments", "UnslothTrainingArguments")
+_TRAINERS = ("SFTTrainer", "UnslothTrainer")
+#: Arguments that hold objects of the script rather than settings.
+_OBJECTS = ("model", "tokenizer", "processing_class", "train_dataset", "eval_dataset", "args", "data_collator")
+_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def _script(path: Path) -> Foreign:
+    """Read the calls of a script or notebook. None of its code runs."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(_cells(text) if path.suffix == ".ipynb" else text)
+    except (OSError, ValueError, SyntaxError, RecursionError, KeyError, TypeError) as error:
+        raise SpecError(f"{path}: cannot be read as Python: {error}") from error
+    return _Script(tree).read()
+
+
+def _cells(text: str) -> str:
+    """Return the code of a notebook, without the lines that are no Python."""
+    cells = [each["source"] for each in json.loads(text)["cells"] if each["cell_type"] == "code"]
+    code = "\n".join("".join(each) if isinstance(each, list) else each for each in cells)
+    return "\n".join("" if re.match(r"\s*[%!]", line) else line for line in code.splitlines())
+
+
+class _Script:
+    """The settings in the calls of a script."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._found = Foreign("unsloth", {})
+        self._calls = [*_calls(tree)]
+        self._named: dict[str, ast.expr] = {}  #: what a name was assigned first
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        self._named.setdefault(target.id, node.value)
+
+    def read(self) -> Foreign:
+        found, training = self._found, dict[str, Any]()
+        is_of_unsloth = False
+        for call in self._calls:
+            owner, name = _called(call)
+            if name.endswith("Trainer") and name not in (*_TRAINERS, "Trainer"):
+                said = synonym.not_supported(name.removesuffix("Trainer"))
+                raise SpecError(f"{name}: {said or 'honed does supervised fine-tuning'}")
+            if owner in _MODELS and name == "from_pretrained":
+                is_of_unsloth = True
+                found.data |= {"load_in_4bit": True} | self._settings(call, first="model_name")
+            elif owner in _MODELS and name == "get_peft_model":
+                found.data |= self._adapter(call)
+            elif name in _CONFIGS:
+                training |= self._settings(call)
+            elif name in _TRAINERS:
+                training |= {key: each for key, each in self._settings(call).items() if key not in _OBJECTS}
+            else:
+                self._note(name)
+        if not is_of_unsloth:
+            raise SpecError("no call of FastLanguageModel.from_pretrained: this is not a script of Unsloth")
+        if found.data.get("full_finetuning"):
+            found.data.pop("load_in_4bit", None)
+        self._place(training)
+        self._read_data()
+        if training:
+            found.data["training"] = training
+        return found
+
+    def _place(self, training: dict[str, Any]) -> None:
+        """Settle what two calls may say: the length, which the trainer's own arguments decide."""
+        data = self._found.data
+        length = data.pop("max_seq_length", 2048)
+        for key in ("max_seq_length", "max_length"):
+            length = training.pop(key, None) or length
+        training["max_length"] = length
+        if text := training.pop("dataset_text_field", None):
+            data["dataset_text_field"] = text
+
+    def _adapter(self, call: ast.Call) -> dict[str, Any]:
+        given = {"r": 16, "lora_alpha": 16, "target_modules": _LINEAR} | self._settings(call)
+        top = ("use_gradient_checkpointing", "random_state")
+        lora = {key: each for key, each in given.items() if key not in top and each is not None}
+        return {"lora": lora} | {key: given[key] for key in top if key in given}
+
+    def _settings(self, call: ast.Call, *, first: str | None = None) -> dict[str, Any]:
+        """Return the literal arguments of a call; the others are noted."""
+        given = {each.arg: each.value for each in call.keywords if each.arg is not None}
+        if first is not None and call.args:
+            given.setdefault(first, call.args[0])
+        made: dict[str, Any] = {}
+        for key, node in given.items():
+            if key in _OBJECTS and not isinstance(node, ast.Constant):
+                continue
+            try:
+                made[key] = self._value(node)
+            except ValueError:
+                is_precision = key in ("bf16", "fp16", "dtype")
+                why = "honed plans the precision itself" if is_precision else "write its value"
+                words = f"computed in the script ({ast.unparse(node)[:60]}): {why}"
+                self._found.note(key, words, is_lost=not is_precision)
+        return made
+
+    def _value(self, node: ast.expr, depth: int = 0) -> Any:
+        """Return a literal, also one behind a name; raises ValueError for anything that would have to run."""
+        if isinstance(node, ast.Name) and node.id in self._named and depth < 5:
+            return self._value(self._named[node.id], depth + 1)
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+            return ast.unparse(node)
+        return ast.literal_eval(node)
+
+    def _note(self, name: str) -> None:
+        is_lost = False
+        match name:
+            case "get_chat_template":
+                why = "the base model's own template is used; chat_template: names a file, if it has none"
+            case "train_on_responses_only":
+                why = "honed always trains on the answers alone, without markers"
+            case "map" | "standardize_sharegpt" | "standardize_data_formats" | "to_sharegpt":
+                why = "honed reads and renders the rows itself; write the mapped rows to a file, if they differ"
+            case "save_pretrained_merged" | "push_to_hub_merged":
+                why = "write save_merged: bfloat16 for a merged checkpoint beside the adapter"
+            case "save_pretrained_gguf" | "push_to_hub_gguf":
+                why, is_lost = "GGUF files are not supported yet", True
+            case _:
+                return
+        if all(each.key != f"{name}()" for each in self._found.notes):
+            self._found.note(f"{name}()", why, is_lost=is_lost)
+
+    def _read_data(self) -> None:
+        loads = [call for call in self._calls if _called(call)[1] == "load_dataset"]
+        trainer = next((call for call in self._calls if _called(call)[1] in _TRAINERS), None)
+        wanted = {each.arg: each.value for each in trainer.keywords} if trainer is not None else {}
+        sets: dict[str, list[ast.Call]] = {"datasets": [], "eval_datasets": []}
+        for call in loads:
+            names = [name for name, node in self._named.items() if any(each is call for each in ast.walk(node))]
+            held_out = wanted.get("eval_dataset")
+            is_held_out = isinstance(held_out, ast.Name) and held_out.id in names
+            sets["eval_datasets" if is_held_out else "datasets"].append(call)
+        for key, calls in sets.items():
+            if made := [self._data_set(call) for call in calls]:
+                self._found.data[key] = made
+        if not self._found.data.get("datasets"):
+            self._found.note("train_dataset", "the script makes its rows itself: write them to a file")
+
+    def _data_set(self, call: ast.Call) -> dict[str, Any]:
+        given = self._settings(call, first="path")
+        if len(call.args) > 1:
+            given |= self._settings(ast.Call(call.func, [], [ast.keyword("name", call.args[1])]))
+        made = {key: each for key, each in given.items() if key in ("path", "name", "split", "revision", "data_files")}
+        if found := re.fullmatch(r"(\w+)\[:(\d+)\]", str(made.get("split"))):
+            made |= {"split": found[1], "max_rows": int(found[2])}
+        elif "[" in str(made.get("split")):
+            self._found.note("split", f"{shown(made.pop('split'))}: honed reads whole splits, or max_rows")
+        if isinstance(files := made.pop("data_files", None), dict):
+            files = files.get("train", next(iter(files.values()), None))
+        if files is not None and made.get("path") in ("json", "csv", "parquet", "text"):
+            made["path"] = files[0] if isinstance(files, list) and len(files) == 1 else files
+            made.pop("split", None)  # all rows of a file are of one split
+        elif files is not None:
+            made["data_files"] = files
+        for key in given.keys() - {"path", "name", "split", "revision", "data_files"}:
+            self._found.note(f"load_dataset.{key}", "honed reads the files itself")
+        if not isinstance(made.get("path"), str):
+            made["path"] = f"{UNKNOWN}/rows.jsonl"
+        if made["path"].startswith(UNKNOWN):
+            self._found.note("load_dataset", "the path is computed in the script: write it")
+        return made
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    """Yield the calls that would run, in their order: those below `if False:` would not."""
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, ast.If) and isinstance(each.test, ast.Constant) and not each.test.value:
+            for other in each.orelse:
+                yield from _calls(other)
+            continue
+        yield from _calls(each)
+    if isinstance(node, ast.Call):
+        yield node
+
+
+def _called(call: ast.Call) -> tuple[str, str]:
+    """Return the name of a called function, and of what it belongs to."""
+    match call.func:
+        case ast.Name(id=name):
+            return "", name
+        case ast.Attribute(value=ast.Name(id=owner), attr=name):
+            return owner, name
+        case ast.Attribute(attr=name):
+            return "", name
+    return "", ""
+
+
+_PREPARED: Mapping[str, Callable[[Foreign, Path], None]] = {
+    "axolotl": _axolotl,
+    "llamafactory": _llamafactory,
+    "trl": _trl,
+    "openai": _openai,
+}

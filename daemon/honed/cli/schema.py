@@ -1,0 +1,90 @@
+"""The JSON Schema of job files, for editors: names, types, ranges and choices of single keys, with their descriptions.
+
+It is more lenient than `honectl check`, which alone knows the forms of texts, the keys that go together, and what the
+files named in a job contain; a file that `check` accepts is never refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import honed
+from honed.cli.docstring import docstrings
+from honed.spec.document import HOLDERS
+from honed.spec.field import Section
+from honed.spec.spec import JobSpec
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from honed.cli.instance import Instance
+
+#: The name of the file in etc/, and beside the installed examples.
+NAME = "honed-job.schema.json"
+
+
+def schema(_instance: Instance, _options: argparse.Namespace) -> int:
+    """Print the schema."""
+    sys.stdout.write(text())
+    return 0
+
+
+def line() -> str:
+    """Return the comment that names the installed schema to editors; empty if it is not installed."""
+    data_dir = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share")
+    sources = Path(honed.__file__).resolve().parents[2]
+    places = (data_dir / "doc/honed", Path("/usr/share/doc/honed"), sources / "etc")
+    found = next((place / NAME for place in places if (place / NAME).is_file()), None)
+    return f"# yaml-language-server: $schema={found.as_uri()}\n" if found else ""
+
+
+def text() -> str:
+    """Return the schema as it is stored in etc/."""
+    return json.dumps(made(), indent=1, ensure_ascii=False) + "\n"
+
+
+def made() -> dict[str, Any]:
+    """Return the schema as data."""
+    whole = JobSpec.model_json_schema(by_alias=True)
+    inner = whole.pop("$defs", {})
+    models = {each.__name__: each for each in Section.__subclasses__()}
+    for name, section in {"JobSpec": whole, **inner}.items():
+        if name in models:
+            _describe(section, models[name])
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A job file of honed",
+        "$comment": "Made by `python -m honed.cli.reference --write docs`.",
+    }
+    # Top-level keys that hold YAML anchors are not part of the job.
+    holders: dict[str, Any] = {f"^({'|'.join(each.replace('.', '[.]') for each in HOLDERS)})": {}}
+    kind = {"properties": {"kind": {"const": "merge"}}, "required": ["kind"]}
+    needs = {"if": kind, "then": {"required": ["adapter"]}, "else": {"required": ["datasets"]}}
+    made: dict[str, Any] = _plain({**whole, **head, "patternProperties": holders, **needs, "$defs": inner})
+    return made
+
+
+def _describe(section: dict[str, Any], model: type[BaseModel]) -> None:
+    """Give each key of a section its description."""
+    section.pop("description", None)
+    for name, words in docstrings(model).items():
+        section["properties"][name]["description"] = " ".join(words.split())
+
+
+def _plain(value: Any, *, is_names: bool = False) -> Any:
+    """Return a schema without the titles that repeat the names of keys, and without sections of defaults."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: each for key, each in value.items() if is_names or not _is_noise(key, each, value)}
+    return {key: _plain(each, is_names=key in ("properties", "$defs")) for key, each in kept.items()}
+
+
+def _is_noise(key: str, each: Any, around: dict[str, Any]) -> bool:
+    return (key == "title" and "$schema" not in around) or (key == "default" and isinstance(each, dict))

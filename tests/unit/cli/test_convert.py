@@ -1,0 +1,203 @@
+"""Settings of other tools as job files: what honed supports can be trained, and nothing is left out in silence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from honed.check import preflight
+from honed.cli import convert, foreign
+from honed.spec import problem, spec
+from honed.spec.config import Config
+from honed.system.device import Device
+from honed.system.error import HonedError, SpecError
+from honed.system.layout import Layout
+from zoo import plain, settings
+from zoo.settings import FILES
+
+CPU = Device("cpu", "a processor", total_bytes=24 * 2**30, free_bytes=20 * 2**30)
+#: A file of OpenAI names a model and data that only OpenAI has.
+TO_FILL_IN = {"openai_hyperparameters.json": {"base_model", "datasets.0.path"}}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus beside the model and the data that it names."""
+    made = settings.write(tmp_path_factory.mktemp("convert"))
+    plain.write_base_model(made / "model")
+    return made
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_converted_file_passes_the_check_after_at_most_two_of_its_corrections(
+    name: str, place: Path, tmp_path: Path
+) -> None:
+    made = convert.converted(place / name)
+    assert made.missing.keys() == TO_FILL_IN.get(name, set())
+    if made.missing:
+        return
+    layout = Layout(tmp_path / "root")
+    layout.jobs_dir.mkdir(parents=True)
+    job = tmp_path / "job.yaml"
+    job.write_text(convert.rendered(made, place / name))
+    for _ in range(2):
+        try:
+            preflight.check(job, layout=layout, config=Config(), device=CPU)
+        except HonedError as error:
+            assert error.fix, error
+            job.write_text(convert.yaml_of(problem.mended(made.data, error.fix)))
+    preflight.check(job, layout=layout, config=Config(), device=CPU)
+
+
+#: Keys that say what would be so without them.
+SAID_ANYWAY = {
+    "finetuning_type": "lora",  # LLaMA-Factory's default
+    "adapter": None,  # lora_r and load_in_4bit say so too
+    "use_peft": True,
+    "num_epochs": 1,  # axolotl's defaults
+    "micro_batch_size": 1,
+    "lr_scheduler": "cosine",
+    "load_in_4bit": True,  # so does adapter: qlora
+    "dtype": "bfloat16",  # so does bf16
+    "bf16": True,
+    "dataset_dir": "data",
+    "datasets": None,  # without it there is no job
+}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith((".yml", ".yaml", ".json"))])
+def test_no_key_is_left_out_in_silence(name: str, place: Path) -> None:
+    """A key is named in a comment, or the job is another one without it."""
+    data = yaml.safe_load((place / name).read_text())
+    whole = convert.converted(place / name)
+    comments = [line for line in convert.rendered(whole, place / name).splitlines() if line.startswith("#")]
+    silent = []
+    for key, value in data.items():
+        if any(key in line for line in comments) or SAID_ANYWAY.get(key, ...) in (value, None):
+            continue
+        rest = place / f"rest-{name}"
+        rest.write_text(json.dumps({other: each for other, each in data.items() if other != key}))
+        try:
+            if convert.converted(rest, whole.tool).data == whole.data:
+                silent.append(key)
+        except HonedError:
+            pass  # required
+    assert silent == []
+
+
+def test_a_converted_file_says_the_same_as_the_original(place: Path) -> None:
+    made = spec.validate(convert.converted(place / "axolotl_lora.yml").data)
+    assert made.lora is not None
+    assert (made.lora.r, made.lora.lora_alpha, made.lora.lora_dropout) == (4, 8, 0.1)
+    assert (made.training.max_length, made.training.per_device_train_batch_size) == (256, 1)
+    assert (made.training.optim, made.training.eval_steps, made.quantization) == ("adamw_bnb_8bit", 0.25, "8bit")
+    made = spec.validate(convert.converted(place / "axolotl_full.yaml").data)
+    assert (made.training.gradient_accumulation_steps, made.lora) == (4, None)  # batch_size 8 of micro_batch_size 2
+    made = spec.validate(convert.converted(place / "llamafactory_mix.json").data)
+    assert [each.fraction for each in made.datasets] == [0.7, 0.3]
+    assert made.lora is not None
+    assert (made.lora.r, made.lora.lora_alpha, made.lora.target_modules) == (8, 16, ["q_proj", "v_proj"])
+    made = spec.validate(convert.converted(place / "unsloth_alpaca.ipynb").data)
+    assert (made.quantization, made.datasets[0].max_rows, made.training.seed) == ("4bit", 40, 3407)
+
+
+def test_check_names_convert_for_a_file_of_another_tool(place: Path) -> None:
+    for name, tool in (("axolotl_qlora.yml", "axolotl"), ("llamafactory_lora.yaml", "llamafactory")):
+        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(place / "root"), "check", str(place / name)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert f"settings of {tool}: honectl convert" in " ".join((done.stdout + done.stderr).split())
+
+
+def test_a_typo_is_taken_as_the_nearest_key_and_said(place: Path) -> None:
+    right, typed = (convert.converted(place / name) for name in ("axolotl_lora.yml", "typo_axolotl.yml"))
+    assert typed.data == right.data
+    assert typed.notes["lora_aplha"] == "taken as lora.lora_alpha: 8"
+
+
+@pytest.mark.parametrize(
+    ("keys", "tool", "word"),
+    [
+        ({"base_model": "a/b", "rl": "dpo", "datasets": [{"path": "c/d"}], "sequence_len": 9}, "axolotl", "DPO"),
+        ({"base_model": "a/b", "datasets": [{"path": "c/d", "type": "chatml.argilla"}]}, "axolotl", "preference"),
+        ({"model_name_or_path": "a/b", "stage": "rm", "dataset": "facts"}, "llamafactory", "reward"),
+        ({"model_name_or_path": "a/b", "stage": "sft", "dataset": "preferences"}, "llamafactory", "preferences"),
+        ({"model": "a/b", "training_file": "x.jsonl", "method": {"type": "dpo"}}, "openai", "DPO"),
+    ],
+    ids=str,
+)
+def test_training_of_another_kind_is_refused_rather_than_turned_into_this_one(
+    keys: dict[str, Any], tool: str, word: str, place: Path
+) -> None:
+    path = place / "other.yaml"
+    path.write_text(json.dumps(keys))
+    with pytest.raises(SpecError) as refused:
+        convert.converted(path, tool)
+    assert word in refused.value.told
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"training_file": None, "model": "a/b", "hyperparameters": 5, "integrations": 3},
+        {"training_file": 7, "model": [], "method": {"type": "supervised", "supervised": [1]}, "suffix": {"a": 1}},
+        {"model_name_or_path": 1, "stage": "sft", "dataset": [{"x": 1}], "interleave_probs": {}, "lora_rank": "x"},
+        {"base_model": None, "sequence_len": [], "micro_batch_size": 0, "batch_size": 4, "datasets": [5, {"path": 1}]},
+        {"model_name_or_path": "a/b", "dataset_name": 5, "use_peft": "maybe", "max_length": True},
+    ],
+    ids=str,
+)
+def test_values_of_the_wrong_type_are_named_and_never_a_traceback(keys: dict[str, Any], place: Path) -> None:
+    path = place / "odd.yaml"
+    path.write_text(json.dumps(keys))
+    made = convert.converted(path)
+    spec.loads(convert.rendered(made, path).encode(), ".yaml")
+    assert made.missing
+
+
+def test_a_data_set_of_the_hub_and_an_unknown_one(place: Path) -> None:
+    path = place / "sets.yaml"
+    path.write_text("model_name_or_path: a/b\nstage: sft\ndataset: hub, nowhere\n")
+    made = convert.converted(path)
+    assert made.data["datasets"] == [
+        {"path": "org/rows", "name": "main", "split": "train", "max_rows": 5},
+        {"path": "/path/to/nowhere"},
+    ]
+    assert made.missing.keys() == {"datasets.1.path"}
+
+
+def test_a_script_is_read_and_never_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "open(__file__ + '.ran', 'w')\nfrom unsloth import FastLanguageModel\n"
+        "model, tokenizer = FastLanguageModel.from_pretrained('a/b', token=open('/etc/shadow').read())\n"
+    )
+    made = convert.converted(script)
+    assert not script.with_name("train.py.ran").exists()
+    assert (made.data["base_model"], made.data["quantization"]) == ("a/b", "4bit")
+    assert "train_dataset" in made.lost
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "a: b: c", "colour: red\nsize: 3\n"])
+def test_a_file_of_no_known_tool_is_refused_in_words(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError) as refused:
+        foreign.read(path)
+    assert str(path) in refused.value.told
+
+
+def test_the_verb_writes_a_new_file_and_tells_what_is_to_be_filled_in(place: Path) -> None:
+    command = [sys.executable, "-m", "honed.cli.honectl", "convert", "openai_hyperparameters.json", "-o", "job.yaml"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "base_model: write the path" in done.stderr
+    assert spec.load(place / "job.yaml").training.per_device_train_batch_size == 4
+    again = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    assert again.returncode != 0
+    assert "exists already" in again.stderr
