@@ -89,7 +89,7 @@ def main() -> int:
         worker_pid = os.fork()
         if worker_pid == 0:
             run(command, shim_pid, output_fd=pipe[1] if pipe else None)
-    who = {"shim_pid": shim_pid, "worker_pid": worker_pid, "start": start}
+    who: dict[str, float] = {"shim_pid": shim_pid, "worker_pid": worker_pid, "start": start}
     if "HONED_FENCE" in os.environ:  # on a cluster, where it may have waited
         who["started_at"] = time.time()
     os.ftruncate(lock_fd, 0)
