@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 TESTS = Path(__file__).parent
 #: The slow folders first: what is left at the end is short, so that no test process is long alone.
-ORDER = ("system", "crash", "process", "worker", "unit")
+ORDER = ("system", "crash", "cluster", "process", "worker", "unit")
 for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "HONED_ROOT"):
     os.environ.pop(name, None)
 

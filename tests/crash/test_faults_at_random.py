@@ -77,6 +77,12 @@ class Workers:
     def is_supervised(self, job_id: int) -> bool:
         return False
 
+    def is_left(self, job_id: int) -> bool:
+        return False
+
+    def began(self, job_id: int) -> None:
+        return None
+
     def stop(self, job_id: int) -> None:
         pass
 

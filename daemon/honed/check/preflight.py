@@ -52,7 +52,7 @@ from honed.run.helper import READY, STAGE_BYTES
 from honed.run.reply import Answer, Passed, Refused
 from honed.run.snapshot import Missing
 from honed.spec import problem, recipient, spec, sweep
-from honed.spec.config import Config
+from honed.spec.config import Config, devices
 from honed.spec.document import Document
 from honed.spec.spec import JobSpec
 from honed.spec.sweep import Member
@@ -354,11 +354,15 @@ def _check_the_rest(
 
 def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[Device]:
     """Return the devices that the job may run on; it is planned for the first on which it fits."""
+    if config.jobs.runner == "slurm" and job_spec.resources.num_ranks > 1:
+        fix = {"resources.gpus": min(1, job_spec.resources.gpus), "resources.nodes": 1}
+        words = "resources: jobs of several GPUs or nodes cannot run on the cluster yet"
+        raise SpecError(words, hint="write resources: {gpus: 1}", fix=fix)
     if job_spec.resources.gpus == 0 or job_spec.kind == "merge":
         return [device.cpu()]
     if given:
         return [given]
-    found = device.probe(config.device.gpus)
+    found = devices(config)
     gpus = device.alike([each for each in found if each.kind == "cuda"])
     parallel.check_devices(job_spec, max(map(len, gpus), default=0), sum(map(len, gpus)))
     if job_spec.resources.gpus <= 1:
@@ -369,7 +373,7 @@ def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[De
 
 def _num_like(target: Device, config: Config) -> int:
     """Return how many devices like this one the machine has."""
-    found = device.probe(config.device.gpus) if target.kind == "cuda" else []
+    found = devices(config) if target.kind == "cuda" else []
     return sum(device.are_alike(each, target) for each in found) or 1
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from honed.check.policy import nearest_existing
-from honed.cli import commands, sandbox, terminal
+from honed.cli import cluster, commands, sandbox, terminal
 from honed.cli.instance import Instance
 from honed.job.corrupt import Corrupt
 from honed.job.progress import gib
@@ -113,10 +113,17 @@ def examine(layout: Layout, config: Config | None = None) -> list[Finding]:
             *configured,
             *found,
             *(answer.result() for answer in compiled),
+            *_cluster(layout, config),
             *_instance(layout, config),
             *_reporting(layout, config),
             *_notices(layout),
         ]
+
+
+def _cluster(layout: Layout, config: Config) -> list[Finding]:
+    if config.jobs.runner != "slurm":
+        return []
+    return [Finding("Slurm", status, detail, hint) for status, detail, hint in cluster.findings(layout, config)]
 
 
 def _instance(layout: Layout, config: Config) -> list[Finding]:

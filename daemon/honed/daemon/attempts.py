@@ -35,6 +35,7 @@ from honed.run import ending
 from honed.run.deadline import Deadlines
 from honed.run.outcome import Outcome, judge
 from honed.run.runner import RANKS_VARIABLE, Exit, NotNowError, Runner
+from honed.run.slurm import TIME_LEFT_VARIABLE
 from honed.send.outbox import Outbox
 from honed.spec.config import Config
 from honed.system import durable, error, message, untrusted
@@ -277,6 +278,9 @@ def is_of_job(outcome: Outcome) -> bool:
 
 def worker_environment(layout: Layout, config: Config, job: Job, gpu_uuid: str | None) -> dict[str, str]:
     """Return what honed adds to a worker's environment."""
+    left_sec = None
+    if job.time_limit_sec is not None:
+        left_sec = max(0.0, job.time_limit_sec - sum(each.spent_sec for each in job.attempts[:-1]))
     return {
         **device_environment(gpu_uuid),
         "HF_HOME": os.environ.get("HF_HOME", str(layout.cache_dir)),
@@ -287,6 +291,7 @@ def worker_environment(layout: Layout, config: Config, job: Job, gpu_uuid: str |
         "HONED_MIN_STALL_SEC": f"{config.jobs.min_stall_timeout_sec:g}",
         "HONED_STOP_TIMEOUT_SEC": f"{config.jobs.stop_timeout_sec:g}",
         **({RANKS_VARIABLE: str(job.num_gpus)} if job.num_gpus > 1 else {}),
+        **({TIME_LEFT_VARIABLE: f"{left_sec:g}"} if left_sec is not None else {}),
     }
 
 
@@ -365,7 +370,7 @@ class Attempts:
 
     def is_left(self, job_id: int) -> bool:
         """Return True if a running job continues while honed is down."""
-        return self._runner.is_supervised(job_id)
+        return self._runner.is_left(job_id)
 
     def _working(self) -> dict[int, int]:
         """Return the jobs that have a worker, and their users."""

@@ -81,7 +81,7 @@ class Daemon:
         *,
         runner: Runner | None = None,
         fetch_runner: FetchRunner | None = None,
-        probe: Callable[[list[int] | None], list[Device]] = device.probe,
+        probe: Callable[[list[int] | None], list[Device]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         drain: bool = False,
@@ -108,6 +108,8 @@ class Daemon:
             clock=clock,
         )
         self._database = Database(layout.database_path)
+        if probe is None:
+            probe = device.probe if runner.name != "slurm" else lambda _: in_force().slurm.devices()
         self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
         shares = Shares(
             Usage(layout.usage_path),

@@ -34,6 +34,7 @@ from honed.job.shape import (
     Row,
     Score,
     Shown,
+    SlurmRow,
     Wait,
 )
 from honed.job.spool import Spool
@@ -371,7 +372,17 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         "depends_on": list(job.depends_on),
         "job_dir": str(files.dir),
         "events": events,
+        **_slurm(layout, job),  # type: ignore[typeddict-item]
     }
+
+
+def _slurm(layout: Layout, job: Job) -> dict[str, SlurmRow]:
+    """Return the last attempt's job on a Slurm cluster, if it is one."""
+    raw = _read_json(layout.job(job.id).start_path, num_names=1)
+    if not job.attempts or raw.get("number") != job.attempt.number or not isinstance(raw.get("name"), str):
+        return {}
+    told = {key: plain(str(raw.get(key, ""))) for key in ("name", "state", "reason", "nodes")}
+    return {"slurm": SlurmRow(id=plain(str(raw.get("slurm_id", ""))), **told)}  # type: ignore[typeddict-item]
 
 
 def _text(value: Any) -> str | None:
@@ -452,6 +463,8 @@ def _estimated_bytes(layout: Layout, job: Job) -> int | None:
 
 def _worker(layout: Layout, job: Job) -> tuple[int | None, float | None]:
     """Return the resident bytes and the CPU seconds of a running worker; None if it is gone or /proc does not tell."""
+    if _slurm(layout, job):
+        return None, None  # it runs on another machine
     pid = _read_json(layout.job(job.id).attempt(job.attempt.number).dir / "lock", num_names=3).get("worker_pid")
     try:
         directory = Path(f"/proc/{int(pid or 0)}")

@@ -160,6 +160,16 @@ class MemoryShown(TypedDict):
     used: dict[str, int]
 
 
+class SlurmRow(TypedDict):
+    """An attempt's job on a Slurm cluster, as Slurm last told."""
+
+    name: str
+    id: str
+    state: str
+    reason: str  #: why it waits
+    nodes: str
+
+
 class Shown(Row):
     """The answer to `show`."""
 
@@ -174,6 +184,7 @@ class Shown(Row):
     memory: MemoryShown
     depends_on: list[str]
     job_dir: str
+    slurm: NotRequired[SlurmRow]  #: where the last attempt was handed to a cluster
     events: list[dict[str, Any]]
 
 

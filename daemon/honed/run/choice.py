@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from honed.run.fetcher import FetchRunner, ProcessFetchRunner
 from honed.run.process import ProcessRunner
 from honed.run.runner import Runner
 from honed.run.sender_process import is_a_unit
+from honed.run.slurm import SlurmRunner
 from honed.run.systemd import SystemdRunner, why_not
 from honed.run.systemd_fetch import UnitFetchRunner
 from honed.spec.config import Config
@@ -28,6 +30,11 @@ def choose_runner(
     `config` is called whenever a worker starts, since it may have been reloaded. Raises EnvironmentInvalidError.
     """
     asked = config().jobs.runner
+    if asked == "slurm":
+        if problem := why_no_slurm(layout):
+            raise EnvironmentInvalidError(f"jobs.runner is slurm, but {problem}", hint="see docs/cluster.md")
+        log.info("workers are jobs of the Slurm cluster, and run there as this instance's own user")
+        return SlurmRunner(layout, lambda: config().slurm, clock=clock), None
     systemd = Systemd()
     reason = "as configured" if asked == "process" else why_not(layout, systemd)
     if reason is None:
@@ -50,6 +57,17 @@ def choose_runner(
     is_expected = asked == "process" or layout.root != Path("/")
     log.log(logging.INFO if is_expected else logging.WARNING, "workers run as child processes of honed: %s", reason)
     return ProcessRunner(layout), None
+
+
+def why_no_slurm(layout: Layout) -> str:
+    """Return why workers cannot be jobs of a Slurm cluster; empty if they can."""
+    if layout.root == Path("/"):
+        return (
+            "the system's own instance is shared, and all jobs would run as honed's user on the cluster: use an "
+            "instance of one user's own (--root DIR, or --user)"
+        )
+    missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
+    return f"{', '.join(missing)} cannot be found: install slurm-client" if missing else ""
 
 
 def choose_fetch_runner(layout: Layout, config: Config, systemd: Systemd | None) -> FetchRunner:

@@ -79,6 +79,7 @@ class Deadlines:
         self._kill_at: float | None = None
         self._was_killed = False
         self._is_stalled = False
+        self._began: Moment | None = None  # when it began on a cluster
         self._overdue_at = self._when_overdue()  # when its time limit and the grace period are over
         self._is_overdue = False
 
@@ -102,6 +103,7 @@ class Deadlines:
         `told_at`: when it last reported an event, in this `stage`.
         """
         job = self._job
+        told_at = self._waited_until(now, told_at)
         self._pulse.feel(now)
         heard_at = max(told_at, self._pulse.heard_at)
         if self._kill_at is not None and now >= self._kill_at:
@@ -127,6 +129,14 @@ class Deadlines:
             self._is_stalled = True
             self._kill_at = now + DUMP_SEC
             self._runner.dump(job.id)
+
+    def _waited_until(self, now: float, told_at: float) -> float:
+        """Let the time that it waits for a cluster's node count for nothing; returns when it was last heard."""
+        if not self._runner.is_left(self._job.id) or self._runner.is_supervised(self._job.id) or self._began:
+            return told_at
+        self._began = self._runner.began(self._job.id)
+        self._overdue_at = self._when_overdue() if self._began else None
+        return now
 
     def _has_stalled(self, silent_sec: float) -> bool:
         """Return True if a worker gave no sign of life for too long; False for units, whose own watchdog hears more."""
@@ -161,7 +171,7 @@ class Deadlines:
         If the machine went down meanwhile: until the last sign of life. The time while the machine was off does not
         count.
         """
-        began, until = self._job.attempt.began, Moment.now()
+        began, until = self._began or self._job.attempt.began, Moment.now()
         if ended is not None and ended.ended is not None:
             until = ended.ended
         elif not until.is_of_boot(began):
@@ -172,7 +182,7 @@ class Deadlines:
         """Return when an attempt, started or taken over now, has used up the time limit and the grace period."""
         if self._job.time_limit_sec is None:
             return None
-        spent = self._spent_before() + Moment.now().since(self._job.attempt.began)
+        spent = self._spent_before() + Moment.now().since(self._began or self._job.attempt.began)
         left = max(0.0, self._job.time_limit_sec - spent)
         return self._clock() + left + self._config().jobs.time_limit_grace_sec
 

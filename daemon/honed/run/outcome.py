@@ -114,6 +114,8 @@ def _died(ended: Exit) -> error.HonedError:
             return error.OutOfMemoryError(
                 "the kernel's out-of-memory killer ended the worker", hint=_OUT_OF_MEMORY_HINT
             )
+        case Exit(service_result="node-lost"):
+            return error.KilledError("the node of the worker was lost", hint="see sinfo -R, and the node's own log")
         case Exit(ran=False):
             status = f" (exit status {ended.status})" if ended.status is not None else ""
             return error.EnvironmentInvalidError(

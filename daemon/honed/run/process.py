@@ -25,6 +25,7 @@ from honed.job.needs import Needs
 from honed.run.runner import Exit, Live, device_of, exit_of, is_staged, read_exit_record, read_lock_record
 from honed.run.spare import Spare
 from honed.system import durable, untrusted
+from honed.system.clock import Moment
 from honed.system.layout import AttemptLayout, JobLayout, Layout
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class ProcessRunner:
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 cwd=self._layout.job(job_id).dir,
-                env={**_inherited(), **environment},
+                env={**inherited(), **environment},
                 start_new_session=True,
                 restore_signals=True,
             )
@@ -86,7 +87,7 @@ class ProcessRunner:
             [*self._command, "--spare", needs.to_json()],
             python=sys.executable,
             cwd=self._layout.jobs_dir,
-            environment={**_inherited(), **environment},
+            environment={**inherited(), **environment},
             popen=self._popen,
         )
 
@@ -95,7 +96,7 @@ class ProcessRunner:
     ) -> bool:
         """Start the worker of an attempt by giving it a spare. Returns False if the two do not fit, or that failed.
         Raises OSError."""
-        variables = {**_inherited(), **environment}
+        variables = {**inherited(), **environment}
         if not (spare.is_ready and spare.suits(variables)):
             return False
         files = self._layout.job(job_id)
@@ -141,6 +142,12 @@ class ProcessRunner:
 
     def is_supervised(self, job_id: int) -> bool:  # noqa: ARG002
         return False
+
+    def is_left(self, job_id: int) -> bool:  # noqa: ARG002
+        return False
+
+    def began(self, job_id: int) -> Moment | None:  # noqa: ARG002
+        return None
 
     def is_machine_going_down(self) -> bool:
         return False  # nothing tells us; but then honed is asked to stop as well
@@ -233,7 +240,8 @@ def _signal(pid: int, number: signal.Signals) -> None:
         log.warning("process %d belongs to another user: stop its unit with systemctl stop honed-job@ID", pid)
 
 
-def _inherited() -> dict[str, str]:
+def inherited() -> dict[str, str]:
+    """Return our environment without what is the daemon's own."""
     return {key: value for key, value in os.environ.items() if key not in (*DAEMON_VARIABLES, *SECRET_VARIABLES)}
 
 

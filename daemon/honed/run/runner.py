@@ -3,8 +3,9 @@ ended.
 
     process.py   a child process in its own session
     systemd.py   the unit honed-job@ID.service
+    slurm.py     a job of a Slurm cluster
 
-Both run the worker below the shim (shim.py), which outlives the daemon, holds a lock while the worker lives and records
+All run the worker below the shim (shim.py), which outlives the daemon, holds a lock while the worker lives and records
 how it ended. No other module knows how workers are started on this machine.
 """
 
@@ -75,6 +76,12 @@ class Runner(Protocol):
 
     def is_supervised(self, job_id: int) -> bool:
         """Tell whether systemd supervises it: it outlives the daemon and is killed if it hangs or does not stop."""
+
+    def is_left(self, job_id: int) -> bool:
+        """Tell whether a worker may go on while honed is down."""
+
+    def began(self, job_id: int) -> Moment | None:
+        """Return when a worker began that a cluster started; None while it waits there, and for every other one."""
 
     def stop(self, job_id: int) -> None:
         """Ask a worker to write a checkpoint and end."""

@@ -31,6 +31,7 @@ from honed.run.runner import (
     read_lock_record,
 )
 from honed.system import dbus
+from honed.system.clock import Moment
 from honed.system.dbus import BusAwayError, BusError, Systemd
 from honed.system.layout import AttemptLayout, Layout
 
@@ -139,6 +140,12 @@ class SystemdRunner:
 
     def is_supervised(self, job_id: int) -> bool:
         return job_id in self._units
+
+    def is_left(self, job_id: int) -> bool:
+        return self.is_supervised(job_id)
+
+    def began(self, job_id: int) -> Moment | None:  # noqa: ARG002
+        return None
 
     def is_machine_going_down(self) -> bool:
         try:

@@ -6,6 +6,7 @@ and key; on a reload the current configuration then stays.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import tomllib
@@ -20,7 +21,8 @@ from honed.spec import hours, setting
 from honed.spec.hours import Hours
 from honed.spec.problem import MAX_PROBLEMS
 from honed.spec.setting import Gone
-from honed.system import quote
+from honed.system import device, quote
+from honed.system.device import Device
 from honed.system.error import SpecError
 from honed.system.layout import Layout
 
@@ -103,6 +105,23 @@ def _hours_of(value: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
 Directory = Annotated[str, AfterValidator(_absolute)]
 
 
+#: Options of sbatch that are honed's own: another value would lose jobs, or run them twice.
+_SLURM_OWN = {
+    *("job-name", "output", "error", "open-mode", "requeue", "no-requeue", "parsable", "array", "nodes", "ntasks"),
+    *("ntasks-per-node", "time", "wrap", "wait", "chdir", "export", "uid", "gid", "test-only", "dependency"),
+    *("signal", "comment", "kill-on-invalid-dep", "gpus", "gpus-per-node"),
+}
+
+
+def _slurm_option(value: str) -> str:
+    found = re.fullmatch(r"--([a-z][a-z-]*)(=.*)?", value)
+    if found is None or not value.isprintable():
+        raise ValueError("write an option of sbatch as --name or --name=value")
+    if found[1] in _SLURM_OWN:
+        raise ValueError(f"--{found[1]} is honed's own")
+    return value
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -145,8 +164,9 @@ class JobsConfig(_Section):
     max_running: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of jobs at a time; by default one on each GPU, and one on the processor, for merges and jobs
     without a GPU."""
-    runner: Literal["auto", "process", "systemd"] = "auto"
-    """Method of starting workers: as units honed-job@ID.service, or as processes of honed's own. `auto` uses units
+    runner: Literal["auto", "process", "systemd", "slurm"] = "auto"
+    """Method of starting workers: as units honed-job@ID.service, as processes of honed's own, or as jobs of a Slurm
+    cluster ([slurm]), for an instance of one user's own. `auto` uses units
     where that works (the instance at /, started by systemd, with the units and the polkit rule installed); the log
     reports the choice and the reason. Read at start."""
     stage_ahead: bool = True
@@ -359,6 +379,55 @@ class WebConfig(_Section):
     forwards. Any other is rejected, or else a foreign page could point its own name to our address."""
 
 
+#: The first characters of a place for a job on a cluster, which stands for its GPUs.
+SLOT = "slurm-"
+
+
+class SlurmConfig(_Section):
+    """[slurm]: the cluster, with `jobs.runner = "slurm"`. The directory of the instance, the models and the data must
+    have the same paths on every node, and so must honed itself."""
+
+    partition: str | None = None
+    """Partition of the jobs; by default the cluster's own default."""
+    account: str | None = None
+    """Account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that a node must have."""
+    options: list[Annotated[str, AfterValidator(_slurm_option)]] = []
+    """Further options of sbatch, each as `--name=value`."""
+    max_jobs: Annotated[int, Field(ge=1, le=1000)] = 4
+    """Maximum number of jobs with GPUs that are handed to Slurm at a time; further ones wait in honed's queue. Of jobs
+    without a GPU, one at a time is handed over."""
+    gpu_name: str = "GPU"
+    """Name of the nodes' GPUs, for people."""
+    gpu_bytes: Annotated[int, Field(ge=0)] = 0
+    """Bytes of memory of the nodes' GPUs, for which jobs are planned; 0: the nodes have none, and jobs train on their
+    processors, one job at a time."""
+    gpu_compute_capability: tuple[int, int] = (8, 0)
+    """CUDA compute capability of the nodes' GPUs, for which jobs are planned: [8, 0] is an A100's."""
+
+    def devices(self) -> list[Device]:
+        """Return a place for each job that may be handed over, as a device: Slurm chooses the real ones."""
+        if not self.gpu_bytes:
+            return [device.cpu()]
+        slot = functools.partial(
+            Device,
+            kind="cuda",
+            name=self.gpu_name,
+            compute_capability=self.gpu_compute_capability,
+            total_bytes=self.gpu_bytes,
+            free_bytes=self.gpu_bytes,
+        )
+        return [slot(uuid=f"{SLOT}{number}") for number in range(1, self.max_jobs + 1)]
+
+    def as_options(self) -> list[str]:
+        """Return the options of sbatch."""
+        named = {key: getattr(self, key) for key in ("partition", "account", "qos", "constraint")}
+        return [*(f"--{key}={value}" for key, value in named.items() if value), *self.options]
+
+
 def _class_name(value: str) -> str:
     if not CLASS_NAME.fullmatch(value):
         raise ValueError("the name of a class may contain letters, digits, - and _")
@@ -427,6 +496,7 @@ class Config(_Section):
     retention: RetentionConfig = RetentionConfig()
     notify: NotifyConfig = NotifyConfig()
     fair_share: FairShareConfig = FairShareConfig()
+    slurm: SlurmConfig = SlurmConfig()
     classes: dict[Annotated[str, AfterValidator(_class_name)], ClassConfig] = {}
     users: dict[str, UserConfig] = {}
 
@@ -455,6 +525,11 @@ def load(layout: Layout) -> Config:
     _require_one_default(config)
     config._outdated = tuple(outdated)
     return config
+
+
+def devices(config: Config) -> list[Device]:
+    """Return the devices that jobs may run on: this machine's, or places for jobs on the cluster."""
+    return config.slurm.devices() if config.jobs.runner == "slurm" else device.probe(config.device.gpus)
 
 
 def _require_one_default(config: Config) -> None:

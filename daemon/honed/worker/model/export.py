@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from honed import __version__
+from honed.job import fence
 from honed.job.plan_file import Identity
 from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
@@ -131,6 +132,7 @@ def finish(assignment: Assignment, made: Path, facts: Facts, *, target: Path | N
     (made / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     _open_up(made)
     sync(made)
+    fence.require_current()
     place(made, target or assignment.output_dir, owner=assignment.plan.job.owner)
 
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from honed.job import fence
 from honed.system import durable
 from honed.worker.train import digest
 from honed.worker.train.divergence import Kept
@@ -158,6 +159,7 @@ def commit(
     """
     try:
         seal(made, progress, beat=beat)
+        fence.require_current()
         place = put(made, checkpoints_dir)
     except BaseException:
         shutil.rmtree(made.parent, ignore_errors=True)  # where the disk is full, the room is needed

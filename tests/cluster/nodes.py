@@ -1,0 +1,116 @@
+"""Two virtual Slurm nodes on this machine, in a directory of their own."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "process"))
+
+from harness import Instance, wait_for  # noqa: E402
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel")
+
+
+def why_not() -> str:
+    """Return why no cluster can be brought up here."""
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]:
+        return f"needs the packages slurm-wlm and munge: no {', '.join(missing)}"
+    return "needs root, for munged and slurmd" if os.geteuid() != 0 else ""
+
+
+class Cluster:
+    """munged, a controller and two nodes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.dir = directory
+        self.conf = directory / "etc/slurm.conf"
+        self.environment = os.environ | {"SLURM_TEST_DIR": str(directory), "SLURM_CONF": str(self.conf)}
+        self.environment["PATH"] += ":/usr/sbin"
+
+    def up(self) -> None:
+        subprocess.run([HERE / "up"], env=self.environment, check=True, capture_output=True, timeout=60)
+
+    def down(self) -> None:
+        subprocess.run([HERE / "down", "--wipe"], env=self.environment, check=False, capture_output=True, timeout=120)
+
+    def pid(self, program: str) -> int:
+        return int((self.dir / f"pid/{program}.pid").read_text())
+
+    def kill(self, program: str) -> None:
+        """Kill a daemon: slurmctld, slurmd-node1 or slurmd-node2."""
+        pid = self.pid(program)
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not Path(f"/proc/{pid}/exe").exists(), what=f"the end of {program}", deadline_sec=30)
+
+    def start_controller(self) -> None:
+        subprocess.run(["slurmctld", "-f", self.conf], env=self.environment, check=True, timeout=30)
+
+    def mend(self) -> None:
+        """Start again what was killed, and take back nodes that Slurm has given up."""
+        for program, command in (
+            ("slurmctld", ["slurmctld"]),
+            ("slurmd-node1", ["slurmd", "-N", "node1"]),
+            ("slurmd-node2", ["slurmd", "-N", "node2"]),
+        ):
+            if not Path(f"/proc/{self.pid(program)}/exe").exists():
+                subprocess.run([*command, "-f", self.conf], env=self.environment, check=True, timeout=30)
+        resume = ["scontrol", "update", "nodename=node1,node2", "state=resume"]
+        subprocess.run(resume, env=self.environment, check=False, capture_output=True, timeout=60)
+
+    def run(self, *command: str) -> str:
+        done = subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True, timeout=60)
+        return done.stdout
+
+
+class ClusterInstance(Instance):
+    """A honed of one user's own whose workers are jobs of the cluster."""
+
+    command = (sys.executable, str(HERE / "fakehoned.py"))
+    is_warm = False
+
+    def __init__(self, root: Path, cluster: Cluster) -> None:
+        super().__init__(root)
+        self.cluster = cluster
+        self.environment = dict(cluster.environment)
+        self.configure("")
+
+    def configure(self, text: str) -> None:
+        super().configure(f'{text}\n[jobs]\nrunner = "slurm"\nretry_delay_sec = 0.1\n')
+
+    def end(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def whole_cluster() -> Iterator[Cluster]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Path(tempfile.gettempdir(), "honed-test-slurm.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the ports are the same for all
+        made = Cluster(Path(tempfile.mkdtemp(prefix="honed-slurm-")))
+        try:
+            made.up()
+            yield made
+        finally:
+            made.down()
+
+
+@pytest.fixture
+def cluster(whole_cluster: Cluster, tmp_path: Path) -> Iterator[ClusterInstance]:
+    made = ClusterInstance(tmp_path, whole_cluster)
+    yield made
+    made.end()
+    whole_cluster.mend()

@@ -1,0 +1,128 @@
+"""Jobs on a Slurm cluster: each ends once, whatever is killed meanwhile."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from harness import wait_for
+from nodes import ClusterInstance
+
+from honed.job.job import State
+
+
+def begun(cluster: ClusterInstance, name: str) -> None:
+    """Wait until a job's worker has begun."""
+    wait_for(lambda: (job := cluster.job(name)) and cluster.starts(job), what=f"{name} begins", deadline_sec=60)
+
+
+def submissions(cluster: ClusterInstance, name: str) -> list[str]:
+    """Return the Slurm jobs that were made for a job of this instance."""
+    job = cluster.job(name)
+    assert job is not None
+    mine = (cluster.layout.state_dir / "slurm-instance").read_text().strip()
+    lines = cluster.cluster.run("squeue", "-h", "-t", "all", "-o", "%j").splitlines()
+    return [line for line in lines if line.startswith(f"honed-{mine}-{job.id}-")]
+
+
+def test_a_job_runs_on_the_cluster(cluster: ClusterInstance) -> None:
+    cluster.start()
+    cluster.drop("succeed", name="succeed")
+    job = cluster.wait_state("succeed", State.SUCCEEDED, State.FAILED, deadline_sec=40)
+    assert job.state is State.SUCCEEDED
+    assert len(cluster.starts(job)) == 1
+    shown = cluster.show("succeed")["slurm"]
+    assert shown["id"].isdecimal()
+    assert submissions(cluster, "succeed") == [shown["name"]]
+
+
+def test_a_job_is_held_and_goes_on_and_one_that_is_cancelled_ends(cluster: ClusterInstance) -> None:
+    cluster.start()
+    cluster.drop("slow-60", name="slow-60")
+    begun(cluster, "slow-60")
+    where = wait_for(lambda: cluster.show("slow-60")["slurm"]["nodes"], what="its node", deadline_sec=30)
+    assert where in {"node1", "node2"}
+    assert cluster.honectl("hold", "slow-60").returncode == 0
+    held = cluster.wait_state("slow-60", State.HELD, deadline_sec=60)
+    assert held.outcome == "interrupted"
+    cluster.honectl("release", "slow-60")
+    wait_for(lambda: len(cluster.starts(held)) == 2, what="the second start", deadline_sec=60)
+    cluster.honectl("cancel", "slow-60")
+    cluster.wait_state("slow-60", State.CANCELLED, deadline_sec=60)
+
+
+def test_a_killed_honed_takes_its_worker_over(cluster: ClusterInstance) -> None:
+    cluster.start()
+    cluster.drop("slow-60", name="slow-60")
+    begun(cluster, "slow-60")
+    cluster.kill(signal.SIGKILL)
+    cluster.start()
+    job = cluster.wait_state("slow-60", State.SUCCEEDED, State.FAILED, deadline_sec=40)
+    assert job.state is State.SUCCEEDED
+    assert len(cluster.starts(job)) == 1
+
+
+def test_a_controller_that_dies_stops_neither_the_job_nor_the_loop(cluster: ClusterInstance) -> None:
+    cluster.start()
+    cluster.drop("slow-100", name="slow-100")
+    begun(cluster, "slow-100")
+    cluster.cluster.kill("slurmctld")
+    try:
+        job = cluster.wait_state("slow-100", State.SUCCEEDED, State.FAILED, deadline_sec=60)
+        assert job.state is State.SUCCEEDED
+        cluster.drop("succeed", name="succeed")
+        cluster.wait_state("succeed", State.RUNNING, deadline_sec=60)
+        assert cluster.honectl("list").returncode == 0
+    finally:
+        cluster.cluster.start_controller()
+    later = cluster.wait_state("succeed", State.SUCCEEDED, State.FAILED, deadline_sec=180)
+    assert later.state is State.SUCCEEDED
+    assert len(cluster.starts(later)) == 1
+
+
+def test_a_submission_that_is_told_too_late_is_made_once(cluster: ClusterInstance, tmp_path: Path) -> None:
+    broken_dir = tmp_path / "bin"
+    broken_dir.mkdir()
+    sbatch = broken_dir / "sbatch"
+    sbatch.write_text('#!/bin/sh\n/usr/bin/sbatch "$@" >/dev/null\necho "Socket timed out" >&2\nexit 1\n')
+    sbatch.chmod(0o755)
+    cluster.environment["PATH"] = f"{broken_dir}:{cluster.environment['PATH']}"
+    cluster.start()
+    cluster.drop("succeed", name="succeed")
+    job = cluster.wait_state("succeed", State.SUCCEEDED, State.FAILED, deadline_sec=40)
+    assert job.state is State.SUCCEEDED
+    assert len(submissions(cluster, "succeed")) == 1
+
+
+def test_a_honed_that_is_killed_while_it_submits_submits_once(cluster: ClusterInstance, tmp_path: Path) -> None:
+    slow_dir = tmp_path / "bin"
+    slow_dir.mkdir()
+    sbatch = slow_dir / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\ntouch {tmp_path}/submitting\nsleep 3\nexec /usr/bin/sbatch "$@"\n')
+    sbatch.chmod(0o755)
+    cluster.environment["PATH"] = f"{slow_dir}:{cluster.environment['PATH']}"
+    cluster.start()
+    cluster.drop("slow-60", name="slow-60")
+    wait_for((tmp_path / "submitting").exists, what="sbatch", deadline_sec=60)
+    cluster.kill(signal.SIGKILL)
+    cluster.start()
+    job = cluster.wait_state("slow-60", State.SUCCEEDED, State.FAILED, deadline_sec=120)
+    assert job.state is State.SUCCEEDED
+    assert len(cluster.starts(job)) == 1
+
+
+def test_a_job_whose_node_is_lost_runs_on_another(cluster: ClusterInstance) -> None:
+    cluster.start()
+    cluster.drop("slow-600", name="slow-600")
+    begun(cluster, "slow-600")
+    node = wait_for(lambda: cluster.show("slow-600").get("slurm", {}).get("nodes"), what="its node", deadline_sec=30)
+    cluster.cluster.kill(f"slurmd-{node}")
+    job = cluster.job("slow-600")
+    assert job is not None
+    wait_for(lambda: len(cluster.starts(job)) == 2, what="the second start", deadline_sec=120)
+    now = cluster.job("slow-600")
+    assert now is not None
+    assert now.state is State.RUNNING
+    assert now.attempts[0].outcome == "killed"
+    cluster.honectl("cancel", "slow-600")
+    cluster.wait_state("slow-600", State.CANCELLED, deadline_sec=120)

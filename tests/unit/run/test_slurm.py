@@ -1,0 +1,51 @@
+"""The configuration of a cluster, and the fence of a worker whose start was settled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from honed.job import fence
+from honed.run.choice import why_no_slurm
+from honed.spec import config
+from honed.system.error import InterruptedRunError, SpecError
+from honed.system.layout import Layout
+
+
+def test_the_shared_instance_runs_no_jobs_on_a_cluster() -> None:
+    assert "one user's own" in why_no_slurm(Layout(Path("/")))
+
+
+@pytest.mark.parametrize("option", ["--requeue", "--job-name=x", "-p main", "--mem=1G\n--requeue", "mem=1G"])
+def test_an_option_that_is_honeds_own_is_refused(tmp_path: Path, option: str) -> None:
+    layout = Layout(tmp_path)
+    layout.config_path.parent.mkdir(parents=True)
+    layout.config_path.write_text(f"[slurm]\noptions = [{json.dumps(option)}]\n")
+    with pytest.raises(SpecError, match="slurm"):
+        config.load(layout)
+
+
+def test_a_place_stands_for_each_job_that_may_be_handed_over(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    layout.config_path.parent.mkdir(parents=True)
+    layout.config_path.write_text(
+        '[jobs]\nrunner = "slurm"\n[slurm]\nmax_jobs = 3\ngpu_bytes = 1000\npartition = "big"\noptions = ["--mem=1G"]\n'
+    )
+    read = config.load(layout)
+    assert len({each.key for each in config.devices(read)}) == 3
+    assert read.slurm.as_options() == ["--partition=big", "--mem=1G"]
+
+
+def test_a_worker_whose_start_was_settled_puts_nothing_into_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "exit.json"
+    monkeypatch.setenv(fence.VARIABLE, f"2:{path}")
+    fence.require_current()
+    path.write_text('{"start": 1}')
+    fence.require_current()
+    path.write_text('{"start": 2}')
+    with pytest.raises(InterruptedRunError):
+        fence.require_current()
