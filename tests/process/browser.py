@@ -174,7 +174,7 @@ class Browser:
         path.write_bytes(base64.b64decode(made["data"]))
 
     def value(self, expression: str) -> Any:
-        return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"]["value"]
+        return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import warm
-from honed.daemon import loop
+from honed.daemon import loop, telemetry
 from honed.run.process import ProcessRunner
 from honed.system import device, log
 from honed.system.layout import Layout
@@ -40,6 +40,16 @@ def probe(_gpus: list[int] | None) -> list[device.Device]:
     ]
 
 
+def loads() -> list[device.Load]:
+    """Return the load of those test GPUs that have one."""
+    found = []
+    for index, gpu in enumerate(json.loads(Path(os.environ["HONED_TEST_GPUS"]).read_text())):
+        more = {key: value for key, value in gpu.items() if key not in ("uuid", "free_bytes")}
+        if more:
+            found.append(device.Load(gpu["uuid"], "test GPU", total_bytes=80 << 30, index=index, **more))
+    return found
+
+
 def now() -> float:
     path = os.environ.get("HONED_TEST_NOW")
     return time.time() if path is None else float(Path(path).read_text())
@@ -47,6 +57,8 @@ def now() -> float:
 
 def main() -> int:
     layout = Layout(Path(sys.argv[1]))
+    if "HONED_TEST_GPUS" in os.environ:
+        telemetry.Gpus.__init__.__defaults__ = (loads,)  # type: ignore[attr-defined]
     log.set_up(verbose=False)
     command = [sys.executable, str(Path(__file__).with_name("fakeworker.py"))]
     runner = ProcessRunner(layout, command=command, popen=warm.Popen if warm.warm_children() else subprocess.Popen)

@@ -14,7 +14,7 @@ from harness import Instance, RealInstance, wait_for
 
 from honed.job import query
 from honed.job.job import Job, State
-from honed.page import report
+from honed.page.job_list import Choice, JobList
 from honed.page.source import Source
 from zoo.model import build_checkpoint, write_facts
 
@@ -99,8 +99,7 @@ def test_the_next_job_waits_at_its_gate_until_the_device_is_free(busy: Instance)
     assert "staged" in busy.honectl("list", check=True).stdout
     assert "staged" in busy.honectl("show", str(job.id), check=True).stdout
     wait_for(lambda: ">staged</span>" in busy.layout.index_path.read_text(), what="the index")
-    rows = Source(busy.layout).rows(query.ANYBODY)
-    assert b">staged</span>" in report.index(rows, lambda _number: None, now=0.0, is_served=True)
+    assert b">staged</span>" in JobList(Source(busy.layout)).page(query.ANYBODY, Choice(), "")
     pid = worker_of(busy, job)
     go(busy)
     job = ended(busy)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +15,14 @@ from rich.text import Text
 
 from honed.cli import column, terminal
 from honed.cli.predictions import compared
-from honed.job.comparison import chosen, is_right
 from honed.job.comparison import compare as pieces_of
+from honed.job.comparison import course_of, differences, flat, is_right, plan_of, shared_answers, spec_of
 from honed.system import untrusted
 from honed.system.error import UsageError
 
 if TYPE_CHECKING:
     from honed.cli.instance import Instance
-    from honed.job.shape import Prediction, Shown
+    from honed.job.shape import Shown
 
 #: Marks of the jobs in the plot and before their answers, which differ without colours, too.
 MARKS = "abcdefgh"
@@ -32,10 +31,6 @@ _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "
 MEETING = "#"
 #: Rows of the plot, and its columns in a pipe.
 PLOT_ROWS, PIPE_COLUMNS = 14, 100
-#: Keys of a plan that are about this job alone, or are reasons in words.
-_OF_ONE_JOB = {"job", "output_dir", "date", "spec", "may_read", "warnings"}
-
-Flat = dict[str, Any]
 
 
 def diff(instance: Instance, options: argparse.Namespace) -> int:
@@ -43,11 +38,11 @@ def diff(instance: Instance, options: argparse.Namespace) -> int:
     jobs = [instance.show(reference) for reference in (options.first, options.second)]
     manifests = [_manifest(job) for job in jobs]
     parts = {
-        "spec": _differences([_spec(job) for job in jobs]),
-        "plan": _differences([_plan(job) for job in jobs]),
-        "data": _differences([_flat(manifest.get("data") or {}) for manifest in manifests]),
-        "versions": _differences([_flat(manifest.get("versions") or {}) for manifest in manifests]),
-        "scores": _differences([dict(job["metrics"]) for job in jobs]),
+        "spec": differences([spec_of(job) for job in jobs]),
+        "plan": differences([plan_of(job) for job in jobs]),
+        "data": differences([flat(manifest.get("data") or {}) for manifest in manifests]),
+        "versions": differences([flat(manifest.get("versions") or {}) for manifest in manifests]),
+        "scores": differences([dict(job["metrics"]) for job in jobs]),
     }
     unknown = [job["id"] for job, manifest in zip(jobs, manifests, strict=True) if not manifest]
     if options.json:
@@ -74,10 +69,10 @@ def compare(instance: Instance, options: argparse.Namespace) -> int:
             f"compare takes 2 to {len(MARKS)} jobs, got {len(options.ids)}", hint="honectl compare ID ID …"
         )
     jobs = [instance.show(reference) for reference in options.ids]
-    spec = _differences([_spec(job) for job in jobs])
+    spec = differences([spec_of(job) for job in jobs])
     names = sorted({name for job in jobs for name in job["metrics"]}, key=column.scores_first)
     metrics = {name: [job["metrics"].get(name) for job in jobs] for name in names}
-    losses = [_course(instance.read("losses", str(job["id"]))) for job in jobs]
+    losses = [course_of(instance.read("losses", str(job["id"]))) for job in jobs]
     answers = shared_answers([instance.read("predictions", str(job["id"])) for job in jobs])
     if options.json:
         head = [{key: job[key] for key in ("id", "name", "state", "score")} for job in jobs]
@@ -117,38 +112,7 @@ def _shown(value: Any) -> str:
     return terminal.plain(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), limit=60)
 
 
-# -- differences -------------------------------------------------------------------------------------------------------
-
-
-def _spec(job: Shown) -> Flat:
-    return _flat({key: value for key, value in job["spec"].items() if key != "name"})
-
-
-def _plan(job: Shown) -> Flat:
-    found = _flat({key: value for key, value in job["plan"].items() if key not in _OF_ONE_JOB})
-    return {key: value for key, value in found.items() if ".reasons" not in f".{key}"}
-
-
-def _flat(value: Any, above: str = "") -> Flat:
-    """Return a mapping's values by their dotted keys; empty sections are left out."""
-    match value:
-        case dict():
-            pairs = [(str(key), each) for key, each in value.items()]
-        case list() if any(isinstance(each, dict) for each in value):
-            pairs = [(str(number), each) for number, each in enumerate(value)]
-        case _:
-            return {above: value} if above else {}
-    found: Flat = {}
-    for key, each in pairs:
-        found |= _flat(each, f"{above}.{key}" if above else key)
-    return found
-
-
-def _differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values of those keys in which they differ; None where one lacks the key."""
-    keys = dict.fromkeys(key for each in facts for key in each)
-    values = {key: [each.get(key) for each in facts] for key in keys}
-    return {key: each for key, each in values.items() if any(value != each[0] for value in each[1:])}
+# -- provenance --------------------------------------------------------------------------------------------------------
 
 
 def _manifest(job: Shown) -> Mapping[str, Any]:
@@ -163,11 +127,6 @@ def _manifest(job: Shown) -> Mapping[str, Any]:
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
-
-
-def _course(pairs: Sequence[tuple[int, float | None]]) -> list[tuple[int, float]]:
-    """Return the losses by step; of a step that was repeated after a resume, the last."""
-    return sorted({step: value for step, value in pairs if value is not None and math.isfinite(value)}.items())
 
 
 def plot(courses: Sequence[Sequence[tuple[int, float]]], *, width: int, rows: int = PLOT_ROWS) -> Iterator[Text]:
@@ -213,23 +172,6 @@ def _columns(course: Sequence[tuple[int, float]], last: int, columns: int) -> di
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------
-
-
-def shared_answers(predictions: Sequence[Sequence[Prediction]]) -> list[dict[str, Any]]:
-    """Return the last answers to those examples that at least two jobs have predicted."""
-    shared: dict[tuple[str, str], list[str | None]] = {}
-    for number, rows in enumerate(predictions):
-        seen: set[tuple[str, str]] = set()
-        for row in chosen(rows, step=-1):
-            key = (row["prompt"] or "", row["ground_truth"] or "")
-            if key not in seen:
-                seen.add(key)
-                shared.setdefault(key, [None] * len(predictions))[number] = row["prediction"]
-    return [
-        {"prompt": prompt, "ground_truth": truth, "predictions": given}
-        for (prompt, truth), given in shared.items()
-        if sum(each is not None for each in given) > 1
-    ]
 
 
 def _say_answers(answers: Sequence[Mapping[str, Any]], num: int) -> None:

@@ -1,17 +1,19 @@
-"""Comparison of a prediction with the reference: which words match, which are wrong, and which are missing."""
+"""Comparison of a prediction with the reference: which words match, which are wrong, and which are missing; and of jobs
+with each other: specs, plans, losses, and answers to the same examples."""
 
 from __future__ import annotations
 
 import csv
 import difflib
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TextIO
 
-from honed.job.shape import Prediction
+from honed.job.shape import Prediction, Shown
 
 #: The columns of `--jsonl` and `--csv`, in this order.
 COLUMNS = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction")
@@ -22,7 +24,11 @@ MAX_PIECES = 2000
 #: First characters that make a spreadsheet treat a cell as a formula: the signs, also in full width, and the whitespace
 #: that it skips before them.
 _FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20", "\t", "\r", "\n")
+#: Keys of a plan that are about this job alone, or are reasons in words.
+_OF_ONE_JOB = {"job", "output_dir", "date", "spec", "may_read", "warnings"}
 _NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?", re.IGNORECASE | re.ASCII)
+
+Flat = dict[str, Any]
 
 
 class Kind(StrEnum):
@@ -108,3 +114,59 @@ def by_sample(rows: Iterable[Prediction]) -> Iterator[tuple[int, list[Prediction
     ranked = sorted(rows, key=lambda row: (row["sample_index"], row["step"]))
     for index in sorted({row["sample_index"] for row in ranked}):
         yield index, [row for row in ranked if row["sample_index"] == index]
+
+
+# -- several jobs ------------------------------------------------------------------------------------------------------
+
+
+def spec_of(job: Shown) -> Flat:
+    return flat({key: value for key, value in job["spec"].items() if key != "name"})
+
+
+def plan_of(job: Shown) -> Flat:
+    found = flat({key: value for key, value in job["plan"].items() if key not in _OF_ONE_JOB})
+    return {key: value for key, value in found.items() if ".reasons" not in f".{key}"}
+
+
+def flat(value: Any, above: str = "") -> Flat:
+    """Return a mapping's values by their dotted keys; empty sections are left out."""
+    match value:
+        case dict():
+            pairs = [(str(key), each) for key, each in value.items()]
+        case list() if any(isinstance(each, dict) for each in value):
+            pairs = [(str(number), each) for number, each in enumerate(value)]
+        case _:
+            return {above: value} if above else {}
+    found: Flat = {}
+    for key, each in pairs:
+        found |= flat(each, f"{above}.{key}" if above else key)
+    return found
+
+
+def differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of those keys in which they differ; None where one lacks the key."""
+    keys = dict.fromkeys(key for each in facts for key in each)
+    values = {key: [each.get(key) for each in facts] for key in keys}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each[1:])}
+
+
+def course_of(pairs: Sequence[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    """Return the losses by step; of a step that was repeated after a resume, the last."""
+    return sorted({step: value for step, value in pairs if value is not None and math.isfinite(value)}.items())
+
+
+def shared_answers(predictions: Sequence[Sequence[Prediction]]) -> list[dict[str, Any]]:
+    """Return the last answers to those examples that at least two jobs have predicted."""
+    shared: dict[tuple[str, str], list[str | None]] = {}
+    for number, rows in enumerate(predictions):
+        seen: set[tuple[str, str]] = set()
+        for row in chosen(rows, step=-1):
+            key = (row["prompt"] or "", row["ground_truth"] or "")
+            if key not in seen:
+                seen.add(key)
+                shared.setdefault(key, [None] * len(predictions))[number] = row["prediction"]
+    return [
+        {"prompt": prompt, "ground_truth": truth, "predictions": given}
+        for (prompt, truth), given in shared.items()
+        if sum(each is not None for each in given) > 1
+    ]

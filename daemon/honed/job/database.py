@@ -25,7 +25,7 @@ from urllib.parse import quote
 
 from honed.job import views
 from honed.job.event import Event, Reading, Written, written_bytes
-from honed.job.job import Job
+from honed.job.job import Job, State
 from honed.job.shape import Answer, LastPrediction, Prediction, Progress, Score
 from honed.system.error import EnvironmentInvalidError
 from honed.system.log import about
@@ -447,7 +447,11 @@ class Reader:
         keys = ("id", "name", "state", "outcome", "priority", "submitted_at")
         sql = f"SELECT {', '.join(keys)}, progress FROM jobs WHERE {condition} ORDER BY {order} LIMIT ?"
         rows = self._rows(sql, num_jobs)
-        return [{**dict(zip(keys, row[:-1], strict=True)), "progress": json.loads(row[-1])} for row in rows]
+        found = [{**dict(zip(keys, row[:-1], strict=True)), "progress": json.loads(row[-1])} for row in rows]
+        for row in found:
+            if row["state"] != State.RUNNING:
+                row["progress"].pop("eta_sec", None)
+        return found
 
     def scores(self, job_ids: Sequence[int]) -> dict[int, Score]:
         """Return the score of those of these jobs that have one. Pass at most a few hundred jobs."""

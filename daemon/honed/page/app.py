@@ -9,7 +9,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -23,15 +23,18 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from honed.job.job import State
+from honed.job import query
+from honed.job.job import Job, State
 from honed.job.progress import progress_text
 from honed.job.query import Asker
-from honed.page import api, metrics, report
+from honed.page import api, metrics
 from honed.page.answer import Login, encode, html, no_route, refusal, said, token_wanted, unreadable
 from honed.page.api import ENDPOINTS, Endpoint
+from honed.page.comparison import MAX_JOBS, MIN_JOBS
 from honed.page.guard import Guard, Rules
+from honed.page.job_list import Choice, JobList
 from honed.page.job_page import Pages
-from honed.page.page import document, source
+from honed.page.page import document, source, vendored
 from honed.page.place import Holder, Kind, Places, turns
 from honed.page.session import Session, set_cookie
 from honed.page.source import Page, Source, StateRow
@@ -45,8 +48,10 @@ STREAM_SEC, POLL_SEC, HEARTBEAT_SEC = 900.0, 1.0, 15.0
 #: Threads that read the spool and the database, for each kind of client: five kinds have at most 15 requests at the
 #: control socket, which takes 16 of one user.
 MAX_READERS = 3
-#: Finished jobs on the page of all jobs; and unfinished ones, at most.
-INDEX_ROWS, MAX_INDEX_ROWS = 200, 2000
+#: Characters of the numbers of jobs in an address.
+MAX_IDS = 1000
+#: Our own scripts; see templates/.
+SCRIPTS = frozenset({"live", "list", "plots"})
 
 
 @dataclass
@@ -58,13 +63,14 @@ class Web:
     session: Session | None = None  #: of the instance's owner
     is_ending: Callable[[], bool] = lambda: False
     pages: Pages = field(init=False)
+    job_list: JobList = field(init=False)
     places: Places = field(default_factory=Places)
 
     def __post_init__(self) -> None:
         self.pages = Pages(self.source.layout)
+        self.job_list = JobList(self.source)
         self._turns = turns(MAX_READERS)
         self._readers = anyio.CapacityLimiter(MAX_READERS * len(Kind))
-        self._script = source("live.js")
 
     @cached_property
     def _openapi(self) -> bytes:
@@ -77,12 +83,13 @@ class Web:
             Route("/index.html", self._index),
             Route("/login", _at_once(self._log_in)),
             Route("/jobs/{job_id:int}", self._job_page),
+            Route("/compare", self._comparison),
             # The address of a page in the index that honed writes.
             Route(
                 "/jobs/{job_id:int}/report.html",
                 _at_once(lambda request: RedirectResponse(request.url.path.rpartition("/")[0])),
             ),
-            Route("/live.js", _at_once(lambda _: Response(self._script, media_type="text/javascript"))),
+            Route("/{name}.js", _at_once(_script)),
             Route("/api/events", self._all_events),
             Route("/api/jobs/{job_id:int}/events", self._job_events),
             Route("/openapi.json", _at_once(lambda _: Response(self._openapi, media_type="application/json"))),
@@ -138,30 +145,35 @@ class Web:
     # -- pages --------------------------------------------------------------------------------------------------------
 
     async def _index(self, request: Request) -> Response:
-        before = request.query_params.get("before", "")
-        if before and not re.fullmatch(r"[0-9]{1,18}", before):
-            raise UsageError(f"before: not a job number: {before[:40]!r}", hint="follow the link to older jobs")
-        page = await self.read(_kind(request), self._index_page, _asker(request), int(before or 0), request.state.login)
-        return html(page)
-
-    def _index_page(self, asker: Asker, before: int, login: Login) -> bytes:
-        rows = self.source.rows(asker)
-        over = {state.value for state in State if state.is_final}
-        waiting = [row for row in rows if row["state"] not in over][:MAX_INDEX_ROWS] if not before else []
-        done = [row for row in rows if row["state"] in over and (not before or row["id"] < before)]
-        return report.index(
-            [*waiting, *done[:INDEX_ROWS]],
-            lambda job_id: f"/jobs/{job_id}",
-            now=time.time(),
-            is_served=True,
-            login=login.value,
-            older_than=done[INDEX_ROWS - 1]["id"] if len(done) > INDEX_ROWS else None,
-        )
+        choice, login = Choice.of(request.query_params), request.state.login
+        return html(await self.read(_kind(request), self.job_list.page, _asker(request), choice, login.value))
 
     async def _job_page(self, request: Request) -> Response:
         kind = _kind(request)
         job = await self.read(kind, self.source.job, request.path_params["job_id"], _asker(request))
-        return html((await self.pages.page(job, kind)).page)
+        return html((await self.pages.page([job], kind)).page)
+
+    async def _comparison(self, request: Request) -> Response:
+        kind = _kind(request)
+        jobs, num_all = await self.read(kind, self._compared, request.query_params, _asker(request))
+        return html((await self.pages.page(jobs, kind, num_all=num_all)).page)
+
+    def _compared(self, given: Mapping[str, str], asker: Asker) -> tuple[list[Job], int]:
+        """Return the jobs that `ids` or `sweep` names, and their number; of a large sweep the best ones. Each of them
+        must be readable."""
+        if sweep := given.get("sweep"):
+            found = query.group(self.source.entries, self.source.layout, sweep[:MAX_IDS], asker)["jobs"]
+            best = sorted(found, key=lambda one: (one["eval_loss"] is None, one["eval_loss"], one["id"]))[:MAX_JOBS]
+            numbers, num_all = sorted(one["id"] for one in best), len(found)
+        else:
+            numbers = list(dict.fromkeys(_ids(given.get("ids", ""))))
+            num_all = len(numbers)
+        if not MIN_JOBS <= len(numbers) <= MAX_JOBS:
+            raise UsageError(
+                f"{MIN_JOBS} to {MAX_JOBS} jobs can be compared, and these are {len(numbers)}",
+                hint="choose them in the list of jobs",
+            )
+        return [self.source.job(number, asker) for number in numbers], num_all
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -276,6 +288,27 @@ def _parameters(endpoint: Endpoint, request: Request) -> dict[str, Any]:
         name = ".".join(map(str, first["loc"]))
         known = ", ".join(endpoint.parameters.model_fields) or "there are none"
         raise UsageError(f"{name[:80]}: {first['msg']}", hint=f"parameters: {known}; see /openapi.json") from None
+
+
+def _ids(words: str) -> list[int]:
+    """Parse the numbers of an address. Raises UsageError if one is none."""
+    if len(words) > MAX_IDS or not re.fullmatch(r"([0-9]{1,18}(,[0-9]{1,18})*)?", words, re.ASCII):
+        raise UsageError(f"ids: not numbers of jobs: {words[:40]!r}", hint="/compare?ids=1,2,3")
+    return [int(word) for word in words.split(",") if word]
+
+
+@cache
+def _content(name: str) -> str | None:
+    """Return the content of a script; None if there is no such script."""
+    if name == "uplot":
+        return vendored("uplot/uPlot.iife.min.js")
+    return source(f"{name}.js") if name in SCRIPTS else None
+
+
+def _script(request: Request) -> Response:
+    if (content := _content(request.path_params["name"])) is None:
+        raise HTTPException(404)
+    return Response(content, media_type="text/javascript")
 
 
 def _at_once(answer: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:

@@ -1,7 +1,9 @@
-"""A job's page for honed-web, made by a short-lived process, so that a page of many megabytes costs honed-web no memory
-afterwards, and a slow one delays nobody else. Each page is kept for a while and shared by all who ask for it.
+"""A page of one job or of several for honed-web, made by a short-lived process, so that a page of many megabytes costs
+honed-web no memory afterwards, and a slow one delays nobody else. Each page is kept for a while and shared by all who
+ask for it.
 
     python -m honed.page.report --root DIR --print ID
+    python -m honed.page.comparison --root DIR ID ID…
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from honed.job.job import Job
@@ -33,10 +36,10 @@ _SECRETS = ("CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID"
 
 @dataclass(frozen=True)
 class Made:
-    """A finished page, with the revision of the job that it shows."""
+    """A finished page, with the revisions of the jobs that it shows."""
 
     page: bytes
-    revision: int
+    revisions: tuple[int, ...]
     made_at: float
 
 
@@ -45,33 +48,36 @@ class Pages:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._kept: OrderedDict[int, Made] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, ...], Made] = OrderedDict()
         # First a turn among clients of one kind, then among the kinds: however many pages one kind waits for, another
         # waits for one of them.
         self._turns = turns(1)
         self._turn = asyncio.Lock()
 
-    async def page(self, job: Job, kind: Kind) -> Made:
-        """Return a job's page, kept or new. Raises EnvironmentInvalidError if it cannot be made, or too many wait."""
-        if (made := self._fresh(job)) is not None:
+    async def page(self, jobs: Sequence[Job], kind: Kind, *, num_all: int = 0) -> Made:
+        """Return the page of a job, or of several, kept or new. Raises EnvironmentInvalidError if it cannot be made, or
+        too many wait."""
+        if (made := self._fresh(jobs)) is not None:
             return made
         async with self._turns[kind].one(), self._turn:
-            return self._fresh(job) or self._keep(job, await self._make(job))
+            return self._fresh(jobs) or self._keep(jobs, await self._make(jobs, num_all))
 
-    def _fresh(self, job: Job) -> Made | None:
-        made = self._kept.get(job.id)
-        seconds = FINAL_SEC if job.state.is_final else RUNNING_SEC
-        is_fresh = made is not None and made.revision == job.revision and time.monotonic() - made.made_at < seconds
-        return made if is_fresh else None
+    def _fresh(self, jobs: Sequence[Job]) -> Made | None:
+        made = self._kept.get(_numbers(jobs))
+        seconds = FINAL_SEC if all(job.state.is_final for job in jobs) else RUNNING_SEC
+        is_same = made is not None and made.revisions == tuple(job.revision for job in jobs)
+        return made if is_same and made is not None and time.monotonic() - made.made_at < seconds else None
 
-    async def _make(self, job: Job) -> bytes:
+    async def _make(self, jobs: Sequence[Job], num_all: int) -> bytes:
         # -P: modules in the current directory are not ours.
-        program = [sys.executable, "-P", "-m", "honed.page.report"]
-        options = ["--root", str(self._layout.root), "--print", str(job.id)]
+        program = [sys.executable, "-P", "-m", f"honed.page.{'report' if len(jobs) == 1 else 'comparison'}"]
+        options = ["--root", str(self._layout.root), *(["--print"] if len(jobs) == 1 else ["--of", str(num_all)])]
+        numbers = [str(job.id) for job in jobs]
         environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}
         process = await asyncio.create_subprocess_exec(
             *program,
             *options,
+            *numbers,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             env=environment,
@@ -81,7 +87,7 @@ class Pages:
             async with asyncio.timeout(TIMEOUT_SEC):
                 page, _ = await process.communicate()
         except TimeoutError:
-            log.error("the page of job %d was not generated within %.0f s", job.id, TIMEOUT_SEC)  # noqa: TRY400
+            log.error("the page of job %s was not generated within %.0f s", ", ".join(numbers), TIMEOUT_SEC)  # noqa: TRY400
         finally:
             if process.returncode is None:
                 process.kill()
@@ -89,14 +95,18 @@ class Pages:
         if process.returncode == 0:
             return page
         raise EnvironmentInvalidError(
-            f"the page of job {job.id} could not be generated",
+            f"the page of job {', '.join(numbers)} could not be generated",
             hint="see the journal of honed-web; the API has the same data",
         )
 
-    def _keep(self, job: Job, page: bytes) -> Made:
-        made = Made(page, job.revision, time.monotonic())
-        self._kept.pop(job.id, None)
-        self._kept[job.id] = made
+    def _keep(self, jobs: Sequence[Job], page: bytes) -> Made:
+        made = Made(page, tuple(job.revision for job in jobs), time.monotonic())
+        self._kept.pop(_numbers(jobs), None)
+        self._kept[_numbers(jobs)] = made
         while self._kept and sum(len(each.page) for each in self._kept.values()) > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)
         return made
+
+
+def _numbers(jobs: Sequence[Job]) -> tuple[int, ...]:
+    return tuple(job.id for job in jobs)

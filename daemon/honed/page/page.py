@@ -1,5 +1,5 @@
 """HTML for people: each page is one self-contained file, light and dark, for phones and for paper. A file has no
-script; a live page of honed-web has one, live.js.
+script; pages of honed-web have those beside the templates, and uPlot.
 
 Texts from a model or a data set are hostile. The templates are files of this package, and every value in them goes
 through `text`; the page's own policy allows no other script, no form and no address but `data:` images, should anything
@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -18,7 +19,7 @@ from markupsafe import Markup, escape
 
 from honed import __version__
 from honed.job.database import timestamp
-from honed.job.progress import duration, progress_text
+from honed.job.progress import duration, figure, progress_text
 
 #: Characters that are invisible, or that reverse the text around them: shown as their code points. The two joiners
 #: (U+200C, U+200D) are excluded: Persian, Hindi and emoji need them.
@@ -67,6 +68,11 @@ def source(name: str) -> str:
     return content
 
 
+def vendored(name: str) -> str:
+    """Return a file of a library that is part of this package."""
+    return resources.files("honed.page").joinpath("vendor", name).read_text(encoding="utf-8")
+
+
 _LOADER = PackageLoader("honed.page")
 _ENVIRONMENT = Environment(
     loader=_LOADER,
@@ -80,12 +86,13 @@ _ENVIRONMENT = Environment(
 # Paper does not scroll, and browsers print no backgrounds: texts are printed in full, and highlighted passages are
 # underlined.
 _STYLE = source("style.css")
-_SERVED_STYLE = _STYLE
+_SERVED_STYLE = "\n".join((vendored("uplot/uPlot.min.css"), _STYLE, source("served.css")))
 #: The hash of the style of served pages, by which a server's policy allows it; the same on all of them.
 SERVED_STYLE_SOURCE = f"'sha256-{base64.b64encode(hashlib.sha256(_SERVED_STYLE.encode()).digest()).decode()}'"
 _ENVIRONMENT.filters |= {"plain": plain, "text": text}
 _ENVIRONMENT.globals |= {
     "duration": duration,
+    "figure": figure,
     "nonce": Markup(NONCE.decode()),
     "progress_text": progress_text,
     "repr": repr,

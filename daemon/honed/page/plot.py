@@ -6,6 +6,7 @@ well as by their colors.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +18,14 @@ from honed.page.page import plain, text
 #: Pixels. The width of a phone, so that the labels keep their size there.
 WIDTH, HEIGHT = 360, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 8, 34
+#: Styles of series, in style.css.
+NUM_STYLES = 8
 #: Points of a series that are drawn, at most: more than there are pixels would not be visible.
 MAX_POINTS = 600
+#: The same for plots.js, where one can zoom.
+MAX_SERVED_POINTS = 2000
+#: Pixels of a sparkline, and its values, at most.
+SPARK_WIDTH, SPARK_HEIGHT, SPARK_POINTS = 96, 22, 32
 #: Smallest range of an axis relative to its values: a change in the eighth digit is noise, and its labels would not
 #: fit.
 MIN_RANGE = 1e-3
@@ -32,11 +39,21 @@ class Series:
     points: Sequence[tuple[float, float]]
 
 
-def lines(title: str, series: Sequence[Series], *, x_label: str = "step", from_zero: bool = False) -> Markup:
-    """Return a figure with up to four series on common axes; empty if no series has a point."""
-    series = [Series(each.name, thinned(each.points)) for each in series if each.points]
+def lines(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_label: str = "step",
+    from_zero: bool = False,
+    is_served: bool = False,
+) -> Markup:
+    """Return a figure with some series on common axes; empty if no series has a point. `is_served`: with the points for
+    plots.js, more of them, which takes the place of the drawing."""
+    series = [each for each in series if each.points]
     if not series:
         return Markup()
+    data = _data(series, from_zero=from_zero) if is_served else Markup()
+    series = [Series(each.name, thinned(each.points)) for each in series]
     xs = [x for each in series for x, _ in each.points]
     ys = [y for each in series for _, y in each.points]
     x_ticks = ticks(min(xs), max(xs), 5, is_whole=True)
@@ -44,7 +61,35 @@ def lines(title: str, series: Sequence[Series], *, x_label: str = "step", from_z
     x_scale = _Scale(x_ticks[0], x_ticks[-1], _LEFT, WIDTH - _RIGHT)
     y_scale = _Scale(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP)
     drawn = [_series(number, each, x_scale, y_scale) for number, each in enumerate(series)]
-    return _figure(title, _axes(x_ticks, y_ticks, x_scale, y_scale, x_label) + "".join(drawn), series)
+    return _figure(title, _axes(x_ticks, y_ticks, x_scale, y_scale, x_label) + "".join(drawn), series, data)
+
+
+def _data(series: Sequence[Series], *, from_zero: bool) -> Markup:
+    """Return the attributes of a figure that plots.js draws."""
+    told = []
+    for each in series:
+        points = thinned(
+            each.points, max(MAX_POINTS // 2, min(MAX_SERVED_POINTS, 2 * MAX_SERVED_POINTS // len(series)))
+        )
+        told.append(
+            {"name": plain(each.name), "x": [x for x, _ in points], "y": [float(f"{y:.6g}") for _, y in points]}
+        )
+    zero = Markup(" data-zero") if from_zero else ""
+    return Markup(' data-plot="{}"{}').format(json.dumps(told, separators=(",", ":")), zero)
+
+
+def sparkline(name: str, values: Sequence[float]) -> Markup:
+    """Return a small line without axes; empty without two values."""
+    if len(values) < 2:
+        return Markup()
+    low, high = min(values), max(values)
+    x_scale, y_scale = _Scale(0, len(values) - 1, 1, SPARK_WIDTH - 1), _Scale(low, high, SPARK_HEIGHT - 2, 2)
+    path = "M" + "L".join(f"{x_scale(x):.1f} {y_scale(y):.1f}" for x, y in enumerate(values))
+    words = escape(f"{name} from {values[0]:.4g} to {values[-1]:.4g}")
+    return Markup(
+        f'<svg class="spark" viewBox="0 0 {SPARK_WIDTH} {SPARK_HEIGHT}" role="img" aria-label="{words}">'
+        f'<path class="series s0" d="{path}"/></svg>'
+    )
 
 
 def histogram(title: str, counts: Sequence[int], width: float, *, x_label: str) -> Markup:
@@ -66,12 +111,12 @@ def histogram(title: str, counts: Sequence[int], width: float, *, x_label: str) 
     return _figure(title, _axes(x_ticks, y_ticks, x_scale, y_scale, x_label) + "".join(bars), ())
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most MAX_POINTS points: the first, the last, and the lowest and highest of each stretch, so that a
-    spike of one step stays visible."""
-    if len(points) <= MAX_POINTS:
+def thinned(points: Sequence[tuple[float, float]], number: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """Return at most `number` points: the first, the last, and the lowest and highest of each stretch, so that a spike
+    of one step stays visible."""
+    if len(points) <= number:
         return list(points)
-    size = math.ceil(len(points) / (MAX_POINTS // 2 - 1))
+    size = math.ceil(len(points) / (number // 2 - 1))
     kept = {0, len(points) - 1}
     for start in range(0, len(points), size):
         stretch = range(start, min(start + size, len(points)))
@@ -148,26 +193,26 @@ def _axes(x_ticks: Sequence[float], y_ticks: Sequence[float], x_scale: _Scale, y
 def _series(number: int, series: Series, x_scale: _Scale, y_scale: _Scale) -> str:
     places = [(x_scale(x), y_scale(y)) for x, y in series.points]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-    drawn = f'<path class="series s{number % 4}" d="{path}"/>' if len(places) > 1 else ""
+    drawn = f'<path class="series s{number % NUM_STYLES}" d="{path}"/>' if len(places) > 1 else ""
     if len(places) <= 40:
         drawn += "".join(
-            f'<circle class="series s{number % 4}" cx="{px:.1f}" cy="{py:.1f}" r="2.6">'
+            f'<circle class="series s{number % NUM_STYLES}" cx="{px:.1f}" cy="{py:.1f}" r="2.6">'
             f"<title>{text(series.name)} at {x:g}: {y:.5g}</title></circle>"
             for (px, py), (x, y) in zip(places, series.points, strict=True)
         )
     return drawn
 
 
-def _figure(title: str, drawn: str, series: Sequence[Series]) -> Markup:
+def _figure(title: str, drawn: str, series: Sequence[Series], data: Markup | str = "") -> Markup:
     ends = [f"{each.name} from {each.points[0][1]:.4g} to {each.points[-1][1]:.4g}" for each in series]
     keys = "".join(
         '<span class="short"><svg class="key" viewBox="0 0 22 8" aria-hidden="true">'
-        f'<line class="s{number % 4}" x1="0" x2="22" y1="4" y2="4"/></svg>{text(each.name)}</span>'
+        f'<line class="s{number % NUM_STYLES}" x1="0" x2="22" y1="4" y2="4"/></svg>{text(each.name)}</span>'
         for number, each in enumerate(series)
         if len(series) > 1
     )
     alternative = escape(plain("; ".join([title, *ends])))
     return Markup(
-        f'<figure><figcaption><b>{text(title)}</b> {keys}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{alternative}">{drawn}</svg></figure>'
+        f"<figure{data}><figcaption><b>{text(title)}</b> {keys}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{alternative}">{drawn}</svg></figure>'
     )

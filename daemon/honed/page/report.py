@@ -13,13 +13,15 @@ import itertools
 import json
 import os
 import re
+import shlex
 import stat
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ MAX_SPEC_BYTES = 1024 * 1024
 MAX_THUMBNAIL = 64 * 1024
 #: Bytes of a page for honed-web, which has it in memory while it sends it.
 MAX_PRINTED_BYTES = 64 * 1024 * 1024
+#: The values of vLLM's --max-lora-rank.
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Metrics of transformers' evaluation about its own speed; throughput has its own plot.
 _NO_PLOT = re.compile(r"_(runtime|per_second|num_tokens)$")
 #: Events that are shown in other parts of the page.
@@ -87,6 +91,10 @@ class Story:
     def last(self, kind: str) -> dict[str, Any]:
         """Return the latest event of a kind; empty if there is none."""
         return next((event for event in reversed(self.events) if event["event"] == kind), {})
+
+    def points(self, name: str) -> list[tuple[int, float]]:
+        """Return the steps and values of a metric."""
+        return [(step, value) for found, step, value, _ in self.figures if found == name]
 
 
 def gather(spool: Spool, layout: Layout, job: Job) -> Story:
@@ -136,7 +144,9 @@ def render(story: Story, *, now: float, is_served: bool = False) -> bytes:
         now=now,
         overview=_overview(story, now=now),
         warnings=_warnings(story),
-        plots=_plots(story),
+        plots=_plots(story, is_served=is_served),
+        scripts=("uplot", "plots"),
+        todo=_todo(story),
         groups=_groups(story),
         samples=samples,
         num_samples=num_samples,
@@ -189,10 +199,19 @@ def _ends(story: Story) -> str:
     """Return e.g. `: loss 1.2 → 0.4, evaluation loss 1.3 → 0.6`."""
     parts = []
     for name, words in (("loss", "loss"), ("eval_loss", "evaluation loss")):
-        if points := _points(story, name):
+        if points := story.points(name):
             ends = dict.fromkeys((figure(points[0][1]), figure(points[-1][1])))
             parts.append(f"{words} {' → '.join(ends)}")
     return f": {', '.join(parts)}" if parts else ""
+
+
+def telling_scores(stories: Sequence[Story]) -> list[str]:
+    """Return the metrics of the predictions as a whole; one that was always 0 says nothing beside others."""
+    values: dict[str, list[float]] = {}
+    for name, _, value, _ in itertools.chain.from_iterable(story.figures for story in stories):
+        if name.startswith("predictions/") and name.count("/") == 1:
+            values.setdefault(name, []).append(value)
+    return [name for name in values if any(values[name])] or list(values)
 
 
 def _overview(story: Story, *, now: float) -> Iterable[tuple[str, Any]]:
@@ -204,9 +223,12 @@ def _overview(story: Story, *, now: float) -> Iterable[tuple[str, Any]]:
         yield "step", f"{progress.get('step')} of {num_steps}"
     for name, words in (("train_loss", "training loss"), ("eval_loss", "evaluation loss")):
         yield words, figure(metrics[name]) if isinstance(metrics.get(name), int | float) else None
-    for name, value in metrics.items():
-        if name.startswith("predictions/") and name.count("/") == 1:
-            yield f"{name.removeprefix('predictions/').replace('_', ' ')} of predictions", figure(value)
+    scores = {
+        name: value for name, value in metrics.items() if name.startswith("predictions/") and name.count("/") == 1
+    }
+    said = [name for name in scores if any(value for _, value in story.points(name))]
+    for name in said or scores:  # one that was always 0 says nothing beside others
+        yield f"{name.removeprefix('predictions/').replace('_', ' ')} of predictions", figure(scores[name])
     yield "time", duration(seconds) if job.attempts else None
     yield "preemptions", job.num_preemptions or None
     yield "base model", spec.get("base_model")
@@ -218,7 +240,7 @@ def _overview(story: Story, *, now: float) -> Iterable[tuple[str, Any]]:
 
 
 def _warnings(story: Story) -> list[str]:
-    hint = error.get("hint") if (error := story.shown["error"]) else None
+    hint = error.get("hint") if (error := story.shown["error"]) and not story.job.state.is_final else None
     logged = [
         str(each.get("evidence") or each.get("message"))
         for each in story.events
@@ -228,11 +250,21 @@ def _warnings(story: Story) -> list[str]:
     return [*([f"What to do: {hint}"] if hint else []), *dict.fromkeys([*planned, *logged])]
 
 
+def _todo(story: Story) -> dict[str, Any]:
+    """Return what to do about a job that failed or was cancelled: a hint, and commands with what they do."""
+    job, error = story.job, story.shown["error"]
+    if job.state not in ("failed", "cancelled"):
+        return {"hint": "", "commands": ()}
+    again = "queue it again; it resumes from its last checkpoint, if it has one"
+    commands = [
+        (f"honectl logs {job.id}", "the log of its attempts, up to the end"),
+        (f"honectl requeue {job.id}", again),
+        (f"honectl rerun {job.id} --set KEY=VALUE", "a new job from its job file, with a change"),
+    ]
+    return {"hint": error["hint"] if error else "", "commands": commands if job.attempts else commands[1:]}
+
+
 # -- plots ------------------------------------------------------------------------------------------------------------
-
-
-def _points(story: Story, name: str) -> list[tuple[int, float]]:
-    return [(step, value) for found, step, value, _ in story.figures if found == name]
 
 
 def _group_of(name: str) -> str:
@@ -246,22 +278,24 @@ def _groups(story: Story) -> list[tuple[str, str, str, str]]:
     names = [name for name in dict.fromkeys(name for name, *_ in story.figures) if _group_of(name)]
     rows = []
     for name in sorted(names, key=lambda name: (_group_of(name), name)):
-        points, metric = _points(story, name), name.removesuffix(f"/{_group_of(name)}")
+        points, metric = story.points(name), name.removesuffix(f"/{_group_of(name)}")
         words = metric.removeprefix("predictions/").replace("_", " ")
         first = figure(points[0][1]) if len(points) > 1 else ""
         rows.append((_group_of(name), words, first, figure(points[-1][1])))
     return rows
 
 
-def _plots(story: Story) -> list[Markup]:
+def _plots(story: Story, *, is_served: bool) -> list[Markup]:
+    lines = partial(plot.lines, is_served=is_served)
+
     def series(*names: tuple[str, str]) -> list[Series]:
-        return [Series(words, _points(story, name)) for name, words in names]
+        return [Series(words, story.points(name)) for name, words in names]
 
     drawn = [
-        plot.lines("Loss", series(("loss", "training"), ("eval_loss", "evaluation"))),
-        plot.lines("Learning rate", series(("learning_rate", "learning rate")), from_zero=True),
-        plot.lines("Gradient norm", series(("grad_norm", "gradient norm")), from_zero=True),
-        plot.lines("Steps a minute, evaluations included", [Series("steps a minute", _speed(story))], from_zero=True),
+        lines("Loss", series(("loss", "training"), ("eval_loss", "evaluation"))),
+        lines("Learning rate", series(("learning_rate", "learning rate")), from_zero=True),
+        lines("Gradient norm", series(("grad_norm", "gradient norm")), from_zero=True),
+        lines("Steps a minute, evaluations included", [Series("steps a minute", _speed(story))], from_zero=True),
     ]
     plotted = {"loss", "eval_loss", "learning_rate", "grad_norm"}
     names = [
@@ -269,16 +303,18 @@ def _plots(story: Story) -> list[Markup]:
         for name in dict.fromkeys(name for name, *_ in story.figures)
         if name not in plotted and not _group_of(name)
     ]
+    telling = telling_scores([story])
+    names = [name for name in names if name in telling or not name.startswith("predictions/")]
     scores = [name for name in names if "/" in name]
     for kind in dict.fromkeys(name.partition("/")[0] for name in scores):
         of_kind = [name for name in scores if name.startswith(f"{kind}/")]
         title = {"predictions": "Scores of the predictions", "guard": "The guard"}.get(kind, kind)
         for start in range(0, len(of_kind), 4):
             some = [(name, name.partition("/")[2].replace("_", " ")) for name in of_kind[start : start + 4]]
-            drawn.append(plot.lines(title, series(*some), from_zero=True))
+            drawn.append(lines(title, series(*some), from_zero=True))
     for name in names:
         if name not in scores and not _NO_PLOT.search(name):
-            drawn.append(plot.lines(name.replace("_", " "), series((name, name))))
+            drawn.append(lines(name.replace("_", " "), series((name, name))))
     return [each for each in drawn if each]
 
 
@@ -314,7 +350,7 @@ def _samples(story: Story) -> tuple[list[dict[str, Any]], int]:
                 "images": _images(thumbnails.get(str(index))),
                 "prompt": prompt,
                 "truth": truth,
-                "rounds": [(row["step"], *_compared(row["prediction"] or "", truth)) for row in shown],
+                "rounds": [(row["step"], *compared(row["prediction"] or "", truth)) for row in shown],
                 "num_left_out": len(rows) - len(shown),
             }
         )
@@ -328,7 +364,7 @@ def _some(rows: list[Prediction]) -> list[Prediction]:
     return [rows[round(n * (len(rows) - 1) / (MAX_ROUNDS - 1))] for n in range(MAX_ROUNDS)]
 
 
-def _compared(written: str, truth: str) -> tuple[str, list[tuple[bool, str]]]:
+def compared(written: str, truth: str) -> tuple[str, list[tuple[bool, str]]]:
     """Return whether a prediction is right, as a word, and its parts, each with whether it differs from the
     reference."""
     is_right = written.strip() == truth.strip()
@@ -453,11 +489,38 @@ def _loading(story: Story) -> dict[str, Any]:
     outputs = [(str(made["output_dir"]), dtype, is_adapter)]
     if made.get("merged"):
         outputs.append((str(made["merged"]), "auto", False))
+    is_shown = is_made and spec.get("kind") != "evaluate"
     return {
-        "outputs": outputs if is_made and spec.get("kind") != "evaluate" else [],
+        "outputs": outputs if is_shown else [],
+        "serving": _serving(story, outputs[-1][0], is_adapter=outputs[-1][2]) if is_shown else "",
         "base": str(plan.get("base_model_path") or spec.get("base_model")),
         "sees": bool((plan.get("checkpoint") or {}).get("has_vision")),
     }
+
+
+def _serving(story: Story, output: str, *, is_adapter: bool) -> str:
+    """Return the command with which vLLM serves an output; empty if it cannot."""
+    if not is_adapter:
+        return f"vllm serve {shlex.quote(output)}"
+    plan, spec = story.shown["plan"], story.shown["spec"]
+    lora = _dict(spec.get("lora"))
+    rank = lora.get("r", 16)
+    if lora.get("use_dora") or lora.get("modules_to_save") or not isinstance(rank, int):
+        return ""
+    name = re.sub(r"[^\w.-]+", "-", story.job.name) or f"job-{story.job.id}"
+    ranks = [each for each in VLLM_RANKS if each >= rank]
+    base = str(plan.get("base_model_path") or spec.get("base_model"))
+    words = [
+        "vllm",
+        "serve",
+        base,
+        "--enable-lora",
+        "--max-lora-rank",
+        str(ranks[0]),
+        "--lora-modules",
+        f"{name}={output}",
+    ]
+    return shlex.join(words) if ranks else ""
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -480,34 +543,17 @@ def render_index(
     def address(job_id: int) -> str | None:
         return f"jobs/{job_id}/report.html" if os.path.lexists(layout.job(job_id).report_path) else None
 
-    return index(rows, address, now=now, counts=counts)
-
-
-def index(
-    rows: Sequence[Mapping[str, Any]],
-    address: Callable[[int], str | None],
-    *,
-    now: float,
-    counts: Mapping[str, int] | None = None,
-    is_served: bool = False,
-    login: str = "",
-    older_than: int | None = None,
-) -> bytes:
-    """Return the index. `address` returns where a job's page is, or None. `older_than`: the page has no finished jobs
-    before this one, and the server has."""
     counts = counts or {}
     return document(
         "index.html",
         title="honed: all jobs",
-        is_served=is_served,
-        live="/api/events",
+        is_served=False,
+        live="",
         now=now,
         rows=rows,
         address=address,
         counts=counts,
         num_more=sum(counts.values()) - len(rows),
-        login=login,
-        older_than=older_than,
     )
 
 

@@ -62,7 +62,7 @@ class Entries(Spool):
             )
         super().__init__(layout, lock=False)
         self._known: dict[Path, tuple[tuple[int, int, int], Job | None]] = {}
-        self._listed = _Kept(self._list)
+        self._listed = Kept(self._list)
 
     def all_jobs(self) -> dict[int, Job]:
         """Return all jobs, as Spool does, up to a moment old."""
@@ -85,7 +85,7 @@ class Entries(Spool):
         return dict(sorted(found.items()))
 
 
-class _Kept(Generic[T]):
+class Kept(Generic[T]):
     """A value that all threads share, made anew by the first that asks after LIST_SEC or longer."""
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -166,9 +166,9 @@ class Source:
         self.layout = layout
         self._entries: Entries | None = None
         self._opening = threading.Lock()
-        self._lists: dict[Asker, _Kept[list[Row]]] = {}
+        self._lists: dict[Asker, Kept[list[Row]]] = {}
         self._listing = threading.Lock()
-        self._reasons = _Kept(self._ask)
+        self._reasons = Kept(self._ask)
 
     @property
     def entries(self) -> Entries:
@@ -189,7 +189,7 @@ class Source:
         with self._listing:
             while asker not in self._lists and len(self._lists) >= MAX_LISTS:
                 del self._lists[next(iter(self._lists))]
-            return self._lists.setdefault(asker, _Kept(partial(self._list, asker))).get()
+            return self._lists.setdefault(asker, Kept(partial(self._list, asker))).get()
 
     def _list(self, asker: Asker) -> list[Row]:
         rows = query.list_jobs(self.entries, self.layout, "", asker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,16 +195,16 @@ def test_a_page_waits_for_one_page_of_each_other_kind_at_most(tmp_path: Path) ->
     made: list[int] = []
 
     class Slow(Pages):
-        async def _make(self, job: Job) -> bytes:
-            made.append(job.id)
+        async def _make(self, jobs: Sequence[Job], num_all: int) -> bytes:  # noqa: ARG002
+            made.extend(job.id for job in jobs)
             await asyncio.sleep(0)
             return b""
 
     async def run() -> None:
         pages = Slow(Layout(tmp_path))
-        crowd = [asyncio.create_task(pages.page(job(number), Kind.UNKNOWN)) for number in range(1, PATIENT_ONES)]
+        crowd = [asyncio.create_task(pages.page([job(number)], Kind.UNKNOWN)) for number in range(1, PATIENT_ONES)]
         await asyncio.sleep(0)
-        await asyncio.gather(*crowd, pages.page(job(99), Kind.ROOT))
+        await asyncio.gather(*crowd, pages.page([job(99)], Kind.ROOT))
 
     asyncio.run(run())
     assert made.index(99) <= 2
