@@ -91,7 +91,9 @@ def _value(setting: str, text: str) -> Any:
         return ""
     data = document.parse(f"value: {text}\n".encode(), ".yaml").data
     if set(data) != {"value"}:
-        raise UsageError(f"--set {setting!r}: its value is not one value", hint="write YAML: [1, 2] or {r: 8}")
+        raise UsageError(
+            f"--set {setting!r}: its value is not one value", hint="a value is YAML, such as [1, 2] or {r: 8}"
+        )
     return data["value"]
 
 

@@ -42,6 +42,8 @@ from honed.system import untrusted
 from honed.system.error import NotPermittedError, UsageError, plain
 from honed.system.layout import JobLayout, Layout
 
+_WHO_READS = "its owner and the administrators can read it; see policy.share_results"
+
 #: The queued jobs in the order in which they start.
 Queue = Callable[[], Iterator[Job]]
 #: Rows of a list that are built at a time, so that one request does not block the daemon.
@@ -119,7 +121,7 @@ def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
     if not asker.may_read(job):
         raise NotPermittedError(
             f"job {job.id} belongs to another user",
-            hint="its owner and the administrators can read it; see policy.share_results",
+            hint=_WHO_READS,
         )
     return job
 
@@ -250,8 +252,12 @@ def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) 
     """Return the jobs of a sweep, by its number, or by its name if the asker may read one sweep of that name."""
     found: dict[int, list[Job]] = {}
     for job in spool.all():
-        if job.group and reference in (str(job.group["id"]), job.group["name"]) and asker.may_read(job):
+        if not job.group or reference not in (str(job.group["id"]), job.group["name"]):
+            continue
+        if asker.may_read(job):
             found.setdefault(job.group["id"], []).append(job)
+        elif reference == str(job.group["id"]):
+            raise NotPermittedError(f"sweep {reference} belongs to another user", hint=_WHO_READS)
     if str(reference).isdecimal() and int(reference) in found:
         found = {int(reference): found[int(reference)]}
     if not found:

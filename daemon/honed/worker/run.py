@@ -158,7 +158,7 @@ def _check_ranks(job: Assignment, ranks: Ranks) -> None:
     if job.spec.trial:
         raise SpecError("trial: not supported on more than one GPU", hint="remove trial, or set resources.gpus to 1")
     if job.spec.kind == "merge":
-        raise SpecError("kind: merge needs no more than one GPU", hint="remove resources.gpus")
+        raise SpecError("kind: merge needs no more than one GPU", hint="resources: {gpus: 1}")
 
 
 def explain(problem: Exception, job: str = "ID") -> HonedError:

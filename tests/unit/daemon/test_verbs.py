@@ -53,6 +53,7 @@ USES = {
     "glance": READS,
     "predictions": Use(Right.ANYBODY, OWN),
     "losses": Use(Right.ANYBODY, OWN),
+    "group": Use(Right.ANYBODY, OWN, arguments={"id": "9"}, sees=OWN),
     "accepted": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "secret.json", "number": 1}, sees=OWN),
     "refusal": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "bad-secret.json"}, sees=OWN),
     "refused": Use(Right.ANYBODY, EVERYBODY, arguments={}, sees=OWN),
@@ -103,6 +104,7 @@ def admit(honed: Daemon, state: State) -> Job:
     assert claim is not None
     arrivals.copy(claim, max_bytes=100)
     common = {"name": "secret", "submitted_at": 1.0, "source": "secret.json", "uid": OWNER, "num_gpus": 0}
+    common |= {"group": {"id": 9, "name": "sweep", "file": "sweep.yaml", "values": {}}}
     job = arrivals.admit(Job(id=claim.id, output_dir="/o", **common), claim, PlanFile({}))
     if state.is_final:
         job = spool.move(job, State.RUNNING)
