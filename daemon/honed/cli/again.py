@@ -31,6 +31,7 @@ def rerun(instance: Instance, options: argparse.Namespace) -> int:
     """Submit a job's file again under another name, with the changes of --set."""
     job = instance.show(options.id)
     content = content_of(instance, job)
+    content.pop("group", None)  # the new job is none of the sweep's
     was_in = content.get("output_dir")
     content = changed(content, options.set)
     if content.get("output_dir") not in (None, "") and content.get("output_dir") == was_in:
@@ -117,7 +118,9 @@ def to_text(content: Mapping[str, Any]) -> bytes:
 def _free_name(instance: Instance, name: str) -> str:
     """Return the name of a rerun, which no other job has: capitals-2 after capitals, capitals-3 after capitals-2."""
     match = _NUMBERED.fullmatch(name)
-    stem = match["name"] if match and instance.jobs(names=[match["name"]]) else name
+    stem = name
+    if match and any(each["name"] == match["name"] for each in instance.jobs(names=[match["name"]])):  # not a sweep's
+        stem = match["name"]
     number = 2
     while instance.jobs(names=[made := f"{stem[: _MAX_NAME - len(str(number)) - 1]}-{number}"]):
         number += 1

@@ -47,7 +47,7 @@ def diff(instance: Instance, options: argparse.Namespace) -> int:
         "plan": _differences([_plan(job) for job in jobs]),
         "data": _differences([_flat(manifest.get("data") or {}) for manifest in manifests]),
         "versions": _differences([_flat(manifest.get("versions") or {}) for manifest in manifests]),
-        "scores": _differences([dict(job["metrics"]) for job in jobs]),
+        "scores": _differences([_scores(job) for job in jobs]),
     }
     unknown = [job["id"] for job, manifest in zip(jobs, manifests, strict=True) if not manifest]
     if options.json:
@@ -75,7 +75,7 @@ def compare(instance: Instance, options: argparse.Namespace) -> int:
         )
     jobs = [instance.show(reference) for reference in options.ids]
     spec = _differences([_spec(job) for job in jobs])
-    names = sorted({name for job in jobs for name in job["metrics"]}, key=column.scores_first)
+    names = sorted({name for job in jobs for name in _scores(job)}, key=column.scores_first)
     metrics = {name: [job["metrics"].get(name) for job in jobs] for name in names}
     losses = [_course(instance.read("losses", str(job["id"]))) for job in jobs]
     answers = shared_answers([instance.read("predictions", str(job["id"])) for job in jobs])
@@ -121,12 +121,21 @@ def _shown(value: Any) -> str:
 
 
 def _spec(job: Shown) -> Flat:
-    return _flat({key: value for key, value in job["spec"].items() if key != "name"})
+    return _flat({key: value for key, value in job["spec"].items() if key not in ("name", "group")})
 
 
 def _plan(job: Shown) -> Flat:
     found = _flat({key: value for key, value in job["plan"].items() if key not in _OF_ONE_JOB})
     return {key: value for key, value in found.items() if ".reasons" not in f".{key}"}
+
+
+def _scores(job: Shown) -> dict[str, Any]:
+    """Return a job's metrics without those that say how fast the machine was."""
+    return {
+        name: value
+        for name, value in job["metrics"].items()
+        if not name.endswith(("_runtime", "_per_second", "_preparation_time"))
+    }
 
 
 def _flat(value: Any, above: str = "") -> Flat:

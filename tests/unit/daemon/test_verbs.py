@@ -118,6 +118,29 @@ def answered(honed: Daemon, verb: str, uid: int, arguments: dict[str, Any]) -> s
     return json.dumps(list(answer.rows) if isinstance(answer, Rows) else answer)
 
 
+def test_a_job_that_says_it_is_of_a_sweep_hides_it_from_nobody(honed: Daemon) -> None:
+    mine = admit(honed, State.QUEUED)
+    arrivals = Arrivals(honed._spool)
+    (honed._spool.incoming_dir / "theirs.json").write_text("{}")
+    claim = arrivals.claim(honed._spool.incoming_dir / "theirs.json")
+    assert claim is not None
+    arrivals.copy(claim, max_bytes=100)
+    theirs = Job(
+        id=claim.id,
+        output_dir="/o",
+        name="theirs",
+        submitted_at=2.0,
+        source="theirs.json",
+        uid=STRANGER,
+        group=mine.group,
+    )
+    arrivals.admit(theirs, claim, PlanFile({}))
+    for uid, name in ((OWNER, "secret"), (STRANGER, "theirs")):
+        for reference in ("9", "sweep"):
+            found = json.loads(answered(honed, "group", uid, {"id": reference}))
+            assert [job["name"] for job in found["jobs"]] == [name]
+
+
 def closed(honed: Daemon) -> list[str]:
     """Return the reasons for which the one device is closed or reserved."""
     placement = honed._dispatch.placement
