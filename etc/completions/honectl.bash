@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/honectl
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_honectl_subparsers=(init convert schema submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report sandbox metrics doctor)
+_shtab_honectl_subparsers=(init convert schema submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report web sandbox metrics doctor)
 
 _shtab_honectl_init_option_strings=(-h --help --model --data --method --name -o --output)
 _shtab_honectl_convert_option_strings=(-h --help --from -o --output)
@@ -37,6 +37,7 @@ _shtab_honectl_predictions_option_strings=(-h --help --json --sample --step --js
 _shtab_honectl_diff_option_strings=(-h --help --json)
 _shtab_honectl_compare_option_strings=(-h --help --json --samples)
 _shtab_honectl_report_option_strings=(-h --help --json --open)
+_shtab_honectl_web_option_strings=(-h --help --no-open --port)
 _shtab_honectl_sandbox_option_strings=(-h --help --dry-run)
 _shtab_honectl_metrics_option_strings=(-h --help)
 _shtab_honectl_doctor_option_strings=(-h --help --json)
@@ -79,7 +80,7 @@ _shtab_honectl_init___method_choices=(lora qlora full)
 _shtab_honectl_convert___from_choices=(axolotl llamafactory trl unsloth openai)
 _shtab_honectl_list___state_choices=(queued held running succeeded failed cancelled)
 _shtab_honectl_prune___state_choices=(succeeded failed cancelled)
-_shtab_honectl_pos_0_choices=(init convert schema submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report sandbox metrics doctor)
+_shtab_honectl_pos_0_choices=(init convert schema submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report web sandbox metrics doctor)
 
 _shtab_honectl_init__h_nargs=0
 _shtab_honectl_init___help_nargs=0
@@ -197,6 +198,9 @@ _shtab_honectl_report__h_nargs=0
 _shtab_honectl_report___help_nargs=0
 _shtab_honectl_report___json_nargs=0
 _shtab_honectl_report___open_nargs=0
+_shtab_honectl_web__h_nargs=0
+_shtab_honectl_web___help_nargs=0
+_shtab_honectl_web___no_open_nargs=0
 _shtab_honectl_sandbox__h_nargs=0
 _shtab_honectl_sandbox___help_nargs=0
 _shtab_honectl_sandbox___dry_run_nargs=0

@@ -50,8 +50,8 @@ function _shtab_honectl_using
   test "$_shtab_honectl_cmdpath" = "$argv"
 end
 
-set -g _shtab_honectl_commands init convert schema submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report sandbox metrics doctor
-set -g _shtab_honectl_opts_with_value --after --data --filter --for --from --job --keep --limit --max-size --method --model --name --older-than --output --owner --reason --root --rows --sample --samples --set --sort --state --step --until -o
+set -g _shtab_honectl_commands init convert schema submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report web sandbox metrics doctor
+set -g _shtab_honectl_opts_with_value --after --data --filter --for --from --job --keep --limit --max-size --method --model --name --older-than --output --owner --port --reason --root --rows --sample --samples --set --sort --state --step --until -o
 
 complete -c honectl -e
 complete -c honectl -f
@@ -214,6 +214,10 @@ complete -c honectl -n '_shtab_honectl_using report' -s h -l help -d 'show this 
 complete -c honectl -n '_shtab_honectl_using report' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using report' -l open -d 'also open it in a browser'
 complete -c honectl -n '_shtab_honectl_using report; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a web -d 'print a link to live pages of your own instance, open it in a browser, and serve them until interrupted'
+complete -c honectl -n '_shtab_honectl_using web' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using web' -l no-open -d 'open no browser'
+complete -c honectl -n '_shtab_honectl_using web' -l port -x -d 'port on 127.0.0.1 (default: a free one)'
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a sandbox -d 'give the units access to policy.allowed_paths (as root)'
 complete -c honectl -n '_shtab_honectl_using sandbox' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using sandbox' -l dry-run -d 'print the drop-ins; write nothing'

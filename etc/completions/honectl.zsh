@@ -43,6 +43,7 @@ _shtab_honectl_commands() {
     unpin:'allow prune and retention to remove a job again'
     unreserve:'end the reservation of a device (administrators)'
     watch:'show live progress of all jobs, or of one; with --json one line of JSON per change'
+    web:'print a link to live pages of your own instance, open it in a browser, and serve them until interrupted'
   )
   _describe 'honectl commands' _commands
 }
@@ -388,6 +389,15 @@ _shtab_honectl_watch_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_watch_defaults_added=0
 
+_shtab_honectl_web_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--no-open[open no browser]"
+  "--port[port on 127.0.0.1 (default\: a free one)]:N:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_web_defaults_added=0
+
 
 _shtab_honectl() {
   local context state line curcontext="$curcontext" one_or_more='(*)' remainder='(-)*:' default='*::: :->honectl'
@@ -440,6 +450,7 @@ _shtab_honectl() {
         unpin) _arguments -C -s $_shtab_honectl_unpin_options ;;
         unreserve) _arguments -C -s $_shtab_honectl_unreserve_options ;;
         watch) _arguments -C -s $_shtab_honectl_watch_options ;;
+        web) _arguments -C -s $_shtab_honectl_web_options ;;
       esac
   esac
 }

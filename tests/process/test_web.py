@@ -247,6 +247,27 @@ def test_a_wrong_question_is_told_what_is_wrong(asked: Web, path: str, status: i
     assert error.hint
 
 
+def test_a_browser_gets_an_error_as_a_page_and_a_program_as_json(asked: Web) -> None:
+    for path, status, words in (
+        ("/jobs/99", 404, "no job 99"),
+        (f"/{HOSTILE[:30]}".replace(" ", "%20"), 404, "no page at this address"),
+        ("/?before=x", 400, "not a job number"),
+    ):
+        found, headers, body = asked.ask(path, Accept="text/html,application/xhtml+xml,*/*;q=0.8")
+        assert (found, headers["content-type"]) == (status, "text/html; charset=utf-8")
+        page = Page(body.decode())
+        assert words in page.shown
+        assert ("a", {"href": "/"}) in page.elements
+        assert not {tag for tag, _ in page.elements} & {"script", "img"}
+        assert "unsafe" not in headers["content-security-policy"]
+        for accept in ("application/json", "*/*"):
+            assert asked.ask(path, Accept=accept)[1]["content-type"] == "application/json"
+    assert asked.ask("/api/jobs/99", Accept="text/html")[1]["content-type"] == "application/json"
+    found, headers, body = asked.ask("/", Accept="text/html", Host="evil.example")
+    assert (found, headers["content-type"]) == (421, "text/html; charset=utf-8")
+    assert b"not a name of this machine" in body
+
+
 @pytest.fixture(scope="module")
 def asked(told: Instance) -> Iterator[Web]:
     """One honed-web for all tests that only read."""

@@ -314,6 +314,14 @@ def _add_results(add: Add) -> None:
     verb = add("report", "listing:report", "print the path of a job's report, or of the index of all jobs")
     verb.add_argument("id", metavar="ID", nargs="?")
     verb.add_argument("--open", action="store_true", help="also open it in a browser")
+    verb = add(
+        "web",
+        "web:web",
+        "print a link to live pages of your own instance, open it in a browser, and serve them until interrupted",
+        as_json=False,
+    )
+    verb.add_argument("--no-open", dest="open", action="store_false", help="open no browser")
+    verb.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1 (default: a free one)")
 
 
 def _add_machine(add: Add) -> None:

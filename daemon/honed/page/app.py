@@ -1,29 +1,15 @@
-"""The pages and the API of honed-web, and the rights to read them.
-
-    a request ── a place for it? ── GET or HEAD? ── a Host of ours? ── who asks? ──► an endpoint, a page, a stream
-
-A client with the token reads every job. Over a unix socket the client is a user of this machine, who reads what the
-control socket would let them read. Over loopback without a token it may be any user of this machine: they read what
-everybody may read (policy.share_results), and of other jobs the number, state and progress.
-"""
+"""The pages and the API of honed-web: a guarded request ──► an endpoint, a page, a stream."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import contextlib
-import hashlib
-import hmac
-import json
 import logging
-import os
 import re
-import secrets
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -35,19 +21,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from honed.job.job import State
 from honed.job.progress import progress_text
 from honed.job.query import Asker
 from honed.page import api, metrics, report
+from honed.page.answer import Login, encode, html, no_route, refusal, said, token_wanted, unreadable
 from honed.page.api import ENDPOINTS, Endpoint
+from honed.page.guard import Guard, Rules
 from honed.page.job_page import Pages
-from honed.page.page import NONCE, STYLE_SOURCE, source
-from honed.page.place import Holder, Kind, Places, no_place, turns
-from honed.page.source import NoSuchJobError, Page, Source, StateRow
-from honed.spec.config import PolicyConfig
-from honed.system import access
+from honed.page.page import document, source
+from honed.page.place import Holder, Kind, Places, turns
+from honed.page.session import Session, set_cookie
+from honed.page.source import Page, Source, StateRow
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
 
 log = logging.getLogger("honed.page.server")
@@ -58,46 +45,8 @@ STREAM_SEC, POLL_SEC, HEARTBEAT_SEC = 900.0, 1.0, 15.0
 #: Threads that read the spool and the database, for each kind of client: five kinds have at most 15 requests at the
 #: control socket, which takes 16 of one user.
 MAX_READERS = 3
-#: Seconds after which a refused client should ask again.
-RETRY_SEC = 5
 #: Finished jobs on the page of all jobs; and unfinished ones, at most.
 INDEX_ROWS, MAX_INDEX_ROWS = 200, 2000
-#: Bytes of one piece of a page that is being sent.
-PIECE_BYTES = 64 * 1024
-#: A number that no job has: it is too long for a file name, and Python refuses thousands of digits.
-_ENDLESS = re.compile(r"[0-9]{19}")
-#: The uid of a client over loopback without a token: no user of this machine has it.
-NOBODY = -1
-_RETRY = {"Retry-After": str(RETRY_SEC)}
-_HEADERS = (
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cache-control", b"no-store"),
-)
-_POLICY = (
-    "default-src 'none'; script-src 'nonce-{nonce}'; style-src {style}; img-src data:; connect-src 'self'; "
-    "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
-)
-
-
-@dataclass(frozen=True)
-class Peer:
-    """The user at the other end of a unix socket."""
-
-    uid: int
-    gids: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The rules of access; read from the configuration, and again at a reload."""
-
-    policy: PolicyConfig
-    token: str | None
-    hosts: frozenset[str]
-    needs_token: bool  #: other machines can reach us
 
 
 @dataclass
@@ -106,6 +55,7 @@ class Web:
 
     source: Source
     rules: Rules
+    session: Session | None = None  #: of the instance's owner
     is_ending: Callable[[], bool] = lambda: False
     pages: Pages = field(init=False)
     places: Places = field(default_factory=Places)
@@ -118,14 +68,14 @@ class Web:
 
     @cached_property
     def _openapi(self) -> bytes:
-        return _encode(api.openapi())
+        return encode(api.openapi())
 
     @property
     def app(self) -> ASGIApp:
         routes = [
             Route("/", self._index),
             Route("/index.html", self._index),
-            Route("/login", _at_once(_log_in)),
+            Route("/login", _at_once(self._log_in)),
             Route("/jobs/{job_id:int}", self._job_page),
             # The address of a page in the index that honed writes.
             Route(
@@ -139,7 +89,7 @@ class Web:
             Route("/metrics", self._metrics),
             *(Route(each.path.replace("{job_id}", "{job_id:int}"), partial(self._answer, each)) for each in ENDPOINTS),
         ]
-        handlers = {HonedError: _refusal, OSError: _unreadable, sqlite3.Error: _unreadable, HTTPException: _no_route}
+        handlers = {HonedError: refusal, OSError: unreadable, sqlite3.Error: unreadable, HTTPException: no_route}
         return Guard(Starlette(routes=routes, exception_handlers=handlers), self)  # type: ignore[arg-type]
 
     async def read(self, kind: Kind, function: Callable[..., T], *arguments: Any, is_patient: bool = False) -> T:
@@ -163,11 +113,27 @@ class Web:
             headers = {"Link": f'<{after}>; rel="next"'} if after else {}
             found = {endpoint.rows: found.rows, "next": after}
         status = 503 if endpoint.path == "/healthz" and found["status"] != "ok" else 200
-        return Response(_encode(found), status, headers, media_type="application/json")
+        return Response(encode(found), status, headers, media_type="application/json")
 
     async def _metrics(self, request: Request) -> Response:
         body = await self.read(_kind(request), metrics.scrape, self.source, _asker(request))
         return Response(body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
+
+    def _log_in(self, request: Request) -> Response:
+        """Take a link's token for a cookie, or have a browser ask for the password: at the root, so that it sends that
+        everywhere from then on."""
+        token = request.query_params.get("token")
+        if token is not None and self.session is not None and self.session.opens(token):
+            # A page that goes on by itself, since with a redirect the request would still be that of another site, and
+            # a browser would not send the cookie with it.
+            page = document("login.html", title="honed", is_served=True, live="")
+            return html(page, headers={"Set-Cookie": set_cookie(self.session, request.scope["server"][1])})
+        if request.state.login is Login.PASSWORD:
+            return token_wanted(request.scope)
+        if request.state.login is Login.LINK or token is not None:
+            error = NotPermittedError("this link is not valid, or not any more", hint="`honectl web` prints a new one")
+            return said(403, error, scope=request.scope)
+        return RedirectResponse("/")
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
@@ -175,12 +141,10 @@ class Web:
         before = request.query_params.get("before", "")
         if before and not re.fullmatch(r"[0-9]{1,18}", before):
             raise UsageError(f"before: not a job number: {before[:40]!r}", hint="follow the link to older jobs")
-        page = await self.read(
-            _kind(request), self._index_page, _asker(request), int(before or 0), request.state.may_log_in
-        )
-        return _html(page)
+        page = await self.read(_kind(request), self._index_page, _asker(request), int(before or 0), request.state.login)
+        return html(page)
 
-    def _index_page(self, asker: Asker, before: int, may_log_in: bool) -> bytes:
+    def _index_page(self, asker: Asker, before: int, login: Login) -> bytes:
         rows = self.source.rows(asker)
         over = {state.value for state in State if state.is_final}
         waiting = [row for row in rows if row["state"] not in over][:MAX_INDEX_ROWS] if not before else []
@@ -190,14 +154,14 @@ class Web:
             lambda job_id: f"/jobs/{job_id}",
             now=time.time(),
             is_served=True,
-            may_log_in=may_log_in,
+            login=login.value,
             older_than=done[INDEX_ROWS - 1]["id"] if len(done) > INDEX_ROWS else None,
         )
 
     async def _job_page(self, request: Request) -> Response:
         kind = _kind(request)
         job = await self.read(kind, self.source.job, request.path_params["job_id"], _asker(request))
-        return _html((await self.pages.page(job, kind)).page)
+        return html((await self.pages.page(job, kind)).page)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -280,7 +244,7 @@ class _Stream(StreamingResponse):
 
 def _event(kind: str, data: Mapping[str, Any]) -> bytes:
     # JSON has no line breaks of its own, so a text in it cannot end the event and begin another.
-    return b"event: " + kind.encode() + b"\ndata: " + _encode(data) + b"\n\n"
+    return b"event: " + kind.encode() + b"\ndata: " + encode(data) + b"\n\n"
 
 
 def _line(found: StateRow) -> str:
@@ -291,112 +255,7 @@ def _line(found: StateRow) -> str:
     return f"running: {progress_text(found['progress']) if is_training else found['stage'] or 'starting'}"
 
 
-# -- who asks ---------------------------------------------------------------------------------------------------------
-
-
-class Guard:
-    """Checks every request before the application sees it, and adds the security headers to every answer. It also finds
-    a place for a request over TCP: until its head has been read, it is not known whether the client has the token."""
-
-    def __init__(self, app: ASGIApp, web: Web) -> None:
-        self._app = app
-        self._web = web
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-
-        async def send_guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                names = {name.lower() for name, _ in message["headers"]}
-                more = [each for each in _HEADERS if each[0] not in names]
-                if b"content-security-policy" not in names:
-                    more.append((b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"))
-                message = {**message, "headers": [*message["headers"], *more]}
-            await send(message)
-
-        refused = self._refused(scope)
-        await (refused or self._app)(scope, receive, send_guarded)
-
-    def _refused(self, scope: Scope) -> Response | None:
-        rules, peer = self._web.rules, scope["state"]["peer"]
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        shown = shown_token(headers.get(b"authorization"))
-        has_token = shown is not None and rules.token is not None and _equal(shown, rules.token)
-        holder: Holder = scope["state"]["holder"]
-        kind = kind_of(rules.policy, peer) if peer is not None else Kind.TOKEN if has_token else Kind.UNKNOWN
-        # Without a place of its own by now, the connection has been lost, and would keep another for ever.
-        if holder.kind is not None and not self._web.places.enter(kind, holder):
-            self._web.places.num_refused += 1
-            return _said(503, no_place(kind), {**_RETRY, "Connection": "close"})
-        if scope["method"] not in {"GET", "HEAD"}:
-            return _said(
-                405,
-                UsageError("honed-web is read-only: use GET or HEAD", hint="use honectl for changes"),
-                {"Allow": "GET, HEAD"},
-            )
-        if peer is None and not rules.needs_token and not _is_ours(headers.get(b"host", ""), rules.hosts):
-            error = NotPermittedError(
-                "the Host of this request is not a name of this machine", hint="see web.hosts in honed.toml"
-            )
-            return _said(421, error)
-        if (shown is not None and rules.token is not None and not has_token) or (
-            peer is None and rules.needs_token and not has_token
-        ):
-            return _token_wanted()
-        if _ENDLESS.search(scope["path"]):
-            return _said(404, NoSuchJobError("no job has this number", hint="GET /api/jobs lists all jobs"))
-        scope["state"] = {
-            **scope["state"],
-            "kind": kind,
-            "asker": asker_of(rules.policy, peer, has_token=has_token),
-            "may_log_in": peer is None and rules.token is not None and not has_token,
-        }
-        return None
-
-
-def asker_of(policy: PolicyConfig, peer: Peer | None, *, has_token: bool) -> Asker:
-    """Return the asker, as the daemon does for its control socket; over TCP the token alone identifies a client."""
-    if peer is None or has_token:
-        return Asker(NOBODY, is_administrator=False, reads_all=has_token or policy.share_results)
-    is_administrator = kind_of(policy, peer) is not Kind.USER
-    return Asker(peer.uid, is_administrator, is_administrator or policy.share_results)
-
-
-def kind_of(policy: PolicyConfig, peer: Peer) -> Kind:
-    """Return the kind of a client of the unix socket."""
-    if peer.uid in {0, os.getuid()}:
-        return Kind.ROOT
-    return Kind.ADMINISTRATOR if access.group_id(policy.admin_group) in peer.gids else Kind.USER
-
-
-def shown_token(header: str | None) -> str | None:
-    """Return the token of an Authorization header: a bearer's, or a browser's password with any user name."""
-    kind, _, word = (header or "").strip().partition(" ")
-    match kind.lower():
-        case "bearer":
-            return word.strip()
-        case "basic":
-            with contextlib.suppress(ValueError):
-                return base64.b64decode(word, validate=True).decode().partition(":")[2]
-            return ""
-        case "":
-            return None
-        case _:
-            return ""
-
-
-def _equal(shown: str, token: str) -> bool:
-    """Compare in a time that reveals nothing of either, not even its length."""
-    digests = (hashlib.sha256(each.encode(errors="replace")).digest() for each in (shown, token))
-    return hmac.compare_digest(*digests)
-
-
-def _is_ours(host: str, names: frozenset[str]) -> bool:
-    """Return True if a Host header names us. A foreign page whose name resolves to 127.0.0.1 (DNS rebinding) sends its
-    own."""
-    name = re.sub(r":[0-9]*$", "", host.strip().lower()).rstrip(".")
-    return name in names
+# -- requests ---------------------------------------------------------------------------------------------------------
 
 
 def _asker(request: Request) -> Asker:
@@ -407,21 +266,6 @@ def _asker(request: Request) -> Asker:
 def _kind(request: Request) -> Kind:
     kind: Kind = request.state.kind
     return kind
-
-
-def _log_in(request: Request) -> Response:
-    """Ask a browser for the token: at the root, so that it sends the token everywhere from then on."""
-    return _token_wanted() if request.state.may_log_in else RedirectResponse("/")
-
-
-def _token_wanted() -> Response:
-    error = NotPermittedError(
-        "honed-web needs its token", hint="send Authorization: Bearer TOKEN, or TOKEN as the password"
-    )
-    return _said(401, error, {"WWW-Authenticate": 'Basic realm="honed", charset="UTF-8"'})
-
-
-# -- answers ----------------------------------------------------------------------------------------------------------
 
 
 def _parameters(endpoint: Endpoint, request: Request) -> dict[str, Any]:
@@ -441,77 +285,3 @@ def _at_once(answer: Callable[[Request], Response]) -> Callable[[Request], Await
         return answer(request)
 
     return endpoint
-
-
-@cache
-def refusal(kind: Kind) -> bytes:
-    """Return the whole response to a connection without a place, of which no request has been read."""
-    told = _said(503, no_place(kind), {**_RETRY, "Connection": "close"})
-    head = "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in told.raw_headers)
-    return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n".encode() + bytes(told.body)
-
-
-def _html(page: bytes) -> Response:
-    """Return a page with a nonce of its own, sent in pieces since many pages may be under way."""
-    nonce = secrets.token_urlsafe(16)
-    at = page.find(NONCE)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        if at >= 0:
-            yield page[:at] + nonce.encode()
-        for start in range(at + len(NONCE) if at >= 0 else 0, len(page), PIECE_BYTES):
-            yield page[start : start + PIECE_BYTES]
-
-    headers = {
-        "Content-Security-Policy": _POLICY.format(nonce=nonce, style=STYLE_SOURCE),
-        "Content-Length": str(len(page) + (len(nonce) - len(NONCE) if at >= 0 else 0)),
-    }
-    return StreamingResponse(pieces(), headers=headers, media_type="text/html")
-
-
-def _encode(value: Any) -> bytes:
-    """Return JSON for every parser: NaN becomes null, and invalid text (surrogates, as in file names) valid UTF-8."""
-    dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    try:
-        made = dumps(value)
-    except ValueError:
-        made = dumps(json.loads(json.dumps(value), parse_constant=lambda _: None))
-    return made.encode(errors="replace")
-
-
-def _said(status: int, error: HonedError, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(_encode({"error": error.as_dict()}), status, headers, media_type="application/json")
-
-
-async def _refusal(request: Request, error: HonedError) -> Response:
-    match error:
-        case NotPermittedError() if request.state.may_log_in:
-            return _token_wanted()
-        case NotPermittedError():
-            return _said(403, error)
-        case NoSuchJobError():
-            return _said(404, error)
-        case UsageError():
-            return _said(400, error)
-        case _:
-            return _said(503, error, _RETRY)
-
-
-async def _unreadable(request: Request, error: OSError | sqlite3.Error) -> Response:
-    log.error("%s: %s", request.url.path, error)
-    match error:
-        case OSError(filename=str(path), strerror=str(why)):
-            words = f"{path}: {why}"
-        case OSError():
-            words = str(error)
-        case _:
-            words = f"honed.db: {error}"
-    return await _refusal(request, EnvironmentInvalidError(words, hint="see honed's journal and honectl doctor"))
-
-
-async def _no_route(_request: Request, error: HTTPException) -> Response:
-    return _said(
-        error.status_code,
-        UsageError("there is no page at this address", hint="/openapi.json lists all addresses"),
-        error.headers,
-    )

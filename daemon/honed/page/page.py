@@ -80,8 +80,9 @@ _ENVIRONMENT = Environment(
 # Paper does not scroll, and browsers print no backgrounds: texts are printed in full, and highlighted passages are
 # underlined.
 _STYLE = source("style.css")
-#: The style's hash, by which a server's policy allows it; the same on all pages.
-STYLE_SOURCE = f"'sha256-{base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()}'"
+_SERVED_STYLE = _STYLE
+#: The hash of the style of served pages, by which a server's policy allows it; the same on all of them.
+SERVED_STYLE_SOURCE = f"'sha256-{base64.b64encode(hashlib.sha256(_SERVED_STYLE.encode()).digest()).decode()}'"
 _ENVIRONMENT.filters |= {"plain": plain, "text": text}
 _ENVIRONMENT.globals |= {
     "duration": duration,
@@ -89,6 +90,7 @@ _ENVIRONMENT.globals |= {
     "progress_text": progress_text,
     "repr": repr,
     "style": Markup(_STYLE),
+    "served_style": Markup(_SERVED_STYLE),
     "timestamp": timestamp,
     "version": __version__,
 }

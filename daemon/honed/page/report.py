@@ -490,7 +490,7 @@ def index(
     now: float,
     counts: Mapping[str, int] | None = None,
     is_served: bool = False,
-    may_log_in: bool = False,
+    login: str = "",
     older_than: int | None = None,
 ) -> bytes:
     """Return the index. `address` returns where a job's page is, or None. `older_than`: the page has no finished jobs
@@ -506,7 +506,7 @@ def index(
         address=address,
         counts=counts,
         num_more=sum(counts.values()) - len(rows),
-        may_log_in=may_log_in,
+        login=login,
         older_than=older_than,
     )
 

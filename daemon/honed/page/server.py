@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,12 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from honed import __version__
-from honed.page.app import Peer, Rules, Web, kind_of, refusal
+from honed.page import session as sessions
+from honed.page.answer import no_place_at_all
+from honed.page.app import Web
+from honed.page.guard import Peer, Rules, kind_of
 from honed.page.place import Kind, Places
+from honed.page.session import Link, Session
 from honed.page.source import Source
 from honed.spec import config
 from honed.spec.config import Config
@@ -134,7 +138,7 @@ class Connection(H11Protocol):
         self._is_refused = True
         self._web.places.num_refused += 1
         self._await("head", LEAVING_SEC)
-        self.transport.write(refusal(kind))
+        self.transport.write(no_place_at_all(kind))
         with contextlib.suppress(OSError):  # it has gone already
             self.transport.write_eof()
         if not self._web.places.enter(Kind.LEAVING, self):
@@ -301,13 +305,24 @@ def rules(loaded: Config, sockets: Sequence[socket.socket]) -> Rules:
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
-def serve(layout: Layout, *, address: str | None, patience_sec: float, idle_sec: float) -> int:
-    """Serve until told to stop. Returns the exit status."""
+def serve(
+    layout: Layout,
+    *,
+    address: str | None = None,
+    patience_sec: float = PATIENCE_SEC,
+    idle_sec: float = IDLE_SEC,
+    begun: Callable[[Link | None], bool] = lambda _: True,
+) -> int:
+    """Serve until told to stop. Returns the exit status. `begun` is given the link to the owner's session, None without
+    one, once connections are taken; if it returns False, that was all."""
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # else each invalid request would be a line
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     loaded = config.load(layout)
     sockets = passed_sockets()
     is_activated = bool(sockets)
     sockets = sockets or [listen(address or loaded.web.listen)]
     web = Web(Source(layout), rules(loaded, sockets))
+    web.session = _session(layout, web.rules, sockets)
     settings = uvicorn.Config(
         web.app,
         loop="asyncio",
@@ -345,10 +360,21 @@ def serve(layout: Layout, *, address: str | None, patience_sec: float, idle_sec:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     own = [Path(each.getsockname()) for each in sockets if each.family == socket.AF_UNIX and not is_activated]
-    asyncio.run(run())
+    try:
+        if begun(web.session.link if web.session is not None else None):
+            asyncio.run(run())
+    finally:
+        if web.session is not None:
+            web.session.end()
     for path in own:
         path.unlink(missing_ok=True)
     return 0
+
+
+def _session(layout: Layout, found: Rules, sockets: Sequence[socket.socket]) -> Session | None:
+    """Begin the session of the instance's owner, if only this machine can connect and one of the sockets is TCP's."""
+    local = [] if found.needs_token else [each for each in sockets if each.family != socket.AF_UNIX]
+    return sessions.begin(layout, shown_address(local[0])) if local else None
 
 
 def _warn(found: Rules) -> None:
@@ -365,8 +391,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the `honed-web` command."""
     options = parser().parse_args(arguments)
     logs.set_up(verbose=options.verbose, identifier="honed-web")
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # else each invalid request would be a line
-    logging.getLogger("asyncio").setLevel(logging.ERROR)
     root = layouts.user_root() if options.user else options.root
     try:
         return serve(

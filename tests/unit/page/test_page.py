@@ -36,7 +36,7 @@ def test_a_name_with_invisible_characters_stays_within_its_attribute_and_its_tit
     drawn = plot.lines(HOSTILE, [Series("loss", [(1, 1.0), (2, 0.5)])])
     label = drawn.partition('aria-label="')[2].partition('"')[0]
     assert label.endswith("{% raw %}U+0000U+202E\ud800; loss from 1 to 0.5")
-    values = {"is_served": False, "live": "", "now": 0.0, "rows": (), "num_more": 0, "may_log_in": False}
+    values = {"is_served": False, "live": "", "now": 0.0, "rows": (), "num_more": 0, "login": ""}
     made = page.document("index.html", title=HOSTILE, older_than=None, **values).decode()
     title = made.partition("<title>")[2].partition("</title>")[0]
     assert title.startswith("&lt;b onclick")

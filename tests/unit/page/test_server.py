@@ -13,7 +13,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from honed.page.app import Rules, Web
+from honed.page.app import Web
+from honed.page.guard import Rules
 from honed.page.place import SHARES, Kind
 from honed.page.server import KEEP_ALIVE_SEC, LEAVING_SEC, PATIENCE_SEC, Connection
 from honed.page.source import Source

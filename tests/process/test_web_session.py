@@ -1,0 +1,147 @@
+"""`honectl web`: the owner of an instance sees everything, by a link whose token nobody else can read."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from harness import DEADLINE_SEC, Instance, wait_for
+from test_web import Web, drain, serving
+
+from honed.page import session
+
+_LINK = re.compile(r"(http://127\.0\.0\.1:(\d+)/)login\?token=([\w-]{40,})\n")
+
+
+class OwnWeb(Web):
+    """A `honectl web`, with what it has printed."""
+
+    def __init__(self, instance: Instance, *arguments: str, **environment: str) -> None:
+        self.log_path, self.printed_path = instance.root / "own.log", instance.root / "own.out"
+        words = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), "web", *arguments]
+        bare = {key: value for key, value in os.environ.items() if key not in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")}
+        with self.printed_path.open("wb") as out, self.log_path.open("wb") as err:
+            self.process = subprocess.Popen(words, stdout=out, stderr=err, env=bare | environment)
+        wait_for(lambda: "until you press" in self.log or self.process.poll() is not None, what="the link")
+        found = _LINK.fullmatch(self.printed_path.read_text())
+        assert found is not None, self.log
+        self.host, self.port, self.token = "127.0.0.1", int(found[2]), found[3]
+
+    def log_in(self) -> str:
+        """Exchange the token for the cookie."""
+        status, headers, body = self.ask(f"/login?token={self.token}")
+        assert status == 200
+        assert b'http-equiv="refresh" content="0;url=/"' in body
+        cookie, *rest = headers["set-cookie"].split("; ")
+        assert rest == ["Path=/", "HttpOnly", "SameSite=Strict"]
+        return cookie
+
+
+@contextmanager
+def own(instance: Instance, *arguments: str, **environment: str) -> Iterator[OwnWeb]:
+    web = OwnWeb(instance, *arguments, **environment)
+    try:
+        yield web
+    finally:
+        if web.process.poll() is None:
+            web.process.kill()
+            web.process.wait()
+
+
+def test_the_owner_of_an_instance_sees_everything_by_the_link(instance: Instance) -> None:
+    drain(instance)
+    link_path = instance.layout.runtime_dir / "web.json"
+    with own(instance, "--no-open") as web:
+        assert web.ask("/jobs/1")[0] == web.ask("/api/jobs/1")[0] == 403
+        page = web.ask("/jobs/1", Accept="text/html")[2].decode()
+        assert "<code>honectl web</code> prints" in web.ask("/")[2].decode()
+        assert "`honectl web` prints a link" in page
+        cookie = web.log_in()
+        for path in ("/jobs/1", "/api/jobs/1", "/api/jobs/1/metrics", "/"):
+            assert web.ask(path, Cookie=f"other=1; {cookie}; more=2")[0] == 200, path
+        assert b"succeed" in web.ask("/", Cookie=cookie)[2]
+        assert web.ask("/", method="POST", Cookie=cookie)[0] == 405  # a session only reads
+
+        for wrong in (
+            cookie[:-1],
+            cookie + "0",
+            cookie.replace("=", "=x"),
+            cookie.replace(str(web.port), "1"),
+            f"honed-{web.port}={web.token}",
+            "",
+        ):
+            assert web.ask("/api/jobs/1", Cookie=wrong)[0] == 403, wrong
+        for wrong in (web.token[:-1], web.token + "x", "", "é"):
+            status, headers, _ = web.ask(f"/login?token={wrong.encode('ascii', 'ignore').decode()}")
+            assert (status, "set-cookie" in headers) == (403, False)
+        # A page whose name was pointed to 127.0.0.1 gets nothing, whatever it sends.
+        for path in ("/api/jobs/1", f"/login?token={web.token}"):
+            status, headers, _ = web.ask(path, Host=f"evil.example:{web.port}", Cookie=cookie)
+            assert (status, "set-cookie" in headers) == (421, False)
+        assert web.ask("/api/jobs/1", Authorization=f"Bearer {web.token}")[0] == 403  # the link's token is for a login
+
+        assert link_path.stat().st_mode & 0o777 == 0o600
+        assert web.token not in Path(f"/proc/{web.process.pid}/cmdline").read_text()
+        assert web.token not in Path(f"/proc/{web.process.pid}/environ").read_text()
+        again = instance.honectl("web", "--no-open")
+        assert (again.returncode, again.stdout) == (0, web.printed_path.read_text())
+        with serving(instance) as other:  # it leaves the session to the first
+            assert other.ask("/api/jobs/1", Cookie=cookie)[0] == 403
+        web.process.send_signal(signal.SIGINT)
+        assert web.process.wait(DEADLINE_SEC) == 0
+        assert web.token not in web.log
+    assert session.find(instance.layout) is None
+    assert link_path.read_bytes() == b""
+    with own(instance, "--no-open") as web:
+        assert web.token not in again.stdout
+        assert web.ask("/api/jobs/1", Cookie=cookie)[0] == 403
+
+
+def test_a_browser_is_given_a_file_that_leads_to_the_link(instance: Instance) -> None:
+    drain(instance)
+    asked = instance.root / "asked"
+    opens = instance.root / "opens"
+    opens.write_text(f"#!/bin/sh\nprintf '%s' \"$1\" >'{asked}.new' && mv '{asked}.new' '{asked}'\n")
+    opens.chmod(0o755)
+    path = session.opening_path(instance.layout)
+    with own(instance, BROWSER=str(opens)) as web:
+        wait_for(asked.exists, what="the browser")
+        assert asked.read_text() == path.as_uri()
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert f"url={web.address}/login?token={web.token}" in path.read_text()
+        assert web.end() == 0
+    assert not path.exists()
+
+
+def test_what_cannot_be_served_is_said(instance: Instance) -> None:
+    told = instance.honectl("--root", "/", "web", "--no-open").stderr
+    assert "for an instance in a directory (--root DIR)" in " ".join(told.split())
+    instance.root = instance.root / "empty"
+    told = instance.honectl("web", "--no-open")
+    assert told.returncode != 0
+    assert "the spool does not exist" in " ".join(told.stderr.split())
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"address": 1}'])
+def test_a_file_that_no_honed_web_has_locked_leads_nowhere(instance: Instance, content: bytes) -> None:
+    instance.layout.runtime_dir.mkdir(parents=True, exist_ok=True)
+    path = instance.layout.runtime_dir / "web.json"
+    path.write_bytes(content)
+    assert session.find(instance.layout) is None
+    begun = session.begin(instance.layout, "http://127.0.0.1:1/")
+    assert begun is not None
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert session.begin(instance.layout, "http://127.0.0.1:2/") is None
+    assert session.find(instance.layout) == begun.link
+    begun.end()
+    path.unlink()
+    path.symlink_to(instance.root / "elsewhere")
+    assert session.begin(instance.layout, "http://127.0.0.1:1/") is None
+    assert not (instance.root / "elsewhere").exists()
