@@ -145,6 +145,7 @@ class _Running:
     ends_at: float
 
     now: Callable[[], float]
+    can_resume = True
 
     @property
     def rank(self) -> int:
@@ -280,7 +281,6 @@ class Simulation:
             self._spool, lambda: config, self._attempts, backlog, plans, placement, self._shares, staged
         )
         self._preempting = Preempting(
-            layout,
             lambda: config,
             self._attempts,
             placement,

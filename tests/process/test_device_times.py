@@ -192,7 +192,7 @@ def test_a_drain_ends_no_job_and_lets_none_start_also_after_a_restart(clocked: I
     assert said in said_on_terminal(clocked, 80, "list")
     found = {(each["check"], each["status"]): each for each in json.loads(clocked.honectl("doctor", "--json").stdout)}
     assert found["device", "warning"]["detail"].startswith(said)
-    assert found["device", "warning"]["hint"] == "honectl undrain GPU-a1"
+    assert found["device", "warning"]["hint"] == f"honectl --root {clocked.root} undrain GPU-a1"
     write_gpus(clocked)  # the card is taken out
     wait_for(lambda: clocked.client.ask("status")["devices"][-1]["name"] is None, what="the GPU has vanished")
     assert "GPU GPU-a1 is drained: a new fan" in clocked.honectl("list", check=True).stdout

@@ -81,6 +81,7 @@ def test_a_rerun_is_a_new_job_of_the_same_file_with_the_changes(runs: Instance) 
     spec = json.loads(runs.honectl("show", "--json", str(new.id), check=True).stdout)["spec"]
     assert (spec["training"]["learning_rate"], spec["lora"]["r"]) == (3e-4, 2)
     assert runs.job("succeed.low") == old
+    assert spec.get("group") is None
     assert "succeed.low-3" in runs.honectl("rerun", str(new.id), check=True).stdout
     for setting, said in (("training.learning_rat=1", "learning_rate"), ("nothing", "KEY=VALUE"), ("lora.r=-1", "r")):
         wrong = runs.honectl("rerun", "succeed.low", "--set", setting)

@@ -68,7 +68,8 @@ def test_a_sweep_with_a_bad_value_or_too_many_jobs_is_refused_whole(instance: In
     assert "(with training.learning_rate: 5)" in reasons["bad.json"]
     assert "training.learning_rat" in reasons["unknown.json"]
     assert not list(instance.spool.all_jobs())
-    assert not list((instance.layout.spool_dir / "claimed").iterdir())
+    claimed_dir = instance.layout.spool_dir / "claimed"
+    wait_for(lambda: not list(claimed_dir.iterdir()), what="nothing is left of them")
 
 
 @pytest.mark.timeout(1200)

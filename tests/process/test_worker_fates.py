@@ -21,7 +21,7 @@ def test_a_job_that_succeeds_has_its_figures_in_the_database(instance: Instance)
     assert instance.drain() == 0
     shown = instance.show("succeed")
     assert (shown["state"], shown["outcome"], shown["error"]) == ("succeeded", "succeeded", None)
-    assert shown["progress"] == {"step": 5, "num_steps": 5, "epoch": 1.0, "loss": 0.2, "eta_sec": 0}
+    assert shown["progress"] == {"step": 5, "num_steps": 5, "epoch": 1.0, "loss": 0.2, "eta_sec": None}
     assert shown["metrics"]["loss"] == 0.2
     assert [attempt["outcome"] for attempt in shown["attempts"]] == ["succeeded"]
 

@@ -36,7 +36,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "tests@localhost")
     made = tmp_path / "tree"
     made.mkdir()
-    wanted = ("daemon", "docs/man", "docs/*.md", "etc", "scripts", "pyproject.toml")
+    wanted = ("daemon", "docs/man", "docs/*.md", "etc", "scripts", "pyproject.toml", ".gitignore")
     names = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "--", *wanted).splitlines()
     for name in names:
         if (ROOT / name).is_file():

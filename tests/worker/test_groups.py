@@ -146,11 +146,14 @@ def test_of_many_tags_the_most_frequent_have_metrics_and_the_rest_is_told(make_j
     assert "41 tags: only the 32 most frequent have metrics of their own" in ended.messages("warning")
 
 
-def test_rows_that_are_packed_have_scores_alone_and_this_is_told(make_job: MakeJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [{"packing": True, "max_length": 64}, {"shuffle_dataset": True}], ids=str)
+def test_rows_that_trl_packs_or_shuffles_have_scores_alone_and_this_is_told(
+    make_job: MakeJob, tmp_path: Path, keys: dict[str, Any]
+) -> None:
     ended = make_job(
         lora=LORA,
         eval_datasets=[written(tmp_path / "held.jsonl", sums())],
-        training={"max_steps": 1, "packing": True, "max_length": 64},
+        training={"max_steps": 1, **keys},
     ).run()
     assert ended.status == 0, ended.result
     assert not [name for name in ended.metrics if name.startswith("eval_loss/")]

@@ -31,6 +31,7 @@ def rerun(instance: Instance, options: argparse.Namespace) -> int:
     """Submit a job's file again under another name, with the changes of --set."""
     job = instance.show(options.id)
     content = content_of(instance, job)
+    content.pop("group", None)  # the new job is none of the sweep's
     was_in = content.get("output_dir")
     content = changed(content, options.set)
     if content.get("output_dir") not in (None, "") and content.get("output_dir") == was_in:
@@ -91,7 +92,9 @@ def _value(setting: str, text: str) -> Any:
         return ""
     data = document.parse(f"value: {text}\n".encode(), ".yaml").data
     if set(data) != {"value"}:
-        raise UsageError(f"--set {setting!r}: its value is not one value", hint="write YAML: [1, 2] or {r: 8}")
+        raise UsageError(
+            f"--set {setting!r}: its value is not one value", hint="a value is YAML, such as [1, 2] or {r: 8}"
+        )
     return data["value"]
 
 
@@ -115,7 +118,9 @@ def to_text(content: Mapping[str, Any]) -> bytes:
 def _free_name(instance: Instance, name: str) -> str:
     """Return the name of a rerun, which no other job has: capitals-2 after capitals, capitals-3 after capitals-2."""
     match = _NUMBERED.fullmatch(name)
-    stem = match["name"] if match and instance.jobs(names=[match["name"]]) else name
+    stem = name
+    if match and any(each["name"] == match["name"] for each in instance.jobs(names=[match["name"]])):  # not a sweep's
+        stem = match["name"]
     number = 2
     while instance.jobs(names=[made := f"{stem[: _MAX_NAME - len(str(number)) - 1]}-{number}"]):
         number += 1

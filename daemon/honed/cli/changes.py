@@ -47,6 +47,10 @@ def _each(instance: Instance, verb: str, reference: str) -> list[str]:
     jobs = instance.jobs(names=[reference])
     if any(reference in (job["name"], str(job["id"])) for job in jobs) or not any(job.get("group") for job in jobs):
         return [reference]
+    numbers = sorted({group["id"] for job in jobs if (group := job.get("group"))})
+    if len(numbers) > 1:
+        hint = f"use its number: {', '.join(map(str, numbers))}"
+        raise UsageError(f"{len(numbers)} sweeps are named {reference!r}", hint=hint)
     found = [str(job["id"]) for job in jobs if job["state"] in GROUP_VERBS[verb]]
     if not found:
         raise UsageError(f"sweep {reference}: none of its {len(jobs)} jobs is {' or '.join(GROUP_VERBS[verb])}")

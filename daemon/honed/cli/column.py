@@ -220,7 +220,8 @@ def _test(text: str) -> Callable[[Row], bool]:
         try:
             bound = float(value)
         except ValueError:
-            raise UsageError(f"--filter {text!r} compares with something that is not a number") from None
+            hint = f"use ~ for text: --filter '{found['key']}~{found['value']}'"
+            raise UsageError(f"--filter {text!r} compares with something that is not a number", hint=hint) from None
         return lambda row: isinstance(has := column.value(row), int | float) and _OPERATORS[sign](has, bound)
     if sign == "~":
         return lambda row: value in _word(column.value(row)) or value in column.text(row).lower()

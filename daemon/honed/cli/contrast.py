@@ -16,7 +16,7 @@ from rich.text import Text
 from honed.cli import column, terminal
 from honed.cli.predictions import compared
 from honed.job.comparison import compare as pieces_of
-from honed.job.comparison import course_of, differences, flat, is_right, plan_of, shared_answers, spec_of
+from honed.job.comparison import course_of, differences, flat, is_right, plan_of, scores_of, shared_answers, spec_of
 from honed.system import untrusted
 from honed.system.error import UsageError
 
@@ -42,7 +42,7 @@ def diff(instance: Instance, options: argparse.Namespace) -> int:
         "plan": differences([plan_of(job) for job in jobs]),
         "data": differences([flat(manifest.get("data") or {}) for manifest in manifests]),
         "versions": differences([flat(manifest.get("versions") or {}) for manifest in manifests]),
-        "scores": differences([dict(job["metrics"]) for job in jobs]),
+        "scores": differences([scores_of(job) for job in jobs]),
     }
     unknown = [job["id"] for job, manifest in zip(jobs, manifests, strict=True) if not manifest]
     if options.json:
@@ -70,7 +70,7 @@ def compare(instance: Instance, options: argparse.Namespace) -> int:
         )
     jobs = [instance.show(reference) for reference in options.ids]
     spec = differences([spec_of(job) for job in jobs])
-    names = sorted({name for job in jobs for name in job["metrics"]}, key=column.scores_first)
+    names = sorted({name for job in jobs for name in scores_of(job)}, key=column.scores_first)
     metrics = {name: [job["metrics"].get(name) for job in jobs] for name in names}
     losses = [course_of(instance.read("losses", str(job["id"]))) for job in jobs]
     answers = shared_answers([instance.read("predictions", str(job["id"])) for job in jobs])

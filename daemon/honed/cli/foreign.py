@@ -200,7 +200,8 @@ def _dataset_of(found: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         if (data_dir / name).exists():
             return {"path": str((data_dir / name).resolve())}
-        found.note("dataset", f"{shown(name)} is not in {data_dir}/dataset_info.json: write the path of its file")
+        what = f"{shown(name)} is not in {data_dir}/dataset_info.json: write the path of its file"
+        found.note(f"dataset.{name}", what)
         return {"path": f"{UNKNOWN}/{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"}
     if info.get("ranking"):
         raise SpecError(f"dataset: {shown(name)} has preferences: {synonym.not_supported('dpo')}")

@@ -26,6 +26,8 @@ ENDED = ("succeeded", "failed", "cancelled")
 
 def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     """Print the first jobs of each kind for a person, or all jobs for a script, unless the options choose otherwise."""
+    if options.json and options.output not in (None, "json"):
+        raise UsageError(f"--json and -o {options.output} exclude each other", hint="give one of the two")
     if options.output == "json":
         options.json = True
     if options.rejected:

@@ -63,10 +63,16 @@ def made() -> dict[str, Any]:
     }
     # Top-level keys that hold YAML anchors are not part of the job.
     holders: dict[str, Any] = {f"^({'|'.join(each.replace('.', '[.]') for each in HOLDERS)})": {}}
-    kind = {"properties": {"kind": {"const": "merge"}}, "required": ["kind"]}
-    needs = {"if": kind, "then": {"required": ["adapter"]}, "else": {"required": ["datasets"]}}
-    made: dict[str, Any] = _plain({**whole, **head, "patternProperties": holders, **needs, "$defs": inner})
+    others = {"merge": "adapter", "evaluate": "eval_datasets"}
+    needs = [{"if": _of_kind({"const": kind}), "then": {"required": [key]}} for kind, key in others.items()] + [
+        {"if": _of_kind({"enum": [*others]}), "else": {"required": ["datasets"]}}
+    ]
+    made: dict[str, Any] = _plain({**whole, **head, "patternProperties": holders, "allOf": needs, "$defs": inner})
     return made
+
+
+def _of_kind(values: dict[str, Any]) -> dict[str, Any]:
+    return {"properties": {"kind": values}, "required": ["kind"]}
 
 
 def _describe(section: dict[str, Any], model: type[BaseModel]) -> None:

@@ -146,13 +146,23 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Seque
         drawn.add_column(
             column,
             justify="right" if column in right else "left",
-            no_wrap=column not in WRAPPED,
+            no_wrap=column == "id",  # rich takes as much from each of these if there is too little room
             overflow="fold" if column in WRAPPED else "ellipsis",
             min_width=max((cell_len(str(row[0])) for row in rows), default=0) if column == "id" else None,
         )
     for row in rows:
-        drawn.add_row(*(Text(_flat(cell), style=STATE_STYLES.get(str(cell), "")) for cell in row))
+        drawn.add_row(*(_cell(column, cell) for column, cell in zip(columns, row, strict=True)))
     console.print(drawn)
+
+
+def _cell(column: str, value: Any) -> Text:
+    is_wrapped = column in WRAPPED
+    return Text(
+        _flat(value),
+        style=STATE_STYLES.get(str(value), ""),
+        no_wrap=not is_wrapped,
+        overflow="fold" if is_wrapped else "ellipsis",
+    )
 
 
 def _long_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[str]) -> None:

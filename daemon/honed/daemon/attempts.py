@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import sqlite3
@@ -29,6 +30,7 @@ from honed.job.ahead import Pass
 from honed.job.database import Database
 from honed.job.event import Event
 from honed.job.job import Attempt, Fallback, Job, Preemption, Staged, State, Stop
+from honed.job.plan_file import PlanFile
 from honed.job.row_cache import RowCache
 from honed.job.spool import Spool
 from honed.run import ending
@@ -95,6 +97,13 @@ class Running:
     def phase(self) -> str:
         """The phase that its worker is in, or was in last."""
         return self.deadlines.phase or self.following.narrator.stage
+
+    @functools.cached_property
+    def can_resume(self) -> bool:
+        """True if it goes on from its checkpoint: merges and evaluations have none, and would begin again."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            return bool(PlanFile.read(self._layout.job(self.job.id).plan_path).document["spec"]["kind"] == "sft")
+        return False
 
     @property
     def left_sec(self) -> float | None:
@@ -268,6 +277,7 @@ class Running:
         self.job = self._spool.update(self.job.with_attempt(backend="transformers", num_starts=2, fallback=fallback))
         with contextlib.suppress(sqlite3.Error):  # recorded when the job is adopted, or caught up with
             self.following.tell_fallback(self.job)
+        self.deadlines.start_again()
         self._launch_again()
 
 

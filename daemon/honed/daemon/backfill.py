@@ -117,7 +117,7 @@ class Backfill:
         keys = {each.key for each in group}
         number = len(keys & self._placement.free_keys(job))
         ends = sorted(
-            (0.0 if job.id in each.job.attempt.passed else _left_sec(each), len(keys & set(each.job.attempt.devices)))
+            (_left_sec(each, job), len(keys & set(each.job.attempt.devices)))
             for each in self._attempts.running.values()
         )
         for left_sec, num_devices in ends:
@@ -135,7 +135,7 @@ class Backfill:
             free = keys & self._placement.free_keys(job)
             chosen: list[Running] = []
             stopping = [each for each in self._attempts.running.values() if each.job.stop is not None]
-            passing = [each for each in self._attempts.running.values() if job.id in each.job.attempt.passed]
+            passing = [each for each in self._attempts.running.values() if _gives_way(each, job)]
             for each in [*stopping, *(each for each in reversed(passing) if each.job.stop is None)]:
                 if len(free) < job.num_gpus and keys & set(each.job.attempt.devices):
                     chosen.append(each)
@@ -152,6 +152,15 @@ class Backfill:
         return job.time_limit_sec - sum(each.spent_sec for each in job.attempts) <= seconds
 
 
-def _left_sec(running: Running) -> float:
+def _gives_way(running: Running, job: Job) -> bool:
+    """Return True if a running job that has passed another may be stopped for it: one that could not resume ends by its
+    own limit."""
+    return job.id in running.job.attempt.passed and running.can_resume
+
+
+def _left_sec(running: Running, job: Job) -> float:
+    """Return the seconds until a running job leaves its devices to another; infinity if that is not known."""
+    if running.job.stop is not None or _gives_way(running, job):
+        return 0.0
     left_sec = running.left_sec
     return math.inf if left_sec is None else left_sec

@@ -235,7 +235,7 @@ class Dispatch:
         self._ahead = ahead
         self.plans = Plans(spool, backlog, placement, acceptance)
         self.selection = Selection(spool, config, attempts, backlog, self.plans, placement, shares, staged)
-        self._preempting = Preempting(spool.layout, config, attempts, placement, shares, self.selection)
+        self._preempting = Preempting(config, attempts, placement, shares, self.selection)
 
     def patience(self) -> float:
         """Return the seconds until a step is due."""

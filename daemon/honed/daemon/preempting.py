@@ -8,7 +8,6 @@ the victim cannot preempt it in turn.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
@@ -20,10 +19,8 @@ from honed.daemon.placement import Placement
 from honed.daemon.shares import Shares
 from honed.job.entitlement import class_of
 from honed.job.job import Job
-from honed.job.plan_file import PlanFile
 from honed.spec.config import Config
 from honed.system.clock import Moment
-from honed.system.layout import Layout
 
 if TYPE_CHECKING:
     from honed.daemon.dispatch import Selection
@@ -38,7 +35,6 @@ class Preempting:
 
     def __init__(
         self,
-        layout: Layout,
         config: Callable[[], Config],
         attempts: Attempts,
         placement: Placement,
@@ -47,19 +43,16 @@ class Preempting:
         *,
         now: Callable[[], Moment] = Moment.now,
     ) -> None:
-        self._layout = layout
         self._config = config
         self._attempts = attempts
         self._placement = placement
         self._shares = shares
         self._selection = selection
         self._now = now
-        self._resumes: dict[int, bool] = {}  # running jobs that would resume exactly
 
     def tend(self) -> None:
         """Ask running jobs to make room for waiting ones of a higher class, one for each."""
         config, running = self._config(), dict(self._attempts.running)
-        self._resumes = {number: known for number, known in self._resumes.items() if number in running}
         if not running or not any(each.preempts for each in config.classes.values()):
             return
         if UNKNOWN_DEVICE in self._attempts.devices_in_use():
@@ -112,19 +105,9 @@ class Preempting:
             run_sec = now.since(each.job.attempt.began)
             min_run_sec = class_of(self._config(), each.job.job_class).min_run_sec
             may_go = self._rank(each.job) < rank and each.job.stop is None and run_sec >= min_run_sec
-            if may_go and self._can_resume(each):
+            if may_go and each.can_resume:
                 found.append((self._rank(each.job), run_sec, each.job.id, each))
         return [each for *_, each in sorted(found, key=lambda one: one[:3])]
 
     def _rank(self, job: Job) -> int:
         return class_of(self._config(), job.job_class).rank
-
-    def _can_resume(self, running: Running) -> bool:
-        """Return True if a job goes on from its checkpoint: merges and evaluations have none, and would begin again."""
-        number = running.job.id
-        if number not in self._resumes:
-            self._resumes[number] = False
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                spec = PlanFile.read(self._layout.job(number).plan_path).document["spec"]
-                self._resumes[number] = spec["kind"] == "sft"
-        return self._resumes[number]

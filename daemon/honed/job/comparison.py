@@ -120,12 +120,21 @@ def by_sample(rows: Iterable[Prediction]) -> Iterator[tuple[int, list[Prediction
 
 
 def spec_of(job: Shown) -> Flat:
-    return flat({key: value for key, value in job["spec"].items() if key != "name"})
+    return flat({key: value for key, value in job["spec"].items() if key not in ("name", "group")})
 
 
 def plan_of(job: Shown) -> Flat:
     found = flat({key: value for key, value in job["plan"].items() if key not in _OF_ONE_JOB})
     return {key: value for key, value in found.items() if ".reasons" not in f".{key}"}
+
+
+def scores_of(job: Shown) -> dict[str, float]:
+    """Return a job's metrics without those that say how fast the machine was."""
+    return {
+        name: value
+        for name, value in job["metrics"].items()
+        if not name.endswith(("_runtime", "_per_second", "_preparation_time"))
+    }
 
 
 def flat(value: Any, above: str = "") -> Flat:

@@ -185,7 +185,7 @@ class Counters:
             if attempt.number > known.attempt and attempt.ended_at is not None:
                 outcome = attempt.outcome or "none"
                 self._add("honed_attempts_finished_total", outcome)
-                self._add("honed_device_seconds_total", outcome, attempt.spent_sec)
+                self._add("honed_device_seconds_total", outcome, attempt.spent_sec * max(1, job.num_gpus))
                 for kind, num_bytes in (("checkpoint", attempt.checkpoint_bytes), ("output", attempt.output_bytes)):
                     if num_bytes:
                         self._add("honed_written_bytes_total", kind, num_bytes)

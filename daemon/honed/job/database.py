@@ -334,8 +334,10 @@ class Database:
 
 def _score(metrics: Mapping[str, float]) -> Score:
     """Return the metric that says most about a model: the exact match of its answers, unless it is always 0."""
-    named = sorted(metrics, key=lambda name: (not metrics[name], name == "eval_loss", name != "exact_match", name))
-    return {"name": named[0], "value": metrics[named[0]]}
+    # The share of answers that could be read is no score.
+    scores = {name: value for name, value in metrics.items() if not name.endswith("_parsable")} or metrics
+    named = sorted(scores, key=lambda name: (not scores[name], name == "eval_loss", name != "exact_match", name))
+    return {"name": named[0], "value": scores[named[0]]}
 
 
 def _job_row(job: Job) -> tuple[Any, ...]:

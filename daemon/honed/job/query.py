@@ -42,6 +42,10 @@ from honed.system import untrusted
 from honed.system.error import NotPermittedError, UsageError, plain
 from honed.system.layout import JobLayout, Layout
 
+#: Digits of a job's number.
+MAX_DIGITS = 18
+_WHO_READS = "its owner and the administrators can read it; see policy.share_results"
+
 #: The queued jobs in the order in which they start.
 Queue = Callable[[], Iterator[Job]]
 #: Rows of a list that are built at a time, so that one request does not block the daemon.
@@ -91,7 +95,7 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
 
     Raises UsageError, which lists the candidates. Any job is found by number; permissions are checked afterwards.
     """
-    if reference.isdecimal() and (job := spool.job(int(reference))) is not None:
+    if reference.isdecimal() and len(reference) <= MAX_DIGITS and (job := spool.job(int(reference))) is not None:
         return job
     named = [job for job in spool.named(reference) if asker.may_read(job)]
     if not named and (pruned := spool.pruned(reference)) is not None and asker.may_read(pruned):
@@ -119,7 +123,7 @@ def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
     if not asker.may_read(job):
         raise NotPermittedError(
             f"job {job.id} belongs to another user",
-            hint="its owner and the administrators can read it; see policy.share_results",
+            hint=_WHO_READS,
         )
     return job
 
@@ -230,7 +234,7 @@ def accepted(
 ) -> Row | None:
     """Return the newest job made since then from a file with this name, or the job with this number; None if none."""
     if number is not None:
-        job = spool.job(number) or _made_by(spool, number)
+        job = spool.job(number) or _made_by(spool, number, asker)
         return next(_rows(layout, [job], asker)) if job is not None and asker.may_read(job) else None
     for job in spool.all().newest():
         if timestamp(job.submitted_at) < since:
@@ -240,20 +244,27 @@ def accepted(
     return None
 
 
-def _made_by(spool: Spool, number: int) -> Job | None:
-    """Return a job of the sweep with this number."""
+def _made_by(spool: Spool, number: int, asker: Asker) -> Job | None:
+    """Return a job of the sweep with this number that the asker may read."""
     later = itertools.takewhile(lambda job: job.id > number, spool.all().newest())
-    return next((job for job in later if job.group and job.group["id"] == number), None)
+    return next((job for job in later if job.group and job.group["id"] == number and asker.may_read(job)), None)
 
 
 def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> GroupShown:
     """Return the jobs of a sweep, by its number, or by its name if the asker may read one sweep of that name."""
     found: dict[int, list[Job]] = {}
+    is_others = False
     for job in spool.all():
-        if job.group and reference in (str(job.group["id"]), job.group["name"]) and asker.may_read(job):
+        if not job.group or reference not in (str(job.group["id"]), job.group["name"]):
+            continue
+        if asker.may_read(job):
             found.setdefault(job.group["id"], []).append(job)
-    if str(reference).isdecimal() and int(reference) in found:
-        found = {int(reference): found[int(reference)]}
+        else:
+            is_others = is_others or reference == str(job.group["id"])
+    if numbered := {number: jobs for number, jobs in found.items() if reference == str(number)}:
+        found = numbered
+    if not found and is_others:
+        raise NotPermittedError(f"sweep {reference} belongs to another user", hint=_WHO_READS)
     if not found:
         raise UsageError(f"no sweep {reference!r}", hint="honectl list shows all jobs")
     if len(found) > 1:

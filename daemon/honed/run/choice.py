@@ -32,7 +32,9 @@ def choose_runner(
     asked = config().jobs.runner
     if asked == "slurm":
         if problem := why_no_slurm(layout):
-            raise EnvironmentInvalidError(f"jobs.runner is slurm, but {problem}", hint="see cluster.md in the documentation")
+            raise EnvironmentInvalidError(
+                f"jobs.runner is slurm, but {problem}", hint="see cluster.md in the documentation"
+            )
         log.info("workers are jobs of the Slurm cluster, and run there as this instance's own user")
         return SlurmRunner(layout, lambda: config().slurm, clock=clock), None
     systemd = Systemd()

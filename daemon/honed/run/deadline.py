@@ -80,6 +80,7 @@ class Deadlines:
         self._was_killed = False
         self._is_stalled = False
         self._began: Moment | None = None  # when it began on a cluster
+        self._has_begun = False  # its present start has
         self._overdue_at = self._when_overdue()  # when its time limit and the grace period are over
         self._is_overdue = False
 
@@ -132,11 +133,20 @@ class Deadlines:
 
     def _waited_until(self, now: float, told_at: float) -> float:
         """Let the time that it waits for a cluster's node count for nothing; returns when it was last heard."""
-        if not self._runner.is_left(self._job.id) or self._runner.is_supervised(self._job.id) or self._began:
+        if not self._is_of_cluster or self._has_begun:
             return told_at
-        self._began = self._runner.began(self._job.id)
-        self._overdue_at = self._when_overdue() if self._began else None
+        began = self._runner.began(self._job.id)
+        self._has_begun, self._began = began is not None, self._began or began
+        self._overdue_at = self._when_overdue() if began else None
         return now
+
+    def start_again(self) -> None:
+        """Wait for the attempt's second start."""
+        self._has_begun = False
+
+    @property
+    def _is_of_cluster(self) -> bool:
+        return self._runner.is_left(self._job.id) and not self._runner.is_supervised(self._job.id)
 
     def _has_stalled(self, silent_sec: float) -> bool:
         """Return True if a worker gave no sign of life for too long; False for units, whose own watchdog hears more."""
@@ -171,6 +181,9 @@ class Deadlines:
         If the machine went down meanwhile: until the last sign of life. The time while the machine was off does not
         count.
         """
+        self._began = self._began or (ended.began if ended is not None else None)
+        if self._is_of_cluster and self._began is None:
+            return 0.0  # it has only waited for a node
         began, until = self._began or self._job.attempt.began, Moment.now()
         if ended is not None and ended.ended is not None:
             until = ended.ended

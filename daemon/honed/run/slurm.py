@@ -302,9 +302,10 @@ class SlurmRunner:
         return record
 
     def _ended(self, job_id: int, record: dict[str, Any]) -> Exit:
+        began = self.began(job_id)
         job = self._jobs.pop(job_id)
         self._desk.forget(job.handed.name)
-        return exit_of(record)
+        return replace(exit_of(record), began=began)
 
     def _note(self, job_id: int, seen: Seen) -> None:
         """Keep what Slurm says of a job, for `honectl show`."""

@@ -24,7 +24,14 @@ from honed.system.layout import AttemptLayout
 #: Variables in which a job's environment may differ from that of its spare: nothing reads them before there is a job.
 #: Whether there is a GPU must be the same.
 OF_THE_JOB = frozenset(
-    {"HONED_JOB", "HONED_MIN_STALL_SEC", "HONED_STOP_TIMEOUT_SEC", "CUDA_VISIBLE_DEVICES", row_cache.VARIABLE}
+    {
+        "HONED_JOB",
+        "HONED_MIN_STALL_SEC",
+        "HONED_STOP_TIMEOUT_SEC",
+        "HONED_TIME_LEFT_SEC",
+        "CUDA_VISIBLE_DEVICES",
+        row_cache.VARIABLE,
+    }
 )
 #: Bytes of its output that are kept.
 MAX_OUTPUT_BYTES = 64 * 1024

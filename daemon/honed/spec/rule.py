@@ -603,6 +603,11 @@ def _merge_gpus(spec: JobSpec) -> Iterator[Finding]:
         )
 
 
+def _evaluation_gpus(spec: JobSpec) -> Iterator[Finding]:
+    if spec.resources.num_ranks > 1:
+        yield ("resources", "gpus"), "an evaluation uses one GPU", "write gpus: 1", {"resources.gpus": 1}
+
+
 def _merge_adapter(spec: JobSpec) -> Iterator[Finding]:
     if spec.adapter is None:
         yield (
@@ -789,6 +794,7 @@ EVALUATION_TRAINING = frozenset(
 EVALUATION_RULES = (
     Rule((("kind",), ("training",), ("eval_datasets",)), _evaluation_keys),
     Rule((("eval_datasets",), ("kind",)), _evaluated),
+    Rule((("resources",),), _evaluation_gpus),
     Rule((("predictions", "sample_frequency"),), _asked_once),
     Rule((("eval_datasets", ANY, "fraction"),), _fractions),
     Rule(tuple(("eval_datasets", ANY, key) for key in ("path", "name", "revision")), _of_hub),

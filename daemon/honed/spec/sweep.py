@@ -25,6 +25,8 @@ from honed.system.error import SpecError
 KEY = "sweep"
 #: Keys that honed itself gives the jobs of a sweep.
 _OWN = ("name", KEY, "group")
+#: Combinations of values from which some are drawn.
+MAX_COMBINATIONS = 2**53
 #: Bytes of all job files that a sweep becomes.
 MAX_BYTES = 4 * 1024 * 1024
 
@@ -57,6 +59,8 @@ def members(data: Mapping[str, Any], lines: Mapping[KeyPath, int], *, max_jobs: 
     asked = _Asked.of(data, lines)
     num_combinations = math.prod(map(len, asked.values.values()))
     num_jobs = num_combinations if asked.num_random is None else asked.num_random
+    if num_combinations > MAX_COMBINATIONS:
+        raise asked.fault((), "too many combinations to draw from", "use fewer values")
     if num_jobs > num_combinations:
         raise asked.fault(("random",), f"there are only {num_combinations} combinations", f"write {num_combinations}")
     if num_jobs > max_jobs:
@@ -69,7 +73,7 @@ def members(data: Mapping[str, Any], lines: Mapping[KeyPath, int], *, max_jobs: 
     if asked.num_random is not None:
         chosen = sorted(random.Random(asked.seed).sample(chosen, num_jobs))  # type: ignore[assignment]
     found = [_member(data, number, asked.combination(place), lines) for number, place in enumerate(chosen, 1)]
-    if sum(len(json.dumps(each.document)) for each in found) > MAX_BYTES:
+    if sum(len(json.dumps(each.document, default=str)) for each in found) > MAX_BYTES:
         raise asked.fault((), f"the job files of its {num_jobs} jobs have more than {MAX_BYTES} bytes", "use fewer")
     return found
 
@@ -88,10 +92,13 @@ def _put(content: Any, path: KeyPath, value: Any, lines: Mapping[KeyPath, int]) 
     for part, below in zip(path, [*path[1:], None], strict=True):
         if isinstance(content, list) and not (isinstance(part, int) and part < len(content)):
             raise _fault((dotted(path),), lines, f"the list has no item {part}", "list items are counted from 0")
+        if not isinstance(content, dict | list):  # a value, such as the path of a data set in its short form
+            raise _fault((dotted(path),), lines, "its parent is a value, without keys", "write it as a mapping")
+        at: Any = int(part) if isinstance(content, list) else part
         if below is None:
-            content[part] = copy.deepcopy(value)
+            content[at] = copy.deepcopy(value)
         elif isinstance(content, list):
-            content = content[int(part)]
+            content = content[at]
         else:
             if not isinstance(content.get(part), dict | list):
                 content[part] = {}

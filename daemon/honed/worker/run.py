@@ -157,8 +157,8 @@ def _check_ranks(job: Assignment, ranks: Ranks) -> None:
         raise SpecError(f"backend: {job.backend} trains on one GPU only", hint="backend: transformers")
     if job.spec.trial:
         raise SpecError("trial: not supported on more than one GPU", hint="remove trial, or set resources.gpus to 1")
-    if job.spec.kind == "merge":
-        raise SpecError("kind: merge needs no more than one GPU", hint="remove resources.gpus")
+    if job.spec.kind != "sft":
+        raise SpecError(f"kind: {job.spec.kind} runs on one GPU only", hint="resources: {gpus: 1}")
 
 
 def explain(problem: Exception, job: str = "ID") -> HonedError:

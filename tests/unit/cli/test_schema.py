@@ -36,7 +36,7 @@ ONLY_CHECK = {
     "empty-value.yaml: lora": YAML,
     "eval-without-data.yaml: training.eval_strategy": TOGETHER,
     "fractions.yaml: datasets.1": TOGETHER,
-    "gpus.yaml: resources.gpus": "a number that is not supported yet",
+    "gpus.yaml: batch.effective": TOGETHER,
     "guard-without-data.yaml: guard": TOGETHER,
     "hub-datasets.yaml: datasets.1.path": FORM,
     "hub-datasets.yaml: datasets.2.path": FORM,

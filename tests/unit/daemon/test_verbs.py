@@ -53,6 +53,7 @@ USES = {
     "glance": READS,
     "predictions": Use(Right.ANYBODY, OWN),
     "losses": Use(Right.ANYBODY, OWN),
+    "group": Use(Right.ANYBODY, OWN, arguments={"id": "9"}, sees=OWN),
     "accepted": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "secret.json", "number": 1}, sees=OWN),
     "refusal": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "bad-secret.json"}, sees=OWN),
     "refused": Use(Right.ANYBODY, EVERYBODY, arguments={}, sees=OWN),
@@ -103,6 +104,7 @@ def admit(honed: Daemon, state: State) -> Job:
     assert claim is not None
     arrivals.copy(claim, max_bytes=100)
     common = {"name": "secret", "submitted_at": 1.0, "source": "secret.json", "uid": OWNER, "num_gpus": 0}
+    common |= {"group": {"id": 9, "name": "sweep", "file": "sweep.yaml", "values": {}}}
     job = arrivals.admit(Job(id=claim.id, output_dir="/o", **common), claim, PlanFile({}))
     if state.is_final:
         job = spool.move(job, State.RUNNING)
@@ -114,6 +116,29 @@ def answered(honed: Daemon, verb: str, uid: int, arguments: dict[str, Any]) -> s
     gids = frozenset({4000, ADMINISTRATORS} if uid == MEMBER else {4000})
     answer = honed._answers.answer(Request(verb, dict(arguments), uid, gids))
     return json.dumps(list(answer.rows) if isinstance(answer, Rows) else answer)
+
+
+def test_a_job_that_says_it_is_of_a_sweep_hides_it_from_nobody(honed: Daemon) -> None:
+    mine = admit(honed, State.QUEUED)
+    arrivals = Arrivals(honed._spool)
+    (honed._spool.incoming_dir / "theirs.json").write_text("{}")
+    claim = arrivals.claim(honed._spool.incoming_dir / "theirs.json")
+    assert claim is not None
+    arrivals.copy(claim, max_bytes=100)
+    theirs = Job(
+        id=claim.id,
+        output_dir="/o",
+        name="theirs",
+        submitted_at=2.0,
+        source="theirs.json",
+        uid=STRANGER,
+        group=mine.group,
+    )
+    arrivals.admit(theirs, claim, PlanFile({}))
+    for uid, name in ((OWNER, "secret"), (STRANGER, "theirs")):
+        for reference in ("9", "sweep"):
+            found = json.loads(answered(honed, "group", uid, {"id": reference}))
+            assert [job["name"] for job in found["jobs"]] == [name]
 
 
 def closed(honed: Daemon) -> list[str]:

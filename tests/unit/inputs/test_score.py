@@ -149,6 +149,7 @@ def test_an_administrators_metric_comes_in_through_an_entry_point(plug_in: Calla
         metric_names.check("shout", "guard.metric")
     plug_in("def shout(text, truth):\n    return float(text.isupper()) if text.isalpha() else None\n")
     metric_names.check("shout", "guard.metric")
+    assert metric_names.parts("shout/tag:x") == ("shout", "tag:x")
     found = score.score(["YES", "no", "?"], ["x"] * 3, [score.find("shout")])
     assert found == score.Scores({"shout": pytest.approx(1 / 3), "shout_parsable": pytest.approx(2 / 3)}, [])
 

@@ -28,7 +28,10 @@ from honed.system.layout import Layout
             "line 2: spool.settle_sec: expected a number, at least 0 and at most 60, got nan",
         ),
         ("spool = 3", "line 1: spool: expected a mapping, got 3"),
-        ("[jobs]\nrunner = 'slurm'", "line 2: jobs.runner: expected one of auto, process, systemd, got 'slurm'"),
+        (
+            "[jobs]\nrunner = 'docker'",
+            "line 2: jobs.runner: expected one of auto, process, systemd, slurm, got 'docker'",
+        ),
         ("[policy]\nallowed_paths = ['/srv',\n 'srv']", "line 3: policy.allowed_paths: use an absolute path"),
         ("[reporting]\nmetrics_api_url = 'ftp://x'", "reporting.metrics_api_url: not an HTTP or HTTPS URL, got"),
         ("[jobs]\nmax_running = 1\n[jobs]\n", "Cannot declare"),

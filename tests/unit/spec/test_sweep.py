@@ -65,12 +65,22 @@ def test_some_combinations_are_drawn_by_a_seed() -> None:
         ({"lora.r": [8], "seed": 2}, "is only for random"),
         ({"lora.r": [8], "early_stopping": True}, "expected a list of values, got true"),
         ({"datasets.3.max_rows": [1]}, "the list has no item 3"),
+        ({f"training.key{n}": [*range(10)] for n in range(20)} | {"random": 3}, "too many combinations"),
     ],
 )
 def test_a_sweep_that_is_none_is_refused(asked: Any, told: str) -> None:
     with pytest.raises(SpecError) as caught:
         members(asked)
     assert told in caught.value.told
+
+
+def test_a_date_and_a_value_without_keys_in_a_job_file_are_refused_in_words() -> None:
+    text = "name: 2024-01-01\nbase_model: /m\ndatasets: [{path: /d.jsonl}]\nsweep: {training.learning_rate: [1.0e-4]}\n"
+    with pytest.raises(SpecError, match="name: "):
+        spec.loads(text.encode(), ".yaml")
+    text = "base_model: /m\ndatasets: [/d.jsonl]\nsweep: {datasets.0.max_rows: [1]}\n"
+    with pytest.raises(SpecError, match="without keys"):
+        spec.loads(text.encode(), ".yaml")
 
 
 def test_a_job_file_with_a_sweep_is_read_as_the_first_of_its_jobs() -> None:

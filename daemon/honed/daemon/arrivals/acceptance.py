@@ -140,6 +140,9 @@ class Acceptance:
                 self.replanning.end(number, answer)
             elif isinstance(answer, Refused):
                 self._rejection.reject(pending.claim, answer.error)
+            elif is_sweep and len(answer.members) > self.config.spool.max_sweep_jobs:  # the helper is not trusted
+                problem = SpecError("sweep: more jobs than spool.max_sweep_jobs", hint="use fewer values")
+                self._rejection.reject(pending.claim, problem)
             elif is_sweep:
                 self._spread(pending, answer)
             elif answer.references or answer.spec.get("depends_on"):

@@ -53,7 +53,9 @@ def _longest_first(rows: Rows, args: Any) -> npt.NDArray[np.int64] | None:
 def kinds_by_length(data: Data, args: Any, progress: Progress) -> Kinds | None:
     """Return the kinds of the rows in the order of `by_length`; None where they have no groups, or no such order."""
     held_out, groups = data.held_out, data.groups
-    if held_out is None or groups is None or not groups.names or not progress.evaluates_by_length:
+    # A run that an earlier version began keeps its batches; TRL shuffles held-out rows, too.
+    is_kept = progress.evaluates_by_length and progress.predicts_evenly and not args.shuffle_dataset
+    if held_out is None or groups is None or not groups.names or not is_kept:
         return None
     order = _longest_first(held_out, args)
     return None if order is None else Kinds(groups, groups.codes[order])

@@ -242,14 +242,16 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
                 count = torch.tensor(num_tokens * num_processes, device=labels.device)
                 trained = float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=count))
             except Exception as error:
-                if is_out_of_memory(error):
+                if is_out_of_memory(error) or trainer.accelerator.num_processes > 1:
                     raise
                 traceback.print_exc()
                 return error
             compared = Comparison(trained, expected, tolerance, num_tokens)
             return compared if compared.agrees else replace(compared, tolerance=tolerance + 2 * spread())
-    except Exception as error:  # noqa: BLE001 - this check must not end a run
+    except Exception as error:
         traceback.print_exc()
+        if trainer.accelerator.num_processes > 1:
+            raise  # the other ranks wait in a collective operation of this one
         if is_out_of_memory(error) and torch.cuda.is_available():
             torch.cuda.empty_cache()
         log("warning", f"the loss could not be compared with the model's logits: {type(error).__name__}: {said(error)}")

@@ -283,8 +283,8 @@ class Trainer(SFTTrainer):
         self._limit = TimeLimit(assignment.spec.time_limit_sec, progress.elapsed_sec)
         kinds = None if ranks.are_several else kinds_by_length(data, args, progress)
         self._means = TokenMeans(kinds, ranks)
-        if kinds is None and progress.evaluates_by_length and data.groups is not None and data.groups.names:
-            why = "a model on several GPUs has" if ranks.are_several else "rows that are packed have"
+        if kinds is None and progress.predicts_evenly and data.groups is not None and data.groups.names:
+            why = "a model on several GPUs has" if ranks.are_several else "rows that are packed or shuffled have"
             events.log("info", f"{why} no evaluation loss by data set and tag, only scores")
         self._sealing = Sealing(stop.beat)
         self._saved_step = resumed_step  #: of the last checkpoint in its place
@@ -423,6 +423,8 @@ class Trainer(SFTTrainer):
                 collate_fn=loader.collate_fn,
                 num_workers=loader.num_workers,
                 pin_memory=loader.pin_memory,
+                multiprocessing_context=loader.multiprocessing_context,
+                prefetch_factor=loader.prefetch_factor,
             )
         )
 

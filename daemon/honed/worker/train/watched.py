@@ -145,8 +145,8 @@ class WatchedTrainer(Trainer):
                 began = time.monotonic()
                 self._write(model, trial)
                 self._write_sec = time.monotonic() - began
-                if self._is_best:
-                    self.settle()  # no later step can stand in for the best one
+                while self._is_best and not self._settled():  # no later step can stand in for the best one
+                    self._write(model, trial)
             self.state.best_model_checkpoint = self._ranks.broadcast(self.state.best_model_checkpoint)
 
     @property
