@@ -18,7 +18,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from honed.job.comparison import differences, scores_of, shared_answers, spec_of
+from honed.job.comparison import differences, shared_answers, spec_of
 from honed.job.progress import duration, figure
 from honed.job.spool import Spool
 from honed.page import plot
