@@ -301,6 +301,32 @@ def test_what_cannot_be_compared_is_said(web: Web) -> None:
     assert web.ask("/uplot.js")[1]["content-type"].startswith("text/javascript")
 
 
+def test_a_sweep_is_compared_and_of_a_large_one_the_best_jobs(instance: Instance) -> None:
+    instance.configure(webscene.SHARED)
+    instance.drop("sweep", name="succeed", sweep={"training.learning_rate": [number * 1e-5 for number in range(1, 18)]})
+    assert instance.drain() == 0
+    numbers = sorted(job.id for job in instance.spool.jobs(State.SUCCEEDED))
+    assert len(numbers) == 17
+    for place, number in enumerate(numbers):
+        webscene.tell(instance, number, 1 - abs(place - 5) / 20, steps=6)
+    instance.layout.database_path.unlink()
+    assert instance.drain() == 0
+    group = instance.spool.all_jobs()[numbers[0]].group
+    assert group is not None
+    with serving(instance) as web:
+        assert ("a", f"/compare?sweep={group['id']}") in {
+            (tag, keys.get("href")) for tag, keys in Page(web.ask("/")[2].decode()).elements
+        }
+        status, _, body = web.ask(f"/compare?sweep={group['id']}")
+    text = " ".join(Page(body.decode()).shown.split())
+    assert status == 200
+    assert "16 jobs compared Lowest evaluation loss: F succeed-6 " in text
+    assert "These are the 16 with the lowest evaluation loss of 17." in text
+    assert "succeed-16" in text
+    assert "succeed-17" not in text  # the worst
+    assert "training.learning_rate" in text
+
+
 def test_a_comparison_needs_the_right_to_each_job_and_shows_hostile_text_as_text(instance: Instance) -> None:
     for number in (1, 2):
         instance.drop(f"{number}", name=f"succeed.{HOSTILE[:30]}{number}")
