@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,10 @@ MAX_SAMPLES, MAX_TEXT, MAX_VALUE = 20, 4000, 200
 def render(stories: Sequence[Story], *, num_all: int, now: float) -> bytes:
     """Return the page. `num_all`: the jobs that it was asked for, of which it shows the best ones."""
     specs = differences([spec_of(story.shown) for story in stories])
-    metrics = differences([_scores(story) for story in stories])
+    telling = telling_scores(stories)
+    metrics = differences([_scores(story, telling) for story in stories])
     answers = shared_answers([story.predictions for story in stories])
+    answers.sort(key=lambda row: len(set(row["predictions"])) == 1)  # those in which the jobs differ first
     return document(
         "compare.html",
         title=f"honed: {len(stories)} jobs compared",
@@ -54,7 +56,7 @@ def render(stories: Sequence[Story], *, num_all: int, now: float) -> bytes:
         num_all=num_all,
         specs=[(key, [_value(value) for value in values]) for key, values in specs.items()],
         metrics=[(_words(name), [_value(value) for value in values]) for name, values in metrics.items()],
-        plots=_plots(stories),
+        plots=_plots(stories, telling),
         answers=[_answer(row) for row in answers[:MAX_SAMPLES]],
         num_answers=len(answers),
         max_text=MAX_TEXT,
@@ -83,12 +85,12 @@ def _best(stories: Sequence[Story]) -> int | None:
     return min(known, key=lambda place: known[place]) if len(known) > 1 else None
 
 
-def _scores(story: Story) -> dict[str, float]:
+def _scores(story: Story, telling: Container[str]) -> dict[str, float]:
     """Return the metrics of the last evaluation, scores of predictions first."""
-    found = {
-        name: value for name, value in story.shown["metrics"].items() if name.startswith(("predictions/", "eval_loss"))
-    }
-    return dict(sorted(found.items(), key=lambda each: (not each[0].startswith("predictions/"), each[0])))
+    metrics = story.shown["metrics"]
+    # With those of each data set and tag: `eval_loss/general`, `predictions/exact_match/tag:x`.
+    names = [name for name in metrics if name.startswith("eval_loss") or "/".join(name.split("/")[:2]) in telling]
+    return {name: metrics[name] for name in sorted(names, key=lambda name: (name.startswith("eval_loss"), name))}
 
 
 def _words(name: str) -> str:
@@ -107,8 +109,7 @@ def _value(value: Any) -> str:
             return json.dumps(value, ensure_ascii=False)[:MAX_VALUE]
 
 
-def _plots(stories: Sequence[Story]) -> list[Markup]:
-    scores = telling_scores(stories)
+def _plots(stories: Sequence[Story], scores: Sequence[str]) -> list[Markup]:
     titles = {
         "loss": "Training loss",
         "eval_loss": "Evaluation loss",

@@ -206,11 +206,13 @@ def _ends(story: Story) -> str:
 
 
 def telling_scores(stories: Sequence[Story]) -> list[str]:
-    """Return the metrics of the predictions as a whole; one that was always 0 says nothing beside others."""
+    """Return the metrics of the predictions as a whole. One that was always 0 says nothing beside others, and no more
+    does the share of answers that a metric could read where it could read all."""
     values: dict[str, list[float]] = {}
     for name, _, value, _ in itertools.chain.from_iterable(story.figures for story in stories):
         if name.startswith("predictions/") and name.count("/") == 1:
             values.setdefault(name, []).append(value)
+    values = {name: found for name, found in values.items() if not (name.endswith("_parsable") and min(found) == 1)}
     return [name for name in values if any(values[name])] or list(values)
 
 
@@ -223,12 +225,9 @@ def _overview(story: Story, *, now: float) -> Iterable[tuple[str, Any]]:
         yield "step", f"{progress.get('step')} of {num_steps}"
     for name, words in (("train_loss", "training loss"), ("eval_loss", "evaluation loss")):
         yield words, figure(metrics[name]) if isinstance(metrics.get(name), int | float) else None
-    scores = {
-        name: value for name, value in metrics.items() if name.startswith("predictions/") and name.count("/") == 1
-    }
-    said = [name for name in scores if any(value for _, value in story.points(name))]
-    for name in said or scores:  # one that was always 0 says nothing beside others
-        yield f"{name.removeprefix('predictions/').replace('_', ' ')} of predictions", figure(scores[name])
+    for name in telling_scores([story]):
+        if name in metrics:
+            yield f"{name.removeprefix('predictions/').replace('_', ' ')} of predictions", figure(metrics[name])
     yield "time", duration(seconds) if job.attempts else None
     yield "preemptions", job.num_preemptions or None
     yield "base model", spec.get("base_model")
