@@ -1,0 +1,44 @@
+"""The documentation as a site: scripts/docs builds it into build/site.
+
+Sphinx with MyST and furo, for what a site of an offline tool needs: pages are plain Markdown that GitHub shows as well;
+the search is in the browser and works from files; a link without its target, or a page in no list, is a warning, and
+warnings are errors; Sphinx has been kept for eighteen years, and furo is the theme of pip and of Python's packaging
+guides. Material for MkDocs has stopped, and its successor Zensical (0.1) cannot fail on a broken anchor yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+project, author = "honed", "the maintainers of honed"
+project_copyright = author
+extensions = ["myst_parser"]
+master_doc = root_doc = "index"
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["site", "man"]
+html_theme, html_title = "furo", "honed"
+html_theme_options = {"navigation_with_keys": True}
+html_copy_source = html_show_sourcelink = False
+# GitHub's anchors, to which the pages link.
+myst_heading_anchors = 4
+suppress_warnings = ["misc.highlighting_failure"]
+#: The pages of each part of the site, in the order of its menu.
+PARTS = {
+    "Begin": ("tutorial", "install"),
+    "Guides": ("guides/from-axolotl", "guides/from-llama-factory", "web", "cluster"),
+    "Reference": ("job-spec", "configuration", "operation", "database", "gpu"),
+    "Explanation": ("architecture", "precision", "masks", "reliability", "security", "benchmarks"),
+}
+
+
+def add_menu(_app: Any, name: str, content: list[str]) -> None:
+    """Append the menu to the first page: its Markdown has it as links, which GitHub shows."""
+    if name == root_doc:
+        for caption, pages in PARTS.items():
+            lines = [f":caption: {caption}", ":hidden:", "", *pages]
+            content[0] += "\n\n" + "\n".join(["```{toctree}", *lines, "```"])
+
+
+def setup(app: Any) -> None:
+    """Register `add_menu` with Sphinx."""
+    app.connect("source-read", add_menu)
