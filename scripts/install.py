@@ -355,8 +355,8 @@ class Installer:
         ):
             if (completions / name).exists():
                 yield completions / name, target
-        for path in sorted((CHECKOUT / "docs").glob("*.md")):
-            yield path, places.doc_dir / path.name
+        for path in sorted((CHECKOUT / "docs").rglob("*.md")):
+            yield path, places.doc_dir / path.relative_to(CHECKOUT / "docs")
         yield CHECKOUT / "etc/honed-job.schema.json", places.doc_dir / "honed-job.schema.json"
         for name in ("examples", "grafana", "prometheus"):
             for path in sorted((CHECKOUT / "etc" / name).iterdir()):

@@ -37,8 +37,14 @@ def test_somebody_elses_job_waits_for_a_reason_without_names(instance: Instance)
     instance.wait_state("slow-400", State.RUNNING)
     instance.drop("b", name="succeed.b", depends_on=["slow-400"])
     wait_for(lambda: instance.job("succeed.b"), what="the second job")
+    instance.client.ask("drain", id="cpu", reason="for anna")
     with serving(instance) as web:
         row = web.json("/api/jobs")["jobs"][0]
+        status, _, page = web.ask("/")
+    assert status == 200
+    assert b"job 2" in page
+    assert b">drained<" in page
+    assert not {each for each in (b"slow-400", b"succeed.b", b"anna") if each in page}
     assert (row["name"], row["waiting_for"]) == ("", {"reason": "dependency", "detail": ""})
 
 

@@ -161,6 +161,7 @@ class JobList:
             num_hidden=num_hidden,
             older_than=older_than,
             status=status,
+            line=status["status"] if status and asker.reads_all else "",  # it names jobs
             devices=self._devices(everything, asker),
             rows=[(row, *cells) for row, cells in zip(shown, self._cells(shown, asker), strict=True)],
             login=login,
