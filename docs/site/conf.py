@@ -3,8 +3,8 @@
 Sphinx with MyST and furo, for what a site of an offline tool needs: pages are plain Markdown that GitHub shows as well;
 the search is in the browser and works from files; nothing is loaded from elsewhere; a link without its target, or a
 page in no menu, is a warning, and warnings are errors. Zensical, the successor of Material for MkDocs, was tried
-(0.1.3): it finds broken links as well, but no page in no menu, loads its fonts from Google unless told otherwise, and is
-young.
+(0.1.3): it finds broken links as well, but no page in no menu, loads its fonts from Google unless told otherwise, and
+is young.
 """
 
 from __future__ import annotations

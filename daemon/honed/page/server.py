@@ -243,7 +243,10 @@ def listen(address: str) -> socket.socket:
         made.listen(BACKLOG)
     except OSError as error:
         made.close()
-        raise EnvironmentInvalidError(f"{address}: {error.strerror}", hint="set it in web.listen") from error
+        raise EnvironmentInvalidError(
+            f"{address}: {error.strerror}",
+            hint="choose another in web.listen, with --listen, or with `honectl web --port`",
+        ) from error
     return made
 
 
