@@ -31,6 +31,8 @@ def test_an_evaluation_of_a_jobs_adapter_shows_the_figures_of_its_end(real: Real
     memory = again["memory"]["estimated"]
     assert (memory["gradient_bytes"], memory["optimizer_bytes"]) == (0, 0)
     page = real.layout.job(job.id).report_path
-    text = wait_for(lambda: page.exists() and "succeeded" in (found := page.read_text()) and found, what="the report")
-    assert "By data set and tag" in text
-    assert "How to load it" not in text
+    text = wait_for(
+        lambda: page.exists() and "By data set and tag" in (found := page.read_text()) and found, what="the report"
+    )
+    assert "succeeded" in text
+    assert "How to load" not in text

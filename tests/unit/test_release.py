@@ -36,7 +36,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "tests@localhost")
     made = tmp_path / "tree"
     made.mkdir()
-    wanted = ("daemon", "docs/man", "docs/*.md", "etc", "scripts", "pyproject.toml", ".gitignore")
+    wanted = ("daemon", "docs/man", "docs/*.md", "etc", "scripts", "pyproject.toml")
     names = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "--", *wanted).splitlines()
     for name in names:
         if (ROOT / name).is_file():
@@ -46,7 +46,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (made / "scripts/check").write_text('#!/bin/sh\n[ ! -e "$FAILS" ]\n')
     (made / "CHANGELOG.md").write_text("# Changes\n\n## Unreleased\n\n- News.\n\n## 0.0.1 (2026-01-01)\n")
     (made / ".venv").symlink_to(ROOT / ".venv")
-    (made / ".gitignore").write_text(".venv\n")
+    (made / ".gitignore").write_text(".venv\n__pycache__\n")
     git(made, "init", "--quiet")
     git(made, "add", "--all")
     git(made, "commit", "--quiet", "--message", "all")

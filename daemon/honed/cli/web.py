@@ -29,7 +29,7 @@ def web(instance: Instance, options: argparse.Namespace) -> int:
     if layout.is_of_system:
         raise UsageError(
             "`honectl web` is for your per-user instance (--user) and for an instance in a directory (--root DIR)",
-            hint="for the system's instance: systemctl enable --now honed-web.socket; see docs/web.md",
+            hint="for the system's instance: systemctl enable --now honed-web.socket",
         )
     if (link := session.find(layout)) is not None:
         print(link, flush=True)

@@ -50,8 +50,8 @@ STREAM_SEC, POLL_SEC, HEARTBEAT_SEC = 900.0, 1.0, 15.0
 MAX_READERS = 3
 #: Characters of the numbers of jobs in an address.
 MAX_IDS = 1000
-#: Our own scripts; see templates/.
-SCRIPTS = frozenset({"live", "list", "plots"})
+#: The scripts of the pages: our own, in templates/, and uPlot.
+SCRIPTS = frozenset({"live", "list", "plots", "uplot"})
 
 
 @dataclass
@@ -298,17 +298,16 @@ def _ids(words: str) -> list[int]:
 
 
 @cache
-def _content(name: str) -> str | None:
-    """Return the content of a script; None if there is no such script."""
-    if name == "uplot":
-        return vendored("uplot/uPlot.iife.min.js")
-    return source(f"{name}.js") if name in SCRIPTS else None
+def _content(name: str) -> str:
+    """Return the content of one of the scripts."""
+    return vendored("uplot/uPlot.iife.min.js") if name == "uplot" else source(f"{name}.js")
 
 
 def _script(request: Request) -> Response:
-    if (content := _content(request.path_params["name"])) is None:
+    name = request.path_params["name"]
+    if name not in SCRIPTS:  # never asked of the cache, which would keep every name
         raise HTTPException(404)
-    return Response(content, media_type="text/javascript")
+    return Response(_content(name), media_type="text/javascript")
 
 
 def _at_once(answer: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:

@@ -380,6 +380,8 @@ class _Yaml:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         said = getattr(error, "problem", None) or "a character that YAML does not allow"
         line = mark.line + 1 if mark else None
+        if "nesting depth" in said or "nesting depth" in str(getattr(error, "context", None)):  # PyYAML's own limit
+            raise fault(f"nested more than {MAX_DEPTH} levels deep", line=line) from None
         lines = self._text.splitlines()
         if line and line <= len(lines) and "\t" in re.match(r"\s*", lines[line - 1])[0]:  # type: ignore[index]
             raise fault("a tab in the indentation", line=line, hint="indent YAML with spaces") from None
