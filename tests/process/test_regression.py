@@ -59,7 +59,9 @@ def test_a_trained_model_made_worse_is_regressed_with_its_guard_and_a_success_wi
 
     pages = {each["id"]: Page.of(real.layout.job(each["id"]).report_path) for each in (guarded, unguarded)}
     assert "regressed: token_f1 fell from 1.000 to 0." in first_line(pages[guarded["id"]])
-    assert str(kept) in pages[guarded["id"]].shown.split("How to load and serve it")[-1]
+    _, *after = pages[guarded["id"]].shown.split("How to load and serve it")
+    assert after, "in the contents, and above the code"
+    assert str(kept) in after[-1]
     assert "succeeded, but worse than it began: eval_loss rose from 0." in first_line(pages[unguarded["id"]])
     outcomes = [
         keys["class"]
