@@ -108,9 +108,9 @@ complete -c honectl -n '_shtab_honectl_using list' -l after -xka "(honectl --job
 complete -c honectl -n '_shtab_honectl_using list' -l sort -x -d 'sort by a column: score, elapsed, loss, submitted, …; --sort=-KEY reverses'
 complete -c honectl -n '_shtab_honectl_using list' -l filter -x -d 'list only jobs with KEY=VALUE, KEY~TEXT or KEY>NUMBER (also !=, <, >=, <=); may be repeated'
 complete -c honectl -n '_shtab_honectl_using list' -s o -l output -x -d 'wide (every column), json, name, or columns=id,name,score'
-complete -c honectl -n '_shtab_honectl_using list' -l rejected -d 'list refused files instead of jobs'
+complete -c honectl -n '_shtab_honectl_using list' -l rejected -d 'list rejected files instead of jobs'
 complete -c honectl -n '_shtab_honectl_using list; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d 'list only these jobs'
-complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a show -d 'show a job'"'"'s details, or why a file was refused'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a show -d 'show a job'"'"'s details, or why a file was rejected'
 complete -c honectl -n '_shtab_honectl_using show' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using show' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using show; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID

@@ -36,7 +36,7 @@ _shtab_honectl_commands() {
     resume:'start queued jobs again'
     sandbox:'give the units access to policy.allowed_paths (as root)'
     schema:'print the JSON Schema of job files, for editors'
-    show:'show a job'"'"'s details, or why a file was refused'
+    show:'show a job'"'"'s details, or why a file was rejected'
     submit:'check and submit job files; relative paths become absolute'
     trial:'run a job on eight rows, ahead of the queue, and report learning, duration and memory'
     undrain:'start jobs on a device again (administrators)'
@@ -156,7 +156,7 @@ _shtab_honectl_list_options=(
   "--sort[sort by a column\: score, elapsed, loss, submitted, \…\; --sort\=-KEY reverses]:KEY:"
   "*--filter[list only jobs with KEY\=VALUE, KEY\~TEXT or KEY\>NUMBER (also \!\=, \<, \>\=, \<\=)\; may be repeated]:TEST:"
   {-o,--output}"[wide (every column), json, name, or columns\=id,name,score]:FORM:"
-  "--rejected[list refused files instead of jobs]"
+  "--rejected[list rejected files instead of jobs]"
   "*:list only these jobs:_honectl_jobs"
 )
 

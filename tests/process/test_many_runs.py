@@ -50,7 +50,7 @@ def test_a_list_is_sorted_filtered_and_has_the_columns_that_were_asked_for(runs:
 
 
 def test_a_refused_file_is_listed_and_shown_beside_the_jobs(runs: Instance) -> None:
-    assert "1 refused file, the newest odd.json" in runs.honectl("list", check=True).stdout
+    assert "1 rejected file, the newest odd.json" in runs.honectl("list", check=True).stdout
     listed = runs.honectl("list", "--rejected", check=True).stdout
     assert "odd.json" in listed
     assert "colour" in listed

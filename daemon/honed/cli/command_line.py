@@ -182,8 +182,8 @@ def _add_jobs(add: Add) -> None:
     verb.add_argument(
         "-o", "--output", metavar="FORM", help="wide (every column), json, name, or columns=id,name,score"
     )
-    verb.add_argument("--rejected", action="store_true", help="list refused files instead of jobs")
-    add("show", "listing:show", "show a job's details, or why a file was refused").add_argument("id", metavar="ID")
+    verb.add_argument("--rejected", action="store_true", help="list rejected files instead of jobs")
+    add("show", "listing:show", "show a job's details, or why a file was rejected").add_argument("id", metavar="ID")
     verb = add("logs", "joblog:logs", "show the log of a job's attempts; with --json one line of JSON per event")
     verb.add_argument("id", metavar="ID")
     verb.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")

@@ -131,7 +131,7 @@ def _say_num_refused(found: Refused | None) -> None:
     """Print how many refused files there are, if any; an older honed does not say."""
     if found and found["num"]:
         more = "" if found["are_all"] else " or more"
-        files = "refused file" if found["num"] == 1 else "refused files"
+        files = "rejected file" if found["num"] == 1 else "rejected files"
         newest = terminal.plain(found["files"][0]["file"], limit=40)
         terminal.say(f"{found['num']}{more} {files}, the newest {newest}: honectl list --rejected", style="dim")
 
@@ -153,7 +153,7 @@ def _list_refused(instance: Instance, options: argparse.Namespace) -> int:
         for each in found["files"]
     ]
     if not rows:
-        terminal.say("no refused files")
+        terminal.say("no rejected files")
         return 0
     terminal.table(["file", "refused (UTC)", "detail"], rows)
     terminal.say("honectl show FILE prints the whole reason; honectl prune --rejected removes such files", style="dim")
