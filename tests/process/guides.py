@@ -19,7 +19,7 @@ from harness import RealInstance
 
 import guide
 import warm
-from zoo import shipped
+from zoo import settings, shipped
 from zoo.model import build_checkpoint, write_facts
 from zoo.vision import build_vision_checkpoint
 
@@ -35,10 +35,10 @@ def vision(root: Path) -> None:
     template = shipped.source("qwen2_5_vl")
     model = root / "srv/models/Qwen2.5-VL-3B-Instruct"
     build_vision_checkpoint(model, "qwen2_5_vl", chat_template=template)
-    settings = model / "preprocessor_config.json"
-    images = json.loads(settings.read_text())
+    processor = model / "preprocessor_config.json"
+    images = json.loads(processor.read_text())
     images["size"]["longest_edge"] = 12_845_056  # as in the real one
-    settings.write_text(json.dumps(images))
+    processor.write_text(json.dumps(images))
     (root / "srv/data/tiles").mkdir(parents=True)
     for number, color in enumerate(("red", "green", "blue", "yellow")):
         Image.new("RGB", (448 + 28 * number, 448), color).save(root / f"srv/data/tiles/{color}.png")
@@ -60,7 +60,18 @@ def chat_data(root: Path) -> None:
     (model / "chat_template.jinja").write_text(shipped.source("qwen3"), encoding="utf-8")
 
 
-PAGES: dict[str, Callable[[Path], None]] = {"vision": vision, "merge-chains": merge_chains, "chat-data": chat_data}
+def other_tools(root: Path) -> None:
+    """Write settings of other tools, with the data that they name."""
+    settings.write(root / HOME, num_rows=1)
+
+
+PAGES: dict[str, Callable[[Path], None]] = {
+    "vision": vision,
+    "merge-chains": merge_chains,
+    "chat-data": chat_data,
+    "from-axolotl": other_tools,
+    "from-llama-factory": other_tools,
+}
 
 
 class Reader:
@@ -100,7 +111,7 @@ class Reader:
                 text=True,
                 check=False,
             )
-        return done.stdout.replace(str(self.root), "")
+        return done.stdout.replace(str(self.root), "").replace(str(guide.DOCS.parent), "/home/anna/src/honed")
 
 
 def follow(name: str, root: Path, act: Callable[..., None]) -> Reader:
@@ -108,7 +119,8 @@ def follow(name: str, root: Path, act: Callable[..., None]) -> Reader:
     reader = Reader(root)
     try:
         PAGES[name](root)
-        reader.real.start()
+        if PAGES[name] is not other_tools:
+            reader.real.start()
         act(guide.DOCS / f"guides/{name}.md", reader.write, reader.shell)
     finally:
         reader.real.end()

@@ -10,7 +10,7 @@ import pytest
 import guide
 
 
-@pytest.mark.parametrize("name", ["vision", "chat-data"])
+@pytest.mark.parametrize("name", ["vision", "chat-data", "from-axolotl", "from-llama-factory"])
 def test_each_command_of_a_guide_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
     reader = guides.follow(name, tmp_path, guide.check)
     assert reader.real.rejected() == {}
