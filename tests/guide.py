@@ -17,6 +17,7 @@ _NAMED = re.compile(r"`([\w./-]+)`:\n+\Z")
 _COMMAND = re.compile(r"(?:(\w+)\$|\$) (.*)\Z", re.DOTALL)
 #: Parts of an output that differ from run to run and from machine to machine.
 _VARYING = [
+    (re.compile(r" of \S+ [KMG]i?B on .+$"), " of <size> on <device>"),
     (re.compile(r"^\d\d:\d\d:\d\d(?= )"), "<time>"),
     (re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d)?(Z| UTC)?)?"), "<time>"),
     (re.compile(r"\b(Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d\d:\d\d\b"), "<time>"),

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -60,26 +61,34 @@ def chat_data(root: Path) -> None:
     (model / "chat_template.jinja").write_text(shipped.source("qwen3"), encoding="utf-8")
 
 
+def tutorial(root: Path) -> None:
+    """Write the quickstart's model and data."""
+    runpy.run_path(str(guide.DOCS.parent / "scripts/demonstration.py"))["build"](root / HOME)
+
+
 def other_tools(root: Path) -> None:
     """Write settings of other tools, with the data that they name."""
     settings.write(root / HOME, num_rows=1)
 
 
 PAGES: dict[str, Callable[[Path], None]] = {
-    "vision": vision,
-    "merge-chains": merge_chains,
-    "chat-data": chat_data,
-    "from-axolotl": other_tools,
-    "from-llama-factory": other_tools,
+    "tutorial": tutorial,
+    "guides/vision": vision,
+    "guides/merge-chains": merge_chains,
+    "guides/chat-data": chat_data,
+    "guides/from-axolotl": other_tools,
+    "guides/from-llama-factory": other_tools,
 }
 
 
 class Reader:
     """A reader at a terminal, whose instance runs in `root`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, has_usual_imports: bool) -> None:
         self.root = root
+        self._has_usual_imports = has_usual_imports  #: a preview of rows with media imports more
         self.real = RealInstance(root / INSTANCE)
+        self.real.configure("[device]\ngpus = []\n")  # as the machine was that printed the pages
 
     def ours(self, text: str) -> str:
         """Return a text of the page with the paths that its files have here."""
@@ -97,7 +106,9 @@ class Reader:
         verb, _, rest = words.partition(" | ")
         with tempfile.TemporaryFile("w+") as output:
             if verb.startswith("honectl "):
-                line = [sys.executable, "-m", "honed.cli.honectl", *verb.split()[1:]]
+                is_warm = verb.startswith("honectl preview ") and self._has_usual_imports
+                program = [str(Path(__file__).with_name("warmpreview.py"))] if is_warm else ["-m", "honed.cli.honectl"]
+                line = [sys.executable, *program, *verb.split()[1:]]
                 warm.Popen(line, stdout=output, stderr=subprocess.STDOUT, cwd=self.root / HOME, env=environment).wait()
                 output.seek(0)
                 words = rest or "cat"
@@ -116,12 +127,12 @@ class Reader:
 
 def follow(name: str, root: Path, act: Callable[..., None]) -> Reader:
     """Have a reader follow a page: `guide.check` or `guide.rewrite`."""
-    reader = Reader(root)
+    reader = Reader(root, has_usual_imports=PAGES[name] is not vision)
     try:
         PAGES[name](root)
-        if PAGES[name] is not other_tools:
+        if PAGES[name] in (vision, merge_chains):
             reader.real.start()
-        act(guide.DOCS / f"guides/{name}.md", reader.write, reader.shell)
+        act(guide.DOCS / f"{name}.md", reader.write, reader.shell)
     finally:
         reader.real.end()
     return reader
@@ -129,7 +140,8 @@ def follow(name: str, root: Path, act: Callable[..., None]) -> Reader:
 
 def main() -> None:
     """Write the outputs of the pages that are named, or of all."""
-    for name in sys.argv[1:] or [*PAGES, "shared-machine"]:
+    named = [word.removeprefix("docs/").removesuffix(".md") for word in sys.argv[1:]]
+    for name in named or [*PAGES, "guides/shared-machine"]:
         if name in PAGES:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
                 follow(name, Path(directory), guide.rewrite)

@@ -26,6 +26,7 @@ class People:
         machine.run("chmod", "-R", "a+rX", "/srv/models", "/srv/data")
         for user in PEOPLE:
             machine.add_user(user)
+        machine.write("/etc/honed/honed.toml.d/10-device.toml", "[device]\ngpus = []\n")
         machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
         machine.run("systemctl", "enable", "--now", "honed")
 
