@@ -42,7 +42,7 @@ print(json.dumps(found))
 
 
 def followed(user: str) -> list[list[int]]:
-    found = subprocess.run(  # noqa: S603 - the program above
+    found = subprocess.run(
         [sys.executable, "-c", PROGRAM, user],
         check=True, capture_output=True, text=True, start_new_session=True,
     )  # fmt: skip
