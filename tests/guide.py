@@ -24,7 +24,7 @@ _VARYING = [
     (re.compile(r"\b\d[\d.,]* (s|min|h|days?)\b"), "<duration>"),
     (re.compile(r"\b\d[\d.,]* ([KMG]i?)?B\b"), "<size>"),
     (re.compile(r"\b\d+\.\d{2,}(e-?\d+)?\b|\b\d(\.\d+)?e-\d+\b"), "<number>"),
-    (re.compile(r"(: job \d+ \(.*\)), (queued|running)$"), r"\1, queued"),
+    (re.compile(r"(\bjob \d+ \(.*\)), (queued|running)\b"), r"\1, queued"),
     (re.compile(r"[ \t]+"), " "),
 ]
 #: A line of progress: how many of them there are depends on the machine.
@@ -91,9 +91,11 @@ def normal(output: str) -> list[str]:
     return lines
 
 
-def check(page: Path, write: Callable[[File], None], shell: Shell) -> None:
-    """Follow a page; each command must print what the page says."""
+def check(page: Path, write: Callable[[File], None], shell: Shell, *, until: str | None = None) -> None:
+    """Follow a page, up to the command that begins with `until`; each must print what the page says."""
     for step in steps(page):
+        if until is not None and isinstance(step, Exchange) and step.command.startswith(until):
+            return
         if isinstance(step, File):
             write(step)
         else:

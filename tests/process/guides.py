@@ -130,7 +130,7 @@ def follow(name: str, root: Path, act: Callable[..., None]) -> Reader:
     reader = Reader(root, has_usual_imports=PAGES[name] is not vision)
     try:
         PAGES[name](root)
-        if PAGES[name] in (vision, merge_chains):
+        if PAGES[name] in (tutorial, vision, merge_chains):
             reader.real.start()
         act(guide.DOCS / f"{name}.md", reader.write, reader.shell)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import guides
@@ -13,11 +14,20 @@ import guide
 CHAIN = "guides/merge-chains"
 
 
-@pytest.mark.parametrize("name", [name for name in guides.PAGES if name != CHAIN])
+@pytest.mark.parametrize("name", [name for name in guides.PAGES if name not in (CHAIN, "tutorial")])
 def test_each_command_of_a_guide_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
     reader = guides.follow(name, tmp_path, guide.check)
     assert reader.real.rejected() == {}
     assert "Traceback" not in reader.real.log
+
+
+def test_the_tutorial_prints_what_it_says_before_it_trains(tmp_path: Path) -> None:
+    guides.follow("tutorial", tmp_path, functools.partial(guide.check, until="honectl trial"))
+
+
+@pytest.mark.exhaustive
+def test_each_command_of_the_tutorial_prints_what_it_says(tmp_path: Path) -> None:
+    guides.follow("tutorial", tmp_path, guide.check)
 
 
 def test_the_guide_to_merge_chains_trains_merges_and_trains_on_the_merged_model(tmp_path: Path) -> None:
