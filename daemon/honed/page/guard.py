@@ -3,10 +3,10 @@
     a request ── a place for it? ── GET or HEAD? ── a Host of ours? ── who asks? ──► the application
 
 A client with the token, or with the session of the instance's owner, reads every job. The session is one of the
-owner's processes: browsers send its cookie to every port of 127.0.0.1, so another user of this machine may get it. Over a unix socket the client is
-a user of this machine, who reads what the control socket would let them read. Over loopback without a token it may be
-any user of this machine: they read what everybody may read (policy.share_results), and of other jobs the number, state
-and progress.
+owner's processes: browsers send its cookie to every port of 127.0.0.1, so another user of this machine may get it. Over
+a unix socket the client is a user of this machine, who reads what the control socket would let them read. Over loopback
+without a token it may be any user of this machine: they read what everybody may read (policy.share_results), and of
+other jobs the number, state and progress.
 """
 
 from __future__ import annotations
