@@ -32,7 +32,7 @@ from honed.plan import loss
 from honed.spec import metric_names
 from honed.spec.optimizer import EIGHT_BIT
 from honed.spec.training import TrainingSpec
-from honed.system import durable
+from honed.system import durable, manual
 from honed.system.error import InterruptedRunError, SpecError, TimeLimitError, said
 from honed.text.maskcheck import IGNORED
 from honed.worker.assignment import Assignment
@@ -120,7 +120,7 @@ def arguments(
     try:
         made = SFTConfig(**{**_promised(), **defaults, **asked, **settled})
     except (TypeError, ValueError) as error:
-        raise SpecError(f"training: {said(error)}", hint="`man honed-job` lists all keys") from error
+        raise SpecError(f"training: {said(error)}", hint=manual.all_keys("honed-job.5")) from error
     if made.world_size > 1 and made.device.type == "cpu":
         vars(made)["_setup_devices"] = torch.device("cpu")  # of several ranks it has a number, which torch.load rejects
     return made
