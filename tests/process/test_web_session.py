@@ -149,7 +149,7 @@ def test_a_file_that_no_honed_web_has_locked_leads_nowhere(instance: Instance, c
 
 #: Asks as another user, and prints the status and whether a cookie came.
 ASK = """
-import http.client, os, sys
+import encodings.idna, http.client, os, sys
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
