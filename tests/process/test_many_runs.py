@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import subprocess
+import sys
 
 import pytest
 from harness import Instance, said_on_terminal
@@ -170,6 +173,25 @@ def test_two_jobs_are_told_apart_and_compared(runs: Instance) -> None:
     assert "\x1b" not in drawn
     assert max(map(len, drawn.splitlines())) <= 100
     assert runs.honectl("compare", "succeed.low").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"),
+    [("check", "reading the model and the data"), ("doctor", "looking at the configuration, the packages")],
+)
+def test_a_verb_that_takes_a_while_says_first_what_it_does(verb: str, said: str, runs_of_sweep: Instance) -> None:
+    job = next(iter(runs_of_sweep.spool.all_jobs()))
+    file = [str(runs_of_sweep.layout.job(job).spec_path)] if verb == "check" else []
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "honed.cli.honectl", "--root", str(runs_of_sweep.root), verb, *file]
+    with subprocess.Popen(
+        words, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"}
+    ) as process:
+        os.close(theirs)
+        first = os.read(ours, 1000).decode()
+        process.kill()
+    os.close(ours)
+    assert said in first
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
