@@ -120,7 +120,7 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
 
 def _is_of(job: Job, reference: str) -> bool:
     """Return True if a job is of the sweep with this name or number."""
-    return bool(job.group) and reference in (job.group["name"], str(job.group["id"]))
+    return job.group is not None and reference in (job.group["name"], str(job.group["id"]))
 
 
 def words_of_pruned(pruned: Job) -> str:
