@@ -13,7 +13,7 @@ _shtab_honectl_commands() {
     cancel:'cancel queued, held or running jobs'
     check:'check job files as honed does before it accepts them'
     compare:'show jobs side by side: specs, scores, losses, answers to the same examples'
-    convert:'convert settings of axolotl, LLaMA-Factory, TRL, an Unsloth script or an OpenAI request to a job file'
+    convert:'convert settings or a command line of axolotl, LLaMA-Factory or TRL, an Unsloth script or an OpenAI request to a job file'
     diff:'show the differences of two jobs: spec, plan, data, versions, scores'
     doctor:'check this machine: versions, GPU, disk, permissions'
     drain:'start no further jobs on a device; running ones end by themselves (administrators)'
@@ -90,7 +90,7 @@ _shtab_honectl_convert_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--from[tool that the settings are of (default\: told by their keys)]:tool:(axolotl llamafactory trl unsloth openai)"
   {-o,--output}"[write a new file instead of printing]:FILE:_files"
-  ":a .yaml, .json, .py or .ipynb file\; none of it is run:_files"
+  ":a .yaml, .json, .py, .ipynb or .sh file, or in quotes the command line that starts the training, such as \'trl sft --model_name_or_path \…\'\; none of it is run:_files"
 )
 
 # guard to ensure default positional specs are added only once per session

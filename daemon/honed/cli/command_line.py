@@ -108,10 +108,16 @@ def _add_beginnings(add: Add) -> None:
     verb = add(
         "convert",
         "convert:convert",
-        "convert settings of axolotl, LLaMA-Factory, TRL, an Unsloth script or an OpenAI request to a job file",
+        "convert settings or a command line of axolotl, LLaMA-Factory or TRL, an Unsloth script or an OpenAI request "
+        "to a job file",
         as_json=False,
     )
-    verb.add_argument("file", type=Path, metavar="FILE", help="a .yaml, .json, .py or .ipynb file; none of it is run")
+    verb.add_argument(
+        "file",
+        metavar="FILE",
+        help="a .yaml, .json, .py, .ipynb or .sh file, or in quotes the command line that starts the training, such as "
+        "'trl sft --model_name_or_path …'; none of it is run",
+    )
     verb.add_argument(
         "--from",
         dest="tool",

@@ -83,7 +83,8 @@ class Finding:
 
 
 def doctor(instance: Instance, options: argparse.Namespace) -> int:
-    found = [finding.as_dict() for finding in examine(instance.layout)]
+    with terminal.doing("looking at the configuration, the packages and the devices …"):
+        found = [finding.as_dict() for finding in examine(instance.layout)]
     if options.json:
         terminal.console.print_json(json.dumps(found))
     else:

@@ -65,13 +65,28 @@ def _chosen(instance: Instance, options: argparse.Namespace) -> Overview:
     if options.sort or options.filter:
         for key in [options.sort.removeprefix("-")] if options.sort else []:
             column.named(key)  # an unknown one is refused before all jobs are read
-        column.matching([], options.filter or [])
-        jobs = column.matching(instance.jobs(**choice, after=options.after), options.filter or [])
+        meets = column.test(
+            options.filter or [], {"class": lambda: _classes(instance), "sweep": lambda: _sweeps(instance)}
+        )
+        jobs = [job for job in instance.jobs(**choice, after=options.after) if meets(job)]
         jobs = column.ordered(jobs, options.sort) if options.sort else jobs
         return _whole(jobs[: options.limit])
     if is_all or options.output:
         return _whole(instance.jobs(**choice, limit=options.limit, after=options.after))
     return instance.overview(**choice)
+
+
+def _classes(instance: Instance) -> list[str]:
+    """Return the names of all classes, also of those that only old jobs have."""
+    from honed.spec import config
+
+    return sorted({*config.load(instance.layout).classes, *(job["class"] for job in instance.jobs() if job["class"])})
+
+
+def _sweeps(instance: Instance) -> list[str]:
+    """Return the names of all sweeps, and their numbers."""
+    groups = [group for job in instance.jobs() if (group := job.get("group"))]
+    return list(dict.fromkeys(word for group in groups for word in (group["name"], str(group["id"]))))
 
 
 def _whole(jobs: list[Row]) -> Overview:

@@ -59,6 +59,8 @@ class Parser(argparse.ArgumentParser):
         if extra:
             known = self._options_of(getattr(found, "verb", None))
             told = [hint for word in extra if (hint := _option_hint(word, known))]
+            if getattr(found, "verb", None) == "convert":
+                told = ["a command line is one word, in quotes: honectl convert 'trl sft --model_name_or_path …'"]
             self._refuse(f"unrecognized arguments: {' '.join(extra)}", told)
         return found
 

@@ -40,7 +40,7 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
     """Submit the files at `paths`: those of the options, with the paths in them made absolute."""
     if options.stage:
         paths = options.files = [_stage(instance, path, quiet=options.json) for path in paths]
-    checked = [_checked(instance, path, paths) for path in paths]
+    checked = [_checked(instance, path, paths, given) for path, given in zip(paths, options.files, strict=True)]
     if any(isinstance(each, HonedError) for each in checked):
         _remove_copies(instance, options)
         _say_refused(options, checked)
@@ -143,11 +143,11 @@ def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path |
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _checked(instance: Instance, path: Path, beside: list[Path]) -> Any:
+def _checked(instance: Instance, path: Path, beside: list[Path], original: Path) -> Any:
     """Return the check's verdict on a file, or the error with which honed would refuse it. Raises UsageError without a
     file."""
     try:
-        return draft.check_one(instance, path, beside=beside)
+        return draft.check_one(instance, path, beside=beside, original=original)
     except UsageError:
         raise
     except HonedError as error:

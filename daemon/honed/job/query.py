@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -100,6 +101,12 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
     named = [job for job in spool.named(reference) if asker.may_read(job)]
     if not named and (pruned := spool.pruned(reference)) is not None and asker.may_read(pruned):
         raise UsageError(f"job {pruned.id} ({pruned.name}) {words_of_pruned(pruned)}", hint="submit its job file again")
+    if not named and (members := [job for job in spool.all() if _is_of(job, reference) and asker.may_read(job)]):
+        first, last = min(job.id for job in members), max(job.id for job in members)
+        raise UsageError(
+            f"{reference!r} is a sweep of {len(members)} jobs, {first} to {last}",
+            hint=f"name one of them, such as {first}; honectl show {shlex.quote(reference)} lists them",
+        )
     if not named:
         raise UsageError(f"no job {reference!r}", hint="honectl list shows all jobs")
     active = [job for job in named if not job.state.is_final]
@@ -109,6 +116,11 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
         case several:
             numbers = ", ".join(str(job.id) for job in several)
             raise UsageError(f"{len(several)} jobs are named {reference!r}", hint=f"use its number: {numbers}")
+
+
+def _is_of(job: Job, reference: str) -> bool:
+    """Return True if a job is of the sweep with this name or number."""
+    return job.group is not None and reference in (job.group["name"], str(job.group["id"]))
 
 
 def words_of_pruned(pruned: Job) -> str:
@@ -255,8 +267,9 @@ def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) 
     found: dict[int, list[Job]] = {}
     is_others = False
     for job in spool.all():
-        if not job.group or reference not in (str(job.group["id"]), job.group["name"]):
+        if not _is_of(job, reference):
             continue
+        assert job.group is not None
         if asker.may_read(job):
             found.setdefault(job.group["id"], []).append(job)
         else:

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from honed.spec import document, problem, pydantic_errors, rule, sweep, synonym, variant
+from honed.spec import document, other_tool, problem, pydantic_errors, rule, sweep, synonym, variant
 from honed.spec.config import MAIL_ADDRESS, WEBHOOK_NAME
 from honed.spec.data_form import form_of
 from honed.spec.field import (
@@ -868,7 +868,8 @@ def validate(
         problems += rule.problems(mended, lines, except_of=touched)
     if problems:
         problems = _followed(data, problems, lines)
-        raise InvalidSpecError(sorted(problems, key=lambda each: each.line or 0))
+        problems = sorted(problems, key=lambda each: each.line or 0)
+        raise InvalidSpecError(problems, hint=other_tool.hint(data, problems))
     assert spec is not None
     spec = rule.with_batch(spec)
     if spec.kind == "merge" and "resources" not in spec.model_fields_set:
