@@ -22,7 +22,6 @@ from honed.daemon.arrivals.naming import locate, named_jobs
 from honed.daemon.backlog import Backlog
 from honed.daemon.placement import Placement
 from honed.job.arrival import too_large
-from honed.job.comparison import differences, flat
 from honed.job.database import Database
 from honed.job.editing import Edits, obstacle
 from honed.job.job import Job
@@ -225,7 +224,7 @@ class Editing:
 
 def _sections(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Return the top-level keys that differ, for the journal: deeper ones may be a user's own words."""
-    keys = dict.fromkeys(key.partition(".")[0] for key in differences([flat(before), flat(after)]))
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return ", ".join(keys) or "no value changed"
 
 
