@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -94,6 +98,31 @@ def test_an_editors_text_that_is_refused_is_kept_and_the_job_stays_as_it_was(wai
     assert "did you mean --set training.learning_rate=0.001?" in typo.stderr
     assert "/tmp" not in typo.stderr
     assert "line " not in typo.stderr
+
+
+def test_on_a_terminal_a_person_may_edit_a_refused_text_again(waiting: Instance, tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text(
+        '#!/bin/sh\nif [ -e "$0.2" ]; then sed -i s/learning_rat\\\\b/learning_rate/ "$1"\n'
+        'else touch "$0.2"; sed -i "s/learning_rate/learning_rat/; s/0.0001/7e-5/" "$1"; fi\n'
+    )
+    editor.chmod(0o755)
+    controller, side = pty.openpty()
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(waiting.root), "edit", "succeed"]
+    environment = os.environ | {"EDITOR": str(editor), "VISUAL": "", "TERM": "dumb"}
+    with subprocess.Popen(command, stdin=side, stdout=side, stderr=side, env=environment) as process:
+        os.close(side)
+        said = b""
+        while b"again? [Y/n]" not in said:
+            said += os.read(controller, 1 << 16)
+        assert b"learning_rat: unknown key" in said
+        os.write(controller, b"\n")
+        with contextlib.suppress(OSError):  # EIO: the other side is closed
+            while part := os.read(controller, 1 << 16):
+                said += part
+        assert process.wait() == 0, said.decode()
+    os.close(controller)
+    assert waiting.show("succeed")["spec"]["training"]["learning_rate"] == 7e-5
 
 
 def test_what_a_job_keeps_is_refused_by_name(waiting: Instance) -> None:
