@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 
 from harness import Instance, wait_for
 
 from honed.job.event import read
 from honed.job.job import Job, State
+from honed.page import comparison
+from honed.page.report import gather
 
 RATES = [3e-4, 1e-4, 2e-4, 4e-4, 5e-4]
 
@@ -59,6 +62,10 @@ def test_jobs_that_are_not_among_the_best_at_a_rung_end_early_and_can_be_continu
     assert f"job {fourth.id} was stopped early: at step 4 (rung 1) its eval_loss 0.0004 was number 4 of 4" in told
     assert f"has job {found['best']}" in told
     assert "stopped_early" in instance.honectl("list", check=True).stdout
+    stories = [gather(instance.spool, instance.layout, member(instance, number)) for number in range(1, 6)]
+    page = comparison.render(stories, num_all=5, now=time.time()).decode()
+    assert page.count("stopped early by its sweep: at step 4 (rung 1)") == 2
+    assert f'<span class="mark s1">B</span> <a href="/jobs/{found["best"]}">' in page.partition("Lowest evaluation")[2]
 
     instance.honectl("requeue", "rungs-4", check=True)
     done = instance.wait_state("rungs-4", State.SUCCEEDED)

@@ -12,6 +12,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -171,12 +172,18 @@ def test_a_staged_job_is_staged_anew_and_a_running_one_is_not_edited(instance: I
     assert instance.show("succeed")["spec"]["training"]["seed"] == 7
 
 
-def test_an_edit_that_honed_had_not_made_when_it_was_killed_is_made_after_the_next_start(waiting: Instance) -> None:
+@pytest.mark.parametrize("is_committed", [False, True], ids=["being checked", "half made"])
+def test_an_edit_that_honed_had_not_made_when_it_was_killed_is_made_after_the_next_start(
+    waiting: Instance, *, is_committed: bool
+) -> None:
     job = job_of(waiting)
     content: dict[str, Any] = json.loads(waiting.layout.job(job.id).spec_path.read_text())
     data = json.dumps(content | {"priority": 3}).encode()
     waiting.client.ask("edit", id=str(job.id), data=base64.b64encode(data).decode())
     waiting.kill(signal.SIGKILL)
+    if is_committed and not job_of(waiting).edited_at:  # as the next one is after the first of its file operations
+        changes = {"priority": 3, "is_deferred": True, "is_being_edited": True, "edited_at": (time.time(),)}
+        waiting.spool.update(job_of(waiting), **changes)
     waiting.start()
     wait_for(lambda: len(job_of(waiting).edited_at) == 1 and not job_of(waiting).is_being_edited, what="edited")
     assert (job_of(waiting).priority, waiting.show("succeed")["spec"]["priority"]) == (3, 3)

@@ -12,6 +12,7 @@ Each decision follows from the evaluations in honed.db and their times, and is m
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 
 from honed.daemon.attempts import Attempts
@@ -33,7 +34,8 @@ class Halvings:
         self._seen: dict[int, tuple[int, int]] = {}  # job number → offset of its events, and its evaluations
 
     def tend(self) -> None:
-        """Stop the running jobs that a rung has ended."""
+        """Stop the running jobs that a rung has ended. Raises OSError if the machine prevents it; it is tried again
+        then."""
         self._seen = {number: seen for number, seen in self._seen.items() if number in self._attempts.running}
         for running in self._attempts.running.values():
             job = running.job
@@ -42,12 +44,16 @@ class Halvings:
             offset, num_known = self._seen.get(job.id, (-1, 0))
             if offset == running.following.offset:
                 continue
-            own, num_steps = self._database.evaluations([job.id])[job.id], self._database.num_steps(job.id)
-            if num_steps is None:  # with the first steps' loss
+            try:
+                own, num_steps = self._database.evaluations([job.id])[job.id], self._database.num_steps(job.id)
+                if num_steps is None:  # told with the loss of the first steps
+                    continue
+                cut = self._cut(job, halving, num_steps) if len(own) > num_known else None
+            except sqlite3.Error:  # it is built again, and the job is looked at again with its next event
                 continue
-            self._seen[job.id] = running.following.offset, len(own)
-            if len(own) > num_known and (cut := self._cut(job, halving, num_steps)) is not None:
+            if cut is not None:
                 running.stop(Stop.HALVE, cut=cut)
+            self._seen[job.id] = running.following.offset, len(own)
 
     def _cut(self, job: Job, halving: Halving, num_steps: float) -> Cut | None:
         assert job.group is not None

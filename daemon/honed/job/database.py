@@ -253,13 +253,15 @@ class Database:
         """Return the evaluation losses of these jobs, of each one in the order of their time."""
         found: dict[int, list[Evaluation]] = {}
         sql = "SELECT step, value, created_at FROM metrics WHERE job_id = ? AND name = 'eval_loss' ORDER BY created_at"
-        for job_id in job_ids:
-            found[job_id] = [Evaluation(*row) for row in self._db.execute(sql, (job_id,)) if row[1] is not None]
+        with self._noting_damage():
+            for job_id in job_ids:
+                found[job_id] = [Evaluation(*row) for row in self._db.execute(sql, (job_id,)) if row[1] is not None]
         return found
 
     def num_steps(self, job_id: int) -> float | None:
         """Return the steps that a job makes in all, as it reported."""
-        row = self._db.execute("SELECT progress FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        with self._noting_damage():
+            row = self._db.execute("SELECT progress FROM jobs WHERE id = ?", (job_id,)).fetchone()
         return progress_of(json.loads(row[0]))["num_steps"] if row else None
 
     def offset(self, job_id: int, attempt: int) -> int:
