@@ -172,6 +172,26 @@ def test_a_staged_job_is_staged_anew_and_a_running_one_is_not_edited(instance: I
     assert instance.show("succeed")["spec"]["training"]["seed"] == 7
 
 
+def test_of_a_job_that_has_run_only_what_no_checkpoint_depends_on_is_edited(instance: Instance) -> None:
+    instance.start()
+    instance.drop("slow-60", name="slow-60", training={"seed": 1})
+    wait_for(lambda: (instance.job("slow-60") and instance.show("slow-60")["progress"]["step"]) or 0, what="a step")
+    instance.honectl("hold", "slow-60", check=True)
+    before = instance.wait_state("slow-60", State.HELD)
+    plan = instance.show("slow-60")["plan"]
+    refused = edit(instance, "slow-60", "--set", "training.seed=2")
+    assert "training: the job has run before, and would resume from a checkpoint" in refused.stderr
+    assert "priority, retry, time_limit_sec can be edited" in refused.stderr
+    assert edit(instance, "slow-60", "--set", "priority=5", "--set", "retry.max_attempts=7").returncode == 0
+    after = job_of(instance, "slow-60")
+    assert (after.priority, after.max_attempts, after.attempts) == (5, 7, before.attempts)
+    shown = instance.show("slow-60")
+    assert (shown["plan"], shown["spec"]["priority"]) == (plan, 5)
+    instance.honectl("release", "slow-60", check=True)
+    done = instance.wait_state("slow-60", State.SUCCEEDED)
+    assert (len(done.attempts), done.attempt.is_resumed) == (2, True)
+
+
 @pytest.mark.parametrize("is_committed", [False, True], ids=["being checked", "half made"])
 def test_an_edit_that_honed_had_not_made_when_it_was_killed_is_made_after_the_next_start(
     waiting: Instance, *, is_committed: bool

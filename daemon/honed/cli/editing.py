@@ -37,7 +37,7 @@ EDITORS = ("editor", "nano", "vi")
 def edit(instance: Instance, options: argparse.Namespace) -> int:
     """Change the job file of a job that waits."""
     job = instance.show(options.id)
-    if (refusal := obstacle(job["id"], job["name"], job["state"], has_run=bool(job["attempts"]))) is not None:
+    if (refusal := obstacle(job["id"], job["name"], job["state"])) is not None:
         raise refusal
     if not instance.is_up:
         raise EnvironmentInvalidError(

@@ -1,4 +1,4 @@
-"""Edits of jobs that have not started: a new job file, which is checked as if it arrived now.
+"""Edits of jobs that wait: a new job file, which is checked as if it arrived now.
 
     edit ── kept (job/editing.py) ──► replanning (a helper checks it as its owner) ──► made: entry, job file and plan
                                           └─ refused, or it changes what stays: the job is as it was
@@ -23,7 +23,7 @@ from honed.daemon.backlog import Backlog
 from honed.daemon.placement import Placement
 from honed.job.arrival import too_large
 from honed.job.database import Database
-from honed.job.editing import Edits, obstacle
+from honed.job.editing import ALWAYS, Edits, obstacle
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile
 from honed.job.query import Asker
@@ -107,7 +107,7 @@ class Editing:
         return {"id": job.id, "state": state, "error": error.as_dict() if error else None}
 
     def _require_editable(self, job: Job) -> None:
-        if (refusal := obstacle(job.id, job.name, job.state, has_run=bool(job.attempts))) is not None:
+        if (refusal := obstacle(job.id, job.name, job.state)) is not None:
             raise refusal
         who = f"job {job.id} ({job.name})"
         if job.id in self._pending:
@@ -152,7 +152,8 @@ class Editing:
 
     def _settle(self, job: Job, path: Path, answer: Answer) -> HonedError | None:
         """Make one edit, or drop it. Returns the reason of a refusal."""
-        before = self._spec_of(job)
+        plan = self._plan_of(job)
+        before = dict(plan.document.get("spec") or {})
         try:
             if job.is_being_edited:  # committed before a crash, so the job has its facts already
                 changes: dict[str, Any] = {"is_deferred": bool(job.inputs)}
@@ -169,9 +170,13 @@ class Editing:
                 "job %d (%s): its edit was refused: %s", job.id, job.name, first, extra=about(job, code=error.code)
             )
             return error
-        becomes = replace(job, **changes)
-        plan = self._acceptance.plan_of(becomes, answer) if isinstance(answer, Passed) else None
-        job = self._edits.make(job, path, changes, plan)
+        if isinstance(answer, Refused):
+            made = None
+        elif job.attempts:  # its checkpoint belongs to the decisions of its plan
+            made = PlanFile({**plan.document, "spec": answer.spec})
+        else:
+            made = self._acceptance.plan_of(replace(job, **changes), answer)
+        job = self._edits.make(job, path, changes, made)
         self._placement.forget(job)
         self._database.put_job(job)
         self._database.put_edits(job)
@@ -181,13 +186,14 @@ class Editing:
             log.warning("job %d (%s): %s", job.id, job.name, warning, extra=about(job))
         return None
 
-    def _spec_of(self, job: Job) -> dict[str, Any]:
+    def _plan_of(self, job: Job) -> PlanFile:
+        """Return a job's plan; an empty one if it cannot be read."""
         try:
-            return PlanFile.read(self._spool.job_layout(job.id).plan_path).spec
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return PlanFile.read(self._spool.job_layout(job.id).plan_path)
+        except (OSError, ValueError) as error:
             if durable.machine_fault(error):
                 raise
-            return {}
+            return PlanFile({})
 
     # -- what changes -------------------------------------------------------------------------------------------------
 
@@ -241,6 +247,12 @@ def _check_kept(job: Job, before: Mapping[str, Any], answer: Passed) -> None:
         raise SpecError(f"name: stays {job.name} in an edit", hint=f"{again}: --name NAME")
     if spec.get("group") != job.group:
         raise SpecError("group: honed writes it, and it stays in an edit", hint="leave it as it is")
+    for key in [key for key in {**before, **spec} if before.get(key) != spec.get(key)] if job.attempts else ():
+        if key not in ALWAYS:
+            raise SpecError(
+                f"{key}: the job has run before, and would resume from a checkpoint that belongs to the present value",
+                hint=f"{', '.join(ALWAYS)} can be edited; {again}",
+            )
     for key in job.group["values"] if job.group else ():
         path = problem.as_path(key)
         if problem.at(spec, path) != problem.at(before, path):

@@ -1,4 +1,4 @@
-"""Edits on the disk: a job that has not started gets another job file, and with it another entry and plan.
+"""Edits on the disk: a job that waits gets another job file, and with it another entry and plan.
 
     edits/<id>.<suffix>    the new job file, from its arrival until the edit has been made or refused
 
@@ -20,20 +20,19 @@ from honed.job.spool import Spool, names_in
 from honed.system import durable
 from honed.system.error import UsageError
 
+#: Keys that may change after a job has run: no checkpoint depends on them.
+ALWAYS = ("class", "depends_on", "notify", "pin", "priority", "retry", "time_limit_sec")
 
-def obstacle(number: int, name: str, state: str, *, has_run: bool) -> UsageError | None:
+
+def obstacle(number: int, name: str, state: str) -> UsageError | None:
     """Return why a job cannot get another job file, and what to do instead; None if it can."""
-    who, again = f"job {number} ({name})", f"honectl rerun {number} --set KEY=VALUE makes a new job of its file"
-    stop = f"; honectl cancel {number} ends this one"
-    if state not in {State.QUEUED, State.HELD}:
-        hint = again + (stop if state == State.RUNNING else "")
-        return UsageError(f"{who} is {state}, but edit needs a job that is queued or held", hint=hint)
-    if has_run:
-        return UsageError(
-            f"{who} has run before, and would resume with its present job file, which its checkpoint belongs to",
-            hint=again + stop,
-        )
-    return None
+    if state in {State.QUEUED, State.HELD}:
+        return None
+    hint = f"honectl rerun {number} --set KEY=VALUE makes a new job of its file"
+    stop = f"; honectl cancel {number} ends this one" if state == State.RUNNING else ""
+    return UsageError(
+        f"job {number} ({name}) is {state}, but edit needs a job that is queued or held", hint=hint + stop
+    )
 
 
 class Edits:

@@ -245,8 +245,8 @@ class Job:
 
     @property
     def is_editable(self) -> bool:
-        """True if it may get another job file: it waits, and no checkpoint of it belongs to the present one."""
-        return self.state in {State.QUEUED, State.HELD} and not self.attempts
+        """True if it may get another job file."""
+        return self.state in {State.QUEUED, State.HELD}
 
     @property
     def was_stopped_early(self) -> bool:
