@@ -50,8 +50,8 @@ function _shtab_honectl_using
   test "$_shtab_honectl_cmdpath" = "$argv"
 end
 
-set -g _shtab_honectl_commands init convert schema submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report web sandbox metrics doctor
-set -g _shtab_honectl_opts_with_value --after --data --filter --for --from --job --keep --limit --max-size --method --model --name --older-than --output --owner --port --reason --root --rows --sample --samples --set --sort --state --step --until -o
+set -g _shtab_honectl_commands init convert schema submit check plan preview trial list show logs watch cancel hold release requeue edit rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report web sandbox metrics doctor
+set -g _shtab_honectl_opts_with_value --after --data --file --filter --for --from --job --keep --limit --max-size --method --model --name --older-than --output --owner --port --reason --root --rows --sample --samples --set --sort --state --step --until -o
 
 complete -c honectl -e
 complete -c honectl -f
@@ -142,6 +142,12 @@ complete -c honectl -n '_shtab_honectl_using requeue' -s h -l help -d 'show this
 complete -c honectl -n '_shtab_honectl_using requeue' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using requeue' -l from-start -d 'discard its checkpoints and start over'
 complete -c honectl -n '_shtab_honectl_using requeue; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a edit -d 'change the job file of a queued or held job, in an editor or with --set'
+complete -c honectl -n '_shtab_honectl_using edit' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using edit' -l json -d 'print JSON'
+complete -c honectl -n '_shtab_honectl_using edit' -l set -x -d 'change a key, such as training.learning_rate=1e-4; null removes it; may be repeated'
+complete -c honectl -n '_shtab_honectl_using edit' -l file -xka "(__fish_complete_path (commandline -ct))" -d 'replace the job file with this one'
+complete -c honectl -n '_shtab_honectl_using edit; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a rerun -d 'submit the job file of a job again, with changes, as a new job'
 complete -c honectl -n '_shtab_honectl_using rerun' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using rerun' -l json -d 'print JSON'

@@ -17,6 +17,7 @@ _shtab_honectl_commands() {
     diff:'show the differences of two jobs: spec, plan, data, versions, scores'
     doctor:'check this machine: versions, GPU, disk, permissions'
     drain:'start no further jobs on a device; running ones end by themselves (administrators)'
+    edit:'change the job file of a queued or held job, in an editor or with --set'
     hold:'keep a queued job from starting, or stop a running one at a checkpoint'
     init:'write a commented job file for a model and data, one that fits this machine'"'"'s memory; asks what is not given'
     list:'list jobs and their progress: the first of each kind, or with --json all'
@@ -124,6 +125,17 @@ _shtab_honectl_drain_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_drain_defaults_added=0
+
+_shtab_honectl_edit_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON]"
+  "*--set[change a key, such as training.learning_rate\=1e-4\; null removes it\; may be repeated]:KEY=VALUE:"
+  "--file[replace the job file with this one]:FILE:_files"
+  ":ID:_honectl_jobs"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_edit_defaults_added=0
 
 _shtab_honectl_hold_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -424,6 +436,7 @@ _shtab_honectl() {
         diff) _arguments -C -s $_shtab_honectl_diff_options ;;
         doctor) _arguments -C -s $_shtab_honectl_doctor_options ;;
         drain) _arguments -C -s $_shtab_honectl_drain_options ;;
+        edit) _arguments -C -s $_shtab_honectl_edit_options ;;
         hold) _arguments -C -s $_shtab_honectl_hold_options ;;
         init) _arguments -C -s $_shtab_honectl_init_options ;;
         list) _arguments -C -s $_shtab_honectl_list_options ;;

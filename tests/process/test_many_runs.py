@@ -156,7 +156,23 @@ def test_a_rerun_is_a_new_job_of_the_same_file_with_the_changes(runs: Instance) 
         wrong = runs.honectl("rerun", "succeed.low", "--set", setting)
         assert wrong.returncode in (1, 2)
         assert said in wrong.stderr
+    typo = runs.honectl("rerun", "succeed.low", "--set", "training.learning_rat=1e-3").stderr
+    assert "--set training.learning_rat: unknown key" in typo
+    assert "did you mean --set training.learning_rate=0.001?" in typo  # and not: remove it, the right one is set, too
+    assert "line " not in typo
+    assert ".yaml" not in typo
     assert runs.job("succeed.low-4") is None
+
+
+def test_a_rerun_that_is_a_sweep_names_all_of_its_jobs(runs: Instance) -> None:
+    runs.start()
+    done = runs.honectl("rerun", "succeed.low", "--set", "sweep={lora.r: [2, 4, 8]}", "--name", "succeed.grid")
+    assert done.returncode == 0, done.stderr
+    numbers = sorted(job.id for job in runs.spool.all_jobs().values() if job.group)
+    assert f"(succeed.grid): 3 jobs, {numbers[0]} to {numbers[2]}" in done.stdout
+    one = runs.honectl("rerun", "succeed.grid-2", "--set", "sweep={lora.r: [2, 4]}", "--json", check=True)
+    told = json.loads(one.stdout)
+    assert (told["state"], told["num_jobs"], len(told["jobs"])) == ("sweep", 2, 2)
 
 
 def test_two_jobs_are_told_apart_and_compared(runs: Instance) -> None:
@@ -228,6 +244,7 @@ def test_answers_are_compared_where_two_jobs_have_predicted_the_same_example() -
         ("squeue", "that is honectl list here"),
         ("scancel 7", "that is honectl cancel ID here"),
         ("rm 7", "that is honectl prune ID here"),
+        ("modify 7", "that is honectl edit ID here"),
         ("train a.yaml", "that is honectl submit FILE here"),
         ("tail 7", "that is honectl logs -f ID here"),
         ("list --srot=id", "--srot: did you mean --sort?"),

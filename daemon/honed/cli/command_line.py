@@ -213,6 +213,17 @@ def _add_changes(add: Add) -> None:
         verb.add_argument("ids", nargs="+", metavar="ID")
         if name == "requeue":
             verb.add_argument("--from-start", action="store_true", help="discard its checkpoints and start over")
+    verb = add("edit", "editing:edit", "change the job file of a queued or held job, in an editor or with --set")
+    verb.add_argument("id", metavar="ID")
+    how = verb.add_mutually_exclusive_group()
+    how.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a key, such as training.learning_rate=1e-4; null removes it; may be repeated",
+    )
+    how.add_argument("--file", type=Path, metavar="FILE", help="replace the job file with this one")
     verb = add("rerun", "again:rerun", "submit the job file of a job again, with changes, as a new job")
     verb.add_argument("id", metavar="ID")
     verb.add_argument(

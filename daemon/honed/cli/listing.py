@@ -265,6 +265,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         terminal.say()
     facts: list[Sequence[object]] = [
         ["outcome", job["outcome"]],
+        ["stopped", early["reason"] if (early := job.get("stopped_early")) else None],
         ["waits", terminal.why_waiting(job)],
         ["preempted", _preempted(job)],
         ["model", job.get("model")],
@@ -281,6 +282,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         ),
         *job["artifacts"].items(),
         ["submitted", job["submitted_at"]],
+        ["edited", ", ".join(job.get("edited_at") or ())],
         ["from", job["source"]],
         ["pinned", "yes" if job.get("is_pinned") else None],
         ["directory", job["job_dir"]],
@@ -326,13 +328,18 @@ def _show_group(found: GroupShown, *, as_json: bool) -> int:
         [
             job["id"],
             terminal.plain(job["name"], limit=40),
-            job["outcome"] if job["state"] == "failed" else job["state"],
+            job["outcome"] if job["state"] == "failed" or job.get("stopped_early") else job["state"],
             *(terminal.plain(json.dumps(job["values"].get(key)), limit=30) for key in keys),
             "" if job["eval_loss"] is None else f"{job['eval_loss']:.4g}",
         ]
         for job in found["jobs"]
     ]
     terminal.table(["id", "name", "state", *keys, "eval_loss"], rows, right=["id", "eval_loss"])
+    for job in found["jobs"]:
+        if early := job.get("stopped_early"):
+            terminal.say(f"job {job['id']} was stopped early: {early['reason']}", style="yellow")
+    if any(job.get("stopped_early") for job in found["jobs"]):
+        terminal.say("honectl requeue ID trains such a job to its end, from its checkpoint", style="dim")
     if found["best"] is not None:
         terminal.say(f"the lowest eval_loss of those that succeeded has job {found['best']}", style="green")
     return 0

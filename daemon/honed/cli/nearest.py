@@ -26,7 +26,7 @@ MEANINGS = {
     "honectl plan FILE": ("dry-run", "dryrun", "explain", "estimate"),
     "honectl preview FILE": ("preprocess", "data", "dataset", "inspect-data"),
     "honectl rerun ID": ("resubmit", "again", "copy", "clone"),
-    "honectl rerun ID --set KEY=VALUE, then honectl cancel for the old job,": ("edit", "update", "modify"),
+    "honectl edit ID": ("update", "modify", "change", "set"),
     "honectl requeue ID": ("retry", "restart"),
     "honectl release ID": ("unhold", "unpause"),
     "honectl --version": ("version",),

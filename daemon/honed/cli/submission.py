@@ -112,13 +112,15 @@ def _send(instance: Instance, paths: Sequence[Path], *, hold: bool = False) -> l
     return sent
 
 
-def send_one(instance: Instance, path: Path, *, hold: bool = False) -> Mapping[str, Any]:
-    """Send one job file that was checked, and return honed's verdict: the job's row, or one without a number."""
+def send_one(instance: Instance, path: Path, *, hold: bool = False, num_jobs: int = 0) -> Mapping[str, Any]:
+    """Send one job file that was checked, and return honed's verdict: the job's row, or one without a number; of a
+    sweep, which becomes `num_jobs` jobs, the numbers of all of them."""
     since = time.time() - 1.0
     (sent,) = _send(instance, [path], hold=hold)
     if not instance.is_up:
         return {"id": None, "state": None}
-    return _verdict(instance, sent, since, is_fetched=True)
+    verdict = _verdict(instance, sent, since, is_fetched=True)
+    return _group(instance, verdict["group"]["id"], num_jobs) if num_jobs and verdict.get("group") else verdict
 
 
 def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:

@@ -36,6 +36,7 @@ from honed.job.shape import (
     Score,
     Shown,
     SlurmRow,
+    StoppedEarly,
     Wait,
 )
 from honed.job.spool import Spool
@@ -291,7 +292,15 @@ def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) 
     first = jobs[0].group
     assert first is not None
     best_id = best["id"] if best is not None else None
-    return {"id": number, "name": first["name"], "file": first["file"], "jobs": made, "best": best_id}
+    halving = first.get("halving")
+    return {
+        "id": number,
+        "name": first["name"],
+        "file": first["file"],
+        "jobs": made,
+        "best": best_id,
+        "halving": halving,
+    }
 
 
 def _group_job(layout: Layout, reader: Reader, job: Job) -> GroupJob:
@@ -307,7 +316,15 @@ def _group_job(layout: Layout, reader: Reader, job: Job) -> GroupJob:
         "outcome": job.outcome,
         "values": job.group["values"],
         "eval_loss": metrics.get("eval_loss"),
+        "stopped_early": _stopped_early(job),
     }
+
+
+def _stopped_early(job: Job) -> StoppedEarly | None:
+    if job.cut is None or not job.was_stopped_early:
+        return None
+    cut = job.cut
+    return {"rung": cut.rung, "step": cut.step, "eval_loss": cut.eval_loss, "reason": cut.words}
 
 
 def _row(job: Job, progress: Progress, score: Score | None, asker: Asker) -> Row:
@@ -394,6 +411,8 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         "metrics": {**metrics, **final},
         "memory": {"estimated": plan.get("memory") or {}, "used": _memory_used(events)},
         "depends_on": list(job.depends_on),
+        "stopped_early": _stopped_early(job),
+        "edited_at": [timestamp(when) for when in job.edited_at],
         "job_dir": str(files.dir),
         "events": events,
         **_slurm(layout, job),  # type: ignore[typeddict-item]

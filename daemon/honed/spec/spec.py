@@ -609,6 +609,15 @@ class GuardSpec(Section):
     before and after training alone."""
 
 
+class HalvingSpec(Section):
+    """`halving:` of a sweep's job."""
+
+    min_steps: Annotated[int, Ge(1)]
+    """Steps of the first rung."""
+    eta: Annotated[int, Ge(2)]
+    """Reduction factor."""
+
+
 class GroupSpec(Section):
     """`group:` of a sweep's job: honed writes it."""
 
@@ -620,6 +629,8 @@ class GroupSpec(Section):
     """Job file of the sweep."""
     values: dict[str, Any] = Field(default_factory=dict)
     """Values of the keys that the sweep varies."""
+    halving: HalvingSpec | None = None
+    """Settings by which the sweep ends hopeless jobs early."""
 
 
 class NotifySpec(Section):
@@ -788,7 +799,7 @@ class JobSpec(Section):
     """Trackers that receive the metrics."""
     sweep: dict[str, Any] | None = None
     """Values to try, as `key: [value, …]` with dotted keys: one job for each combination. `random: N` takes N of them,
-    drawn by `seed` (0)."""
+    drawn by `seed` (0). `halving: {min_steps: N, eta: 2}` ends hopeless jobs early, by their evaluation loss."""
     group: GroupSpec | None = None
     """Group of a sweep's job; honed writes it."""
     pin: Flag = False
