@@ -48,6 +48,7 @@ from honed.job import entitlement
 from honed.job.plan_file import DatasetPlace, PlanFile, Precision
 from honed.plan import loss, pace, parallel, plan, position, remedy, rung
 from honed.plan.plan import Plan
+from honed.run import slurm_client
 from honed.run.helper import READY, STAGE_BYTES
 from honed.run.reply import Answer, Passed, Refused
 from honed.run.snapshot import Missing
@@ -65,6 +66,7 @@ from honed.system.error import (
     HonedError,
     InternalError,
     MemoryShortError,
+    NotPermittedError,
     SpecError,
     said,
     unreadable,
@@ -162,6 +164,7 @@ def check(
         try:
             members = _members(parsed, config)
             job_spec = spec.of(parsed)
+            _check_user(asked)
             entitlement.require_class(config, job_spec.job_class, os.getuid() if uid is None else uid)
             with modality.naming(job_spec.parts.patterns):
                 job_spec, places, missing = hubdata.located(
@@ -200,6 +203,16 @@ def _members(parsed: Document, config: Config) -> tuple[Member, ...]:
             told = "\n".join(f"{line} (with {member.words})" for line in error.said.splitlines())
             raise SpecError(told, hint=error.hint) from error
     return tuple(found)
+
+
+def _check_user(asked: _Asked) -> None:
+    """Raise NotPermittedError or EnvironmentInvalidError if the submitter's jobs cannot run on the cluster."""
+    if asked.config.jobs.runner != "slurm" or not asked.layout.is_of_system:
+        return
+    if problem := slurm_client.why_not(asked.layout):
+        raise EnvironmentInvalidError(problem, hint="an administrator can enable it; see cluster.md")
+    if problem := slurm_client.why_not_as(os.getuid() if asked.uid is None else asked.uid):
+        raise NotPermittedError(problem, hint="submit it as a user of the cluster")
 
 
 def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from honed.run.choice import why_no_slurm
+from honed.run.slurm_client import why_not_as
 from honed.spec.config import Config
 from honed.system.layout import Layout
 
@@ -48,17 +50,27 @@ def findings(layout: Layout, config: Config) -> Iterator[tuple[Status, str, str]
     if problem := why_no_slurm(layout):
         yield "error", problem, "see docs/cluster.md"
         return
-    done = _run(["squeue", "--noheader", "--me"], COMMAND_SEC)
+    done = _run(["squeue", "--noheader", f"--user={os.geteuid()}"], COMMAND_SEC)
     if isinstance(done, str):
         yield "error", f"the controller does not answer: {done}", "scontrol ping; systemctl status slurmctld munge"
         return
-    yield "ok", "jobs run on the cluster as this instance's own user", ""
-    yield _prove(layout, config)
+    if not layout.is_of_system:
+        yield "ok", "jobs run on the cluster as this instance's own user", ""
+        yield _prove(layout.state_dir, config)
+        return
+    yield "ok", "each job runs on the cluster as its submitter", ""
+    if problem := why_not_as(os.geteuid()):
+        yield "ok", f"nodes are not tried: {problem}", "run honectl doctor as somebody who submits jobs"
+    elif not os.access(layout.staged_dir, os.W_OK | os.X_OK):
+        yield "warning", "nodes are not tried: you may not submit jobs", "adduser NAME honed-submit"
+    else:
+        yield _prove(layout.staged_dir, config)
 
 
-def _prove(layout: Layout, config: Config) -> tuple[Status, str, str]:
+def _prove(place_dir: Path, config: Config) -> tuple[Status, str, str]:
+    """Have a node use a directory below this one."""
     try:
-        with tempfile.TemporaryDirectory(dir=layout.state_dir, prefix=".doctor-") as made, _held(Path(made)):
+        with tempfile.TemporaryDirectory(dir=place_dir, prefix=".doctor-") as made, _held(Path(made)):
             place = Path(made)
             (place / "log").write_text("one\n")
             own = ["--nodes=1", "--ntasks=1", "--time=1", "--job-name=honed-doctor", f"--immediate={START_SEC}"]

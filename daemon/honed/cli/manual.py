@@ -78,6 +78,11 @@ _UNITS = (
     ("honed-fetch@N.service", "Fetches models and data sets from the hub, if policy.hub allows it."),
     ("honed-send.service", "Sends predictions, metrics and notices to the addresses in honed.toml; idle without any."),
     ("honed-web.socket", "Starts honed-web.service, web pages and a read-only API: honed-web(8). Off until enabled."),
+    (
+        "honed-slurm.socket",
+        "Starts honed-slurm@N.service, which submits each job of a shared instance to a Slurm cluster as its submitter "
+        "(jobs.runner = slurm). Off until enabled.",
+    ),
 )
 _EXIT = (
     ("0", "Normal exit."),

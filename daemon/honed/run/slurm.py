@@ -8,18 +8,17 @@ lost job to another one. Whether a failed sbatch has submitted is not known, so 
 submitted again only if Slurm knows none. Two jobs of one name cannot both start a worker: the shim takes a lock, and
 starts nothing for a start that has ended. What Slurm does not answer is not known, and nothing is decided on it.
 
-No command runs in the daemon's loop (slurm_desk.py).
+No command runs in the daemon's loop (slurm_desk.py). An instance of one user's own runs the commands itself. The shared
+instance never does: it asks the helper, which runs them as the job's submitter (slurm_helper.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import math
 import os
-import shlex
 import sys
 import time
 import uuid
@@ -29,9 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from honed.job.fence import VARIABLE as FENCE_VARIABLE
-from honed.run.process import SHIM, inherited
+from honed.run import slurm_batch
+from honed.run.process import inherited
 from honed.run.runner import Exit, Live, exit_of, read_exit_record, read_lock_record
-from honed.run.slurm_desk import Desk, Seen, Snapshot
+from honed.run.slurm_batch import Handed
+from honed.run.slurm_client import Client
+from honed.run.slurm_desk import Desk, Seen, Snapshot, run_here
 from honed.spec.config import SLOT, SlurmConfig
 from honed.system import durable, untrusted
 from honed.system.clock import Moment
@@ -43,41 +45,9 @@ log = logging.getLogger(__name__)
 GONE_SEC = 10.0
 #: Seconds before a job that Slurm does not know is submitted again.
 AGAIN_SEC = 10.0
-#: Seconds that are left to a worker beyond its time limit, for its checkpoint, before Slurm ends it.
-SLACK_SEC = 300.0
 #: The time that is left to a worker, in its environment.
 TIME_LEFT_VARIABLE = "HONED_TIME_LEFT_SEC"
 NODE_FAIL = "NODE_FAIL"
-
-
-@dataclass(frozen=True)
-class Handed:
-    """The content of start.json: a start that was handed to Slurm, or is about to be."""
-
-    number: int
-    start: int
-    name: str
-    device: str
-    time_left_sec: float | None = None
-    num_gpus: int = 1
-    slurm_id: str = ""  #: a hint for people
-    state: str = ""
-    reason: str = ""  #: why it waits
-    nodes: str = ""
-
-    def write(self, job: JobLayout) -> None:
-        durable.write_json(job.start_path, self.__dict__, mode=0o644)
-
-
-def read(job: JobLayout) -> Handed:
-    """Read start.json. Raises ValueError or OSError if there is none of Slurm's."""
-    raw = json.loads(job.start_path.read_bytes())
-    try:
-        if not isinstance(raw["name"], str):
-            raise ValueError(f"{job.start_path}: the name is not a text")
-        return Handed(**raw)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not a start file of a Slurm job: {error!r}") from error
 
 
 @dataclass
@@ -110,18 +80,19 @@ class SlurmRunner:
         self._command = list(command or [sys.executable, "-m", "honed.worker"])
         self._clock = clock
         self._prefix = f"honed-{_instance(layout)}-"
-        self._desk = Desk(self._prefix, clock=clock)
+        #: Jobs of the shared instance run as their submitters, by the helper.
+        self._is_shared = layout.is_of_system
+        self._desk = Desk(self._prefix, Client().ask if self._is_shared else run_here, clock=clock)
         self._jobs: dict[int, _Job] = {}
 
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
         files = self._layout.job(job_id)
-        attempt = files.attempt(number)
-        durable.make_dir(attempt.dir)
         variables = dict(environment)
         device = variables.get("CUDA_VISIBLE_DEVICES") or "cpu"
         if device.startswith(SLOT):
             del variables["CUDA_VISIBLE_DEVICES"]  # Slurm chooses the GPUs, and names them
         left = variables.pop(TIME_LEFT_VARIABLE, None)
+        variables[FENCE_VARIABLE] = f"{start}:{files.attempt(number).exit_path}"
         handed = Handed(
             number,
             start,
@@ -129,36 +100,25 @@ class SlurmRunner:
             device,
             time_left_sec=float(left) if left is not None else None,
             num_gpus=int(variables.get("HONED_NUM_RANKS", "1")),
+            backend=backend,
+            environment=variables,
         )
-        variables[FENCE_VARIABLE] = f"{start}:{attempt.exit_path}"
-        self._write_script(files, attempt, handed, backend, variables)
+        if not self._is_shared:  # else the helper makes both, the directory as the submitter
+            durable.make_dir(files.attempt(number).dir)
+            script = slurm_batch.script(files, handed, self._command)
+            durable.write(_script(files.attempt(number)), script.encode(), mode=0o700)
         handed.write(files)  # the intent is durable before anything is submitted
         self._add(job_id, handed)
         self._submit(job_id)
 
-    def _write_script(
-        self, files: JobLayout, attempt: AttemptLayout, handed: Handed, backend: str, variables: Mapping[str, str]
-    ) -> None:
-        worker = [*self._command, str(files.dir), str(handed.number), "--backend", backend]
-        shim = [sys.executable, "-I", "-S", str(SHIM), str(attempt.dir), str(handed.start), *worker]
-        lines = ["#!/bin/sh", *(f"export {key}={shlex.quote(value)}" for key, value in variables.items())]
-        # exec: the signals to the batch step reach the shim, which hands them on.
-        durable.write(self._script(attempt), "\n".join([*lines, f"exec {shlex.join(shim)}", ""]).encode(), mode=0o700)
-
-    def _script(self, attempt: AttemptLayout) -> Path:
-        return attempt.dir / "slurm.sh"
-
     def _add(self, job_id: int, handed: Handed) -> None:
-        attempt = self._layout.job(job_id).attempt(handed.number)
-        config, command = self._config(), ["sbatch", "--parsable", "--no-requeue", "--open-mode=append"]
-        command += [f"--job-name={handed.name}", f"--output={attempt.log_path}", "--nodes=1", "--ntasks=1"]
-        command += [f"--chdir={self._layout.job(job_id).dir}"]
-        if handed.device.startswith(SLOT):
-            command += [f"--gpus-per-node={handed.num_gpus}"]
-        if handed.time_left_sec is not None:
-            command += [f"--time={math.ceil((handed.time_left_sec + SLACK_SEC) / 60)}"]
-        command += [*config.as_options(), str(self._script(attempt))]
-        self._jobs[job_id] = _Job(handed, attempt, -math.inf, command)
+        files = self._layout.job(job_id)
+        if self._is_shared:
+            command = ["submit", _tag(job_id, handed)]
+        else:
+            attempt = files.attempt(handed.number)
+            command = [*slurm_batch.submission(files, handed, self._config()), str(_script(attempt))]
+        self._jobs[job_id] = _Job(handed, files.attempt(handed.number), -math.inf, command)
 
     def _submit(self, job_id: int) -> None:
         job = self._jobs[job_id]
@@ -176,6 +136,7 @@ class SlurmRunner:
             if not read_lock_record(attempt, start) and read_exit_record(attempt, start) is None:
                 return False  # an intent is durable before it is handed over
             handed = Handed(number, start, f"{self._prefix}{job_id}-{number}-{start}", "cpu")
+            handed.write(files)
         self._add(job_id, handed)
         return True
 
@@ -216,18 +177,21 @@ class SlurmRunner:
 
     def stop(self, job_id: int) -> None:
         """Withdraw a job that waits; have one that runs write a checkpoint. Slurm's own state stays as it is."""
-        self._ask(job_id, ["--state=PENDING"], ["--batch", "--signal=TERM"])
+        self._ask(job_id, "withdraw", "terminate")
 
     def dump(self, job_id: int) -> None:
-        self._ask(job_id, ["--batch", "--signal=ABRT"])
+        self._ask(job_id, "abort")
 
     def kill(self, job_id: int, *, shim_too: bool = False) -> None:
-        self._ask(job_id, *[["--full", "--signal=KILL"]] * shim_too, [])
+        self._ask(job_id, *["kill"] * shim_too, "cancel")
 
-    def _ask(self, job_id: int, *options: list[str]) -> None:
+    def _ask(self, job_id: int, *verbs: str) -> None:
         job = self._jobs[job_id]
-        who = [f"--user={os.geteuid()}", f"--name={job.handed.name}"]
-        job.asked, job.is_asked = [["scancel", *who, *each] for each in options], True
+        if self._is_shared:
+            job.asked = [[verb, _tag(job_id, job.handed)] for verb in verbs]
+        else:
+            job.asked = [slurm_batch.ending(verb, job.handed.name, os.geteuid()) for verb in verbs]
+        job.is_asked = True
         self._send(job)
 
     def _send(self, job: _Job) -> None:
@@ -243,7 +207,7 @@ class SlurmRunner:
         answer = self._desk.answer(job.handed.name)
         if answer is None:
             return None
-        if answer.commands and answer.commands[0][0] == "scancel" and answer.fault and not job.asked:
+        if answer.commands and answer.commands[0] != job.argv and answer.fault and not job.asked:
             job.asked = answer.commands  # not heard, perhaps: once more
         self._send(job)
         snapshot = self._desk.snapshot
@@ -269,7 +233,7 @@ class SlurmRunner:
         is_unknown = not seen or is_withdrawn
         if is_unknown and not job.is_asked and not read_lock_record(job.attempt, job.handed.start):
             self._note(job_id, Seen("", "", fault or "not known to Slurm", ""))
-            if self._script(job.attempt).exists() and self._clock() - job.submitted_at >= AGAIN_SEC:
+            if (job.handed.backend or _script(job.attempt).exists()) and self._clock() - job.submitted_at >= AGAIN_SEC:
                 what = "cancelled" if is_withdrawn else "does not know"
                 log.warning("job %d: Slurm %s %s: submitted again", job_id, what, job.handed.name)
                 self._submit(job_id)
@@ -283,10 +247,16 @@ class SlurmRunner:
     def _settle(self, job: _Job, seen: Sequence[Seen], *, is_lost: bool) -> dict[str, Any] | None:
         """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
         on a lost node puts nothing into place. None if the worker lives, as far as its lock shows."""
-        fd = untrusted.open_plain(job.attempt.dir / "lock", flags=os.O_CREAT | os.O_RDWR)
-        try:
-            if not is_lost:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.ExitStack() as stack:
+            try:
+                fd = untrusted.open_plain(job.attempt.dir / "lock", flags=os.O_CREAT | os.O_RDWR, mode=0o664)
+                stack.callback(os.close, fd)
+                if not is_lost:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            except OSError as error:  # its submitter planted something there
+                log.warning("%s: its lock cannot be taken: %s", job.handed.name, error)
             record = read_exit_record(job.attempt, job.handed.start)
             if record is None:
                 states = {each.state for each in seen}
@@ -294,11 +264,10 @@ class SlurmRunner:
                 asked = {"was_asked": True} if states & {"CANCELLED"} else {}
                 record = {"start": job.handed.start, "status": None, "signal": None, **lost, **asked}
                 record |= {"was_out_of_memory": "OUT_OF_MEMORY" in states, "ended_at": time.time()}
-                durable.write_json(job.attempt.exit_path, record)
-        except BlockingIOError:
-            return None
-        finally:
-            os.close(fd)
+                try:
+                    untrusted.write_plain(job.attempt.exit_path, durable.as_json(record))
+                except OSError as error:
+                    log.warning("%s: its end cannot be recorded: %s", job.handed.name, error)
         return record
 
     def _ended(self, job_id: int, record: dict[str, Any]) -> Exit:
@@ -320,6 +289,20 @@ class SlurmRunner:
         if told != job.handed:
             told.write(self._layout.job(job_id))
             job.handed = told
+
+
+def read(job: JobLayout) -> Handed:
+    """Read start.json. Raises ValueError or OSError if there is none of Slurm's."""
+    return slurm_batch.parse(job.start_path.read_bytes())
+
+
+def _tag(job_id: int, handed: Handed) -> str:
+    """Return a start as the helper knows it."""
+    return f"{job_id}-{handed.number}-{handed.start}"
+
+
+def _script(attempt: AttemptLayout) -> Path:
+    return attempt.dir / "slurm.sh"
 
 
 def _environment() -> dict[str, str]:

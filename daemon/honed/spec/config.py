@@ -166,7 +166,7 @@ class JobsConfig(_Section):
     without a GPU."""
     runner: Literal["auto", "process", "systemd", "slurm"] = "auto"
     """Method of starting workers: as units honed-job@ID.service, as processes of honed's own, or as jobs of a Slurm
-    cluster ([slurm]), for an instance of one user's own. `auto` uses units
+    cluster ([slurm]); at /, as its submitters, with honed-slurm.socket enabled. `auto` uses units
     where that works (the instance at /, started by systemd, with the units and the polkit rule installed); the log
     reports the choice and the reason. Read at start."""
     stage_ahead: bool = True
