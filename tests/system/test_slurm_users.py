@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,14 @@ Environment=SLURM_CONF={SLURM_CONF} PYTHONDONTWRITEBYTECODE=1
 ExecStart=
 ExecStart={PYTHON} {CHECKOUT}/tests/system/slurmstart.py
 """
-CONFIG = '[jobs]\nrunner = "slurm"\nretry_delay_sec = 0.0\npoll_interval_sec = 0.1\n[spool]\nsettle_sec = 0.2\n'
+CONFIG = """\
+[jobs]
+runner = "slurm"
+retry_delay_sec = 0.0
+poll_interval_sec = 0.1
+[spool]
+settle_sec = 0.2
+"""
 MISSING = [name for name in ("munged", "slurmctld", "slurmd") if shutil.which(name, path="/usr/sbin:/usr/bin") is None]
 JOBS, RUNNING = "/var/lib/honed/jobs", "/var/spool/honed/running"
 ASK = (
@@ -44,13 +51,16 @@ def honed(machine: Machine) -> Machine:
     """A machine with a cluster, two people and a shared honed."""
     if MISSING:
         pytest.skip(f"needs the packages slurm-wlm and munge: no {', '.join(MISSING)}")
-    machine.run("ip", "link", "set", "lo", "up")
-    machine.sh("echo 127.0.0.1 $(hostname) >>/etc/hosts")
+    # An address beside the loopback's own, or getaddrinfo finds no IPv4 on the machine; slurmd takes no hybrid cgroups.
+    machine.sh(
+        "ip link set lo up; ip addr add 10.9.9.1/32 dev lo; echo 127.0.0.1 $(hostname) >>/etc/hosts; "
+        "mkdir -p /srv/slurm/etc; "
+        "grep -q ^[1-9] /proc/self/cgroup && echo CgroupPlugin=cgroup/v1 >/srv/slurm/etc/cgroup.conf || true"
+    )
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
     machine.run("groupadd", "team")
     machine.add_user("anna", "honed-submit", "team")
     machine.add_user("berta", "honed-submit")
-    # The slurmd of a unit would kill what it has started along with the unit; these run on.
     machine.run(
         *("systemd-run", "--unit=cluster", "--property=Type=oneshot", "--property=RemainAfterExit=yes"),
         *("--setenv=SLURM_TEST_DIR=/srv/slurm", f"{CHECKOUT}/tests/cluster/up"),
@@ -63,8 +73,7 @@ def honed(machine: Machine) -> Machine:
     plain.write_dataset(machine.host_path("/srv/rows.jsonl"))
     machine.write("/etc/systemd/system/honed-slurm@.service.d/50-test.conf", HELPER_DROPIN)
     machine.write("/etc/honed/honed.toml.d/50-test.toml", CONFIG)
-    machine.sh("umask 077; touch /etc/honed/honed.toml.d/60-secret.toml; chgrp honed /etc/honed/honed.toml.d/*")
-    machine.sh("chmod 640 /etc/honed/honed.toml.d/60-secret.toml; systemctl daemon-reload")
+    machine.run("systemctl", "daemon-reload")
     return machine
 
 
@@ -88,23 +97,24 @@ def jobs(honed: Machine) -> dict[str, Any]:
 def wait_state(honed: Machine, name: str, state: str) -> int:
     def reached() -> int:
         row = jobs(honed).get(name, {"state": "", "id": 0})
-        assert row["state"] not in {"failed", "succeeded", "cancelled"} - {state}, honed.run("honectl", "show", name)
+        is_over = row["state"] in {"failed", "succeeded", "cancelled"} - {state}
+        assert not is_over, honed.sh(f"tail -n 50 {JOBS}/{row['id']}/attempts/*/worker.log")
         return int(row["id"]) if row["state"] == state else 0
 
-    return wait_for(reached, what=f"{name} {state}", deadline_sec=60)
+    return wait_for(reached, what=f"{name} {state}", deadline_sec=20)
 
 
 def begun(honed: Machine, name: str) -> int:
     """Wait until a job's worker has begun. Returns the job's number."""
     job_id = wait_state(honed, name, "running")
-    wait_for(lambda: honed.exists(f"{JOBS}/{job_id}/said.json"), what=f"{name} begins", deadline_sec=60)
+    wait_for(lambda: honed.exists(f"{JOBS}/{job_id}/said.json"), what=f"{name} begins", deadline_sec=20)
     return job_id
 
 
 def queue(honed: Machine, *, states: str = "all") -> set[tuple[str, str]]:
     """Return user and job name of the jobs that Slurm has."""
     lines = honed.run("squeue", "-h", "-t", states, "-o", "%u %j", environment={"SLURM_CONF": SLURM_CONF}).splitlines()
-    return {(user, name.split("-", 2)[2]) for user, name in (line.split() for line in lines)}
+    return {(user, name.split("-", 2)[-1]) for user, name in (line.split() for line in lines)}
 
 
 def ask(honed: Machine, *words: str, user: str | None = "honed") -> str:
@@ -115,7 +125,7 @@ def ask(honed: Machine, *words: str, user: str | None = "honed") -> str:
 def reason(honed: Machine, name: str) -> str:
     """Wait for the reason of a rejection."""
     path = f"/var/spool/honed/rejected/{name}.json.reason"
-    wait_for(lambda: honed.exists(path), what=f"{name} rejected", deadline_sec=60)
+    wait_for(lambda: honed.exists(path), what=f"{name} rejected", deadline_sec=20)
     return honed.read(path)
 
 
@@ -127,11 +137,18 @@ def test_without_its_helper_a_shared_instance_does_not_use_a_cluster(honed: Mach
 
 
 def test_each_job_runs_as_its_submitter(running: Machine) -> None:
-    drop(running, "anna", "until-annas")
-    drop(running, "berta", "until-bertas")
-    annas, bertas = begun(running, "until-annas"), begun(running, "until-bertas")
-    assert queue(running, states="running") == {("anna", f"{annas}-1-1"), ("berta", f"{bertas}-1-1")}
-    said = {job_id: running.read_json(f"{JOBS}/{job_id}/said.json") for job_id in (annas, bertas)}
+    said = {}
+    for user, name in (
+        ("anna", "until-3"),
+        ("berta", "until-4"),
+    ):  # one after the other: the cluster takes one job without a GPU at a time
+        drop(running, user, name)
+        job_id = begun(running, name)
+        assert queue(running, states="running") == {(user, f"{job_id}-1-1")}
+        said[job_id] = running.read_json(f"{JOBS}/{job_id}/said.json")
+        running.run("touch", f"{JOBS}/{job_id}/go", user=user)
+        wait_state(running, name, "succeeded")
+    annas, bertas = said
     assert said[annas]["uid"] == int(running.run("id", "-u", "anna"))
     assert said[bertas]["uid"] == int(running.run("id", "-u", "berta"))
     assert said[annas]["readable"] == ["/srv/annas", "/srv/teams/rows"]
@@ -139,10 +156,6 @@ def test_each_job_runs_as_its_submitter(running: Machine) -> None:
     assert int(running.run("sh", "-c", "getent group honed-job | cut -d: -f3")) not in said[annas]["gids"]
     assert "INVOCATION_ID" not in said[annas]["environment"]
     assert running.try_run("ls", f"{JOBS}/{bertas}", user="anna").returncode != 0
-    for job_id, user in ((annas, "anna"), (bertas, "berta")):
-        running.run("touch", f"{JOBS}/{job_id}/go", user=user)
-    wait_state(running, "until-annas", "succeeded")
-    wait_state(running, "until-bertas", "succeeded")
     assert "honed" not in {user for user, _ in queue(running)}
 
 
@@ -152,13 +165,13 @@ def test_a_submitter_holds_their_job_and_another_cannot(running: Machine) -> Non
     assert running.try_run("honectl", "cancel", str(job_id), user="berta").returncode != 0
     running.run("honectl", "hold", str(job_id), user="anna")
     wait_state(running, "slow-600", "held")
-    wait_for(lambda: not queue(running, states="pending,running"), what="Slurm has no job", deadline_sec=60)
+    wait_for(lambda: not queue(running, states="pending,running"), what="Slurm has no job", deadline_sec=20)
     running.run("honectl", "cancel", str(job_id), user="anna")
 
 
 def test_a_restarted_honed_takes_a_job_over_and_believes_no_other_of_its_name(running: Machine) -> None:
-    drop(running, "anna", "until-taken")
-    job_id = begun(running, "until-taken")
+    drop(running, "anna", "until-5")
+    job_id = begun(running, "until-5")
     instance = running.read("/var/lib/honed/slurm-instance").strip()
     forged = ["sbatch", "--hold", f"--job-name=honed-{instance}-{job_id}-1-1", "--output=/dev/null", "--wrap=true"]
     running.run(*forged, user="berta", environment={"SLURM_CONF": SLURM_CONF})
@@ -169,7 +182,7 @@ def test_a_restarted_honed_takes_a_job_over_and_believes_no_other_of_its_name(ru
     ]
     running.run("systemctl", "kill", "--signal=KILL", "honed")
     running.run("touch", f"{JOBS}/{job_id}/go", user="anna")
-    wait_state(running, "until-taken", "succeeded")
+    wait_state(running, "until-5", "succeeded")
     running.run("scancel", "--user=berta", environment={"SLURM_CONF": SLURM_CONF})
 
 
@@ -202,7 +215,8 @@ def test_doctor_tells_whether_the_helper_is_there_and_tries_a_node_as_a_person(r
     assert "a node has the same path, renames, appends, locks and time" in told
     assert "nodes are not tried" in running.run(PYTHON, "-c", code, environment=environment)
     running.run("systemctl", "stop", "honed-slurm.socket")
-    assert "('error', 'this instance is shared" in running.run(PYTHON, "-c", code, environment=environment)
+    told = running.run(PYTHON, "-c", code, environment=environment)
+    assert told.startswith("('error', \"this instance is shared")
 
 
 class Forged:
@@ -231,8 +245,8 @@ class Forged:
         path.rename(path.with_suffix(".real"))
         path.symlink_to(path.with_suffix(".real").name)
 
-    def ask(self, verb: str = "submit", start: str = "900-1-1") -> str:
-        return ask(self.machine, verb, start)
+    def ask(self, verb: str) -> str:
+        return ask(self.machine, verb, "900-1-1")
 
 
 #: Changes of a job's files, and why its start is refused then.
@@ -240,7 +254,7 @@ FORGERIES: list[tuple[str, Callable[[Forged], object], str]] = [
     ("no entry", lambda job: job.entry.unlink(), "No such file"),
     ("a link as entry", lambda job: job.link(job.entry), "Too many levels of symbolic links"),
     ("a link as start", lambda job: job.link(job.start), "Too many levels of symbolic links"),
-    ("a link as directory", lambda job: job.link(job.dir), "Too many levels of symbolic links"),
+    ("a link as directory", lambda job: job.link(job.dir), "Not a directory"),
     ("a second name of the entry", lambda job: os.link(job.entry, f"{job.entry}.2"), "not a file of honed's own"),
     ("anna's entry", lambda job: os.chown(job.entry, job.uids["anna"], -1), "not a file of honed's own"),
     ("anna's start", lambda job: os.chown(job.start, job.uids["anna"], -1), "not a file of honed's own"),
@@ -260,49 +274,39 @@ FORGERIES: list[tuple[str, Callable[[Forged], object], str]] = [
 ]
 
 
+@pytest.fixture
+def forged(honed: Machine) -> Iterator[Forged]:
+    """A job that the helper would serve, of a honed that does not run."""
+    honed.run("systemctl", "start", "honed-slurm.socket")
+    honed.run("systemctl", "stop", "honed")
+    yield Forged(honed)
+    honed.sh(f"rm -rf {JOBS}/900* {RUNNING}/900*")
+
+
 @pytest.mark.parametrize(("forge", "why"), [each[1:] for each in FORGERIES], ids=[each[0] for each in FORGERIES])
-def test_a_forged_job_is_refused(running: Machine, forge: Callable[[Forged], object], why: str) -> None:
-    running.run("systemctl", "stop", "honed")
-    job = Forged(running)
-    assert job.ask("cancel") == ""  # as it is, it is served
-    forge(job)
-    told = job.ask()
+def test_a_forged_job_is_refused(forged: Forged, forge: Callable[[Forged], object], why: str) -> None:
+    forge(forged)
+    told = forged.ask("submit")
     assert told.startswith("refused: "), told
     assert why in told
-    running.sh(f"rm -rf {JOBS}/900* {RUNNING}/900*")
-    assert not [name for _, name in queue(running) if name.startswith("900-")]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("submit", "0-1-1"),
-        ("submit", "../900-1-1"),
-        ("submit", "901-1-1"),
-        ("submit", "900-1-2"),
-        ("submit", "900"),
-        ("submit", "900-1-1", "none"),
-        ("submit", "900-1-1", "a", "b"),
-        ("submit", "900-1-1", "--uid=0"),
-        ("shell", "900-1-1"),
-        ("list", "900-1-1"),
-        ("cancel", "900-1-1", "--full"),
-        ("cancel", "9" * 300),
-    ],
-)
-def test_a_strange_request_is_refused(running: Machine, words: tuple[str, ...]) -> None:
-    running.run("systemctl", "stop", "honed")
-    Forged(running)
-    assert ask(running, *words).startswith("refused: ")
-    running.sh(f"rm -rf {JOBS}/900* {RUNNING}/900*")
+def test_a_strange_request_is_refused(forged: Forged) -> None:
+    assert forged.ask("cancel") == ""  # as it is, it is served
+    for request in (
+        *("submit 0-1-1", "submit ../900-1-1", "submit 901-1-1", "submit 900-1-2", "submit 900", "submit"),
+        *("submit 900-1-1 none", "submit 900-1-1 a b", "submit 900-1-1 --uid=0", "shell 900-1-1", "list 900-1-1"),
+        *("cancel 900-1-1 --full", f"cancel {'9' * 300}"),
+    ):
+        assert ask(forged.machine, *request.split()).startswith("refused: "), request
+    assert not [name for _, name in queue(forged.machine) if name.startswith("900-")]
 
 
-def test_options_that_others_than_root_can_change_are_refused(running: Machine) -> None:
-    running.run("systemctl", "stop", "honed")
-    job = Forged(running)
-    running.run("chown", "honed", "/etc/honed/honed.toml.d/50-test.toml")
-    assert "the user honed can change it" in job.ask()
-    running.run("chown", "root", "/etc/honed/honed.toml.d/50-test.toml")
-    running.sh("chmod 777 /etc/honed/honed.toml.d")
-    assert "everybody" in job.ask()
-    running.sh(f"chmod 755 /etc/honed/honed.toml.d; rm -rf {JOBS}/900* {RUNNING}/900*")
+def test_options_that_others_than_root_can_change_are_refused(forged: Forged) -> None:
+    dropins_dir = "/etc/honed/honed.toml.d"
+    forged.machine.run("chown", "honed", f"{dropins_dir}/50-test.toml")
+    assert "the user honed can change it" in forged.ask("submit")
+    forged.machine.run("chown", "root", f"{dropins_dir}/50-test.toml")
+    forged.machine.run("chmod", "777", dropins_dir)
+    assert "everybody" in forged.ask("submit")
+    forged.machine.run("chmod", "755", dropins_dir)

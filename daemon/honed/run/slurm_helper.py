@@ -222,6 +222,8 @@ def serve(connection: socket.socket, layout: Layout, *, worker: Sequence[str]) -
             except (RefusedError, UnicodeDecodeError) as error:
                 output, fault = "", _refused(str(error))
             _tell(line, output, fault)
+        if request:
+            _tell(line, "", _refused("not a request"))
     return 0
 
 
