@@ -3,9 +3,12 @@
     start     start.json with a name of its own, durable ──► sbatch --no-requeue ──► shim on a node ──► worker
     end       the shim writes exit.json, and that counts first; Slurm's word counts where there is none
 
+A job of several nodes is one shim on the first of them, whose command is srun, which starts one on each (shim.py).
+
 The name, honed-INSTANCE-JOB-ATTEMPT-START, is unique, and jobs are found by it alone: Slurm may give the number of a
 lost job to another one. Whether a failed sbatch has submitted is not known, so the name is looked up first, and
-submitted again only if Slurm knows none. Two jobs of one name cannot both start a worker: the shim takes a lock, and
+submitted again only if Slurm knows none, after growing pauses. If Slurm says twice that it will never take the job, the
+start ends. Two jobs of one name cannot both start a worker: the shim takes a lock, and
 starts nothing for a start that has ended. What Slurm does not answer is not known, and nothing is decided on it.
 
 No command runs in the daemon's loop (slurm_desk.py).
@@ -17,7 +20,6 @@ import contextlib
 import fcntl
 import json
 import logging
-import math
 import os
 import shlex
 import sys
@@ -29,11 +31,22 @@ from pathlib import Path
 from typing import Any
 
 from honed.job.fence import VARIABLE as FENCE_VARIABLE
-from honed.run.process import SHIM, inherited
-from honed.run.runner import Exit, Live, exit_of, read_exit_record, read_lock_record
+from honed.run.process import SHIM
+from honed.run.runner import (
+    NODES_VARIABLE,
+    RANKS_VARIABLE,
+    Exit,
+    Live,
+    NotNowError,
+    exit_of,
+    read_exit_record,
+    read_lock_record,
+)
 from honed.run.slurm_desk import Desk, Seen, Snapshot
+from honed.run.slurm_request import Request, environment, is_refusal, srun
 from honed.spec.config import SLOT, SlurmConfig
 from honed.system import durable, untrusted
+from honed.system.backoff import Backoff
 from honed.system.clock import Moment
 from honed.system.layout import AttemptLayout, JobLayout, Layout
 
@@ -41,12 +54,12 @@ log = logging.getLogger(__name__)
 
 #: Seconds for which exit.json may come later than Slurm's word of the end: a node's file system delays it.
 GONE_SEC = 10.0
-#: Seconds before a job that Slurm does not know is submitted again.
-AGAIN_SEC = 10.0
-#: Seconds that are left to a worker beyond its time limit, for its checkpoint, before Slurm ends it.
-SLACK_SEC = 300.0
-#: The time that is left to a worker, in its environment.
-TIME_LEFT_VARIABLE = "HONED_TIME_LEFT_SEC"
+#: Seconds before a job that Slurm does not know is submitted again, for the first time and at most.
+AGAIN_SEC, MAX_AGAIN_SEC = 10.0, 300.0
+#: Refusals in a row that end a start: a controller that has just begun may not know its nodes.
+NUM_REFUSALS = 2
+#: The time that is left to a worker, and its profile, in what is handed to the runner as its environment.
+TIME_LEFT_VARIABLE, PROFILE_VARIABLE = "HONED_TIME_LEFT_SEC", "HONED_SLURM_PROFILE"
 NODE_FAIL = "NODE_FAIL"
 
 
@@ -59,7 +72,9 @@ class Handed:
     name: str
     device: str
     time_left_sec: float | None = None
-    num_gpus: int = 1
+    num_gpus: int = 1  #: on each node
+    num_nodes: int = 1
+    profile: str | None = None
     slurm_id: str = ""  #: a hint for people
     state: str = ""
     reason: str = ""  #: why it waits
@@ -86,7 +101,9 @@ class _Job:
     attempt: AttemptLayout
     submitted_at: float  #: when it was last handed over
     argv: list[str]
-    environment: dict[str, str] = field(default_factory=dict)
+    again: Backoff = field(default_factory=lambda: Backoff(AGAIN_SEC, MAX_AGAIN_SEC))
+    again_at: float = 0.0
+    num_refusals: int = 0
     gone_at: float | None = None  #: since when Slurm says that it is over, or knows nothing of it
     asked: list[list[str]] = field(default_factory=list)  #: the commands that end it
     is_asked: bool = False
@@ -121,49 +138,64 @@ class SlurmRunner:
         device = variables.get("CUDA_VISIBLE_DEVICES") or "cpu"
         if device.startswith(SLOT):
             del variables["CUDA_VISIBLE_DEVICES"]  # Slurm chooses the GPUs, and names them
-        left = variables.pop(TIME_LEFT_VARIABLE, None)
+        left, profile = variables.pop(TIME_LEFT_VARIABLE, None), variables.pop(PROFILE_VARIABLE, None)
         handed = Handed(
             number,
             start,
             f"{self._prefix}{job_id}-{number}-{start}",
             device,
             time_left_sec=float(left) if left is not None else None,
-            num_gpus=int(variables.get("HONED_NUM_RANKS", "1")),
+            num_gpus=int(variables.get(RANKS_VARIABLE, "1")),
+            num_nodes=int(variables.get(NODES_VARIABLE, "1")),
+            profile=profile,
         )
+        command = self._sbatch(job_id, handed)
         variables[FENCE_VARIABLE] = f"{start}:{attempt.exit_path}"
         self._write_script(files, attempt, handed, backend, variables)
         handed.write(files)  # the intent is durable before anything is submitted
-        self._add(job_id, handed)
+        self._add(job_id, handed, command)
         self._submit(job_id)
 
     def _write_script(
         self, files: JobLayout, attempt: AttemptLayout, handed: Handed, backend: str, variables: Mapping[str, str]
     ) -> None:
         worker = [*self._command, str(files.dir), str(handed.number), "--backend", backend]
-        shim = [sys.executable, "-I", "-S", str(SHIM), str(attempt.dir), str(handed.start), *worker]
+        shim = [sys.executable, "-I", "-S", str(SHIM)]
+        if handed.num_nodes > 1:
+            worker = [*srun(handed.num_nodes), *shim, "--node", str(attempt.dir), *worker]
+        shim += [str(attempt.dir), str(handed.start), *worker]
         lines = ["#!/bin/sh", *(f"export {key}={shlex.quote(value)}" for key, value in variables.items())]
+        # srun does not take this from sbatch.
+        lines.append('[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"')
         # exec: the signals to the batch step reach the shim, which hands them on.
         durable.write(self._script(attempt), "\n".join([*lines, f"exec {shlex.join(shim)}", ""]).encode(), mode=0o700)
 
     def _script(self, attempt: AttemptLayout) -> Path:
         return attempt.dir / "slurm.sh"
 
-    def _add(self, job_id: int, handed: Handed) -> None:
+    def _sbatch(self, job_id: int, handed: Handed) -> list[str]:
+        """Return the command that submits a start. Raises NotNowError if its profile is not configured any more."""
+        attempt, config = self._layout.job(job_id).attempt(handed.number), self._config()
+        command = ["sbatch", "--parsable", "--no-requeue", "--open-mode=append", f"--job-name={handed.name}"]
+        command += [f"--output={attempt.log_path}", f"--chdir={self._layout.job(job_id).dir}"]
+        try:
+            has_gpus = handed.device.startswith(SLOT) and config.profile(handed.profile).gpu_bytes > 0
+            num_gpus = handed.num_gpus if has_gpus else 0
+            asked = Request(handed.num_nodes, num_gpus, handed.profile, handed.time_left_sec).options(config)
+        except KeyError:
+            raise NotNowError(f"resources.profile: {handed.profile} is not in honed.toml any more") from None
+        return [*command, *asked, str(self._script(attempt))]
+
+    def _add(self, job_id: int, handed: Handed, command: list[str]) -> None:
         attempt = self._layout.job(job_id).attempt(handed.number)
-        config, command = self._config(), ["sbatch", "--parsable", "--no-requeue", "--open-mode=append"]
-        command += [f"--job-name={handed.name}", f"--output={attempt.log_path}", "--nodes=1", "--ntasks=1"]
-        command += [f"--chdir={self._layout.job(job_id).dir}"]
-        if handed.device.startswith(SLOT):
-            command += [f"--gpus-per-node={handed.num_gpus}"]
-        if handed.time_left_sec is not None:
-            command += [f"--time={math.ceil((handed.time_left_sec + SLACK_SEC) / 60)}"]
-        command += [*config.as_options(), str(self._script(attempt))]
-        self._jobs[job_id] = _Job(handed, attempt, -math.inf, command)
+        now = self._clock()  # a command of an earlier honed may still be under way
+        self._jobs[job_id] = _Job(handed, attempt, now, command, again_at=now + AGAIN_SEC)
 
     def _submit(self, job_id: int) -> None:
         job = self._jobs[job_id]
         job.submitted_at, job.gone_at = self._clock(), None
-        self._desk.run(job.handed.name, [job.argv], environment=_environment())
+        job.again_at = job.submitted_at + job.again.next_sec()
+        self._desk.run(job.handed.name, [job.argv], environment=environment())
 
     def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:  # noqa: ARG002
         files = self._layout.job(job_id)
@@ -176,7 +208,12 @@ class SlurmRunner:
             if not read_lock_record(attempt, start) and read_exit_record(attempt, start) is None:
                 return False  # an intent is durable before it is handed over
             handed = Handed(number, start, f"{self._prefix}{job_id}-{number}-{start}", "cpu")
-        self._add(job_id, handed)
+        try:
+            command = self._sbatch(job_id, handed)
+        except NotNowError as problem:
+            log.warning("job %d: %s: it is not submitted again if Slurm does not know it", job_id, problem)
+            command = []
+        self._add(job_id, handed, command)
         return True
 
     def live(self) -> list[Live]:
@@ -216,10 +253,11 @@ class SlurmRunner:
 
     def stop(self, job_id: int) -> None:
         """Withdraw a job that waits; have one that runs write a checkpoint. Slurm's own state stays as it is."""
-        self._ask(job_id, ["--state=PENDING"], ["--batch", "--signal=TERM"])
+        nodes = [["--signal=TERM"]] * (self._jobs[job_id].handed.num_nodes > 1)  # the first one's shim only takes note
+        self._ask(job_id, ["--state=PENDING"], ["--batch", "--signal=TERM"], *nodes)
 
     def dump(self, job_id: int) -> None:
-        self._ask(job_id, ["--batch", "--signal=ABRT"])
+        self._ask(job_id, [*["--batch"] * (self._jobs[job_id].handed.num_nodes == 1), "--signal=ABRT"])
 
     def kill(self, job_id: int, *, shim_too: bool = False) -> None:
         self._ask(job_id, *[["--full", "--signal=KILL"]] * shim_too, [])
@@ -233,7 +271,7 @@ class SlurmRunner:
     def _send(self, job: _Job) -> None:
         """Hand over the commands that end a job, once nothing of it is under way."""
         if job.asked and self._desk.answer(job.handed.name) is not None:
-            self._desk.run(job.handed.name, job.asked, environment=_environment())
+            self._desk.run(job.handed.name, job.asked, environment=environment())
             job.asked = []
 
     def poll(self, job_id: int) -> Exit | None:
@@ -269,37 +307,30 @@ class SlurmRunner:
         is_unknown = not seen or is_withdrawn
         if is_unknown and not job.is_asked and not read_lock_record(job.attempt, job.handed.start):
             self._note(job_id, Seen("", "", fault or "not known to Slurm", ""))
-            if self._script(job.attempt).exists() and self._clock() - job.submitted_at >= AGAIN_SEC:
-                what = "cancelled" if is_withdrawn else "does not know"
-                log.warning("job %d: Slurm %s %s: submitted again", job_id, what, job.handed.name)
-                self._submit(job_id)
-            return None
+            return self._again(job_id, job, fault, "cancelled" if is_withdrawn else "does not know")
         if not is_lost and snapshot.began - job.gone_at < GONE_SEC:
             return None
-        if (record := self._settle(job, seen, is_lost=is_lost)) is None:
+        if (record := _settle(job, seen, is_lost=is_lost)) is None:
             return None
         return self._ended(job_id, record)
 
-    def _settle(self, job: _Job, seen: Sequence[Seen], *, is_lost: bool) -> dict[str, Any] | None:
-        """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
-        on a lost node puts nothing into place. None if the worker lives, as far as its lock shows."""
-        fd = untrusted.open_plain(job.attempt.dir / "lock", flags=os.O_CREAT | os.O_RDWR)
-        try:
-            if not is_lost:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            record = read_exit_record(job.attempt, job.handed.start)
-            if record is None:
-                states = {each.state for each in seen}
-                lost = {"service_result": "node-lost"} if is_lost else {}
-                asked = {"was_asked": True} if states & {"CANCELLED"} else {}
-                record = {"start": job.handed.start, "status": None, "signal": None, **lost, **asked}
-                record |= {"was_out_of_memory": "OUT_OF_MEMORY" in states, "ended_at": time.time()}
-                durable.write_json(job.attempt.exit_path, record)
-        except BlockingIOError:
+    def _again(self, job_id: int, job: _Job, fault: str, what: str) -> Exit | None:
+        """Submit a start again that Slurm does not have, once it is time; end one that Slurm refuses."""
+        if self._clock() < job.again_at or not self._script(job.attempt).exists():
             return None
-        finally:
-            os.close(fd)
-        return record
+        job.num_refusals = job.num_refusals + 1 if is_refusal(fault) else 0
+        if job.num_refusals >= NUM_REFUSALS:
+            record = _settle(job, (), is_lost=False, refusal=fault)
+            return self._ended(job_id, record) if record is not None else None
+        log.warning(
+            "job %d: Slurm %s %s%s: submitted again", job_id, what, job.handed.name, f" ({fault})" * bool(fault)
+        )
+        if not job.argv:
+            with contextlib.suppress(NotNowError):  # its profile may be there again
+                job.argv = self._sbatch(job_id, job.handed)
+        if job.argv:
+            self._submit(job_id)
+        return None
 
     def _ended(self, job_id: int, record: dict[str, Any]) -> Exit:
         began = self.began(job_id)
@@ -322,13 +353,28 @@ class SlurmRunner:
             job.handed = told
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of Slurm's commands, which jobs inherit: without options of somebody's shell."""
-    return {
-        key: value
-        for key, value in inherited().items()
-        if key == "SLURM_CONF" or not key.startswith(("SLURM_", "SBATCH_"))
-    }
+def _settle(job: _Job, seen: Sequence[Seen], *, is_lost: bool, refusal: str = "") -> dict[str, Any] | None:
+    """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
+    on a lost node puts nothing into place. None if the worker lives, as far as its lock shows."""
+    fd = untrusted.open_plain(job.attempt.dir / "lock", flags=os.O_CREAT | os.O_RDWR)
+    try:
+        if not is_lost:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        record = read_exit_record(job.attempt, job.handed.start)
+        if record is None:
+            states = {each.state for each in seen}
+            lost = {"service_result": "node-lost"} if is_lost else {}
+            if refusal:
+                lost = {"service_result": "refused", "words": refusal}
+            asked = {"was_asked": True} if states & {"CANCELLED"} else {}
+            record = {"start": job.handed.start, "status": None, "signal": None, **lost, **asked}
+            record |= {"was_out_of_memory": "OUT_OF_MEMORY" in states, "ended_at": time.time()}
+            durable.write_json(job.attempt.exit_path, record)
+    except BlockingIOError:
+        return None
+    finally:
+        os.close(fd)
+    return record
 
 
 def _instance(layout: Layout) -> str:

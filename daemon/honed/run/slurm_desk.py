@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from honed.run.slurm_request import run
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Desk:
     def _work(self) -> None:
         while True:
             name, commands, environment = self._waiting.get()
-            faults = [fault for each in commands if (fault := _run(each, environment)[1])]
+            faults = [fault for each in commands if (fault := _act(each, environment))]
             self._answers[name] = Answer(commands, "; ".join(faults), self._clock())
 
     def _list(self) -> None:
@@ -96,7 +97,7 @@ class Desk:
         command = ["squeue", "--noheader", "--states=all", f"--user={os.geteuid()}", f"--format={form}"]
         while True:
             began = self._clock()
-            text, fault = _run(command, os.environ)
+            text, fault = run(command, os.environ, timeout_sec=COMMAND_SEC)
             if fault != self.fault:
                 self.fault = fault
                 log.log(
@@ -116,23 +117,13 @@ class Desk:
         return found
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
-    """Run a command. Returns its output, and its fault, empty if there was none."""
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            timeout=COMMAND_SEC,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return "", f"{command[0]} did not end within {COMMAND_SEC:.0f} s"
-    except OSError as error:
-        return "", f"{command[0]}: {error.strerror}"
-    if done.returncode == 0:
-        return done.stdout, ""
-    return "", " ".join(done.stderr.split())[:300] or f"{command[0]} ended with status {done.returncode}"
+def _act(command: list[str], environment: Mapping[str, str]) -> str:
+    """Run a command that changes something. Returns its fault."""
+    if command[0] == "sbatch":
+        return submit(command, environment)
+    return run(command, environment, timeout_sec=COMMAND_SEC)[1]
+
+
+def submit(command: list[str], environment: Mapping[str, str]) -> str:
+    """Submit a job. Returns why that failed: then it may have been submitted, or not; empty if it was."""
+    return run(command, environment, timeout_sec=COMMAND_SEC)[1]
