@@ -18,7 +18,7 @@ from honed.system.layout import Layout  # noqa: E402
 def main() -> int:
     layout = Layout(Path(sys.argv[1]))
     log.set_up(verbose=False)
-    command = [sys.executable, str(PROCESS_DIR / "fakeworker.py")]
+    command = [sys.executable, str(Path(__file__).with_name("rankworker.py"))]
     runner = SlurmRunner(layout, lambda: config.load(layout).slurm, command=command)
     return loop.start(layout, runner=runner, drain="--drain" in sys.argv)
 

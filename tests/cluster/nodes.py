@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,19 @@ class ClusterInstance(Instance):
         self.environment = dict(cluster.environment)
         self.configure("")
 
+    def pretend_cuda(self) -> None:
+        """Have the check find a torch that was built for the GPUs that the nodes pretend to have."""
+        torch = metadata.version("torch").partition("+")[0]
+        packages = self.root / "packages"
+        info = packages / f"torch-{torch}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
+        self.environment["PYTHONPATH"] = str(packages)
+
     def configure(self, text: str) -> None:
-        super().configure(f'{text}\n[jobs]\nrunner = "slurm"\nretry_delay_sec = 0.1\n')
+        jobs = 'runner = "slurm"\nretry_delay_sec = 0.1'
+        text = text.replace("[jobs]", f"[jobs]\n{jobs}") if "[jobs]" in text else f"{text}\n[jobs]\n{jobs}\n"
+        super().configure(text)
 
     def end(self) -> None:
         if self.process is not None and self.process.poll() is None:

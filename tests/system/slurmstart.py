@@ -13,7 +13,7 @@ FAKEWORKER = Path(__file__).parents[1] / "process/fakeworker.py"
 TRIED = ("/srv/annas", "/srv/bertas", "/srv/teams/rows")
 
 
-def work() -> None:
+def work() -> int:
     """Note the user and what can be read, then become the fake worker."""
     readable = []
     for path in TRIED:
@@ -24,7 +24,7 @@ def work() -> None:
             pass
     said = {"uid": os.getuid(), "gids": os.getgroups(), "readable": readable, "environment": sorted(os.environ)}
     Path(sys.argv[2], "said.json").write_text(json.dumps(said))
-    os.execv(sys.executable, [sys.executable, str(FAKEWORKER), *sys.argv[2:]])
+    return os.execv(sys.executable, [sys.executable, str(FAKEWORKER), *sys.argv[2:]])
 
 
 def main() -> int:

@@ -37,6 +37,8 @@ retry_delay_sec = 0.0
 poll_interval_sec = 0.1
 [spool]
 settle_sec = 0.2
+[slurm.profiles.small]
+options = ["--mem=321M"]
 """
 MISSING = [name for name in ("munged", "slurmctld", "slurmd") if shutil.which(name, path="/usr/sbin:/usr/bin") is None]
 JOBS, RUNNING = "/var/lib/honed/jobs", "/var/spool/honed/running"
@@ -84,8 +86,8 @@ def running(honed: Machine) -> Machine:
     return honed
 
 
-def drop(honed: Machine, user: str | None, name: str) -> None:
-    spec = plain.spec(Path("/srv/model"), Path("/srv/rows.jsonl"), name=name)
+def drop(honed: Machine, user: str | None, name: str, **keys: Any) -> None:
+    spec = plain.spec(Path("/srv/model"), Path("/srv/rows.jsonl"), name=name, **keys)
     script = 'cd /var/spool/honed/incoming; cat >".$1"; mv ".$1" "$1.json"'
     honed.run("sh", "-ec", script, "sh", name, user=user, stdin=json.dumps(spec))
 
@@ -142,8 +144,9 @@ def test_each_job_runs_as_its_submitter(running: Machine) -> None:
         ("anna", "until-3"),
         ("berta", "until-4"),
     ):  # one after the other: the cluster takes one job without a GPU at a time
-        drop(running, user, name)
+        drop(running, user, name, resources={"gpus": 0, "profile": "small"})
         job_id = begun(running, name)
+        assert running.run("squeue", "-h", "-o", "%m", environment={"SLURM_CONF": SLURM_CONF}) == "321M\n"
         assert queue(running, states="running") == {(user, f"{job_id}-1-1")}
         said[job_id] = running.read_json(f"{JOBS}/{job_id}/said.json")
         running.run("touch", f"{JOBS}/{job_id}/go", user=user)
@@ -212,7 +215,7 @@ def test_doctor_tells_whether_the_helper_is_there_and_tries_a_node_as_a_person(r
     )
     environment = {"SLURM_CONF": SLURM_CONF}
     told = running.run(PYTHON, "-c", code, user="anna", environment=environment)
-    assert "a node has the same path, renames, appends, locks and time" in told
+    assert "the same path, renames, links, appends, locks and time on node1, node2" in told
     assert "nodes are not tried" in running.run(PYTHON, "-c", code, environment=environment)
     running.run("systemctl", "stop", "honed-slurm.socket")
     told = running.run(PYTHON, "-c", code, environment=environment)

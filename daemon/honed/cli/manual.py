@@ -24,6 +24,7 @@ from honed.cli import command_line, setup
 from honed.cli.docstring import docstrings
 from honed.daemon import loop
 from honed.page import server
+from honed.spec import setting
 from honed.spec.field import describe, keys, kinds
 from honed.system.layout import Layout
 
@@ -257,6 +258,8 @@ def _keys(name: str, what: str, introduction: str, sections: Iterable[Section]) 
         parts += [f'.SH "{_text(title.upper())}"', *([_text(" ".join(note.split()))] if note else [])]
         annotations, told = kinds(model), docstrings(model)
         for key, info in keys(model).items():
+            if key in setting.tables_in(model):
+                continue
             takes = describe(annotations[key]).removesuffix(", or null")
             parts += [f'.TP\n.BR {_text(key)} " ({_text(takes)}{_default(info)})"', _text(told.get(key))]
     parts += [".SH SEE ALSO\n.BR honed (8),\n.BR honectl (1)"]

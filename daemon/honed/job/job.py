@@ -170,7 +170,10 @@ class Job:
     priority: int = 0
     job_class: str | None = None  #: a class of the administrator's [classes]; None: the default class
     max_attempts: int = 3
-    num_gpus: int = 1
+    num_gpus: int = 1  #: on all nodes together
+    num_nodes: int = 1
+    profile: str | None = None  #: of the cluster's [slurm.profiles]; None: the default one
+    is_of_cluster: bool = False  #: Slurm chooses its devices, and it takes one place here, whatever it uses there
     depends_on: tuple[str, ...] = ()
     inputs: dict[str, int] = dataclasses.field(default_factory=dict)  #: what `job:NAME` means: name → that job's number
     is_deferred: bool = False  #: planned only once those jobs have succeeded, because their files must be inspected
@@ -196,6 +199,11 @@ class Job:
     data: tuple[str, ...] = ()  #: the paths of its data sets, likewise
     ends: tuple[str, ...] = ()  #: the outcome of each time it finished: a requeued job finishes again
     state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: the state in which the entry was found
+
+    @property
+    def num_places(self) -> int:
+        """The number of devices, as honed counts them here, that it takes at the same time; 0 for the processor."""
+        return min(1, self.num_gpus) if self.is_of_cluster else self.num_gpus
 
     @property
     def attempt(self) -> Attempt:

@@ -39,8 +39,8 @@ def choose_runner(
             )
         who = "each job's submitter" if layout.is_of_system else "this instance's own user"
         log.info("workers are jobs of the Slurm cluster, and run there as %s", who)
-        runner = SlurmRunner(layout, lambda: config().slurm, clock=clock)
-        return runner, _units(layout) if layout.is_of_system else None
+        units = _units(layout) if layout.is_of_system else None
+        return SlurmRunner(layout, lambda: config().slurm, clock=clock), units
     systemd = Systemd()
     reason = "as configured" if asked == "process" else why_not(layout, systemd)
     if reason is None:

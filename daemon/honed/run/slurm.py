@@ -3,9 +3,12 @@
     start     start.json with a name of its own, durable ──► sbatch --no-requeue ──► shim on a node ──► worker
     end       the shim writes exit.json, and that counts first; Slurm's word counts where there is none
 
+A job of several nodes is one shim on the first of them, whose command is srun, which starts one on each (shim.py).
+
 The name, honed-INSTANCE-JOB-ATTEMPT-START, is unique, and jobs are found by it alone: Slurm may give the number of a
 lost job to another one. Whether a failed sbatch has submitted is not known, so the name is looked up first, and
-submitted again only if Slurm knows none. Two jobs of one name cannot both start a worker: the shim takes a lock, and
+submitted again only if Slurm knows none, after growing pauses. If Slurm says twice that it will never take the job, the
+start ends. Two jobs of one name cannot both start a worker: the shim takes a lock, and
 starts nothing for a start that has ended. What Slurm does not answer is not known, and nothing is decided on it.
 
 No command runs in the daemon's loop (slurm_desk.py). An instance of one user's own runs the commands itself. The shared
@@ -17,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import math
 import os
 import sys
 import time
@@ -29,13 +31,23 @@ from typing import Any
 
 from honed.job.fence import VARIABLE as FENCE_VARIABLE
 from honed.run import slurm_batch
-from honed.run.process import inherited
-from honed.run.runner import Exit, Live, exit_of, read_exit_record, read_lock_record
+from honed.run.runner import (
+    NODES_VARIABLE,
+    RANKS_VARIABLE,
+    Exit,
+    Live,
+    NotNowError,
+    exit_of,
+    read_exit_record,
+    read_lock_record,
+)
 from honed.run.slurm_batch import Handed
 from honed.run.slurm_client import Client
 from honed.run.slurm_desk import Desk, Seen, Snapshot, run_here
+from honed.run.slurm_request import environment, is_refusal
 from honed.spec.config import SLOT, SlurmConfig
 from honed.system import durable, untrusted
+from honed.system.backoff import Backoff
 from honed.system.clock import Moment
 from honed.system.layout import AttemptLayout, JobLayout, Layout
 
@@ -43,10 +55,12 @@ log = logging.getLogger(__name__)
 
 #: Seconds for which exit.json may come later than Slurm's word of the end: a node's file system delays it.
 GONE_SEC = 10.0
-#: Seconds before a job that Slurm does not know is submitted again.
-AGAIN_SEC = 10.0
-#: The time that is left to a worker, in its environment.
-TIME_LEFT_VARIABLE = "HONED_TIME_LEFT_SEC"
+#: Seconds before a job that Slurm does not know is submitted again, for the first time and at most.
+AGAIN_SEC, MAX_AGAIN_SEC = 10.0, 300.0
+#: Refusals in a row that end a start: a controller that has just begun may not know its nodes.
+NUM_REFUSALS = 2
+#: The time that is left to a worker, and its profile, in what is handed to the runner as its environment.
+TIME_LEFT_VARIABLE, PROFILE_VARIABLE = "HONED_TIME_LEFT_SEC", "HONED_SLURM_PROFILE"
 NODE_FAIL = "NODE_FAIL"
 
 
@@ -56,7 +70,9 @@ class _Job:
     attempt: AttemptLayout
     submitted_at: float  #: when it was last handed over
     argv: list[str]
-    environment: dict[str, str] = field(default_factory=dict)
+    again: Backoff = field(default_factory=lambda: Backoff(AGAIN_SEC, MAX_AGAIN_SEC))
+    again_at: float = 0.0
+    num_refusals: int = 0
     gone_at: float | None = None  #: since when Slurm says that it is over, or knows nothing of it
     asked: list[list[str]] = field(default_factory=list)  #: the commands that end it
     is_asked: bool = False
@@ -91,7 +107,7 @@ class SlurmRunner:
         device = variables.get("CUDA_VISIBLE_DEVICES") or "cpu"
         if device.startswith(SLOT):
             del variables["CUDA_VISIBLE_DEVICES"]  # Slurm chooses the GPUs, and names them
-        left = variables.pop(TIME_LEFT_VARIABLE, None)
+        left, profile = variables.pop(TIME_LEFT_VARIABLE, None), variables.pop(PROFILE_VARIABLE, None)
         variables[FENCE_VARIABLE] = f"{start}:{files.attempt(number).exit_path}"
         handed = Handed(
             number,
@@ -99,31 +115,42 @@ class SlurmRunner:
             f"{self._prefix}{job_id}-{number}-{start}",
             device,
             time_left_sec=float(left) if left is not None else None,
-            num_gpus=int(variables.get("HONED_NUM_RANKS", "1")),
+            num_gpus=int(variables.get(RANKS_VARIABLE, "1")),
+            num_nodes=int(variables.get(NODES_VARIABLE, "1")),
+            profile=profile,
             backend=backend,
             environment=variables,
         )
+        command = self._submission(job_id, handed)
         if not self._is_shared:  # else the helper makes both, the directory as the submitter
             durable.make_dir(files.attempt(number).dir)
             script = slurm_batch.script(files, handed, self._command)
             durable.write(_script(files.attempt(number)), script.encode(), mode=0o700)
         handed.write(files)  # the intent is durable before anything is submitted
-        self._add(job_id, handed)
+        self._add(job_id, handed, command)
         self._submit(job_id)
 
-    def _add(self, job_id: int, handed: Handed) -> None:
+    def _submission(self, job_id: int, handed: Handed) -> list[str]:
+        """Return the command that submits a start. Raises NotNowError if its profile is not configured any more."""
         files = self._layout.job(job_id)
+        try:
+            command = slurm_batch.submission(files, handed, self._config())
+        except KeyError:
+            raise NotNowError(f"resources.profile: {handed.profile} is not in honed.toml any more") from None
         if self._is_shared:
-            command = ["submit", _tag(job_id, handed)]
-        else:
-            attempt = files.attempt(handed.number)
-            command = [*slurm_batch.submission(files, handed, self._config()), str(_script(attempt))]
-        self._jobs[job_id] = _Job(handed, files.attempt(handed.number), -math.inf, command)
+            return ["submit", _tag(job_id, handed), *filter(None, [handed.profile])]
+        return [*command, str(_script(files.attempt(handed.number)))]
+
+    def _add(self, job_id: int, handed: Handed, command: list[str]) -> None:
+        attempt = self._layout.job(job_id).attempt(handed.number)
+        now = self._clock()  # a command of an earlier honed may still be under way
+        self._jobs[job_id] = _Job(handed, attempt, now, command, again_at=now + AGAIN_SEC)
 
     def _submit(self, job_id: int) -> None:
         job = self._jobs[job_id]
         job.submitted_at, job.gone_at = self._clock(), None
-        self._desk.run(job.handed.name, [job.argv], environment=_environment())
+        job.again_at = job.submitted_at + job.again.next_sec()
+        self._desk.run(job.handed.name, [job.argv], environment=environment())
 
     def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:  # noqa: ARG002
         files = self._layout.job(job_id)
@@ -137,7 +164,12 @@ class SlurmRunner:
                 return False  # an intent is durable before it is handed over
             handed = Handed(number, start, f"{self._prefix}{job_id}-{number}-{start}", "cpu")
             handed.write(files)
-        self._add(job_id, handed)
+        try:
+            command = self._submission(job_id, handed)
+        except NotNowError as problem:
+            log.warning("job %d: %s: it is not submitted again if Slurm does not know it", job_id, problem)
+            command = []
+        self._add(job_id, handed, command)
         return True
 
     def live(self) -> list[Live]:
@@ -177,10 +209,11 @@ class SlurmRunner:
 
     def stop(self, job_id: int) -> None:
         """Withdraw a job that waits; have one that runs write a checkpoint. Slurm's own state stays as it is."""
-        self._ask(job_id, "withdraw", "terminate")
+        nodes = ["terminate-nodes"] * (self._jobs[job_id].handed.num_nodes > 1)  # the first one's shim only takes note
+        self._ask(job_id, "withdraw", "terminate", *nodes)
 
     def dump(self, job_id: int) -> None:
-        self._ask(job_id, "abort")
+        self._ask(job_id, "abort" if self._jobs[job_id].handed.num_nodes == 1 else "abort-nodes")
 
     def kill(self, job_id: int, *, shim_too: bool = False) -> None:
         self._ask(job_id, *["kill"] * shim_too, "cancel")
@@ -197,7 +230,7 @@ class SlurmRunner:
     def _send(self, job: _Job) -> None:
         """Hand over the commands that end a job, once nothing of it is under way."""
         if job.asked and self._desk.answer(job.handed.name) is not None:
-            self._desk.run(job.handed.name, job.asked, environment=_environment())
+            self._desk.run(job.handed.name, job.asked, environment=environment())
             job.asked = []
 
     def poll(self, job_id: int) -> Exit | None:
@@ -233,42 +266,30 @@ class SlurmRunner:
         is_unknown = not seen or is_withdrawn
         if is_unknown and not job.is_asked and not read_lock_record(job.attempt, job.handed.start):
             self._note(job_id, Seen("", "", fault or "not known to Slurm", ""))
-            if (job.handed.backend or _script(job.attempt).exists()) and self._clock() - job.submitted_at >= AGAIN_SEC:
-                what = "cancelled" if is_withdrawn else "does not know"
-                log.warning("job %d: Slurm %s %s: submitted again", job_id, what, job.handed.name)
-                self._submit(job_id)
-            return None
+            return self._again(job_id, job, fault, "cancelled" if is_withdrawn else "does not know")
         if not is_lost and snapshot.began - job.gone_at < GONE_SEC:
             return None
-        if (record := self._settle(job, seen, is_lost=is_lost)) is None:
+        if (record := _settle(job, seen, is_lost=is_lost)) is None:
             return None
         return self._ended(job_id, record)
 
-    def _settle(self, job: _Job, seen: Sequence[Seen], *, is_lost: bool) -> dict[str, Any] | None:
-        """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
-        on a lost node puts nothing into place. None if the worker lives, as far as its lock shows."""
-        with contextlib.ExitStack() as stack:
-            try:
-                fd = untrusted.open_plain(job.attempt.dir / "lock", flags=os.O_CREAT | os.O_RDWR, mode=0o664)
-                stack.callback(os.close, fd)
-                if not is_lost:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return None
-            except OSError as error:  # its submitter planted something there
-                log.warning("%s: its lock cannot be taken: %s", job.handed.name, error)
-            record = read_exit_record(job.attempt, job.handed.start)
-            if record is None:
-                states = {each.state for each in seen}
-                lost = {"service_result": "node-lost"} if is_lost else {}
-                asked = {"was_asked": True} if states & {"CANCELLED"} else {}
-                record = {"start": job.handed.start, "status": None, "signal": None, **lost, **asked}
-                record |= {"was_out_of_memory": "OUT_OF_MEMORY" in states, "ended_at": time.time()}
-                try:
-                    untrusted.write_plain(job.attempt.exit_path, durable.as_json(record))
-                except OSError as error:
-                    log.warning("%s: its end cannot be recorded: %s", job.handed.name, error)
-        return record
+    def _again(self, job_id: int, job: _Job, fault: str, what: str) -> Exit | None:
+        """Submit a start again that Slurm does not have, once it is time; end one that Slurm refuses."""
+        if self._clock() < job.again_at or not (job.handed.backend or _script(job.attempt).exists()):
+            return None
+        job.num_refusals = job.num_refusals + 1 if is_refusal(fault) else 0
+        if job.num_refusals >= NUM_REFUSALS:
+            record = _settle(job, (), is_lost=False, refusal=fault)
+            return self._ended(job_id, record) if record is not None else None
+        log.warning(
+            "job %d: Slurm %s %s%s: submitted again", job_id, what, job.handed.name, f" ({fault})" * bool(fault)
+        )
+        if not job.argv:
+            with contextlib.suppress(NotNowError):  # its profile may be there again
+                job.argv = self._submission(job_id, job.handed)
+        if job.argv:
+            self._submit(job_id)
+        return None
 
     def _ended(self, job_id: int, record: dict[str, Any]) -> Exit:
         began = self.began(job_id)
@@ -291,6 +312,35 @@ class SlurmRunner:
             job.handed = told
 
 
+def _settle(job: _Job, seen: Sequence[Seen], *, is_lost: bool, refusal: str = "") -> dict[str, Any] | None:
+    """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
+    on a lost node puts nothing into place. None if the worker lives, as far as its lock shows."""
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = untrusted.open_plain(job.attempt.dir / "lock", flags=os.O_CREAT | os.O_RDWR, mode=0o664)
+            stack.callback(os.close, fd)
+            if not is_lost:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        except OSError as error:  # its submitter has put something else there
+            log.warning("%s: its lock cannot be taken: %s", job.handed.name, error)
+        record = read_exit_record(job.attempt, job.handed.start)
+        if record is None:
+            states = {each.state for each in seen}
+            lost = {"service_result": "node-lost"} if is_lost else {}
+            if refusal:
+                lost = {"service_result": "refused", "words": refusal}
+            asked = {"was_asked": True} if states & {"CANCELLED"} else {}
+            record = {"start": job.handed.start, "status": None, "signal": None, **lost, **asked}
+            record |= {"was_out_of_memory": "OUT_OF_MEMORY" in states, "ended_at": time.time()}
+            try:
+                untrusted.write_plain(job.attempt.exit_path, durable.as_json(record))
+            except OSError as error:
+                log.warning("%s: its end cannot be recorded: %s", job.handed.name, error)
+    return record
+
+
 def read(job: JobLayout) -> Handed:
     """Read start.json. Raises ValueError or OSError if there is none of Slurm's."""
     return slurm_batch.parse(job.start_path.read_bytes())
@@ -303,15 +353,6 @@ def _tag(job_id: int, handed: Handed) -> str:
 
 def _script(attempt: AttemptLayout) -> Path:
     return attempt.dir / "slurm.sh"
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of Slurm's commands, which jobs inherit: without options of somebody's shell."""
-    return {
-        key: value
-        for key, value in inherited().items()
-        if key == "SLURM_CONF" or not key.startswith(("SLURM_", "SBATCH_"))
-    }
 
 
 def _instance(layout: Layout) -> str:

@@ -7,7 +7,6 @@ and so does the helper of the shared one (slurm_helper.py), which takes only the
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import sys
@@ -15,21 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from honed.run.process import SHIM
+from honed.run.slurm_request import Request, srun
 from honed.spec.config import SLOT, SlurmConfig
 from honed.system import durable
 from honed.system.layout import JobLayout
 
-#: Seconds that are left to a worker beyond its time limit, for its checkpoint, before Slurm ends it.
-SLACK_SEC = 300.0
 #: The name of a start: honed-INSTANCE-JOB-ATTEMPT-START.
 NAME = re.compile(r"honed-([0-9a-f]{8})-([1-9][0-9]{0,17})-([1-9][0-9]{0,8})-([1-9][0-9]{0,8})")
 #: Lists jobs, one a line: number, state, nodes, user, name, reason of waiting.
 LISTING = ("squeue", "--noheader", "--states=all", "--format=%A|%T|%N|%U|%j|%r")
-#: The ways to end a job or its worker, as options of scancel. A signal reaches the batch step, which is the shim.
+#: The ways to end a job or its worker, as options of scancel. The batch step is the shim; with several nodes, there is
+#: a shim on each, in a step of its own.
 ENDS = {
     "withdraw": ("--state=PENDING",),
     "terminate": ("--batch", "--signal=TERM"),
+    "terminate-nodes": ("--signal=TERM",),
     "abort": ("--batch", "--signal=ABRT"),
+    "abort-nodes": ("--signal=ABRT",),
     "kill": ("--full", "--signal=KILL"),
     "cancel": (),
 }
@@ -44,7 +45,9 @@ class Handed:
     name: str
     device: str
     time_left_sec: float | None = None
-    num_gpus: int = 1
+    num_gpus: int = 1  #: on each node
+    num_nodes: int = 1
+    profile: str | None = None
     slurm_id: str = ""  #: a hint for people
     state: str = ""
     reason: str = ""  #: why it waits
@@ -68,22 +71,24 @@ def parse(data: bytes) -> Handed:
 
 
 def submission(job: JobLayout, handed: Handed, config: SlurmConfig) -> list[str]:
-    """Return the command that submits a start, without its script."""
+    """Return the command that submits a start, without its script. Raises KeyError if its profile is not configured."""
     command = ["sbatch", "--parsable", "--no-requeue", "--open-mode=append", f"--job-name={handed.name}"]
-    command += [f"--output={job.attempt(handed.number).log_path}", f"--chdir={job.dir}", "--nodes=1", "--ntasks=1"]
-    if handed.device.startswith(SLOT):
-        command += [f"--gpus-per-node={handed.num_gpus}"]
-    if handed.time_left_sec is not None:
-        command += [f"--time={math.ceil((handed.time_left_sec + SLACK_SEC) / 60)}"]
-    return [*command, *config.as_options()]
+    command += [f"--output={job.attempt(handed.number).log_path}", f"--chdir={job.dir}"]
+    has_gpus = handed.device.startswith(SLOT) and config.profile(handed.profile).gpu_bytes > 0
+    num_gpus = handed.num_gpus if has_gpus else 0
+    return [*command, *Request(handed.num_nodes, num_gpus, handed.profile, handed.time_left_sec).options(config)]
 
 
-def script(job: JobLayout, handed: Handed, worker: Sequence[str]) -> str:
-    """Return the batch script of a start."""
-    command = [*worker, str(job.dir), str(handed.number), "--backend", handed.backend]
-    attempt_dir = job.attempt(handed.number).dir
-    shim = [sys.executable, "-I", "-S", str(SHIM), str(attempt_dir), str(handed.start), *command]
+def script(job: JobLayout, handed: Handed, command: Sequence[str]) -> str:
+    """Return the batch script of a start. `command` starts a worker."""
+    worker = [*command, str(job.dir), str(handed.number), "--backend", handed.backend]
+    shim, attempt_dir = [sys.executable, "-I", "-S", str(SHIM)], str(job.attempt(handed.number).dir)
+    if handed.num_nodes > 1:
+        worker = [*srun(handed.num_nodes), *shim, "--node", attempt_dir, *worker]
+    shim += [attempt_dir, str(handed.start), *worker]
     lines = ["#!/bin/sh", *(f"export {key}={shlex.quote(value)}" for key, value in handed.environment.items())]
+    # srun does not take this from sbatch.
+    lines.append('[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"')
     # exec: the signals to the batch step reach the shim, which hands them on.
     return "\n".join([*lines, f"exec {shlex.join(shim)}", ""])
 

@@ -2,7 +2,7 @@
 takes seconds to say so, and the daemon's loop waits for none.
 
 One thread lists the instance's jobs at intervals, a second runs what the loop asks for, in order. The commands of the
-shared instance are words to its helper.
+shared instance are words to its helper (slurm_client.py).
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from honed.run import slurm_batch
+from honed.run.slurm_request import run
 
 log = logging.getLogger(__name__)
 
@@ -125,25 +124,6 @@ class Desk:
         return found
 
 
-def run_here(command: Sequence[str], environment: Mapping[str, str], *, stdin: str = "", **who: Any) -> tuple[str, str]:
-    """Run a command, as another user if `who` names one to subprocess.run. Returns its output, and its fault, empty if
-    there was none."""
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            timeout=COMMAND_SEC,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            **who,
-        )
-    except subprocess.TimeoutExpired:
-        return "", f"{command[0]} did not end within {COMMAND_SEC:.0f} s"
-    except OSError as error:
-        return "", f"{command[0]}: {error.strerror}"
-    if done.returncode == 0:
-        return done.stdout, ""
-    return "", " ".join(done.stderr.split())[:300] or f"{command[0]} ended with status {done.returncode}"
+def run_here(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
+    """Run a command as our own user."""
+    return run(command, environment, timeout_sec=COMMAND_SEC)

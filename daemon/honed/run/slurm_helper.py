@@ -26,7 +26,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from honed.job.job import Job, State
 from honed.job.spool import Entries
 from honed.run import slurm_batch, slurm_client
 from honed.run.slurm_batch import Handed
-from honed.run.slurm_desk import run_here
+from honed.run.slurm_desk import COMMAND_SEC, run_here
+from honed.run.slurm_request import run
 from honed.spec import config as configs
 from honed.spec.config import SlurmConfig
 from honed.system import access, untrusted
@@ -76,20 +77,20 @@ class Helper:
             case ["list"]:
                 return self._list()
             case ["submit", start, *profile] if len(profile) <= 1:
-                return self._submit(self._find(start), self._options("".join(profile)))
+                return self._submit(self._find(start), "".join(profile))
             case [verb, start] if verb in slurm_batch.ENDS:
                 found = self._find(start)
                 return _run(slurm_batch.ending(verb, found.handed.name, found.who.uid), found.who)
         raise RefusedError("not a request")
 
-    def _submit(self, start: _Start, options: SlurmConfig) -> tuple[str, str]:
-        job, handed = start.job, start.handed
+    def _submit(self, start: _Start, profile: str) -> tuple[str, str]:
+        job, handed, options = start.job, replace(start.handed, profile=profile or None), self._options(profile)
         try:
             if strange := [name for name in handed.environment if not _VARIABLE.fullmatch(name)]:
                 raise RefusedError(f"{job.start_path}: it sets {strange[0]}")
             command = slurm_batch.submission(job, handed, options)
             script = slurm_batch.script(job, handed, self._worker)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, KeyError) as error:
             raise RefusedError(f"{job.start_path}: {error}") from error
         made = _run(["mkdir", "-p", "--", str(job.attempt(handed.number).dir)], start.who)
         return made if made[1] else _run(command, start.who, stdin=script)
@@ -97,7 +98,7 @@ class Helper:
     def _list(self) -> tuple[str, str]:
         """List the jobs that bear a job's name and are its submitter's: anybody can name theirs so."""
         # As root: a cluster may hide the jobs of other users from everybody else (PrivateData=).
-        told, fault = run_here(list(slurm_batch.LISTING), _environment())
+        told, fault = run_here(slurm_batch.LISTING, _environment())
         owners: dict[int, int | None] = {}
         lines = []
         for line in told.splitlines():
@@ -114,18 +115,20 @@ class Helper:
         return "\n".join(lines), fault
 
     def _options(self, profile: str) -> SlurmConfig:
-        """Return the administrator's options. Raises RefusedError unless they are root's alone."""
-        if profile:
-            raise RefusedError(f"honed.toml has no profile {profile[:64]}")
+        """Return the administrator's options, which have this profile. Raises RefusedError unless they are root's
+        alone."""
         layout = self._layout
         made_later = layout.config_dropin_dir / "new.toml"
         for path in [layout.config_path, *sorted(layout.config_dropin_dir.glob("*.toml")), made_later]:
             if who := access.replacer(path) or _other_owner(path):
                 raise RefusedError(f"{path}: {who} can change it, and not only root")
         try:
-            return configs.load(layout).slurm
+            found = configs.load(layout).slurm
         except HonedError as error:
             raise RefusedError(f"the configuration: {error.message}") from error
+        if profile and profile not in found.profiles:
+            raise RefusedError("no profile of honed.toml")
+        return found
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
@@ -188,7 +191,8 @@ def _run(command: Sequence[str], who: Person, *, stdin: str = "") -> tuple[str, 
     found = pwd.getpwuid(who.uid)
     own: dict[str, Any] = {"user": who.uid, "group": found.pw_gid, "extra_groups": sorted(who.gids)}
     variables = {"HOME": found.pw_dir, "USER": found.pw_name, "LOGNAME": found.pw_name, "SHELL": found.pw_shell}
-    return run_here(command, {**_environment(), **variables}, stdin=stdin, umask=0o007, cwd="/", **own)
+    environment = {**_environment(), **variables}
+    return run(command, environment, timeout_sec=COMMAND_SEC, stdin=stdin, umask=0o007, cwd="/", **own)
 
 
 def _environment() -> dict[str, str]:

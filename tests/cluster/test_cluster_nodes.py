@@ -1,0 +1,136 @@
+"""Jobs of several nodes and ranks on a Slurm cluster: all ranks begin and end together, and rank 0 alone tells."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import Any
+
+from harness import wait_for
+from nodes import ClusterInstance
+
+from honed.job.job import Job, State
+
+GPUS = "[slurm]\ngpu_bytes = 85899345920\n"
+
+
+def ranks(cluster: ClusterInstance, name: str, number: int) -> list[dict[str, Any]]:
+    """Return the last start of each rank, once there are so many."""
+    job = cluster.job(name)
+    if job is None:
+        return []
+    files = [cluster.layout.job(job.id).dir / f"rank-{rank}.txt" for rank in range(number)]
+    return [json.loads(path.read_text().splitlines()[-1]) for path in files if path.exists()]
+
+
+def all_begun(cluster: ClusterInstance, name: str, number: int) -> list[dict[str, Any]]:
+    return wait_for(
+        lambda: found if len(found := ranks(cluster, name, number)) == number else None,
+        what=f"{number} ranks",
+        deadline_sec=60,
+    )
+
+
+def begun(cluster: ClusterInstance, name: str) -> None:
+    """Wait until rank 0 has taken its first step: before that, a stop leaves nothing."""
+    wait_for(lambda: (cluster.show(name)["progress"]["step"] or 0) > 0, what=f"{name}'s first step", deadline_sec=60)
+
+
+def ended(cluster: ClusterInstance, name: str, state: State, deadline_sec: float = 60) -> Job:
+    is_over = {State.SUCCEEDED, State.FAILED, State.HELD, State.CANCELLED}
+    job = wait_for(
+        lambda: (
+            cluster.rejected().get(f"{name}.json")
+            or (found if (found := cluster.job(name)) and found.state in is_over else None)
+        ),
+        what=name,
+        deadline_sec=deadline_sec,
+    )
+    assert isinstance(job, Job), job
+    assert job.state is state, (job, cluster.log[-3000:])
+    return job
+
+
+def test_a_job_of_two_nodes_has_a_rank_on_each_gpu(cluster: ClusterInstance) -> None:
+    cluster.configure(GPUS)
+    cluster.pretend_cuda()
+    cluster.start()
+    cluster.drop("succeed", name="succeed", resources={"gpus": 2, "nodes": 2})
+    job = ended(cluster, "succeed", State.SUCCEEDED)
+    found = ranks(cluster, "succeed", 4)
+    assert [each["SLURMD_NODENAME"] for each in found] == ["node1", "node1", "node2", "node2"]
+    assert [each["LOCAL_RANK"] for each in found] == ["0", "1", "0", "1"]
+    assert {each["WORLD_SIZE"] for each in found} == {"4"}
+    assert {each["gpus"] for each in found} == {"0,1"}
+    assert len(cluster.starts(job)) == 1
+    told = cluster.honectl("show", "succeed").stdout
+    assert "Slurm job" in told
+    assert "node[1-2]" in told
+
+
+def test_a_rank_that_dies_ends_all_and_the_job_resumes(cluster: ClusterInstance) -> None:
+    cluster.configure(GPUS)
+    cluster.pretend_cuda()
+    cluster.start()
+    cluster.drop("slow-60", name="slow-60.fall-1", resources={"nodes": 2})
+    job = ended(cluster, "slow-60.fall-1", State.SUCCEEDED)
+    assert [each.outcome for each in job.attempts] == ["killed", "succeeded"]
+    end = json.loads((cluster.layout.job(job.id).attempt(1).exit_path).read_text())
+    assert (end["rank"], end["signal"]) == (1, signal.SIGKILL)
+    assert end["ended_at"] - (cluster.layout.job(job.id).attempt(1).dir / "ranks/lost.json").stat().st_mtime < 10
+
+
+def test_a_job_of_two_nodes_is_held_goes_on_and_is_cancelled(cluster: ClusterInstance) -> None:
+    cluster.configure(GPUS)
+    cluster.pretend_cuda()
+    cluster.start()
+    cluster.drop("slow-600", name="slow-600", resources={"nodes": 2})
+    all_begun(cluster, "slow-600", 2)
+    begun(cluster, "slow-600")
+    cluster.honectl("hold", "slow-600")
+    held = cluster.wait_state("slow-600", State.HELD, deadline_sec=60)
+    assert held.outcome == "interrupted"
+    assert held.attempt.step
+    cluster.honectl("release", "slow-600")
+    wait_for(lambda: len(cluster.starts(held)) == 2, what="the second start", deadline_sec=60)
+    cluster.honectl("cancel", "slow-600")
+    cluster.wait_state("slow-600", State.CANCELLED, deadline_sec=60)
+
+
+def test_a_lost_node_ends_all_ranks_and_the_job_waits_for_another(cluster: ClusterInstance) -> None:
+    cluster.configure(GPUS)
+    cluster.pretend_cuda()
+    cluster.start()
+    cluster.drop("slow-600", name="slow-600", resources={"nodes": 2})
+    began = all_begun(cluster, "slow-600", 2)
+    cluster.cluster.kill("slurmd-node2")
+    wait_for(lambda: len(cluster.show("slow-600")["attempts"]) == 2, what="the second attempt", deadline_sec=120)
+    told = wait_for(lambda: cluster.show("slow-600")["slurm"]["reason"], what="why it waits", deadline_sec=60)
+    assert told in cluster.honectl("show", "slow-600").stdout
+    cluster.cluster.mend()
+    job = ended(cluster, "slow-600", State.SUCCEEDED, deadline_sec=120)
+    assert job.attempts[0].outcome == "killed"
+    again = ranks(cluster, "slow-600", 2)
+    assert {each["attempt"] for each in again} == {2}
+    assert {each["pid"] for each in again}.isdisjoint(each["pid"] for each in began)
+
+
+def test_what_slurm_refuses_ends_with_its_words_and_what_it_does_not_answer_waits(cluster: ClusterInstance) -> None:
+    cluster.configure(GPUS)
+    cluster.pretend_cuda()
+    cluster.start()
+    cluster.drop("many", name="many", resources={"nodes": 3})
+    why = wait_for(lambda: cluster.rejected().get("many.json"), what="the refusal", deadline_sec=60)
+    assert "Slurm refuses the job: allocation failure: Requested node configuration is not available" in why
+    cluster.drop("succeed.hold", name="succeed")
+    cluster.wait_state("succeed", State.HELD)
+    cluster.configure(f'{GPUS}partition = "gone"\n')
+    assert cluster.process is not None
+    cluster.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "reloaded" in cluster.log, what="the new configuration", deadline_sec=30)
+    cluster.honectl("release", "succeed")
+    job = ended(cluster, "succeed", State.FAILED)
+    assert job.outcome == "cluster_refused"
+    assert job.error is not None
+    assert "nvalid partition" in job.error["message"]
+    assert not cluster.starts(job)
