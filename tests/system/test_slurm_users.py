@@ -103,13 +103,13 @@ def wait_state(honed: Machine, name: str, state: str) -> int:
         assert not is_over, honed.sh(f"tail -n 50 {JOBS}/{row['id']}/attempts/*/worker.log")
         return int(row["id"]) if row["state"] == state else 0
 
-    return wait_for(reached, what=f"{name} {state}", deadline_sec=20)
+    return wait_for(reached, what=f"{name} {state}", deadline_sec=60)
 
 
 def begun(honed: Machine, name: str) -> int:
     """Wait until a job's worker has begun. Returns the job's number."""
     job_id = wait_state(honed, name, "running")
-    wait_for(lambda: honed.exists(f"{JOBS}/{job_id}/said.json"), what=f"{name} begins", deadline_sec=20)
+    wait_for(lambda: honed.exists(f"{JOBS}/{job_id}/said.json"), what=f"{name} begins", deadline_sec=60)
     return job_id
 
 
@@ -127,7 +127,7 @@ def ask(honed: Machine, *words: str, user: str | None = "honed") -> str:
 def reason(honed: Machine, name: str) -> str:
     """Wait for the reason of a rejection."""
     path = f"/var/spool/honed/rejected/{name}.json.reason"
-    wait_for(lambda: honed.exists(path), what=f"{name} rejected", deadline_sec=20)
+    wait_for(lambda: honed.exists(path), what=f"{name} rejected", deadline_sec=60)
     return honed.read(path)
 
 
@@ -168,7 +168,7 @@ def test_a_submitter_holds_their_job_and_another_cannot(running: Machine) -> Non
     assert running.try_run("honectl", "cancel", str(job_id), user="berta").returncode != 0
     running.run("honectl", "hold", str(job_id), user="anna")
     wait_state(running, "slow-600", "held")
-    wait_for(lambda: not queue(running, states="pending,running"), what="Slurm has no job", deadline_sec=20)
+    wait_for(lambda: not queue(running, states="pending,running"), what="Slurm has no job", deadline_sec=60)
     running.run("honectl", "cancel", str(job_id), user="anna")
 
 
@@ -187,6 +187,23 @@ def test_a_restarted_honed_takes_a_job_over_and_believes_no_other_of_its_name(ru
     running.run("touch", f"{JOBS}/{job_id}/go", user="anna")
     wait_state(running, "until-5", "succeeded")
     running.run("scancel", "--user=berta", environment={"SLURM_CONF": SLURM_CONF})
+
+
+def test_a_submitter_who_withdraws_a_waiting_job_holds_it(running: Machine) -> None:
+    """honed records the end itself, in the directory that the submitter has made."""
+    environment = {"SLURM_CONF": SLURM_CONF}
+    running.run("scontrol", "update", "nodename=node1,node2", "state=drain", "reason=test", environment=environment)
+    try:
+        drop(running, "anna", "succeed")
+        job_id = wait_state(running, "succeed", "running")
+        wait_for(lambda: queue(running, states="pending") == {("anna", f"{job_id}-1-1")}, what="it waits")
+        running.run("scancel", "--state=PENDING", "--user=anna", user="anna", environment=environment)
+        wait_state(running, "succeed", "held")
+    finally:
+        running.run("scontrol", "update", "nodename=node1,node2", "state=resume", environment=environment)
+    assert running.read_json(f"{JOBS}/{job_id}/attempts/1/exit.json")["was_asked"]
+    running.run("honectl", "release", str(job_id), user="anna")
+    wait_state(running, "succeed", "succeeded")
 
 
 def test_only_honed_is_heard(running: Machine) -> None:

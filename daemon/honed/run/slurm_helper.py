@@ -88,7 +88,8 @@ class Helper:
         try:
             if strange := [name for name in handed.environment if not _VARIABLE.fullmatch(name)]:
                 raise RefusedError(f"{job.start_path}: it sets {strange[0]}")
-            command = slurm_batch.submission(job, handed, options)
+            # Limits of a job on its node are those of the node, and not of the helper's unit.
+            command = ["sbatch", "--propagate=NONE", *slurm_batch.submission(job, handed, options)[1:]]
             script = slurm_batch.script(job, handed, self._worker)
         except (TypeError, AttributeError, KeyError) as error:
             raise RefusedError(f"{job.start_path}: {error}") from error
