@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+from pathlib import Path
 from typing import Any
 
 from harness import wait_for
 from nodes import ClusterInstance
 
 from honed.job.job import Job, State
+from zoo.model import build_checkpoint, write_facts
 
 GPUS = "[slurm]\ngpu_bytes = 85899345920\n"
 
@@ -68,6 +71,35 @@ def test_a_job_of_two_nodes_has_a_rank_on_each_gpu(cluster: ClusterInstance) -> 
     assert "node[1-2]" in told
 
 
+def test_two_nodes_train_one_model(cluster: ClusterInstance) -> None:
+    """Real ranks, over gloo, which meet over the network."""
+    cluster.environment |= {"HONED_TEST_REAL": "1", "OMP_NUM_THREADS": "1"}
+    model = build_checkpoint(cluster.root / "tiny", "llama")
+    data = write_facts(cluster.root / "facts.jsonl", 12)
+    cluster.start()
+    training = {"max_steps": 4, "per_device_train_batch_size": 2, "save_steps": 2, "gradient_checkpointing": False}
+    cluster.drop(
+        "train",
+        name="train",
+        base_model=str(model),
+        datasets=[{"path": str(data)}],
+        eval_split=0.25,
+        dtype="float32",
+        backend="transformers",
+        training=training,
+        predictions={"num_samples": 2, "max_new_tokens": 4},
+        resources={"gpus": 0, "nodes": 2},
+    )
+    job = ended(cluster, "train", State.SUCCEEDED, deadline_sec=400)
+    assert len(job.attempts) == 1
+    files = cluster.layout.job(job.id)
+    assert json.loads((files.attempt(1).dir / "ranks/address.json").read_text())["port"]
+    assert sorted(path.name for path in files.checkpoints_dir.glob("*/rng_state_*.pth"))[-1] == "rng_state_1.pth"
+    assert (Path(job.output_dir) / "adapter_model.safetensors").exists()
+    steps = [event for event in cluster.show("train")["events"] if event["event"] == "stage"]
+    assert len({event["stage"] for event in steps}) == len(steps), "one rank alone tells"
+
+
 def test_a_rank_that_dies_ends_all_and_the_job_resumes(cluster: ClusterInstance) -> None:
     cluster.configure(GPUS)
     cluster.pretend_cuda()
@@ -105,17 +137,18 @@ def test_a_lost_node_ends_all_ranks_and_the_job_waits_for_another(cluster: Clust
     began = all_begun(cluster, "slow-600", 2)
     cluster.cluster.kill("slurmd-node2")
     wait_for(lambda: len(cluster.show("slow-600")["attempts"]) == 2, what="the second attempt", deadline_sec=120)
-    told = wait_for(lambda: cluster.show("slow-600")["slurm"]["reason"], what="why it waits", deadline_sec=60)
-    assert told in cluster.honectl("show", "slow-600").stdout
+    wait_for(lambda: cluster.show("slow-600").get("slurm", {}).get("reason"), what="why it waits", deadline_sec=60)
+    told = cluster.honectl("show", "slow-600").stdout
+    assert re.search(r"Slurm job \d+: pending, \w", told), told
     cluster.cluster.mend()
     job = ended(cluster, "slow-600", State.SUCCEEDED, deadline_sec=120)
-    assert job.attempts[0].outcome == "killed"
+    assert job.attempts[0].outcome in {"killed", "interrupted"}  # the rank that is left may write a checkpoint
     again = ranks(cluster, "slow-600", 2)
     assert {each["attempt"] for each in again} == {2}
     assert {each["pid"] for each in again}.isdisjoint(each["pid"] for each in began)
 
 
-def test_what_slurm_refuses_ends_with_its_words_and_what_it_does_not_answer_waits(cluster: ClusterInstance) -> None:
+def test_what_slurm_refuses_ends_with_its_words(cluster: ClusterInstance) -> None:
     cluster.configure(GPUS)
     cluster.pretend_cuda()
     cluster.start()

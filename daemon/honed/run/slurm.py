@@ -61,7 +61,11 @@ AGAIN_SEC, MAX_AGAIN_SEC = 10.0, 300.0
 NUM_REFUSALS = 2
 #: The time that is left to a worker, and its profile, in what is handed to the runner as its environment.
 TIME_LEFT_VARIABLE, PROFILE_VARIABLE = "HONED_TIME_LEFT_SEC", "HONED_SLURM_PROFILE"
+#: Seconds for which Slurm may say why it has stopped a worker, before that counts as a person's wish.
+WORD_SEC = 60.0
 NODE_FAIL = "NODE_FAIL"
+#: States of jobs that Slurm itself has stopped: honed queues them again. Without a state, the reason of a lost node.
+STOPPED_BY_SLURM, NODE_DOWN = frozenset({NODE_FAIL, "BOOT_FAIL", "PREEMPTED", "TIMEOUT"}), "NodeDown"
 
 
 @dataclass
@@ -73,6 +77,7 @@ class _Job:
     again: Backoff = field(default_factory=lambda: Backoff(AGAIN_SEC, MAX_AGAIN_SEC))
     again_at: float = 0.0
     num_refusals: int = 0
+    recorded_at: float | None = None  #: since when its end is recorded, and it is not known who has stopped it
     gone_at: float | None = None  #: since when Slurm says that it is over, or knows nothing of it
     asked: list[list[str]] = field(default_factory=list)  #: the commands that end it
     is_asked: bool = False
@@ -236,7 +241,12 @@ class SlurmRunner:
     def poll(self, job_id: int) -> Exit | None:
         job = self._jobs[job_id]
         if (record := read_exit_record(job.attempt, job.handed.start)) is not None:
-            return self._ended(job_id, record)
+            was_stopped = record.get("was_asked") is True and not job.is_asked
+            return (
+                None
+                if was_stopped and not _is_explained(job, self._clock(), self._desk.snapshot)
+                else self._ended(job_id, record)
+            )
         answer = self._desk.answer(job.handed.name)
         if answer is None:
             return None
@@ -292,10 +302,13 @@ class SlurmRunner:
         return None
 
     def _ended(self, job_id: int, record: dict[str, Any]) -> Exit:
-        began = self.began(job_id)
+        began, snapshot = self.began(job_id), self._desk.snapshot
         job = self._jobs.pop(job_id)
         self._desk.forget(job.handed.name)
-        return replace(exit_of(record), began=began)
+        seen = snapshot.jobs.get(job.handed.name, ()) if snapshot is not None and not job.is_asked else ()
+        by_slurm = any(each.state in STOPPED_BY_SLURM or each.reason == NODE_DOWN for each in seen)
+        found = exit_of(record)
+        return replace(found, began=began, is_machine_going_down=by_slurm and found.was_asked)
 
     def _note(self, job_id: int, seen: Seen) -> None:
         """Keep what Slurm says of a job, for `honectl show`."""
@@ -310,6 +323,16 @@ class SlurmRunner:
         if told != job.handed:
             told.write(self._layout.job(job_id))
             job.handed = told
+
+
+def _is_explained(job: _Job, now: float, snapshot: Snapshot | None) -> bool:
+    """Tell whether Slurm has said why it has stopped a worker whose end is recorded, or says nothing for too long."""
+    job.recorded_at = now if job.recorded_at is None else job.recorded_at
+    if now - job.recorded_at >= WORD_SEC:
+        return True
+    if snapshot is None or snapshot.began < job.recorded_at:
+        return False
+    return all(each.is_over or each.reason == NODE_DOWN for each in snapshot.jobs.get(job.handed.name, ()))
 
 
 def _settle(job: _Job, seen: Sequence[Seen], *, is_lost: bool, refusal: str = "") -> dict[str, Any] | None:

@@ -38,6 +38,7 @@ def store(shared: Path, host: str, *, rank: int, world: int, timeout: datetime.t
         temporary = path.with_name(f".{path.name}")
         temporary.write_text(json.dumps({"host": host, "port": made.port}))
         temporary.replace(path)
+        _tell(host, made.port)
         _choose_interface(host)
         return made
     deadline = time.monotonic() + timeout.total_seconds()
@@ -46,6 +47,7 @@ def store(shared: Path, host: str, *, rank: int, world: int, timeout: datetime.t
             raise RuntimeError(f"rank 0 did not tell its address within {timeout}")
         time.sleep(LOOK_INTERVAL_SEC)
     told = json.loads(path.read_bytes())
+    _tell(told["host"], told["port"])
     try:
         with socket.create_connection((told["host"], told["port"]), timeout=CONNECT_SEC) as link:
             _choose_interface(link.getsockname()[0])
@@ -54,6 +56,12 @@ def store(shared: Path, host: str, *, rank: int, world: int, timeout: datetime.t
     return distributed.TCPStore(
         told["host"], told["port"], world, is_master=False, timeout=timeout, wait_for_workers=False
     )
+
+
+def _tell(host: str, port: int) -> None:
+    """Have accelerate, which looks for them on the CPU, find what torchrun's variables would say."""
+    os.environ.setdefault("MASTER_ADDR", host)
+    os.environ.setdefault("MASTER_PORT", str(port))
 
 
 def _choose_interface(address: str) -> None:

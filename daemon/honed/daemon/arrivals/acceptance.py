@@ -240,7 +240,7 @@ def _tell_accepted(job: Job, answer: Passed) -> None:
         log.warning("job %d (%s): %s", job.id, job.name, warning, extra=about(job))
 
 
-def _job(pending: Pending, answer: Passed, *, is_of_cluster: bool) -> Job:
+def _job(pending: Pending, answer: Passed, *, is_of_cluster: bool = False) -> Job:
     spec = answer.spec
     return Job(
         id=pending.claim.id,
@@ -252,8 +252,8 @@ def _job(pending: Pending, answer: Passed, *, is_of_cluster: bool) -> Job:
         priority=spec.get("priority", 0),
         job_class=spec.get("class"),
         max_attempts=spec["retry"]["max_attempts"],
-        num_gpus=spec["resources"]["gpus"] * spec["resources"]["nodes"],
-        num_nodes=spec["resources"]["nodes"],
+        num_gpus=spec["resources"]["gpus"] * spec["resources"].get("nodes", 1),
+        num_nodes=spec["resources"].get("nodes", 1),
         profile=spec["resources"].get("profile"),
         is_of_cluster=is_of_cluster,
         depends_on=tuple(map(str, spec.get("depends_on") or ())),
