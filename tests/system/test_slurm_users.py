@@ -206,6 +206,26 @@ def test_a_submitter_who_withdraws_a_waiting_job_holds_it(running: Machine) -> N
     wait_state(running, "succeed", "succeeded")
 
 
+def test_a_link_in_a_jobs_directory_leads_only_where_its_submitter_may_go(running: Machine) -> None:
+    drop(running, "berta", "succeed-4")
+    bertas = wait_state(running, "succeed-4", "succeeded")
+    before = running.sh(f"find {JOBS}/{bertas}/attempts -ls")
+    running.run("honectl", "pause")
+    drop(running, "anna", "succeed-3")
+    job_id = wait_state(running, "succeed-3", "queued")
+    running.run("ln", "-s", f"{JOBS}/{bertas}/attempts", f"{JOBS}/{job_id}/attempts", user="anna")
+    running.run("honectl", "resume")
+    shown = wait_for(
+        lambda: "Permission denied" in (found := running.run("honectl", "show", "--json", str(job_id))) and found,
+        what="the reason",
+        deadline_sec=60,
+    )
+    assert "mkdir" in json.loads(str(shown))["slurm"]["reason"]
+    assert running.sh(f"find {JOBS}/{bertas}/attempts -ls") == before
+    running.run("rm", f"{JOBS}/{job_id}/attempts", user="anna")
+    wait_state(running, "succeed-3", "succeeded")
+
+
 def test_only_honed_is_heard(running: Machine) -> None:
     assert "Permission denied" in ask(running, "list", user="anna")
     assert "is not honed's" in ask(running, "list", user=None)
@@ -280,8 +300,11 @@ FORGERIES: list[tuple[str, Callable[[Forged], object], str]] = [
     ("anna's start", lambda job: os.chown(job.start, job.uids["anna"], -1), "not a file of honed's own"),
     ("anna's directory", lambda job: os.chown(job.dir, job.uids["anna"], -1), "not honed's"),
     ("another submitter", lambda job: job.write(job.uids["berta"], acl_uid=job.uids["anna"]), "the same submitter"),
-    ("root", lambda job: job.write(0), "the same submitter"),
-    ("a system account", lambda job: job.write(job.uids["honed-job"]), "the same submitter"),
+    ("root", lambda job: job.write(0), "those of root may not"),
+    ("a system account", lambda job: job.write(job.uids["honed-job"]), "those of honed-job may not"),
+    ("an account for the directory alone", lambda job: job.write(job.uids["anna"], acl_uid=0), "the same submitter"),
+    ("another number", lambda job: job.entry.write_bytes(job.entry.read_bytes().replace(b"900", b"7")), "submitter"),
+    ("no entry in it", lambda job: job.entry.write_bytes(b"[" * 100_000), "nested too deeply"),
     ("nobody known", lambda job: job.write(4999), "not known to this machine"),
     ("another job's name", lambda job: job.write(job.uids["anna"], name="honed-0123abcd-7-1-1"), "not this start's"),
     ("an option as name", lambda job: job.write(job.uids["anna"], name="x --uid=0"), "not this start's"),

@@ -149,10 +149,10 @@ class Helper:
         named = slurm_batch.NAME.fullmatch(handed.name)
         if (handed.number, handed.start) != (number, start) or named is None or named.group(2, 3, 4) != found.groups():
             raise RefusedError(f"{job.start_path}: not this start's")
+        if why := slurm_client.why_not_as(entry.uid):
+            raise RefusedError(f"job {job_id}: {why}")
         if entry.id != job_id or entry.uid != uid:
             raise RefusedError(f"job {job_id}: its entry and its directory do not name the same submitter")
-        if why := slurm_client.why_not_as(uid):
-            raise RefusedError(f"job {job_id}: {why}")
         if not access.is_known(uid) or (who := access.person(uid)) is None:
             raise RefusedError(f"job {job_id}: its submitter, user {uid}, is not known to this machine")
         return _Start(job, handed, who)
