@@ -255,11 +255,10 @@ class SlurmRunner:
 
     def stop(self, job_id: int) -> None:
         """Withdraw a job that waits; have one that runs write a checkpoint. Slurm's own state stays as it is."""
-        nodes = [["--signal=TERM"]] * (self._jobs[job_id].handed.num_nodes > 1)  # the first one's shim only takes note
-        self._ask(job_id, ["--state=PENDING"], ["--batch", "--signal=TERM"], *nodes)
+        self._ask(job_id, ["--state=PENDING"], ["--batch", "--signal=TERM"])
 
     def dump(self, job_id: int) -> None:
-        self._ask(job_id, [*["--batch"] * (self._jobs[job_id].handed.num_nodes == 1), "--signal=ABRT"])
+        self._ask(job_id, ["--batch", "--signal=ABRT"])
 
     def kill(self, job_id: int, *, shim_too: bool = False) -> None:
         self._ask(job_id, *[["--full", "--signal=KILL"]] * shim_too, [])
