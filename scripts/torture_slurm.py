@@ -120,7 +120,12 @@ class Torture:
 
     def unfinished(self) -> list[str]:
         jobs = {job.name: job for job in self.hit.spool.all_jobs().values()}
-        return [name for name in self.dropped if name not in jobs or jobs[name].state not in FINAL]
+        refused = {f"{name.rpartition('.')[2]}.json" for name in self.dropped} & self.hit.rejected().keys()
+        return [
+            name
+            for name in self.dropped
+            if f"{name.rpartition('.')[2]}.json" not in refused and (name not in jobs or jobs[name].state not in FINAL)
+        ]
 
     def drop(self, *, time_limit_sec: float | None = None) -> None:
         number = len(self.dropped) + 1

@@ -109,7 +109,7 @@ class ClusterInstance(Instance):
         info = packages / f"torch-{torch}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
-        self.environment["PYTHONPATH"] = str(packages)
+        self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
 
     def configure(self, text: str) -> None:
         jobs = 'runner = "slurm"\nretry_delay_sec = 0.1'

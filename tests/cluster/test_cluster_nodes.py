@@ -71,6 +71,17 @@ def test_a_job_of_two_nodes_has_a_rank_on_each_gpu(cluster: ClusterInstance) -> 
     assert "node[1-2]" in told
 
 
+def test_a_job_of_two_gpus_of_one_node_needs_no_step(cluster: ClusterInstance) -> None:
+    cluster.configure(GPUS)
+    cluster.pretend_cuda()
+    cluster.start()
+    cluster.drop("succeed", name="succeed", resources={"gpus": 2})
+    ended(cluster, "succeed", State.SUCCEEDED)
+    (one, two) = all_begun(cluster, "succeed", 2)
+    assert one["SLURMD_NODENAME"] == two["SLURMD_NODENAME"]
+    assert (one["gpus"], two["gpus"]) == ("0,1", "0,1")
+
+
 def test_two_nodes_train_one_model(cluster: ClusterInstance) -> None:
     """Real ranks, over gloo, which meet over the network."""
     cluster.environment |= {"HONED_TEST_REAL": "1", "OMP_NUM_THREADS": "1"}
@@ -110,6 +121,17 @@ def test_a_rank_that_dies_ends_all_and_the_job_resumes(cluster: ClusterInstance)
     end = json.loads((cluster.layout.job(job.id).attempt(1).exit_path).read_text())
     assert (end["rank"], end["signal"]) == (1, signal.SIGKILL)
     assert end["ended_at"] - (cluster.layout.job(job.id).attempt(1).dir / "ranks/lost.json").stat().st_mtime < 10
+
+
+def test_ranks_that_hang_leave_their_stacks_and_end(cluster: ClusterInstance) -> None:
+    cluster.configure(f"{GPUS}[jobs]\nstall_timeout_sec = 4\nmin_stall_timeout_sec = 1\n")
+    cluster.pretend_cuda()
+    cluster.start()
+    cluster.drop("hang", name="hang", resources={"nodes": 2}, retry={"max_attempts": 1})
+    job = ended(cluster, "hang", State.FAILED)
+    assert job.outcome == "stalled"
+    assert "Fatal Python error: Aborted" in cluster.layout.job(job.id).attempt(1).log_path.read_text()
+    wait_for(lambda: not cluster.cluster.run("squeue", "-h", "-t", "running,completing"), what="its end in Slurm")
 
 
 def test_a_job_of_two_nodes_is_held_goes_on_and_is_cancelled(cluster: ClusterInstance) -> None:

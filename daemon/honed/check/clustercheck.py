@@ -1,7 +1,7 @@
 """Checks of a job for a Slurm cluster: its profile, and whether Slurm would take it.
 
 Slurm is asked with `sbatch --test-only`, which submits nothing. A clear refusal is the job's fault or the
-configuration's; no answer says nothing about either.
+configuration's; no answer, and a refusal while nodes are down, say nothing about either.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from honed.run import slurm_client
-from honed.run.slurm_request import Request, is_refusal, try_out
+from honed.run.slurm_request import NO_SUCH_NODES, Request, are_all_nodes_up, is_refusal, try_out
 from honed.spec.config import Config, SlurmConfig
 from honed.spec.spec import JobSpec
 from honed.system.error import ClusterRefusedError, EnvironmentInvalidError, NotPermittedError, SpecError
@@ -81,9 +81,11 @@ def ask(job_spec: JobSpec, config: Config, layout: Layout, uid: int | None) -> l
         _answers[key] = (time.monotonic(), words)
     if not words:
         return []
-    if is_refusal(words):
+    is_down = NO_SUCH_NODES in words.lower() and not are_all_nodes_up(asked)
+    if is_refusal(words) and not is_down:
         named = f"profile {resources.profile}" if resources.profile else "[slurm]"
         raise ClusterRefusedError(
             f"Slurm refuses the job: {words}", hint=f"correct resources in the job file, or {named} in honed.toml"
         )
-    return [f"resources: Slurm was asked whether it would take the job, and did not answer: {words}"]
+    said = "has no such nodes now, and some are down" if is_down else "did not answer"
+    return [f"resources: Slurm was asked whether it would take the job, and {said}: {words}"]

@@ -38,13 +38,15 @@ With $HONED_NUM_NODES above 1, on a cluster, its COMMAND is srun, which starts o
 
     shim.py --node ATTEMPT_DIR COMMAND...
 
-with the ranks of that node. The signals to the shim are not forwarded, since srun would kill all: honed sends them to
-the nodes, too. The first node at which a rank fails writes ranks/end.json, which is the end in exit.json; the others
-look for it, and their ranks have as long to end as those beside it. The failed node's own end, with status 1, comes
-after rank 0's result if there will be one, and then srun kills what is left (--kill-on-bad-exit).
+with the ranks of that node. The signals to the shim are not forwarded, since srun would kill all, and Slurm would send
+them to the data loaders, too: the shim writes them into a file, which the nodes look at. The first node at which a rank
+fails writes ranks/end.json, which is the end in exit.json; the others look for it, and their ranks have as long to end
+as those beside it. The failed node's own end, with status 1, comes after rank 0's result if there will be one, and then
+srun kills what is left (--kill-on-bad-exit).
 
     ranks/end.json    {"rank", "status", "signal", "was_out_of_memory"} of the first failure on any node
-    ranks/asked.json  the shim, or a node, was asked to stop, and all nodes are
+    ranks/orders      the numbers of the signals, one a line. Read by opening it, as NFS needs
+    ranks/asked.json  a node was asked to stop by others than the shim
 """
 
 import contextlib
@@ -116,6 +118,7 @@ def main() -> int:
     num_ranks = 1 if is_spread else int(os.environ.get("HONED_NUM_RANKS", "1"))
     if num_ranks > 1 or is_spread:
         make_shared(f"{attempt_dir}/ranks")
+        append(f"{attempt_dir}/ranks/orders", b"")
     if num_ranks > 1:
         os.environ.update(as_rank(0, num_ranks))
     shim_pid, worker_pid = os.getpid(), give(spare, f"{attempt_dir}/worker.log", command) if spare else None
@@ -132,20 +135,16 @@ def main() -> int:
     if pipe:
         os.close(pipe[1])
         relay = Relay(pipe[0], f"{attempt_dir}/worker.log")
-
-    def note_stop() -> None:
-        os.pwrite(lock_fd, json.dumps({**who, "was_asked": True}).encode(), 0)
-        if is_spread:
-            write_once(f"{attempt_dir}/ranks/asked.json", {})
-
     watch = Watch(
         worker_pids,
         relay,
-        note_stop,
+        lambda: os.pwrite(lock_fd, json.dumps({**who, "was_asked": True}).encode(), 0),
         f"{attempt_dir}/ranks/lost.json",
-        hands_on=not is_spread,
+        orders_path=f"{attempt_dir}/ranks/orders" if is_spread else "",
     )
     status, was_out_of_memory = watch.wait()
+    if is_spread and os.WIFSIGNALED(status):
+        return 1  # without srun the ranks go on: Slurm ends them now, and says when they are gone
     rank = {"rank": watch.rank} if num_ranks > 1 else {}
     end = {**end_of(status), "was_out_of_memory": was_out_of_memory, "was_asked": watch.was_asked, **rank}
     write_exit(attempt_dir, start, end_of_nodes(f"{attempt_dir}/ranks", end) if is_spread else end)
@@ -195,6 +194,12 @@ def end_of_nodes(shared: str, srun: dict[str, object]) -> dict[str, object]:
     if os.path.exists(f"{shared}/asked.json"):  # noqa: PTH110
         end["was_asked"] = True
     return end
+
+
+def append(path: str, data: bytes) -> None:
+    """Append to a file, which there is from now on; a full disk must not end the worker."""
+    with contextlib.suppress(OSError), open(path, "ab") as file:  # noqa: PTH123
+        file.write(data)
 
 
 def write_once(path: str, record: dict[str, object]) -> None:
@@ -382,23 +387,24 @@ class Watch:
         note_stop: Callable[[], object],
         lost_path: str,
         *,
-        hands_on: bool = True,
+        orders_path: str = "",
         first_rank: int = 0,
         nodes_dir: str = "",
     ) -> None:
         """Create a watch of each rank's worker. `note_stop` records that they were asked to stop: the shim is killed,
-        too, if that takes too long. `lost_path` is written if one of several dies by a signal. `hands_on`: signals are
-        forwarded. `nodes_dir` is what several nodes share: the first at which a rank fails writes end.json, which ends
-        the others; `first_rank` is this node's.
+        too, if that takes too long. `lost_path` is written if one of several dies by a signal. `orders_path`: signals
+        are written there, and not forwarded. `nodes_dir` is what several nodes share: signals are read there, and the
+        first node at which a rank fails writes end.json, which ends the others; `first_rank` is this node's.
         """
         self._pids = worker_pids
         self._relay = relay
         self._note_stop = note_stop
         self._lost_path = lost_path
-        self._hands_on = hands_on
+        self._orders_path = orders_path
         self._first_rank = first_rank
         self._end_path = f"{nodes_dir}/end.json" if nodes_dir else ""
-        self._asked_path = f"{nodes_dir}/asked.json" if nodes_dir else ""
+        self._read_path = f"{nodes_dir}/orders" if nodes_dir else ""
+        self._num_read = 0  # bytes of it
         self.rank = 0  #: whose end is that of the attempt
         self._alive = set(range(len(worker_pids)))
         self._kill_at: float | None = None  #: when the ranks that are left are killed
@@ -448,7 +454,9 @@ class Watch:
         if number == signal.SIGTERM and self._stop_asked_at is None:
             self._stop_asked_at = time.monotonic()
             self._note_stop()
-        if self._hands_on:
+        if self._orders_path:
+            append(self._orders_path, b"%d\n" % number)
+        else:
             self._send(number)
 
     def _send(self, number: int) -> None:
@@ -458,8 +466,7 @@ class Watch:
 
     def _are_alive(self) -> bool:
         """Look for ends, and end the ranks that are left after one that failed. Return False once all have ended."""
-        if self._asked_path and not self.was_asked and os.path.exists(self._asked_path):  # noqa: PTH110
-            self._hand_on(signal.SIGTERM, None)
+        self._obey()
         ended = {}
         for rank in sorted(self._alive):
             found = os.waitid(os.P_PID, self._pids[rank], os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -480,6 +487,17 @@ class Watch:
             for rank in self._alive:
                 os.kill(self._pids[rank], signal.SIGKILL)
         return bool(self._alive)
+
+    def _obey(self) -> None:
+        """Forward the signals that the shim of all nodes has got since the last look."""
+        if not self._read_path:
+            return
+        with contextlib.suppress(OSError), open(self._read_path, "rb") as file:  # noqa: PTH123
+            file.seek(self._num_read)
+            whole = file.read().rpartition(b"\n")[0]
+            self._num_read += len(whole) + 1 if whole else 0
+            for number in {int(word) for word in whole.split()}:
+                self._send(number)
 
     def _end_others(self, status: int) -> None:
         rank = self._first_rank + self.rank

@@ -214,11 +214,10 @@ class SlurmRunner:
 
     def stop(self, job_id: int) -> None:
         """Withdraw a job that waits; have one that runs write a checkpoint. Slurm's own state stays as it is."""
-        nodes = ["terminate-nodes"] * (self._jobs[job_id].handed.num_nodes > 1)  # the first one's shim only takes note
-        self._ask(job_id, "withdraw", "terminate", *nodes)
+        self._ask(job_id, "withdraw", "terminate")
 
     def dump(self, job_id: int) -> None:
-        self._ask(job_id, "abort" if self._jobs[job_id].handed.num_nodes == 1 else "abort-nodes")
+        self._ask(job_id, "abort")
 
     def kill(self, job_id: int, *, shim_too: bool = False) -> None:
         self._ask(job_id, *["kill"] * shim_too, "cancel")

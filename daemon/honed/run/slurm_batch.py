@@ -23,14 +23,11 @@ from honed.system.layout import JobLayout
 NAME = re.compile(r"honed-([0-9a-f]{8})-([1-9][0-9]{0,17})-([1-9][0-9]{0,8})-([1-9][0-9]{0,8})")
 #: Lists jobs, one a line: number, state, nodes, user, name, reason of waiting.
 LISTING = ("squeue", "--noheader", "--states=all", "--format=%A|%T|%N|%U|%j|%r")
-#: The ways to end a job or its worker, as options of scancel. The batch step is the shim; with several nodes, there is
-#: a shim on each, in a step of its own.
+#: The ways to end a job or its worker, as options of scancel. A signal reaches the batch step, which is the shim.
 ENDS = {
     "withdraw": ("--state=PENDING",),
     "terminate": ("--batch", "--signal=TERM"),
-    "terminate-nodes": ("--signal=TERM",),
     "abort": ("--batch", "--signal=ABRT"),
-    "abort-nodes": ("--signal=ABRT",),
     "kill": ("--full", "--signal=KILL"),
     "cancel": (),
 }

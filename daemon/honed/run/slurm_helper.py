@@ -197,8 +197,12 @@ def _run(command: Sequence[str], who: Person, *, stdin: str = "") -> tuple[str, 
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of Slurm's commands, which jobs inherit."""
-    kept = {name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}
+    """Return the environment of Slurm's commands, which jobs inherit: what a drop-in of the unit may set."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in {"PATH", "SLURM_CONF"} or name.startswith(("GLOO_", "NCCL_"))
+    }
     return {"LANG": "C.UTF-8", **kept}
 
 

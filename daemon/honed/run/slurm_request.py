@@ -28,6 +28,11 @@ REFUSALS = (
     *("requested time limit is invalid", "group not permitted to use this partition", "access/permission denied"),
     *("requested reservation is invalid", "unrecognized option", "invalid option", "invalid license", "invalid --"),
 )
+#: The refusal that may only mean that a node is down, and the states of nodes that are not.
+NO_SUCH_NODES, UP = (
+    "requested node configuration is not available",
+    ("idle", "mixed", "alloc", "comp", "resv", "reserv"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,15 @@ def is_refusal(words: str) -> bool:
     """Return True if Slurm says that it will never take a job."""
     lowered = words.lower()
     return any(part in lowered for part in REFUSALS)
+
+
+def are_all_nodes_up(config: SlurmConfig) -> bool:
+    """Tell whether Slurm has all nodes of the configured partition: of a job that needs one that is down or not yet
+    known, `sbatch --test-only` says that there are no such nodes."""
+    partition = [f"--partition={config.partition}"] if config.partition else []
+    command = ["sinfo", "--noheader", "--Node", "--format=%T", *partition]
+    states = run(command, environment(), timeout_sec=TRY_SEC)[0].split()
+    return bool(states) and all(each.startswith(UP) and not each.endswith("*") for each in states)
 
 
 def environment() -> dict[str, str]:
