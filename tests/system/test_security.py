@@ -18,6 +18,7 @@ MAX_EXPOSURE = {
     "honed-fetch@1.service": 1.2,
     "honed-send.service": 1.2,
     "honed-web.service": 1.0,
+    "honed-slurm@1.service": 2.2,
 }
 
 
@@ -74,6 +75,7 @@ def show_job(machine: Machine) -> None:
         ("honed-fetch@1.service", {"/var/lib/honed/fetch", "/var/cache/honed", "/dev/mqueue", "/dev/shm"}),
         ("honed-send.service", {"/var/lib/honed", "/dev/mqueue", "/dev/shm"}),
         ("honed-web.service", {"/dev/mqueue", "/dev/shm"}),
+        ("honed-slurm@1.service", set()),  # but for job directories, as their submitters
         ("honed.service", {*DAEMONS_DIRS, "/dev/mqueue", "/dev/shm"}),
     ],
 )

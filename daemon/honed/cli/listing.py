@@ -268,6 +268,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         ["stopped", early["reason"] if (early := job.get("stopped_early")) else None],
         ["waits", terminal.why_waiting(job)],
         ["preempted", _preempted(job)],
+        ["cluster", terminal.plain(_cluster(job), limit=400)],
         ["model", job.get("model")],
         ["data", "\n".join(job.get("data") or ())],
         ["adapter", _adapter(job["spec"])],
@@ -313,6 +314,16 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     if audits := [item for item in job["events"] if item["event"] == "audit"]:
         _say_audit(audits)
     return 0
+
+
+def _cluster(job: Shown) -> str:
+    """Return what Slurm says of the last attempt's job: its number, its nodes, why it waits."""
+    if (told := job.get("slurm")) is None:
+        return ""
+    where = f" on {told['nodes']}" if told["nodes"] else ""
+    why = f", {told['reason']}" if told["reason"] else ""
+    number = f"Slurm job {told['id']}" if told["id"] else f"{told['name']}, not yet in Slurm"
+    return f"{number}: {told['state'].lower() or 'submitted'}{where}{why}"
 
 
 def _show_group(found: GroupShown, *, as_json: bool) -> int:

@@ -36,8 +36,8 @@ from honed.job.spool import Spool
 from honed.run import ending
 from honed.run.deadline import Deadlines
 from honed.run.outcome import Outcome, judge
-from honed.run.runner import RANKS_VARIABLE, Exit, NotNowError, Runner
-from honed.run.slurm import TIME_LEFT_VARIABLE
+from honed.run.runner import NODES_VARIABLE, RANKS_VARIABLE, Exit, NotNowError, Runner
+from honed.run.slurm import PROFILE_VARIABLE, TIME_LEFT_VARIABLE
 from honed.send.outbox import Outbox
 from honed.spec.config import Config
 from honed.system import durable, error, message, untrusted
@@ -305,7 +305,9 @@ def worker_environment(layout: Layout, config: Config, job: Job, gpu_uuid: str |
         "HONED_JOB": str(job.id),
         "HONED_MIN_STALL_SEC": f"{config.jobs.min_stall_timeout_sec:g}",
         "HONED_STOP_TIMEOUT_SEC": f"{config.jobs.stop_timeout_sec:g}",
-        **({RANKS_VARIABLE: str(job.num_gpus)} if job.num_gpus > 1 else {}),
+        **({RANKS_VARIABLE: str(num_ranks)} if (num_ranks := job.num_gpus // job.num_nodes) > 1 else {}),
+        **({NODES_VARIABLE: str(job.num_nodes)} if job.num_nodes > 1 else {}),
+        **({PROFILE_VARIABLE: job.profile} if job.profile is not None else {}),
         **({TIME_LEFT_VARIABLE: f"{left_sec:g}"} if left_sec is not None else {}),
     }
 

@@ -203,7 +203,10 @@ class Job:
     priority: int = 0
     job_class: str | None = None  #: a class of the administrator's [classes]; None: the default class
     max_attempts: int = 3
-    num_gpus: int = 1
+    num_gpus: int = 1  #: on all nodes together
+    num_nodes: int = 1
+    profile: str | None = None  #: of the cluster's [slurm.profiles]; None: the default one
+    is_of_cluster: bool = False  #: Slurm chooses its devices, and it takes one place here, whatever it uses there
     depends_on: tuple[str, ...] = ()
     inputs: dict[str, int] = dataclasses.field(default_factory=dict)  #: what `job:NAME` means: name → that job's number
     is_deferred: bool = False  #: planned only once those jobs have succeeded, because their files must be inspected
@@ -232,6 +235,11 @@ class Job:
     edited_at: tuple[float, ...] = ()  #: seconds since the epoch, of each edit of its job file
     is_being_edited: bool = False  #: its job file and its plan are being replaced: see editing.py
     state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: the state in which the entry was found
+
+    @property
+    def num_places(self) -> int:
+        """The number of devices, as honed counts them here, that it takes at the same time; 0 for the processor."""
+        return min(1, self.num_gpus) if self.is_of_cluster else self.num_gpus
 
     @property
     def attempt(self) -> Attempt:

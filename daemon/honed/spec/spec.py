@@ -554,6 +554,8 @@ class ResourceSpec(Section):
     """Number of GPUs, on each node; 0 trains on the CPU."""
     nodes: Annotated[int, Ge(1), Le(MAX_NODES), Expected(f"a number of nodes, at most {MAX_NODES}")] = 1
     """Number of machines; more than one needs a cluster."""
+    profile: Annotated[str, form(r"[A-Za-z0-9_-]{1,64}"), Expected("the name of a profile")] | None = None
+    """Profile of the cluster's `[slurm.profiles]`; by default the one that the administrator has made the default."""
 
     @property
     def num_ranks(self) -> int:

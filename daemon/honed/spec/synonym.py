@@ -1128,8 +1128,8 @@ NAMES: dict[str, Synonym] = {
     **_all(drop("memory and CPU limits are set by the administrator in units"), "mem", "cpus_per_task",
            "mem_per_cpu", "mem_per_gpu", "resources.mem", "resources.memory", "resources.cpus",
            "resources.cpus_per_task", "ntasks", "ntasks_per_node", "cpus"),
-    **_all(drop("honed queues jobs for one machine; class and priority set their order"), "partition", "account", "qos",
-           "constraint", "nodelist", "exclusive"),
+    **_all(drop("on a cluster, resources.profile selects the administrator's settings; else class and priority set "
+                "the order of jobs"), "partition", "account", "qos", "constraint", "nodelist", "exclusive"),
     **_all(take("notify.mail"), "mail_user", "email", "notify.email", "notify.mail_user"),
     **_all(by(_nodes, "resources"), "nnodes", "num_nodes", "num_machines", "node_count", "nodes",
            "resources.num_nodes"),

@@ -19,6 +19,7 @@
     ├── InterruptedRunError   interrupted          transient
     ├── KilledError           killed               transient
     ├── EnvironmentInvalidError environment_invalid
+    ├── ClusterRefusedError   cluster_refused
     ├── DegradedError         degraded
     └── InternalError         error
 
@@ -259,6 +260,13 @@ class EnvironmentInvalidError(HonedError):
     exit_status = 72  #: EX_OSFILE
 
 
+class ClusterRefusedError(HonedError):
+    """The cluster will never take such a job; the message has its words."""
+
+    code = "cluster_refused"
+    exit_status = 79
+
+
 class DegradedError(HonedError):
     """A fault of the machine, such as a full disk, keeps honed from answering a request."""
 
@@ -301,6 +309,7 @@ BY_CODE: dict[str, type[HonedError]] = {
         InterruptedRunError,
         KilledError,
         EnvironmentInvalidError,
+        ClusterRefusedError,
         NotPermittedError,
         InternalError,
     )

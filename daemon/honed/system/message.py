@@ -55,6 +55,7 @@ BY_ERROR = {
     "interrupted": "39f45bc572bd488b9b73533540ba5818",
     "killed": "d28b1d4f69084e50921f2e91dce8e281",
     "environment_invalid": "21b351d0277d47d79d2fcab1eea24aac",
+    "cluster_refused": "22f086c1f2894aefa7e5e54fdcf17360",
     "error": "1309030d35e449caa2442b3c1f6c8c59",
     "not_permitted": "dbad8421069948a49b43daaa4f2aac6d",
     "usage": "5b58aff6b6e44d97b47234122bdfbaa4",

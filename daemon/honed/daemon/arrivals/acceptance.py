@@ -147,11 +147,11 @@ class Acceptance:
             elif is_sweep:
                 self._spread(pending, answer)
             elif answer.references or answer.spec.get("depends_on"):
-                self.naming.add(pending, answer, _job(pending, answer))
+                self.naming.add(pending, answer, self._job(pending, answer))
             else:
                 self._checks.add_checked(pending, answer)
         checked = self._checks.take_checked()
-        return [*late, *self._accept([(*each, _job(*each)) for each in checked])]
+        return [*late, *self._accept([(*each, self._job(*each)) for each in checked])]
 
     def _spread(self, pending: Pending, answer: Passed) -> None:
         """Turn a sweep into the arrivals of its jobs, each of which is checked by itself."""
@@ -207,6 +207,9 @@ class Acceptance:
             return self._arrivals.accepted(claim)
         return None
 
+    def _job(self, pending: Pending, answer: Passed) -> Job:
+        return _job(pending, answer, is_of_cluster=self.config.jobs.runner == "slurm")
+
     def plan_of(self, job: Job, answer: Passed) -> PlanFile:
         """Return the content of plan.json."""
         return answer.plan.accepted(job, answer.spec, self._spool.layout.root)
@@ -239,7 +242,7 @@ def _tell_accepted(job: Job, answer: Passed) -> None:
         log.warning("job %d (%s): %s", job.id, job.name, warning, extra=about(job))
 
 
-def _job(pending: Pending, answer: Passed) -> Job:
+def _job(pending: Pending, answer: Passed, *, is_of_cluster: bool = False) -> Job:
     spec = answer.spec
     return Job(
         id=pending.claim.id,
@@ -247,6 +250,7 @@ def _job(pending: Pending, answer: Passed) -> Job:
         submitted_at=time.time(),
         source=pending.claim.name,
         uid=pending.copy.uid,
+        is_of_cluster=is_of_cluster,
         is_pinned=bool(spec.get("pin")),
         arrived_at=pending.claim.arrived_at,
         group=spec.get("group"),
@@ -264,7 +268,9 @@ def facts_of(answer: Passed) -> dict[str, Any]:
         "priority": spec.get("priority", 0),
         "job_class": spec.get("class"),
         "max_attempts": spec["retry"]["max_attempts"],
-        "num_gpus": spec["resources"]["gpus"],
+        "num_gpus": spec["resources"]["gpus"] * spec["resources"].get("nodes", 1),
+        "num_nodes": spec["resources"].get("nodes", 1),
+        "profile": spec["resources"].get("profile"),
         "notify": spec.get("notify"),
         "time_limit_sec": spec.get("time_limit_sec"),
         "model": str(spec.get("base_model") or ""),
