@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+import costs
+
 # The speed of the machine is no property of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -29,8 +31,13 @@ for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "HONED_ROOT"):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the whole of the sampled matrices")
     parser.addoption("--quick", action="store_true", help="run what takes two minutes")
+    parser.addoption("--costs", metavar="FILE", help="write each test's CPU time, and tell of the dearest")
     parser.addoption("--races", type=int, default=35, help="races of each kind for another user's files")
     parser.addoption("--preemptions", type=int, default=5, help="preemptions of one training job")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    costs.register(config)
 
 
 def has_gpu() -> bool:

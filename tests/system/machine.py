@@ -48,6 +48,8 @@ FIND_WRITABLE = (
 
 
 _has_expired: list[str] = []
+#: What scripts/install made below /opt/honed, as a tar archive, once a machine of this process has had it installed.
+_environments: list[bytes] = []
 
 
 def wait_for(condition: Callable[[], T], *, what: str = "condition", deadline_sec: float = DEADLINE_SEC) -> T:
@@ -332,6 +334,30 @@ class Machine:
             stdin=packed,
         )
         self.run("chmod", "-R", "a+rX", target)
+
+    # -- honed --------------------------------------------------------------------------------------------------------
+
+    def install(self) -> str:
+        """Run scripts/install, which finds the Python environment that it made for an earlier machine of this process
+        and does all else. Returns what it said."""
+        if _environments:
+            self.run("tar", "--extract", "--directory=/", stdin=_environments[0])
+        said = self.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+        if not _environments:
+            kept = ("--exclude=opt/honed/files", "--exclude=opt/honed/current", "opt/honed")
+            command = self.command("tar", "--create", "--directory=/", *kept)
+            packed = subprocess.run(command, capture_output=True, check=True)
+            _environments.append(packed.stdout)
+        return said
+
+    def doctor(self) -> dict[str, dict[str, str]]:
+        """Return the findings of `honectl doctor` by their checks, without those that import the training stack."""
+        code = (
+            "import json, pathlib; from honed.cli import doctor; from honed.system.layout import Layout; "
+            "print(json.dumps([each.as_dict() for each in doctor.examine(Layout(pathlib.Path('/')), imports=False)]))"
+        )
+        found = json.loads(self.run("/opt/honed/current/bin/python", "-P", "-c", code))
+        return {each["check"]: each for each in found}
 
     # -- systemd ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import Machine, wait_for
 
 from zoo import plain
 
@@ -30,7 +30,7 @@ CONFIG = "[spool]\nsettle_sec = 0.2\npreflight_timeout_sec = {timeout_sec}\n[job
 @pytest.fixture(scope="module")
 def honed(machine: Machine) -> Machine:
     """A machine with honed running and the starting of jobs paused: these tests are about the steps before."""
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     machine.run("groupadd", "project")
     machine.add_user("anna", "honed-submit", "project")
     machine.add_user("berta", "honed-submit")
@@ -435,7 +435,7 @@ def test_where_no_unit_starts_people_wait_and_are_checked_once_it_does(honed: Ma
         assert not refusal(honed, name)
         assert honed.sh("ps -eo user:20,args | grep '[h]oned.check.preflight' | cut -d' ' -f1").split() == ["honed"]
         if trouble is without_the_template:
-            found = {each["check"]: each for each in json.loads(honed.try_run("honectl", "doctor", "--json").stdout)}
+            found = honed.doctor()
             assert "not checked:" in found["honed.service"]["detail"]
             assert found["honed-check@.service"]["status"] == "error"
             assert found["polkit"]["status"] == "error"

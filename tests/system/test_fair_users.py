@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import Machine, wait_for
 from slowdata import LEASE_SEC, slow_data
 
 pytestmark = pytest.mark.systemd
@@ -38,7 +38,7 @@ VERBOSE = "[Service]\nExecStart=\nExecStart=/opt/honed/current/bin/honed --verbo
 def honed(machine: Machine, model: str) -> Machine:
     """A machine with honed running; its journal has the beginning of each check."""
     assert model
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     for user in ("anna", "berta", "carl"):
         machine.add_user(user, "honed-submit")
     for user in ("service", "slowservice"):
