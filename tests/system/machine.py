@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -414,7 +415,10 @@ class Machine:
         """Wait for an entry whose message contains `text`."""
 
         def found() -> dict[str, Any] | None:
-            return next((item for item in self.journal(*matches) if text in str(item.get("MESSAGE"))), None)
+            self.run("journalctl", "--sync")
+            words = ("journalctl", "--output=json", "--all", "--no-pager", f"--grep={re.escape(text)}")
+            lines = self.try_run(*words, *matches).stdout.splitlines()  # 1 where there is none
+            return next((item for item in map(json.loads, lines) if text in str(item.get("MESSAGE"))), None)
 
         entry = wait_for(found, what=f"{text!r} in the journal of {matches}", deadline_sec=deadline_sec)
         assert entry is not None
