@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="run what takes two minutes")
     parser.addoption("--costs", metavar="FILE", help="write each test's CPU time, and tell of the dearest")
     parser.addoption("--races", type=int, default=35, help="races of each kind for another user's files")
-    parser.addoption("--preemptions", type=int, default=5, help="preemptions of one training job")
+    parser.addoption("--preemptions", type=int, default=3, help="preemptions of one training job")
 
 
 def pytest_configure(config: pytest.Config) -> None:

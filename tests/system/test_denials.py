@@ -41,7 +41,7 @@ def honed(machine: Machine) -> Machine:
     machine.run("useradd", "--system", "--groups", "honed-submit", "--shell", "/bin/sh", "service")
     machine.write(
         "/etc/honed/honed.toml.d/50-test.toml",
-        "[spool]\nsettle_sec = 0.2\n[retention]\nmax_checkpoint_bytes = 1_000_000_000\n",
+        "[spool]\nsettle_sec = 0.2\nrescan_interval_sec = 2\n[retention]\nmax_checkpoint_bytes = 1_000_000_000\n",
     )
     plain.write_base_model(machine.host_path("/srv/model"))
     plain.write_dataset(machine.host_path("/srv/rows.jsonl"))
