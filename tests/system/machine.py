@@ -41,9 +41,11 @@ _ORPHANS_DIE = ("setpriv", "--pdeathsig", "KILL")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-#: A shell's list of directories and files that can be written, but for processes, devices and measurements.
+#: A shell's list of directories and files that can be written, but for processes, devices and measurements, and for
+#: what no other machine has: the checkout and its environment.
 FIND_WRITABLE = (
-    "find / \\( -path '/proc/[0-9]*' -o -path /proc/pressure -o -path /dev/pts \\) -prune -o "
+    "find / \\( -path '/proc/[0-9]*' -o -path /proc/pressure -o -path /dev/pts "
+    f"{' '.join(f'-o -path {place}' for place in (CHECKOUT, ENVIRONMENT, HERE.parents[1], sys.prefix))} \\) -prune -o "
     "-not -path '/dev/*' \\( -type d -o -type f \\) -writable -print -o -path '/dev/*' -type d -writable -print"
 )
 
@@ -54,13 +56,13 @@ _environments: list[bytes] = []
 
 
 def wait_for(condition: Callable[[], T], *, what: str = "condition", deadline_sec: float = DEADLINE_SEC) -> T:
-    """Wait until a condition is truthy, and return its value."""
+    """Wait until a condition is truthy, and return its value. Looking takes half of the time at most."""
     deadline_sec /= 5 if _has_expired else 1
     deadline = time.monotonic() + deadline_sec
-    while time.monotonic() < deadline:
+    while (looked_at := time.monotonic()) < deadline:
         if value := condition():
             return value
-        time.sleep(0.2)
+        time.sleep(max(0.2, time.monotonic() - looked_at))
     _has_expired.append(what)
     raise AssertionError(f"{what}: not within {deadline_sec:.0f} s")
 
