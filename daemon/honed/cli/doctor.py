@@ -95,9 +95,9 @@ def doctor(instance: Instance, options: argparse.Namespace) -> int:
     return int(any(item["status"] == "error" for item in found))
 
 
-def examine(layout: Layout, config: Config | None = None) -> list[Finding]:
+def examine(layout: Layout, config: Config | None = None, *, imports: bool = True) -> list[Finding]:
     """Run all checks, in the order in which a person would fix their findings. Takes as long as importing torch,
-    seconds."""
+    seconds; `imports`: with the checks that do."""
     try:
         config = config or configs.load(layout)
         configured = [Finding("configuration", "warning", words) for words in config.outdated]
@@ -106,7 +106,7 @@ def examine(layout: Layout, config: Config | None = None) -> list[Finding]:
         config, configured = Config(), [Finding("configuration", "error", error.message, error.hint)]
     with ThreadPoolExecutor() as pool:
         # The children run in threads, which only wait for them.
-        looks = () if training.is_missing() else (_torch, _torchvision, _bitsandbytes)
+        looks = () if training.is_missing() or not imports else (_torch, _torchvision, _bitsandbytes)
         compiled = [pool.submit(look) for look in looks]
         packages = [] if training.is_missing() else [*_packages(), *_beside_unsloth()]
         found = [_python(), *_training(), *packages, _gpu(config)]
