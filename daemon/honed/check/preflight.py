@@ -124,7 +124,7 @@ class _Asked:
 
     @property
     def has_network(self) -> bool:
-        """False where honed checks a user's file for the shared instance, in a unit: Slurm is asked at the job's turn."""
+        """False in the unit that checks a user's file for the shared instance: Slurm is asked at the job's turn."""
         return not self.layout.is_of_system or self.uid is None
 
     @property
