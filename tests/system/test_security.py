@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, FIND_WRITABLE, Machine
+from machine import CHECKOUT, FIND_WRITABLE, Machine
 
 pytestmark = pytest.mark.systemd
 
@@ -27,7 +27,7 @@ DAEMONS_DIRS = ("/var/lib/honed", "/var/spool/honed", "/var/cache/honed", "/run/
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(machine: Machine) -> None:
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
 
 
 def inside(machine: Machine, unit: str, script: str) -> str:
@@ -209,8 +209,7 @@ def test_a_directory_that_a_person_can_lead_elsewhere_opens_no_sandbox(machine: 
         assert not machine.exists(dropin)
     machine.write(dropin, '[Service]\nReadWritePaths="-/srv/of-dora/data"\n')  # as honectl made it before
     machine.run("systemctl", "daemon-reload")
-    said = json.loads(machine.try_run("honectl", "doctor", "--json").stdout)
-    [found] = [each for each in said if each["check"] == "sandbox"]
+    found = machine.doctor()["sandbox"]
     assert found["status"] == "error"
     assert "/srv/of-dora/data: the user dora" in found["detail"]
     machine.run("rm", dropin)

@@ -201,12 +201,36 @@ def _members(parsed: Document, config: Config) -> tuple[Member, ...]:
     found = sweep.members(parsed.data, parsed.lines, max_jobs=config.spool.max_sweep_jobs)
     for member in found:
         try:
-            spec.validate(member.document, sweep.lines_of(member, parsed.lines), parsed.problems)
+            job_spec = spec.validate(member.document, sweep.lines_of(member, parsed.lines), parsed.problems)
+            _check_halving(job_spec, member, parsed)
         except SpecError as error:
             # No edit of the file's own key helps where the sweep sets it.
             told = "\n".join(f"{line} (with {member.words})" for line in error.said.splitlines())
             raise SpecError(told, hint=error.hint) from error
     return tuple(found)
+
+
+def _check_halving(job_spec: JobSpec, member: Member, parsed: Document) -> None:
+    """Raise SpecError for a job of a sweep that `halving` could never end."""
+    if member.halving is None:
+        return
+    first, last = member.halving["min_steps"], job_spec.training.max_steps
+    if job_spec.kind != "sft":
+        raise sweep.halving_fault(parsed.lines, "", f"kind: {job_spec.kind} has no steps to stop at", "remove it")
+    if job_spec.eval_strategy == "no":
+        raise sweep.halving_fault(
+            parsed.lines,
+            "",
+            "it compares the evaluation losses of the jobs, and they are not evaluated",
+            "add eval_split: 0.05, or eval_datasets, and training.eval_steps",
+        )
+    if 0 < last <= first:
+        raise sweep.halving_fault(
+            parsed.lines,
+            "min_steps",
+            f"{first} is not before the last step (training.max_steps: {last})",
+            f"use less, such as {max(1, last // 4)}",
+        )
 
 
 def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict:
@@ -519,7 +543,9 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
         references=spec.references(verdict.spec),
         waits_for=verdict.waits_for,
         needs_fetch=verdict.needs_fetch,
-        members=tuple({"document": each.document, "values": each.values} for each in verdict.members),
+        members=tuple(
+            {"document": each.document, "values": each.values, "halving": each.halving} for each in verdict.members
+        ),
     )
 
 

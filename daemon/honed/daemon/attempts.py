@@ -29,7 +29,7 @@ from honed.job import recovery, row_cache
 from honed.job.ahead import Pass
 from honed.job.database import Database
 from honed.job.event import Event
-from honed.job.job import Attempt, Fallback, Job, Preemption, Staged, State, Stop
+from honed.job.job import Attempt, Cut, Fallback, Job, Preemption, Staged, State, Stop
 from honed.job.plan_file import PlanFile
 from honed.job.row_cache import RowCache
 from honed.job.spool import Spool
@@ -170,12 +170,13 @@ class Running:
         if job.stop is not None:
             self.deadlines.ask(job.stop)
 
-    def stop(self, why: Stop, preemption: str = "") -> None:
-        """Ask it to stop; the reason is durable first. Cancel outranks hold, hold preempt, and that shutdown.
+    def stop(self, why: Stop, preemption: str = "", *, cut: Cut | None = None) -> None:
+        """Ask it to stop; the reason is durable first. Cancel outranks hold, hold its sweep's halving, halving preempt,
+        and preempt shutdown.
 
-        `preemption`: the reason of one, for people.
+        `preemption`: the reason of one, for people; `cut`: that of its sweep.
         """
-        rank = [Stop.SHUTDOWN, Stop.PREEMPT, Stop.HOLD, Stop.CANCEL]
+        rank = [Stop.SHUTDOWN, Stop.PREEMPT, Stop.HALVE, Stop.HOLD, Stop.CANCEL]
         if self.job.stop is not None and rank.index(why) <= rank.index(self.job.stop):
             return
         if why is Stop.PREEMPT:
@@ -183,6 +184,10 @@ class Running:
             self.job = self._spool.update(self.job.with_attempt(preemption=preempted), stop=why)
             kind: dict[str, object] = about(self.job, message.PREEMPTED)
             log.info("job %d (%s): preempted: %s", self.job.id, self.job.name, preemption, extra=kind)
+        elif cut is not None:
+            self.update(stop=why, cut=cut)
+            kind = about(self.job, message.STOPPED_EARLY, step=cut.step)
+            log.info("job %d (%s): its sweep stops it: %s", self.job.id, self.job.name, cut.words, extra=kind)
         else:
             self.update(stop=why)
             log.info("job %d (%s): stop requested (%s)", self.job.id, self.job.name, why)

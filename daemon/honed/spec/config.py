@@ -21,7 +21,7 @@ from honed.spec import hours, setting
 from honed.spec.hours import Hours
 from honed.spec.problem import MAX_PROBLEMS
 from honed.spec.setting import Gone
-from honed.system import device, quote
+from honed.system import device, manual, quote
 from honed.system.device import Device
 from honed.system.error import SpecError
 from honed.system.layout import Layout
@@ -612,10 +612,12 @@ def _read(path: Path, outdated: list[tuple[Path, Gone]]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except RecursionError as error:
-        raise SpecError(f"{path}: nested too deeply", hint="`man honed.toml` lists all keys") from error
+        raise SpecError(f"{path}: nested too deeply", hint=manual.all_keys("honed.toml.5")) from error
     except (OSError, ValueError) as error:
         words = error.strerror if isinstance(error, OSError) else error
-        raise SpecError(f"{path}: {words}", hint="honed.toml must be TOML; see `man honed.toml`") from error
+        raise SpecError(
+            f"{path}: {words}", hint=f"honed.toml must be TOML; {manual.all_keys('honed.toml.5')}"
+        ) from error
     outdated += [(path, gone) for gone in setting.take_gone(data, text)]
     try:
         Config.model_validate(data)
@@ -623,7 +625,7 @@ def _read(path: Path, outdated: list[tuple[Path, Gone]]) -> dict[str, Any]:
         found = setting.problems(error, Config, setting.lines_of(text))
         told = [f"{path}: {problem}" for problem in found[:MAX_PROBLEMS]]
         # The administrator's own file: its content is no secret in the administrator's log.
-        raise SpecError(quote.show("; ".join(told)), hint="`man honed.toml` lists all keys") from error
+        raise SpecError(quote.show("; ".join(told)), hint=manual.all_keys("honed.toml.5")) from error
     return data
 
 

@@ -98,6 +98,12 @@ class HonedError(Exception):
         self.said, self.message = (f"{before}{text}{after}" for text in (self.said, self.message))
         self.evidence = self.evidence and f"{before}{self.evidence}{after}"
 
+    def without(self, before: str) -> None:
+        """Remove text from the beginning of the message, such as its position."""
+        self.said, self.message, self.evidence = (
+            text.removeprefix(before) for text in (self.said, self.message, self.evidence)
+        )
+
     def as_dict(self) -> ErrorRecord:
         """Return the record; `evidence` and `fix` only if they are not empty."""
         record: ErrorRecord = {"code": self.code, "message": self.message, "hint": self.hint}

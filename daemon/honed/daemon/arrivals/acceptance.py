@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from honed.daemon.arrivals.checkers import Checkers
 from honed.daemon.arrivals.checks import Checks, Pending
@@ -176,7 +177,7 @@ class Acceptance:
         free = []
         for pending, answer, job in checked:
             try:
-                self._check_against_others(job)
+                self.check_against_others(job)
             except HonedError as error:
                 locate(error, answer)
                 self._rejection.reject(pending.claim, error)
@@ -213,7 +214,8 @@ class Acceptance:
         """Return the content of plan.json."""
         return answer.plan.accepted(job, answer.spec, self._spool.layout.root)
 
-    def _check_against_others(self, job: Job) -> None:
+    def check_against_others(self, job: Job) -> None:
+        """Raise SpecError if a job's output directory is that of another unfinished job."""
         ours = Path(os.path.realpath(job.output_dir))  # Path.resolve raises where a link leads to itself
         other = self._spool.catalog.owner_of(str(ours))
         if other is not None and other.id != job.id:  # itself, where its entry's last sync has failed
@@ -248,24 +250,32 @@ def _job(pending: Pending, answer: Passed, *, is_of_cluster: bool = False) -> Jo
         submitted_at=time.time(),
         source=pending.claim.name,
         uid=pending.copy.uid,
-        output_dir=answer.output_dir,
-        priority=spec.get("priority", 0),
-        job_class=spec.get("class"),
-        max_attempts=spec["retry"]["max_attempts"],
-        num_gpus=spec["resources"]["gpus"] * spec["resources"].get("nodes", 1),
-        num_nodes=spec["resources"].get("nodes", 1),
-        profile=spec["resources"].get("profile"),
         is_of_cluster=is_of_cluster,
-        depends_on=tuple(map(str, spec.get("depends_on") or ())),
         is_pinned=bool(spec.get("pin")),
-        notify=spec.get("notify"),
         arrived_at=pending.claim.arrived_at,
-        time_limit_sec=spec.get("time_limit_sec"),
         group=spec.get("group"),
-        model=str(spec.get("base_model") or ""),
-        data=tuple(str(each["path"]) for each in spec.get("datasets") or spec.get("eval_datasets") or ()),
         state=State.HELD if pending.claim.is_held else State.QUEUED,
+        depends_on=tuple(map(str, spec.get("depends_on") or ())),
+        **facts_of(answer),
     )
+
+
+def facts_of(answer: Passed) -> dict[str, Any]:
+    """Return the facts of an entry that are those of the job file, whenever it came."""
+    spec = answer.spec
+    return {
+        "output_dir": answer.output_dir,
+        "priority": spec.get("priority", 0),
+        "job_class": spec.get("class"),
+        "max_attempts": spec["retry"]["max_attempts"],
+        "num_gpus": spec["resources"]["gpus"] * spec["resources"].get("nodes", 1),
+        "num_nodes": spec["resources"].get("nodes", 1),
+        "profile": spec["resources"].get("profile"),
+        "notify": spec.get("notify"),
+        "time_limit_sec": spec.get("time_limit_sec"),
+        "model": str(spec.get("base_model") or ""),
+        "data": tuple(str(each["path"]) for each in spec.get("datasets") or spec.get("eval_datasets") or ()),
+    }
 
 
 def _planted(job: Job, problem: OSError) -> HonedError:
