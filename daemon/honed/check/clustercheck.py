@@ -63,13 +63,9 @@ def require_user(layout: Layout, config: Config, uid: int) -> None:
         raise NotPermittedError(problem, hint="submit it as a user of the cluster")
 
 
-def ask(job_spec: JobSpec, config: Config, layout: Layout, uid: int | None) -> list[str]:
-    """Ask Slurm whether it would take a job; returns a warning if it has not answered. Raises ClusterRefusedError.
-
-    Where honed checks the file of a user, `uid`, of the shared instance, Slurm is asked at the job's turn alone: the
-    check is a unit without network.
-    """
-    if (asked := profile(job_spec, config)) is None or (layout.is_of_system and uid is not None):
+def ask(job_spec: JobSpec, config: Config) -> list[str]:
+    """Ask Slurm whether it would take a job; returns a warning if it has not answered. Raises ClusterRefusedError."""
+    if (asked := profile(job_spec, config)) is None:
         return []
     resources = job_spec.resources
     num_gpus = resources.gpus if asked.gpu_bytes and job_spec.kind != "merge" else 0

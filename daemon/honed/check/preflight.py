@@ -123,6 +123,11 @@ class _Asked:
     cache: datacheck.Cache | None
 
     @property
+    def has_network(self) -> bool:
+        """False in the unit that checks a user's file for the shared instance: Slurm is asked at the job's turn."""
+        return not self.layout.is_of_system or self.uid is None
+
+    @property
     def rights(self) -> Policy:
         return Policy.of(self.layout, self.config, self.uid)
 
@@ -313,7 +318,7 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
         job_spec,
         made,
         output_dir,
-        [*made.warnings, *warnings, *clustercheck.ask(job_spec, config, layout, asked.uid)],
+        [*made.warnings, *warnings, *(clustercheck.ask(job_spec, config) if asked.has_network else [])],
         adapter.path if adapter else None,
         commit=modelcheck.commit(job_spec, model),
         is_sampled=looked.is_sampled,

@@ -1059,6 +1059,7 @@ def test_the_stages_are_told_in_their_order(desk: Desk) -> None:
         "memory",
         "output directory",
         "disk",
+        "cluster",
     ]
     assert max(map(len, stages)) <= STAGE_BYTES
 
