@@ -44,7 +44,7 @@ def cut(kind: str, directory: Path, *arguments: str) -> list[dict[str, Any]]:
 def test_a_power_cut_at_any_moment_loses_and_doubles_nothing(
     mounts: None, tmp_path: Path, is_whole: bool, kind: str
 ) -> None:
-    (found,) = cut(kind, tmp_path, *([] if is_whole else ["--points", "4"]))
+    (found,) = cut(kind, tmp_path, *([] if is_whole else ["--points", "3"]))
     assert found["broken"] == {}
 
 

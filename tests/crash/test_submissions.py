@@ -10,18 +10,23 @@ from pathlib import Path
 import pytest
 
 from crash import submissions
-from crash.scene import ERRORS, KILL, Hit, spread
+from crash.scene import ERRORS, KILL, Hit, Point, spread
 from crash.test_power_cuts import FILE_SYSTEMS, cut
+
+
+@pytest.fixture(scope="module")
+def points(strace: None, tmp_path_factory: pytest.TempPathFactory) -> list[Point]:
+    found: list[Point] = submissions.points_of(tmp_path_factory.mktemp("points"))
+    assert len(found) > 30
+    return found
 
 
 @pytest.mark.timeout(2_000)
 @pytest.mark.parametrize("fault", [KILL, *ERRORS])
 def test_honed_hit_while_it_takes_a_submission_keeps_what_it_has_told(
-    strace: None, tmp_path: Path, is_whole: bool, fault: str
+    points: list[Point], tmp_path: Path, is_whole: bool, fault: str
 ) -> None:
-    points = submissions.points_of(tmp_path)
-    assert len(points) > 30
-    chosen, broken = points if is_whole else spread(points[[KILL, *ERRORS].index(fault) :], 8), {}
+    chosen, broken = points if is_whole else spread(points[[KILL, *ERRORS].index(fault) :], 4), {}
     for point in chosen:
         root = tmp_path / re.sub(r"\W+", "-", str(point))
         submissions.prepare(root)
@@ -39,7 +44,7 @@ def test_honed_hit_while_it_takes_a_submission_keeps_what_it_has_told(
 def test_a_power_cut_while_honed_takes_a_submission_loses_none_that_it_has_told(
     mounts: None, tmp_path: Path, is_whole: bool, kind: str
 ) -> None:
-    (found,) = cut(kind, tmp_path, "--of", "submissions", *([] if is_whole else ["--points", "5"]))
+    (found,) = cut(kind, tmp_path, "--of", "submissions", *([] if is_whole else ["--points", "3"]))
     assert found["broken"] == {}
 
 

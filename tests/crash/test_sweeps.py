@@ -10,17 +10,22 @@ from pathlib import Path
 import pytest
 
 from crash import sweeps
-from crash.scene import ERRORS, KILL, Hit, spread
+from crash.scene import ERRORS, KILL, Hit, Point, spread
+
+
+@pytest.fixture(scope="module")
+def points(strace: None, tmp_path_factory: pytest.TempPathFactory) -> list[Point]:
+    found: list[Point] = sweeps.points_of(tmp_path_factory.mktemp("points"))
+    assert len(found) > 30
+    return found
 
 
 @pytest.mark.timeout(2_000)
 @pytest.mark.parametrize("fault", [KILL, *ERRORS])
 def test_honed_hit_while_it_spreads_a_sweep_makes_each_of_its_jobs_once(
-    strace: None, tmp_path: Path, is_whole: bool, fault: str
+    points: list[Point], tmp_path: Path, is_whole: bool, fault: str
 ) -> None:
-    points = sweeps.points_of(tmp_path)
-    assert len(points) > 30
-    chosen, broken = points if is_whole else spread(points[[KILL, *ERRORS].index(fault) :], 8), {}
+    chosen, broken = points if is_whole else spread(points[[KILL, *ERRORS].index(fault) :], 4), {}
     for point in chosen:
         root = tmp_path / re.sub(r"\W+", "-", str(point))
         sweeps.prepare(root)

@@ -276,8 +276,13 @@ def test_a_name_that_two_jobs_share_is_ambiguous_until_one_is_over(instance: Ins
 
 
 def test_doctor_says_what_this_machine_has(instance: Instance) -> None:
+    """torch fails at once, as a broken one does: the unit tests and the booted machine's import the real one."""
     instance.start()
-    found = json.loads(instance.honectl("doctor", "--json").stdout)
+    (instance.root / "torch.py").write_text("raise ImportError('libcudart.so: no such file')\n")
+    done = instance.honectl("doctor", "--json", env=os.environ | {"PYTHONPATH": str(instance.root)})
+    found = json.loads(done.stdout)
+    [broken] = [item for item in found if item["check"] == "torch loads"]
+    assert (broken["status"], "libcudart.so" in broken["detail"], done.returncode) == ("error", True, 1)
     assert all(set(item) >= {"check", "status", "detail", "hint"} for item in found)
     assert {item["status"] for item in found} <= {"ok", "warning", "error"}
 

@@ -14,7 +14,7 @@ from zoo import fuzz
 from zoo.fuzz import TARGETS, Target
 
 #: Fewer examples for targets that take long.
-FEW = {"events": 25, "model files": 60}
+FEW = {"events": 10, "model files": 25}
 #: Faults that long runs have found, each fixed since.
 FOUND: dict[str, tuple[str, object]] = {
     "a level that is a list": (
@@ -35,7 +35,7 @@ FOUND: dict[str, tuple[str, object]] = {
 def test_whatever_it_is_fed_it_reads_or_refuses_in_a_sentence(target: Target) -> None:
     with fuzz.directory() as directory:
         pytest.importorskip("pyarrow") if target.name == "parquet" else None
-        number = FEW.get(target.name, 150)
+        number = FEW.get(target.name, 50)
 
         @settings(
             max_examples=number, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)

@@ -44,7 +44,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Database:
     return made
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @pytest.mark.slow
 @given(
     kind=st.sampled_from(["step", "evaluation", "predictions", "log", "data", "stage", "of_a_later_honed"]),

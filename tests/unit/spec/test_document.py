@@ -333,7 +333,7 @@ def test_a_hostile_file_is_dealt_with_in_time(name: str) -> None:
 
 
 @given(st.binary(max_size=300), st.sampled_from(SUFFIXES))
-@settings(max_examples=300)
+@settings(max_examples=100)
 @example(b"\xff\xfea\x00", ".yaml")
 @example(b"? a", ".yaml")
 @example(b'{"": {"": 1}}', ".json")
@@ -353,7 +353,7 @@ def test_random_bytes_raise_nothing_but_a_spec_error(data: bytes, suffix: str) -
     ).map("".join),
     st.sampled_from(SUFFIXES),
 )
-@settings(max_examples=500)
+@settings(max_examples=150)
 def test_nearly_right_text_raises_nothing_but_a_spec_error(text: str, suffix: str) -> None:
     try:
         document = parse(text.encode(), suffix)

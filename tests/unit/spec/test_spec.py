@@ -374,7 +374,7 @@ _Quoting.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:
 
 
 @given(_specs)
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_the_same_spec_is_the_same_in_all_three_formats(data: dict[str, Any]) -> None:
     as_yaml = yaml.dump(data, Dumper=_Quoting, allow_unicode=True).encode()
     as_toml = "".join(f"{key} = {_toml(value)}\n" for key, value in data.items()).encode()
@@ -413,7 +413,7 @@ _anything = st.recursive(
 
 @pytest.mark.slow
 @given(st.dictionaries(_keys, _anything, min_size=1, max_size=8))
-@settings(max_examples=500)
+@settings(max_examples=150)
 def test_any_mapping_loads_or_is_refused_key_by_key(data: dict[str, Any]) -> None:
     try:
         loads(data)
@@ -423,7 +423,7 @@ def test_any_mapping_loads_or_is_refused_key_by_key(data: dict[str, Any]) -> Non
 
 
 @given(st.binary(max_size=200), st.sampled_from([".yaml", ".yml", ".json", ".toml"]))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_random_bytes_are_refused_with_a_spec_error(data: bytes, suffix: str) -> None:
     with pytest.raises(SpecError):
         spec.loads(data, suffix)
