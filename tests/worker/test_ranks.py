@@ -96,11 +96,11 @@ class Run:
         return Ended(-1 if status is None else status, result, read_events(self.job.events_path(self.attempt)))
 
 
-def over_two(job: WorkerJob, *, effective: int = 4) -> WorkerJob:
+def over_two(job: WorkerJob, *, effective: int = 4, mode: str = "ddp") -> WorkerJob:
     """Divide a job of one process between two ranks."""
     job.change_plan(
         parallel={
-            "mode": "ddp",
+            "mode": mode,
             "num_ranks": 2,
             "ranks_per_node": 2,
             "num_nodes": 1,

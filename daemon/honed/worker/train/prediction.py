@@ -24,7 +24,7 @@ from honed.plan.precision import HALF
 from honed.spec.spec import SampleSpec
 from honed.system.error import BY_CODE, HonedError, InternalError, said
 from honed.text.chat import ChatFormat
-from honed.worker.model import cast, generation
+from honed.worker.model import cast, division, generation
 from honed.worker.model.load import is_out_of_memory
 from honed.worker.rows.group import Groups
 from honed.worker.rows.processor import Processor
@@ -136,7 +136,9 @@ class Computing:
         import torch
 
         if self._matched_dtype is not None:
-            return torch.autocast(model.device.type, dtype=getattr(torch, self._matched_dtype))
+            # The cache would keep a copy of each layer of a divided model beyond its own pass.
+            kept = not division.is_divided(model)
+            return torch.autocast(model.device.type, getattr(torch, self._matched_dtype), cache_enabled=kept)
         takes_half = self.precision.attn_implementation == "flash_attention_2"
         if takes_half and self.dtype not in HALF and self._trainers_dtype is not None:
             return torch.autocast(model.device.type, dtype=getattr(torch, self._trainers_dtype))
@@ -304,6 +306,7 @@ class Predictor:
         self._stop_ids = chat.stop_token_ids
         self._max_new_tokens = max_new_tokens
         self._stop = stop
+        self._generating: dict[str, Any] = {}  #: further arguments of `generate`
 
     def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
         """Answer every question, with None for an answer that failed.
@@ -326,7 +329,7 @@ class Predictor:
             if len(order) > size:  # the longest first: if memory runs out, then at once
                 order.sort(key=lambda place: questions[place].length, reverse=True)
             for start in range(0, len(order), size):
-                self._stop.check()
+                self._check_stop()
                 if self._sample is not None or self._is_bases:  # by position: samples are the same in each round
                     torch.manual_seed((self._sample.seed if self._sample is not None else 0) + start)
                 places = order[start : start + size]
@@ -334,6 +337,9 @@ class Predictor:
                 for place, text in zip(places, answers, strict=True):
                     texts[place] = text
         return Answers(texts, self._faults.first)
+
+    def _check_stop(self) -> None:
+        self._stop.check()
 
     def _ask_batch(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
         try:
@@ -365,7 +371,7 @@ class Predictor:
         )
         if generation.stop_strings(model):  # generate searches for them in the text
             inputs["tokenizer"] = self._tokenizer
-        output = model.generate(**inputs, generation_config=config)
+        output = model.generate(**inputs, generation_config=config, **self._generating)
         return [self._decode(row) for row in output[:, width:].tolist()]
 
     def _drawing(self) -> dict[str, Any]:
