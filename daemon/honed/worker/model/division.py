@@ -79,17 +79,17 @@ def _check(model: Any, layers: list[Any]) -> None:
 
 
 def is_divided(model: Any) -> bool:
-    return any(_is_part(weight) for weight in model.parameters())
+    return any(is_part(weight) for weight in model.parameters())
 
 
 def part_of(tensor: Any) -> Any:
     """Return this rank's part of a divided tensor; any other is returned as it is."""
-    return tensor.to_local() if _is_part(tensor) else tensor
+    return tensor.to_local() if is_part(tensor) else tensor
 
 
 def gathered(tensor: Any) -> Any:
     """Return a divided tensor whole, from all ranks; any other is returned as it is."""
-    return tensor.full_tensor() if _is_part(tensor) else tensor
+    return tensor.full_tensor() if is_part(tensor) else tensor
 
 
 def class_of(weight: Any) -> str:
@@ -97,7 +97,7 @@ def class_of(weight: Any) -> str:
     return str(getattr(weight, _CLASS, None) or type(weight).__name__)
 
 
-def _is_part(tensor: Any) -> bool:
+def is_part(tensor: Any) -> bool:
     return type(tensor).__name__ == "DTensor"  # a worker of one rank has not imported it
 
 
@@ -116,7 +116,7 @@ def as_whole(part: Any, tensor: Any) -> Any:
     """Return a divided tensor of the same kind as `part`, from this rank's part of it."""
     from torch.distributed.tensor import DTensor
 
-    if not _is_part(part):
+    if not is_part(part):
         return tensor
     return DTensor.from_local(
         tensor.to(part.device), part.device_mesh, part.placements, run_check=False, shape=part.shape,
@@ -143,7 +143,7 @@ def whole(model: Any, *, is_zero: bool) -> Iterator[bool]:
     try:
         for module in model.modules():
             for name, part in list(module._parameters.items()):
-                if part is None or not _is_part(part) or (is_adapter and not part.requires_grad):
+                if part is None or not is_part(part) or (is_adapter and not part.requires_grad):
                     continue
                 if id(part) not in made:
                     full = part.detach().full_tensor()  # from all ranks

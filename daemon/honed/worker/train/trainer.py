@@ -327,6 +327,8 @@ class Trainer(SFTTrainer):
         made = super().create_optimizer(*args, **kwargs)
         if self._is_compensated and _name_of(self.args) in EIGHT_BIT:
             optimizer.keep_embeddings_wide(self.model)
+        stepped = [each for group in self.optimizer.param_groups for each in group["params"]]
+        assert not self.is_divided or all(map(division.is_part, stepped))
         return made
 
     # --- the boundary between two steps -----------------------------------------------------------------------------
@@ -462,6 +464,7 @@ class Trainer(SFTTrainer):
 
     def _prepare_for_training(self, max_steps: Any, dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         if self.is_divided:  # accelerate adds its autocast alone
+            division.settle(self.model)  # the optimizer is to get the parts
             # The cache of casts would keep a copy of each layer beyond the layer's own pass.
             self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
             self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
