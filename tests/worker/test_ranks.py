@@ -321,14 +321,6 @@ def test_a_frozen_rank_silences_the_pulse_of_the_first_one_and_is_ended_with_its
     assert run.log.count("Fatal Python error: ") == 2  # both write at once, piece by piece
 
 
-def test_a_plan_with_fsdp_is_refused_in_plain_words(make_job: MakeJob) -> None:
-    job = over_two(make_job(**KEYS))
-    job.change_plan(parallel={**job.plan["parallel"], "mode": "fsdp"})
-    run = Run(job)
-    ended = run.end()
-    assert (ended.status, ended.result["error"]["message"]) == (78, "parallel: fsdp is not supported yet")
-
-
 def test_evaluations_a_guard_and_the_best_model_are_those_of_one_process(make_job: MakeJob) -> None:
     """What ranks do together: rounds of predictions, the guard, the best checkpoint, epochs, an interval."""
     asked = with_keys(

@@ -148,7 +148,7 @@ def _gathered_bytes(whole: Memory, model: BaseModelInfo, choices: Precision, loa
     largest = layers[max(sizes, key=lambda name: sizes[name])] if sizes else []
     num_elements = sum(each.num_elements for each in loaded) or 1
     share = sum(each.num_elements for each in (*largest, *rest)) / num_elements
-    weights = 2 * max(sizes.values(), default=0) + parameter.weights_bytes(model, rest, choices)
+    weights = sum(sorted(sizes.values())[-2:]) + parameter.weights_bytes(model, rest, choices)
     is_cast = choices.load_dtype == "float32" and (choices.bf16 or choices.fp16)
     casts = 2 * sum(each.num_elements for each in (*largest, *rest)) if is_cast else 0
     return int(weights + casts + share * whole.gradient_bytes)
