@@ -87,28 +87,43 @@ def test_a_divided_model_trains_as_a_whole_one_does(make_job: MakeJob, keys: dic
     check_memory(one, ended)
 
 
-@pytest.mark.parametrize("lora", [{"r": 4, "lora_dropout": 0.2}, None])
-def test_a_divided_run_that_is_stopped_on_one_rank_resumes_to_the_same_bits(
-    make_job: MakeJob, lora: dict[str, Any] | None
-) -> None:
-    rate = 2e-3 if lora else 2e-4
-    asked = with_keys(lora=lora, training={"logging_steps": 1, "learning_rate": rate, "save_total_limit": 9})
+KILL_IN_SAVE = """
+import os
+from honed.worker.train import parts
+write = parts.write
+def written(directory, *args):
+    write(directory, *args)
+    if directory.name == "checkpoint-4":
+        os.kill(os.getpid(), 9)
+parts.write = written
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_divided_run_that_ends_on_one_rank_resumes_to_the_same_bits(make_job: MakeJob, is_killed: bool) -> None:
+    """An adapter with dropout, that is stopped, and a whole model, that is killed inside a save."""
+    lora, rate = (None, 2e-4) if is_killed else ({"r": 4, "lora_dropout": 0.2}, 2e-3)
+    asked = with_keys(lora=lora, training={"logging_steps": 1, "learning_rate": rate})
     asked = {name: value for name, value in asked.items() if value is not None}
     whole = Run(divided(make_job(**asked)))
     whole_ended = whole.end()
     assert whole_ended.status == 0, whole.log[-3000:]
-    if lora is None:  # without predictions, too
+    if is_killed:  # it has no dropout, and no predictions, before which parts are put back
         assert whole_ended.losses == pytest.approx(make_job(**asked).run().losses, abs=5e-7)
     job = divided(make_job(**asked))
-    first = Run(job)
-    first.wait_for_step(2)
-    os.kill(first.pids[1], signal.SIGTERM)
+    first = Run(job, HONED_TEST_RANK_1=KILL_IN_SAVE if is_killed else "")
+    if not is_killed:
+        first.wait_for_step(2)
+        os.kill(first.pids[1], signal.SIGTERM)
     ended = first.end(END_SEC)
-    assert (ended.status, ended.result["outcome"]) == (75, "interrupted"), first.log[-3000:]
-    assert ended.result["step"] in (2, 3, 4, 5)
+    if is_killed:
+        assert (first.exit["rank"], first.exit["signal"], ended.result) == (1, signal.SIGKILL, {}), first.log[-3000:]
+    else:
+        assert (ended.status, ended.result["outcome"]) == (75, "interrupted"), first.log[-3000:]
     second = Run(job, 2)
     again = second.end()
     assert again.status == 0, second.log[-3000:]
+    assert again.of("resumed")[0]["step"] in ((2,) if is_killed else (2, 3, 4, 5))
     assert {**ended.losses, **again.losses} == whole_ended.losses
     ends = [gathered(each.job.dir / "checkpoints/checkpoint-6") for each in (whole, second)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
