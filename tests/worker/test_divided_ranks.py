@@ -17,8 +17,12 @@ from worker.test_ranks import BF16, END_SEC, KEYS, MEMORY, Run, over_two, with_k
 OFF = {"sample_frequency": "off"}
 
 
-def divided(job: WorkerJob) -> WorkerJob:
-    return over_two(job, mode="fsdp")
+def divided(job: WorkerJob, *, num_accumulated: int = 1) -> WorkerJob:
+    over_two(job, mode="fsdp")
+    size = 2 // num_accumulated
+    batch = {"per_device_train_batch_size": size, "gradient_accumulation_steps": num_accumulated}
+    job.change_plan(parallel={**job.plan["parallel"], **batch})
+    return job
 
 
 def gathered(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -66,7 +70,7 @@ def test_a_divided_model_trains_as_a_whole_one_does(make_job: MakeJob, keys: dic
     asked = {name: value for name, value in asked.items() if value is not None}
     one = make_job(**asked).run()
     assert one.status == 0
-    two = Run(divided(make_job(**asked)))
+    two = Run(divided(make_job(**asked), num_accumulated=2 if "lora" in keys else 1))
     ended = two.end()
     assert ended.status == 0, two.log[-4000:]
     assert ended.losses == pytest.approx(one.losses, abs=tolerance)
