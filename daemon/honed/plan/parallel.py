@@ -26,6 +26,8 @@ from honed.system.error import SpecError
 Mode = Literal["none", "ddp", "fsdp"]
 #: Dtypes of numbers into which 4-bit weights may be packed for FSDP2.
 FLOATING = ("bfloat16", "float16", "float32")
+#: The reason for which a model is not divided beside rows with media.
+WITH_MEDIA = "rows with images, videos or sounds run an encoder on some GPUs only, and the others would wait for it"
 
 
 def check(spec: JobSpec, *, has_cluster: bool = False) -> None:
@@ -73,7 +75,7 @@ def why_whole(spec: JobSpec, model: BaseModelInfo, *, has_media: bool = False) -
     if spec.kind != "sft" or spec.trial:
         return "only a training without a trial can divide a model"
     if has_media:
-        return "rows with images, videos or sounds run an encoder on some GPUs only, and the others would wait for it"
+        return WITH_MEDIA
     if "8bit" in (spec.quantization, model.quantization):
         return "8-bit weights cannot be divided"
     if model.quantization == "4bit" and _storage(model) not in FLOATING:

@@ -22,6 +22,7 @@ from honed.inputs import modality, score
 from honed.job import trial
 from honed.job.event import EventWriter, has_begun
 from honed.plan import pace, position
+from honed.plan import parallel as division_plan
 from honed.system import durable, installed
 from honed.system.error import (
     DatasetError,
@@ -304,6 +305,8 @@ class _Story:
             self._log("warning", text)
         for level, text in chat.advice.notes(data.train.examples) if "messages" in data.train.kinds else ():
             self._log(level, text)
+        if is_divided and data.media is not None:  # not every row was inspected before
+            raise SpecError(f"parallel: fsdp: {division_plan.WITH_MEDIA}", hint="write parallel: ddp")
         config = load.load_config(job)
         position.check_rows(spec, config.model_type, config.to_dict(), data.longest)
         was_ahead = self._gate.is_closed

@@ -128,8 +128,8 @@ def as_whole(part: Any, tensor: Any) -> Any:
 def whole(model: Any, *, is_zero: bool) -> Iterator[bool]:
     """Have rank 0 hold what will be saved whole, in main memory, and yield True there; the parts are back afterwards.
 
-    Beside an adapter that is what was trained, else every weight. A model that is not divided is yielded as it is, on
-    any rank.
+    Beside an adapter that is what was trained and the embeddings, which peft saves with some; else every weight. A
+    model that is not divided is yielded as it is, on any rank.
     """
     import torch
 
@@ -138,12 +138,16 @@ def whole(model: Any, *, is_zero: bool) -> Iterator[bool]:
         return
     settle(model)
     is_adapter = hasattr(model, "peft_config")
+    ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
+    embeddings = {module for each in ends for module in each.modules()}
     kept: list[tuple[Any, str, Any]] = []
     made: dict[int, Any] = {}  # a weight that two modules share stays one
     try:
         for module in model.modules():
             for name, part in list(module._parameters.items()):
-                if part is None or not is_part(part) or (is_adapter and not part.requires_grad):
+                if part is None or not is_part(part):
+                    continue
+                if is_adapter and not part.requires_grad and module not in embeddings:
                     continue
                 if id(part) not in made:
                     full = part.detach().full_tensor()  # from all ranks

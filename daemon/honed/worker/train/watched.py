@@ -169,7 +169,7 @@ class WatchedTrainer(Trainer):
         def end() -> Exception | None:
             try:
                 super(WatchedTrainer, self)._save_checkpoint(model, trial)
-            except OSError as problem:
+            except (OSError, RuntimeError) as problem:  # torch.save reports only that it failed
                 return problem
             return None
 
@@ -178,7 +178,7 @@ class WatchedTrainer(Trainer):
             problem: Exception | None = None
             try:
                 self.write_part(made)
-            except (OSError, RuntimeError) as failed:  # torch.save reports only that it failed
+            except (OSError, RuntimeError) as failed:
                 problem = failed
             problems = [each for each in self._ranks.gather(problem) if each is not None]
             if not problems and (failed_on_zero := self._ranks.by_zero(end)) is not None:
@@ -190,6 +190,7 @@ class WatchedTrainer(Trainer):
         self._write_sec = time.monotonic() - began
 
     def _give_up_parts(self, made: Path, problem: Exception) -> None:
+        self._run_dir = None
         shutil.rmtree(made.parent, ignore_errors=True)
         self._make_room(problem)
 
