@@ -198,7 +198,8 @@ class Instance:
 class Torture:
     """One run."""
 
-    def __init__(self, directory: Path, *, seed: int, num_kills: int, minutes: float, num_seeds: int) -> None:
+    def __init__(self, directory: Path, *, seed: int, num_kills: int, minutes: float, kinds: list[str]) -> None:
+        """`kinds`: of jobs, each with the number that its seed goes by."""
         from zoo.model import build_checkpoint, write_facts
 
         self.random = random.Random(seed)
@@ -210,7 +211,7 @@ class Torture:
         self.data = write_facts(directory / "facts.jsonl", 12)
         self.quiet = Instance(directory / "quiet")
         self.hit = Instance(directory / "hit")
-        self.kinds = [f"{kind}-{number}" for number in range(num_seeds) for kind in KINDS]
+        self.kinds = kinds
         shares = TARGETS if num_kills >= MANY_KILLS else FEW_TARGETS
         # A fixed number of each; a target of which none is running is kept for later.
         self.targets = [name for name, share in shares.items() for _ in range(-(-num_kills * share // 100))]
@@ -586,6 +587,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60.0, help="kill for no longer than this")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="of jobs; by default all")
     parser.add_argument("--seeds", type=int, default=1, help="how many jobs of each kind differ by their own seed")
     parser.add_argument("--keep", type=Path, help="a new directory for it all, kept for a look")
     options = parser.parse_args()
@@ -593,9 +595,8 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="honed-torture-")))
         directory.mkdir(exist_ok=True)
-        torture = Torture(
-            directory, seed=options.seed, num_kills=options.kills, minutes=options.minutes, num_seeds=options.seeds
-        )
+        kinds = [f"{kind}-{number}" for number in range(options.seeds) for kind in options.kinds]
+        torture = Torture(directory, seed=options.seed, num_kills=options.kills, minutes=options.minutes, kinds=kinds)
         stack.callback(torture.end)
         violations = torture.run()
         print(torture.table(violations, time.monotonic() - began))

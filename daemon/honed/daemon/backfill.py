@@ -90,7 +90,7 @@ class Backfill:
             return
         self.begin()
         for job in startable:
-            if job.num_gpus <= 1 or self.offer(job) is not None:
+            if job.num_places <= 1 or self.offer(job) is not None:
                 continue
             is_first = len(self._waits) == 1 and self._waits[0].job.id == job.id
             if job.id in passed and (is_first or (self._waits and self._ends_within(job, self._waits[0].in_sec))):
@@ -105,7 +105,7 @@ class Backfill:
 
     def _wait(self, job: Job) -> None:
         """Reserve the devices that a job needs together."""
-        if job.num_gpus <= 1 or len(self._waits) >= MAX_PASSED:
+        if job.num_places <= 1 or len(self._waits) >= MAX_PASSED:
             return
         if groups := self._placement.groups_for(job):
             keys = {each.key for group in groups for each in group}
@@ -121,9 +121,9 @@ class Backfill:
             for each in self._attempts.running.values()
         )
         for left_sec, num_devices in ends:
-            if number >= job.num_gpus:
+            if number >= job.num_places:
                 return 0.0
-            if (number := number + num_devices) >= job.num_gpus:
+            if (number := number + num_devices) >= job.num_places:
                 return left_sec
         return math.inf
 
@@ -137,10 +137,10 @@ class Backfill:
             stopping = [each for each in self._attempts.running.values() if each.job.stop is not None]
             passing = [each for each in self._attempts.running.values() if _gives_way(each, job)]
             for each in [*stopping, *(each for each in reversed(passing) if each.job.stop is None)]:
-                if len(free) < job.num_gpus and keys & set(each.job.attempt.devices):
+                if len(free) < job.num_places and keys & set(each.job.attempt.devices):
                     chosen.append(each)
                     free |= keys & set(each.job.attempt.devices)
-            if len(free) >= job.num_gpus:
+            if len(free) >= job.num_places:
                 yield from chosen
                 return
 

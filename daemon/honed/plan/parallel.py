@@ -60,14 +60,14 @@ def modes(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_media: boo
 
     `has_media`: there are rows with images, videos or sounds.
     """
-    if spec.resources.num_ranks == 1 or device.kind != "cuda":
+    if spec.resources.num_ranks == 1 or (device.kind != "cuda" and spec.resources.nodes == 1):
         return ("none",)
     why = why_whole(spec, model, has_media=has_media)
     if spec.parallel == "fsdp" and why:
         raise SpecError(f"parallel: fsdp: {why}", hint="write parallel: ddp", fix={"parallel": "ddp"})
     if spec.parallel != "auto":
         return (spec.parallel,)
-    return ("ddp",) if why else ("ddp", "fsdp")
+    return ("ddp",) if why or device.kind != "cuda" else ("ddp", "fsdp")  # the processors of several nodes: ddp
 
 
 def why_whole(spec: JobSpec, model: BaseModelInfo, *, has_media: bool = False) -> str:
@@ -171,5 +171,6 @@ def _why(spec: JobSpec, mode: Mode, memory: Memory, whole: Memory, why: str) -> 
 
 
 def _times(spec: JobSpec, rows: int, steps: int, ranks: int) -> str:
-    product = f"{rows} rows × {steps} accumulation steps" + (f" × {ranks} GPUs" if ranks > 1 else "")
+    many = f"{ranks} {'GPUs' if spec.resources.gpus else 'nodes'}"
+    product = f"{rows} rows × {steps} accumulation steps" + (f" × {many}" if ranks > 1 else "")
     return f"as the job asks: {product}" if spec.batch.effective else product

@@ -150,7 +150,7 @@ def make(
             found = tuple(each for each in found if parallel.can_divide(each))
         return _descend([look(rung, mode) for rung in found], spec)
 
-    parallel.check(spec)
+    parallel.check(spec, has_cluster=config.jobs.runner == "slurm")
     modes = parallel.modes(spec, model, device, has_media=bool(rows))
     tried: dict[parallel.Mode, tuple[Precision, Memory, tuple[Step, ...]]] = {}
     for mode in modes:

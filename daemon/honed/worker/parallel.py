@@ -1,6 +1,7 @@
 """The ranks of a run: processes that train one model together, each on its own device. Most runs have one.
 
     attempts/<n>/ranks/rendezvous    where they meet (torch's FileStore): ranks of one machine need no port
+                                     those of several machines meet at rank 0 (rendezvous.py)
     attempts/<n>/ranks/error.json    the first error of any rank, with which all end
     attempts/<n>/ranks/lost.json     a rank died by a signal (written by the shim): the others leave no result
 
@@ -36,6 +37,7 @@ from honed.system.error import (
     KilledError,
     said,
 )
+from honed.worker import rendezvous
 from honed.worker.stop import Stop
 
 #: Seconds between looks for another rank's error, and those that this rank has to end by itself after one.
@@ -70,6 +72,7 @@ class Ranks:
     world: int = 1
     local_rank: int = 0
     dir: Path | None = None  #: what the ranks share
+    meet_at: str = ""  #: the address of rank 0's machine; empty if it is this one for all
     is_out_of_step: bool = False  #: rank 0 has failed in a call that the others are still in
     _has_noticed: bool = False  #: this rank ends by itself
     _end: Callable[[HonedError | None], None] = field(default=lambda _error: None)
@@ -80,7 +83,8 @@ class Ranks:
         world = int(environment.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls()
-        return cls(int(environment["RANK"]), world, int(environment["LOCAL_RANK"]), attempt_dir / "ranks")
+        meet_at = environment.get(rendezvous.VARIABLE, "")
+        return cls(int(environment["RANK"]), world, int(environment["LOCAL_RANK"]), attempt_dir / "ranks", meet_at)
 
     @property
     def is_zero(self) -> bool:
@@ -98,15 +102,16 @@ class Ranks:
         from torch import distributed
 
         assert self.dir is not None
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo")
+        if not self.meet_at:
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, "lo")
         has_cuda = torch.cuda.is_available()
         if has_cuda:
             torch.cuda.set_device(self.local_rank)
         try:
             distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
-                store=distributed.FileStore(str(self.dir / "rendezvous"), self.world),
+                store=self._store(),
                 rank=self.rank,
                 world_size=self.world,
                 timeout=TIMEOUT,
@@ -115,11 +120,22 @@ class Ranks:
         except RuntimeError as error:
             if _is_lost(error) and (self._lost or self._first_error() is not None):
                 raise
+            over, hint = "the loopback interface", "check that the interface lo is up, and that no drop-in of "
+            hint += "honed-job@.service forbids it"
+            if self.meet_at:
+                over = f"the network, where rank 0 is {self.meet_at}"
+                hint = "check that nodes reach each other's ports; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set"
             raise EnvironmentInvalidError(
-                f"the {self.world} processes of the job cannot reach each other over the loopback interface: "
-                f"{said(error)}",
-                hint="check that the interface lo is up, and that no drop-in of honed-job@.service forbids it",
+                f"the {self.world} processes of the job cannot reach each other over {over}: {said(error)}", hint=hint
             ) from error
+
+    def _store(self) -> Any:
+        from torch import distributed
+
+        assert self.dir is not None
+        if self.meet_at:
+            return rendezvous.store(self.dir, self.meet_at, rank=self.rank, world=self.world, timeout=TIMEOUT)
+        return distributed.FileStore(str(self.dir / "rendezvous"), self.world)
 
     # --- what every rank calls --------------------------------------------------------------------------------------
 

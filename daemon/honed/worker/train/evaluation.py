@@ -8,7 +8,7 @@ rows have groups (data sets, tags), those of one kind share a batch, and the sam
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,27 @@ class Kinds:
         return made
 
 
+class Timely:
+    """The batches of an evaluation, up to a moment: those that come after it are left out."""
+
+    def __init__(self, loader: Any, is_late: Callable[[], bool]) -> None:
+        self._loader, self._is_late = loader, is_late
+        self.num_batches = 0  #: that were measured
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            if self._is_late():
+                return
+            self.num_batches += 1
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
 class TokenMeans:
     """The losses of an evaluation's batches, and the number of tokens in each."""
 
@@ -96,11 +117,11 @@ class TokenMeans:
 
     def of_groups(self, name: str) -> dict[str, float]:
         """Return the loss of each group of rows, under `name/group`."""
-        if self._kinds is None or len(self._batches) != len(self._losses) or None in self._losses:
+        if self._kinds is None or None in self._losses:
             return {}
         counted = [
             (self._kinds.groups.kinds[int(self._kinds.codes[batch[0]])], float(loss), int(count))
-            for batch, loss, count in zip(self._batches, self._losses, self._counts, strict=True)
+            for batch, loss, count in zip(self._batches, self._losses, self._counts, strict=False)
         ]
         found = {}
         for group in self._kinds.groups.names:

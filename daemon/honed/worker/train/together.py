@@ -46,8 +46,9 @@ class TogetherPredictor(Predictor):
 
         return answer
 
-    def _check_stop(self) -> None:
+    def _is_over(self) -> bool:
         self._ranks.check(self._stop)
+        return False  # a divided model is trained, and a training ends between two steps
 
     def _ask_batch(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
         return list(self._generate(model, questions))
