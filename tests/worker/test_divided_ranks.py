@@ -15,6 +15,7 @@ from worker.conftest import Ended, MakeJob, WorkerJob
 from worker.test_ranks import BF16, END_SEC, KEYS, MEMORY, Run, over_two, with_keys
 
 OFF = {"sample_frequency": "off"}
+KEPT = {"gradient_checkpointing": False}
 ON_ENDS = {"r": 4, "target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}
 
 
@@ -55,11 +56,11 @@ def check_memory(one: Ended, two: Ended) -> None:
 @pytest.mark.parametrize(
     ("keys", "tolerance"),
     [
-        pytest.param({"dtype": "float32"}, 5e-7, id="lora-fp32"),
+        pytest.param({"dtype": "float32", "training": KEPT}, 5e-7, id="lora-fp32"),
         pytest.param({**BF16, "lora": ON_ENDS}, 3e-4, id="lora-bf16"),
         pytest.param({"lora": None, "dtype": "float32"}, 5e-7, id="full-fp32"),
         pytest.param({"lora": None, **BF16, "master_weights": "float32"}, 3e-4, id="full-autocast"),
-        pytest.param({"quantization": "4bit"}, 5e-7, id="4bit-fp32"),
+        pytest.param({"quantization": "4bit", "training": KEPT}, 5e-7, id="4bit-fp32"),
         pytest.param({"quantization": "4bit", **BF16}, 3e-4, id="4bit-bf16"),
     ],
 )
@@ -67,6 +68,7 @@ def test_a_divided_model_trains_as_a_whole_one_does(make_job: MakeJob, keys: dic
     is_full = keys.get("lora", {}) is None
     rate = 2e-4 if is_full else 2e-3
     training = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 3, "learning_rate": rate}
+    training |= keys.get("training", {})
     asked = with_keys(
         eval_split=1 / 3, predictions={"num_samples": 2, "max_new_tokens": 8}, **{**keys, "training": training}
     )
