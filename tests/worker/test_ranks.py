@@ -96,11 +96,11 @@ class Run:
         return Ended(-1 if status is None else status, result, read_events(self.job.events_path(self.attempt)))
 
 
-def over_two(job: WorkerJob, *, effective: int = 4) -> WorkerJob:
+def over_two(job: WorkerJob, *, effective: int = 4, mode: str = "ddp") -> WorkerJob:
     """Divide a job of one process between two ranks."""
     job.change_plan(
         parallel={
-            "mode": "ddp",
+            "mode": mode,
             "num_ranks": 2,
             "ranks_per_node": 2,
             "num_nodes": 1,
@@ -319,14 +319,6 @@ def test_a_frozen_rank_silences_the_pulse_of_the_first_one_and_is_ended_with_its
     ended = run.end(END_SEC)
     assert (run.exit["signal"], ended.result) == (signal.SIGABRT, {})
     assert run.log.count("Fatal Python error: ") == 2  # both write at once, piece by piece
-
-
-def test_a_plan_with_fsdp_is_refused_in_plain_words(make_job: MakeJob) -> None:
-    job = over_two(make_job(**KEYS))
-    job.change_plan(parallel={**job.plan["parallel"], "mode": "fsdp"})
-    run = Run(job)
-    ended = run.end()
-    assert (ended.status, ended.result["error"]["message"]) == (78, "parallel: fsdp is not supported yet")
 
 
 def test_evaluations_a_guard_and_the_best_model_are_those_of_one_process(make_job: MakeJob) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from honed.spec.metric_names import BUILT_IN, PREFIX, known
-from honed.spec.optimizer import ADAMW_8BIT, COMPENSATED, asked_optim
+from honed.spec.optimizer import ADAMW_8BIT, COMPENSATED, DIVIDABLE, asked_optim
 from honed.spec.problem import KeyPath, Problem, dotted, line_of, shown, told_fix
 from honed.system import quote
 from honed.system.error import Fix
@@ -525,20 +524,12 @@ def _parallel(spec: JobSpec) -> Iterator[Finding]:
         return
     if spec.quantization == "8bit":
         yield path, "fsdp with quantization: 8bit is not supported", "write ddp, or quantization: 4bit"
-    if training.save_strategy == "best" or training.load_best_model_at_end:
-        key = "save_strategy" if training.save_strategy == "best" else "load_best_model_at_end"
-        yield (
-            ("training", key),
-            "is not supported with parallel: fsdp, whose checkpoints are written in parts that cannot be loaded as one",
-            "remove it, or write parallel: ddp",
-            {f"training.{key}": None},
-        )
-    if re.search("8bit|4bit|lomo|galore|apollo", training.optim) and not training.optim.startswith("adamw_torch_"):
+    if not DIVIDABLE.fullmatch(training.optim):
         yield (
             ("training", "optim"),
             f"{training.optim} is not supported with parallel: fsdp, which divides each weight",
-            "write adamw_torch_8bit, or adamw_torch_fused",
-            {"training.optim": "adamw_torch_8bit"},
+            "write adamw_torch_fused",
+            {"training.optim": "adamw_torch_fused"},
         )
     if spec.master_weights == "compensated":
         yield ("master_weights",), "compensated is not supported with parallel: fsdp", "write auto"

@@ -771,8 +771,8 @@ class JobSpec(Section):
     resources: ResourceSpec = ResourceSpec()
     """Resources that the job needs."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
-    """Division of the work between several GPUs: `ddp` keeps the whole model on each GPU and divides the rows. `fsdp`,
-    which divides the model too, is not supported yet. `auto` takes `ddp`."""
+    """Division of the work between several GPUs: `ddp` keeps the whole model on each GPU and divides the rows; `fsdp`
+    divides the model too. `auto` takes `fsdp` where the model does not fit on one GPU."""
     batch: BatchSpec = BatchSpec()
     """Size of a batch over all GPUs."""
     retry: RetrySpec = RetrySpec()

@@ -57,6 +57,13 @@ class LostRankError(KilledError):
     """Another rank is gone, or has failed with an error of its own."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A request of rank 0 to the ranks that wait for its result."""
+
+    what: Any
+
+
 @dataclass
 class Ranks:
     """This process's place among the ranks of its run."""
@@ -66,6 +73,7 @@ class Ranks:
     local_rank: int = 0
     dir: Path | None = None  #: what the ranks share
     meet_at: str = ""  #: the address of rank 0's machine; empty if it is this one for all
+    is_out_of_step: bool = False  #: rank 0 has failed in a call that the others are still in
     _has_noticed: bool = False  #: this rank ends by itself
     _end: Callable[[HonedError | None], None] = field(default=lambda _error: None)
 
@@ -176,21 +184,29 @@ class Ranks:
         """Wait until all ranks are here."""
         self.agree(False)
 
-    def by_zero(self, act: Callable[[], T]) -> T:
-        """Have rank 0 do something, and return its result on all ranks, or raise its error."""
+    def by_zero(self, act: Callable[[], T], help_with: Callable[[Any], None] = lambda _what: None) -> T:
+        """Have rank 0 do something, and return its result on all ranks, or raise its error.
+
+        Meanwhile the others do `help_with` what rank 0 broadcasts as `Asked`.
+        """
         if not self.are_several:
             return act()
         if not self.is_zero:
-            value, problem = self.broadcast((None, None))
+            while isinstance(found := self.broadcast(None), Asked):
+                help_with(found.what)
+            value, problem = found  # type: ignore[misc]
             if problem is not None:
                 raise problem
             return value  # type: ignore[return-value]
         try:
             value = act()
         except HonedError as error:
-            self.broadcast((None, error.with_traceback(None)))
+            if not self.is_out_of_step:
+                self.broadcast((None, error.with_traceback(None)))
             raise
         except Exception as error:
+            if self.is_out_of_step:
+                raise
             self.broadcast((None, LostRankError(f"rank 0 failed: {type(error).__name__}")))
             raise
         self.broadcast((value, None))

@@ -24,7 +24,7 @@ from honed.plan.precision import HALF
 from honed.spec.spec import SampleSpec
 from honed.system.error import BY_CODE, HonedError, InternalError, said
 from honed.text.chat import ChatFormat
-from honed.worker.model import cast, generation
+from honed.worker.model import cast, division, generation
 from honed.worker.model.load import is_out_of_memory
 from honed.worker.rows.group import Groups
 from honed.worker.rows.processor import Processor
@@ -137,7 +137,9 @@ class Computing:
         import torch
 
         if self._matched_dtype is not None:
-            return torch.autocast(model.device.type, dtype=getattr(torch, self._matched_dtype))
+            # The cache would keep a copy of each layer of a divided model beyond its own pass.
+            kept = not division.is_divided(model)
+            return torch.autocast(model.device.type, getattr(torch, self._matched_dtype), cache_enabled=kept)
         takes_half = self.precision.attn_implementation == "flash_attention_2"
         if takes_half and self.dtype not in HALF and self._trainers_dtype is not None:
             return torch.autocast(model.device.type, dtype=getattr(torch, self._trainers_dtype))
@@ -307,6 +309,7 @@ class Predictor:
         self._stop_ids = chat.stop_token_ids
         self._max_new_tokens = max_new_tokens
         self._stop = stop
+        self._generating: dict[str, Any] = {}  #: further arguments of `generate`
 
     def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
         """Answer every question, with None for an answer that failed.
@@ -330,8 +333,7 @@ class Predictor:
                 order.sort(key=lambda place: questions[place].length, reverse=True)
             unasked = frozenset[int]()
             for start in range(0, len(order), size):
-                self._stop.check()
-                if self.is_late():
+                if self._is_over():
                     unasked = frozenset(order[start:])
                     break
                 if self._sample is not None or self._is_bases:  # by position: samples are the same in each round
@@ -341,6 +343,11 @@ class Predictor:
                 for place, text in zip(places, answers, strict=True):
                     texts[place] = text
         return Answers(texts, self._faults.first, unasked)
+
+    def _is_over(self) -> bool:
+        """Raise InterruptedRunError once asked to stop; return True once no time is left."""
+        self._stop.check()
+        return self.is_late()
 
     def _ask_batch(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
         try:
@@ -372,7 +379,7 @@ class Predictor:
         )
         if generation.stop_strings(model):  # generate searches for them in the text
             inputs["tokenizer"] = self._tokenizer
-        output = model.generate(**inputs, generation_config=config)
+        output = model.generate(**inputs, generation_config=config, **self._generating)
         return [self._decode(row) for row in output[:, width:].tolist()]
 
     def _drawing(self) -> dict[str, Any]:

@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import AutocastKwargs
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PrinterCallback
 from transformers.optimization import GreedyLR
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import SFTConfig, SFTTrainer
 
@@ -36,13 +37,13 @@ from honed.system import durable, manual
 from honed.system.error import InterruptedRunError, SpecError, TimeLimitError, said
 from honed.text.maskcheck import IGNORED
 from honed.worker.assignment import Assignment
-from honed.worker.model import generation
+from honed.worker.model import division, generation
 from honed.worker.model.audit import Auditor
 from honed.worker.parallel import ALONE, Ranks, real_rows
 from honed.worker.rows.collator import Collator
 from honed.worker.rows.data import Data
 from honed.worker.stop import Stop
-from honed.worker.train import checkpoint, optimizer
+from honed.worker.train import checkpoint, optimizer, parts
 from honed.worker.train.callback import RunCallback, is_epoch_end
 from honed.worker.train.checkpoint import Progress
 from honed.worker.train.evaluation import Timely, TokenMeans, by_length, kinds_by_length
@@ -282,6 +283,7 @@ class Trainer(SFTTrainer):
         ranks: Ranks = ALONE,
     ) -> None:
         self._ranks = ranks
+        self.is_divided = assignment.plan.parallel.mode == "fsdp"
         self._states: list[dict[str, Any]] = []  #: of each rank, for the checkpoint that is being written
         self._assignment = assignment
         self._auditor = auditor
@@ -319,10 +321,22 @@ class Trainer(SFTTrainer):
         for text in _changed(assignment, self.args):
             events.log("warning", text)
 
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Leave a model in main memory that reaches the device in parts."""
+        if not self.is_divided:
+            super()._move_model_to_device(model, device)
+
+    def divide(self) -> None:
+        """Divide the model between the ranks, if the plan says so: from now on each has a part of every weight."""
+        if self.is_divided:
+            division.divide(self.model, self.args.device)
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         made = super().create_optimizer(*args, **kwargs)
         if self._is_compensated and _name_of(self.args) in EIGHT_BIT:
             optimizer.keep_embeddings_wide(self.model)
+        stepped = [each for group in self.optimizer.param_groups for each in group["params"]]
+        assert not self.is_divided or all(map(division.is_part, stepped))
         return made
 
     # --- the boundary between two steps -----------------------------------------------------------------------------
@@ -463,6 +477,12 @@ class Trainer(SFTTrainer):
         return is_best
 
     def _prepare_for_training(self, max_steps: Any, dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        if self.is_divided:  # accelerate adds its autocast alone
+            division.settle(self.model)  # the optimizer is to get the parts
+            # The cache of casts would keep a copy of each layer beyond the layer's own pass.
+            self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
+            self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+            self.model._is_accelerate_prepared = True
         prepared = super()._prepare_for_training(max_steps, dataloader, resume_from_checkpoint)
         self._auditor.trainer(self)  # the last check before the first step
         self._resumed_path = resume_from_checkpoint
@@ -536,7 +556,7 @@ class Trainer(SFTTrainer):
         if best and (best == step or (checkpoints_dir / f"checkpoint-{best}").is_dir()):
             self.state.best_model_checkpoint = str(checkpoints_dir / f"checkpoint-{best}")
         best_path = self.state.best_model_checkpoint
-        self._run_dir = new_dir = checkpoint.new_dir(checkpoints_dir)
+        self._run_dir = new_dir = self._run_dir or checkpoint.new_dir(checkpoints_dir)
         made = new_dir / f"checkpoint-{step}"
         try:
             with generation.savable(self.model), self._without_barrier():
@@ -572,6 +592,34 @@ class Trainer(SFTTrainer):
         finally:
             self.args.save_strategy = strategy
 
+    def begin_parts(self) -> Path:
+        """Make the directory of a checkpoint to which each rank adds its part, and return it."""
+        self._run_dir = checkpoint.new_dir(self._assignment.layout.checkpoints_dir)
+        made = self._run_dir / f"checkpoint-{self.state.global_step}"
+        made.mkdir()
+        return made
+
+    def write_part(self, made: Path) -> None:
+        """Write this rank's part of a checkpoint."""
+        parts.write(made, self.model, self.optimizer, self._ranks)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self.is_divided:  # else the parts are there
+            super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_divided:
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            torch.save(self.lr_scheduler.state_dict(), f"{output_dir}/{SCHEDULER_NAME}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.is_divided or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            parts.load_optimizer(Path(checkpoint), self.optimizer, self._ranks)
+            self.lr_scheduler.load_state_dict(torch.load(f"{checkpoint}/{SCHEDULER_NAME}", weights_only=True))
+
     def store_flos(self) -> None:
         if not self._ranks.are_several:
             super().store_flos()
@@ -595,6 +643,7 @@ class Trainer(SFTTrainer):
     def _remember(self) -> None:
         """Keep the state that transformers and TRL leave out of a checkpoint, or lose when they resume from it."""
         self._progress.num_ranks = self._ranks.world
+        self._progress.is_divided = self.is_divided
         self._progress.running_losses = [state["running_loss"] for state in self._states]
         self._progress.elapsed_sec = self._limit.elapsed_sec()
         self._progress.has_ended = self.control.should_training_stop
@@ -621,7 +670,10 @@ class Trainer(SFTTrainer):
 
         peft loads adapters as float32. They are cast back before the optimizer is made, whose state follows them.
         """
-        super()._load_from_checkpoint(*args, **kwargs)
+        if self.is_divided:
+            parts.load_weights(Path(str(args[0])), self.model, self._ranks)
+        else:
+            super()._load_from_checkpoint(*args, **kwargs)
         self._auditor.model(self.model, "resumed")
 
     def _load_best_model(self) -> None:
@@ -635,7 +687,10 @@ class Trainer(SFTTrainer):
                 f"{path.name}, the best checkpoint, is damaged ({why}): using the model of the last step instead",
             )
             return
-        super()._load_best_model()
+        if self.is_divided:
+            parts.load_weights(path, self.model, self._ranks)
+        else:
+            super()._load_best_model()
         if self._is_compensated:
             optimizer.take_remainders(self.optimizer, path / "optimizer.pt")
         self._has_best = True
