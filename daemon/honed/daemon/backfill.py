@@ -11,7 +11,7 @@ told by the time limits of running jobs, else by their own estimates; with neith
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from honed.daemon.attempts import Attempts, Running
@@ -68,7 +68,7 @@ class Backfill:
             return Choice(job, apart)
         if not self._ends_within(job, first.in_sec):
             self._behind[job.id] = first.job
-            self._wait(job)
+            self._wait(job, is_behind=True)
             return None
         keys = {each.key for each in devices}
         return Choice(job, devices, tuple(each.job.id for each in self._waits if each.keys & keys)[:MAX_PASSED])
@@ -84,28 +84,36 @@ class Backfill:
         )
 
     def give_back(self, startable: Iterable[Job]) -> None:
-        """Ask jobs that have passed others to give their devices back, where these could start with them."""
+        """Ask jobs that have passed others to give their devices back, where these could start with them.
+
+        Each waiting job is looked at in its turn, with what those before it leave: all that can start get their devices
+        after the time of one checkpoint, and not one after the other.
+        """
         passed = {number for each in self._attempts.running.values() for number in each.job.attempt.passed}
         if not passed:
             return
         self.begin()
+        taken: set[str] = set()  # by jobs that come before the next one
         for job in startable:
-            if job.num_gpus <= 1 or self.offer(job) is not None:
+            is_held_up = bool(self._waits) and not self._ends_within(job, self._waits[0].in_sec)
+            found = None if is_held_up else self._free_or_given_back(job, taken)
+            if found is None:
+                self._wait(job)
                 continue
-            is_first = len(self._waits) == 1 and self._waits[0].job.id == job.id
-            if job.id in passed and (is_first or (self._waits and self._ends_within(job, self._waits[0].in_sec))):
-                for each in self._that_suffice(job):
-                    if each.job.stop is None:
-                        self._attempts.preempt(each.job.id, f"job {job.id}, which came before it, needs its devices")
-            if not passed - {job.id}:
-                return
+            keys, given_back = found
+            taken |= keys
+            for each in given_back:
+                if each.job.stop is None:
+                    self._attempts.preempt(each.job.id, f"job {job.id}, which came before it, needs its devices")
             passed.discard(job.id)
+            if not passed:
+                return
 
     # -- one waiting job ----------------------------------------------------------------------------------------------
 
-    def _wait(self, job: Job) -> None:
-        """Reserve the devices that a job needs together."""
-        if job.num_gpus <= 1 or len(self._waits) >= MAX_PASSED:
+    def _wait(self, job: Job, *, is_behind: bool = False) -> None:
+        """Reserve the devices that a job needs together, or that it leaves to a reservation (`is_behind`)."""
+        if (job.num_gpus <= 1 and not is_behind) or len(self._waits) >= MAX_PASSED:
             return
         if groups := self._placement.groups_for(job):
             keys = {each.key for group in groups for each in group}
@@ -127,22 +135,23 @@ class Backfill:
                 return left_sec
         return math.inf
 
-    def _that_suffice(self, job: Job) -> Iterator[Running]:
-        """Yield the jobs that have passed this one and whose devices it could start with, the fewest; none if they do
-        not suffice."""
+    def _free_or_given_back(self, job: Job, taken: Set[str]) -> tuple[set[str], list[Running]] | None:
+        """Return devices with which a job could start, and the jobs that have passed it and would give them back, the
+        fewest; None if they do not suffice. `taken`: devices that are left to others."""
+        number = max(1, job.num_gpus)
         for group in self._placement.groups_for(job):
-            keys = {each.key for each in group}
-            free = keys & self._placement.free_keys(job)
+            keys = {each.key for each in group} - taken
+            found = sorted(keys & self._placement.free_keys(job))[:number]
             chosen: list[Running] = []
             stopping = [each for each in self._attempts.running.values() if each.job.stop is not None]
             passing = [each for each in self._attempts.running.values() if _gives_way(each, job)]
             for each in [*stopping, *(each for each in reversed(passing) if each.job.stop is None)]:
-                if len(free) < job.num_gpus and keys & set(each.job.attempt.devices):
+                if len(found) < number and (theirs := keys & set(each.job.attempt.devices)):
                     chosen.append(each)
-                    free |= keys & set(each.job.attempt.devices)
-            if len(free) >= job.num_gpus:
-                yield from chosen
-                return
+                    found += sorted(theirs)[: number - len(found)]
+            if len(found) >= number:
+                return set(found), chosen
+        return None
 
     @staticmethod
     def _ends_within(job: Job, seconds: float) -> bool:
