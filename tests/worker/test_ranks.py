@@ -309,18 +309,6 @@ def test_a_rank_that_dies_before_the_first_step_ends_the_attempt(make_job: MakeJ
     assert (run.exit["rank"], run.exit["signal"], ended.result) == (rank, signal.SIGKILL, {}), run.log[-3000:]
 
 
-def test_a_frozen_rank_silences_the_pulse_of_the_first_one_and_is_ended_with_its_stacks(make_job: MakeJob) -> None:
-    run = Run(over_two(make_job(**with_keys(training={"max_steps": 5000}))))
-    run.wait_for_step(3)
-    os.kill(run.pids[1], signal.SIGSTOP)
-    pulse = run.dir / "pulse"
-    run.wait_for(lambda: time.time() - pulse.stat().st_mtime > 2.0)
-    run.process.send_signal(signal.SIGABRT)  # as honed does once its patience is over
-    ended = run.end(END_SEC)
-    assert (run.exit["signal"], ended.result) == (signal.SIGABRT, {})
-    assert run.log.count("Fatal Python error: ") == 2  # both write at once, piece by piece
-
-
 def test_a_plan_with_fsdp_is_refused_in_plain_words(make_job: MakeJob) -> None:
     job = over_two(make_job(**KEYS))
     job.change_plan(parallel={**job.plan["parallel"], "mode": "fsdp"})
