@@ -18,6 +18,8 @@ import pytest
 import warm
 from honed.run import shim
 from worker.conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob, read_events
+from worker.test_media_training import colored_rows
+from zoo.vision import build_vision_checkpoint
 
 #: Seconds in which all ranks have to end after one has failed.
 END_SEC = 30.0
@@ -395,3 +397,73 @@ def sealed(path, *args, **kwargs):
     seal(path, *args, **kwargs)
 Trainer.gather_states, checkpoint.seal = gather_states, sealed
 """
+
+
+def test_pictures_are_trained_on_as_by_one_process(make_job: MakeJob, tmp_path: Path) -> None:
+    """Some rows have none: such a rank's batch gives the encoder no gradient."""
+    pictures = colored_rows(tmp_path / "images", 10)
+    mixed = [*pictures, *rows(6)]
+    asked = with_keys(
+        model=build_vision_checkpoint(tmp_path / "base", "qwen2_5_vl"),
+        rows=mixed,
+        eval_split=0.25,
+        lora={"r": 4, "finetune_vision_layers": True, "finetune_projector": True},
+        predictions={"num_samples": 2, "max_new_tokens": 4},
+        training={"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2},
+    )
+    one = make_job(**asked).run()
+    assert one.status == 0, one.result
+    two = Run(over_two(make_job(**asked)))
+    ended = two.end()
+    assert ended.status == 0, two.log[-4000:]
+    assert ended.losses == pytest.approx(one.losses, abs=1e-6)
+    assert ended.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], abs=5e-6)
+    assert ended.metrics["num_trained_tokens"] == one.metrics["num_trained_tokens"]
+    assert ended.of("example") == one.of("example")
+    assert [each["prediction"] for each in ended.of("predictions")[0]["rows"]] == [
+        each["prediction"] for each in one.of("predictions")[0]["rows"]
+    ]
+
+
+def test_an_evaluation_has_the_figures_of_one_process_also_by_data_set(make_job: MakeJob, tmp_path: Path) -> None:
+    sets = []
+    for name, number in (("first", 7), ("second", 4)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows(number)))
+        sets.append({"path": str(path)})
+    asked: dict[str, Any] = {
+        "kind": "evaluate",
+        "datasets": [],
+        "eval_datasets": sets,
+        "dtype": "float32",
+        "predictions": {"num_samples": 3, "max_new_tokens": 4},
+        "training": {
+            "max_steps": -1,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 2e-5,
+            "per_device_eval_batch_size": 3,
+        },
+    }
+    one = make_job(**asked).run()
+    assert one.status == 0, one.result
+    two = Run(over_two(make_job(**asked)))
+    ended = two.end()
+    assert ended.status == 0, two.log[-4000:]
+    assert {"eval_loss/first", "eval_loss/second"} <= set(one.metrics)
+    assert ended.metrics == pytest.approx(one.metrics, abs=1e-9)
+    assert ended.of("predictions") == one.of("predictions")
+
+
+def test_a_trial_runs_on_the_first_device_and_its_job_on_both(make_job: MakeJob) -> None:
+    job = over_two(make_job(**with_keys(trial=True, training={"max_steps": 2, "num_train_epochs": 1})))
+    run = Run(job, CUDA_VISIBLE_DEVICES="first,second")
+    ended = run.end()
+    assert ended.status == 0, run.log[-4000:]
+    [found] = ended.of("trial")
+    assert found["verdict"] in ("learns", "learns_slowly", "does_not_learn")
+    assert [each["step"] for each in ended.of("step")] == [1, 2]
+    tried = read_events(job.dir / "trial/attempts/1/events.jsonl")
+    assert [each.data["pid"] for each in tried if each.kind == "started"] != run.pids[:1]
+    alone = Run(over_two(make_job(**with_keys(trial="only"))))
+    assert alone.end().status == 0, alone.log[-4000:]
+    assert not alone.job.output_dir.exists()
