@@ -78,10 +78,6 @@ def why_whole(spec: JobSpec) -> str:
         return "the best checkpoint must be loadable as one"
     if precision.is_full(spec) and spec.master_weights == "compensated":
         return "compensated weights cannot be divided"
-    if spec.trial:
-        return "a trial runs on one GPU"
-    if spec.kind == "evaluate":
-        return "an evaluation keeps the model whole on each GPU"
     return ""
 
 

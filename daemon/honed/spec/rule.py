@@ -510,7 +510,7 @@ def _parallel(spec: JobSpec) -> Iterator[Finding]:
     if _is_divided(spec) and spec.trial:
         yield (
             ("trial",),
-            "runs on one GPU, so it is not supported with parallel: fsdp",
+            "runs on one GPU: with parallel: fsdp it is not supported on several GPUs",
             "remove it, or write parallel: ddp",
             {"trial": None},
         )

@@ -159,7 +159,7 @@ def test_devices_are_alike_by_generation_and_memory() -> None:
         ({"parallel": "fsdp", "training": {"optim": "adamw_8bit"}}, "adamw_torch_8bit"),
         ({"training": {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, "lora": None},
          "on several GPUs"),
-        ({"parallel": "fsdp", "trial": True}, "runs on one GPU"),
+        ({"parallel": "fsdp", "trial": True}, "not supported on several GPUs"),
         ({"training": {"label_smoothing_factor": 0.1}}, "is not supported on several GPUs"),
         ({"batch": {"effective": 9}}, "not a multiple"),
         ({"batch": {"effective": 32},
@@ -169,10 +169,3 @@ def test_devices_are_alike_by_generation_and_memory() -> None:
 def test_a_pair_that_misleads_is_refused_by_name(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         spec_of(**{"gpus": 2, **keys})
-
-
-def test_a_trial_and_an_evaluation_keep_the_model_whole() -> None:
-    assert parallel.why_whole(spec_of(2)) == ""
-    assert parallel.why_whole(spec_of(2, trial=True)) == "a trial runs on one GPU"
-    evaluation = {"kind": "evaluate", "base_model": "/m", "eval_datasets": [{"path": "/d"}], "resources": {"gpus": 2}}
-    assert "evaluation" in parallel.why_whole(job_spec.validate(evaluation))
