@@ -292,14 +292,39 @@ def test_a_rank_that_never_hears_of_the_others_error_is_ended_with_it(make_job: 
     assert run.took_sec < 10.0
 
 
-def test_a_full_disk_ends_all_ranks_and_the_last_checkpoint_is_continued(make_job: MakeJob) -> None:
-    job = over_two(make_job(**KEYS))
+DROPOUT = with_keys(lora={"r": 4, "lora_dropout": 0.2})
+
+
+@pytest.fixture(scope="module")
+def once() -> dict[str, bytes]:
+    """What was made for the first test that needs it."""
+    return {}
+
+
+@pytest.fixture
+def undisturbed(make_job: MakeJob, once: dict[str, bytes]) -> bytes:
+    """The weights of a run of two ranks with dropout to which nothing happens."""
+    if not once:
+        whole = Run(over_two(make_job(**DROPOUT)))
+        assert whole.end().status == 0, whole.log[-3000:]
+        once["weights"] = weights_of(whole)
+    return once["weights"]
+
+
+def weights_of(run: Run) -> bytes:
+    return (run.job.output_dir / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_full_disk_ends_all_ranks_and_the_last_checkpoint_is_continued(make_job: MakeJob, undisturbed: bytes) -> None:
+    job = over_two(make_job(**DROPOUT))
     first = Run(job, HONED_TEST_RANK_0=FULL)
     ended = first.end()
     assert (ended.status, ended.result["error"]["code"]) == (73, "disk_insufficient"), first.log[-3000:]
     assert first.took_sec < 10.0
-    again = Run(job, 2).end()
+    second = Run(job, 2)
+    again = second.end()
     assert (again.status, [each["step"] for each in again.of("resumed")]) == (0, [2])
+    assert weights_of(second) == undisturbed
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -366,20 +391,16 @@ def test_a_time_limit_and_a_stop_of_all_ranks_leave_a_checkpoint(make_job: MakeJ
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_inside_a_save_costs_the_steps_since_the_last_checkpoint(
-    make_job: MakeJob, rank: int
+    make_job: MakeJob, rank: int, undisturbed: bytes
 ) -> None:
-    asked = with_keys(lora={"r": 4, "lora_dropout": 0.2})
-    whole = Run(over_two(make_job(**asked)))
-    assert whole.end().status == 0
-    job = over_two(make_job(**asked))
+    job = over_two(make_job(**DROPOUT))
     first = Run(job, **{f"HONED_TEST_RANK_{rank}": KILL_IN_SAVE})
     assert first.end(END_SEC).result == {}, first.log[-3000:]
     assert (first.exit["rank"], first.exit["signal"]) == (rank, signal.SIGKILL)
     second = Run(job, 2)
     again = second.end()
     assert (again.status, [each["step"] for each in again.of("resumed")]) == (0, [2]), second.log[-3000:]
-    weights = [(each.job.output_dir / "adapter_model.safetensors").read_bytes() for each in (whole, second)]
-    assert weights[0] == weights[1]
+    assert weights_of(second) == undisturbed
 
 
 KILL_IN_SAVE = """
