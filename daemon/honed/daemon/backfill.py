@@ -4,8 +4,9 @@
     a later job       ── ends before that, by its time_limit_sec ──► starts there all the same (it has passed)
 
 A job that has passed gives its devices back, by a checkpoint, as soon as the waiting one could start with them: others
-may end earlier than expected. So a waiting job loses the time of one checkpoint at most. When the reservation ends is
-told by the time limits of running jobs, else by their own estimates; with neither, none passes.
+may end earlier than expected. No later job passes one that has lost the time of a checkpoint so, except those that came
+before the job that it lost it to: jobs after those wait for them, too. When the reservation ends is told by the time
+limits of running jobs, else by their own estimates; with neither, none passes.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ class Wait:
 
 
 class Backfill:
-    """The reservations of one pass over the queue."""
+    """The reservations of one pass over the queue, and which waiting jobs have been delayed. A restart forgets the
+    latter, which may cost one more checkpoint."""
 
     def __init__(self, attempts: Attempts, placement: Placement) -> None:
         self._attempts = attempts
         self._placement = placement
         self._waits: list[Wait] = []
+        self._delayed: dict[int, int] = {}  # waiting jobs that have lost a checkpoint's time, and to which first
         self._behind: dict[int, Job] = {}  # jobs that could start but for a reservation, and whose it is
 
     def begin(self) -> None:
@@ -66,7 +69,7 @@ class Backfill:
         reserved = set().union(*(each.keys for each in self._waits))
         if (apart := self._placement.free_devices(job, but=reserved)) is not None:
             return Choice(job, apart)
-        if not self._ends_within(job, first.in_sec):
+        if not self._may_pass(job):
             self._behind[job.id] = first.job
             self._wait(job, is_behind=True)
             return None
@@ -95,7 +98,7 @@ class Backfill:
         self.begin()
         taken: set[str] = set()  # by jobs that come before the next one
         for job in startable:
-            is_held_up = bool(self._waits) and not self._ends_within(job, self._waits[0].in_sec)
+            is_held_up = bool(self._waits) and not self._may_pass(job)
             found = None if is_held_up else self._free_or_given_back(job, taken)
             if found is None:
                 self._wait(job)
@@ -104,6 +107,8 @@ class Backfill:
             taken |= keys
             for each in given_back:
                 if each.job.stop is None:
+                    for number in each.job.attempt.passed:
+                        self._delayed[number] = min(each.job.id, self._delayed.get(number, each.job.id))
                     self._attempts.preempt(each.job.id, f"job {job.id}, which came before it, needs its devices")
             passed.discard(job.id)
             if not passed:
@@ -152,6 +157,12 @@ class Backfill:
             if len(found) >= number:
                 return set(found), chosen
         return None
+
+    def _may_pass(self, job: Job) -> bool:
+        """Return True if a job may start before all that wait: it ends in time, and none of them has lost the time of a
+        checkpoint to an earlier job than this."""
+        is_in_time = self._ends_within(job, self._waits[0].in_sec)
+        return is_in_time and all(job.id <= self._delayed.get(each.job.id, job.id) for each in self._waits)
 
     @staticmethod
     def _ends_within(job: Job, seconds: float) -> bool:

@@ -278,21 +278,19 @@ class Ranks:
 
     def _look(self) -> None:
         assert self.dir is not None
-        told_at = 0.0
-        alive_fd = os.open(self.dir / f"alive.{self.rank}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o664)
+        told_at, path = 0.0, self.dir / f"alive.{self.rank}"
         while not self._lost and not (self.dir / "error.json").exists():
             if time.monotonic() - told_at >= ALIVE_INTERVAL_SEC:
                 told_at = time.monotonic()
-                self._tell_alive(alive_fd)
+                self._tell_alive(path)
             time.sleep(LOOK_INTERVAL_SEC)
-        os.close(alive_fd)
         time.sleep(GRACE_SEC)
         if not self._has_noticed:
             self._end(None if self._lost else self._first_error())
 
-    def _tell_alive(self, fd: int) -> None:
-        with contextlib.suppress(OSError):  # a full disk
-            os.pwrite(fd, b"%-20d" % self.num_calls, 0)
+    def _tell_alive(self, path: Path) -> None:
+        with contextlib.suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:  # a full disk
+            file.write(b"%-20d" % self.num_calls)
         if self._waits and self.pulse is not None and not self.is_zero:
             self.pulse.touch()
 

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from honed.job.event import ENDED
+from honed.job.job import Attempt, Job
+from honed.run.deadline import Deadlines
+from honed.run.outcome import Outcome
+from honed.run.process import ProcessRunner
 from honed.run.pulse import FROZEN_SEC, Pulses
-from honed.system.layout import AttemptLayout
+from honed.run.runner import Exit
+from honed.spec.config import Config
+from honed.system.error import KilledError
+from honed.system.layout import AttemptLayout, Layout
 
 
 @pytest.fixture
@@ -81,3 +88,38 @@ def test_where_all_have_come_as_far_the_silent_ones_are_named(place: AttemptLayo
 
 def test_one_rank_has_no_number(place: AttemptLayout) -> None:
     assert Pulses(place, 1, 0.0).who_hangs([0]) == ""
+
+
+class Supervised(ProcessRunner):
+    """Workers that are units, as far as deadlines are concerned."""
+
+    num_dumped = 0
+
+    def is_supervised(self, job_id: int) -> bool:  # noqa: ARG002
+        return True
+
+    def dump(self, job_id: int) -> None:  # noqa: ARG002
+        self.num_dumped += 1
+
+
+def test_of_a_unit_honed_watches_all_ranks_but_the_first_which_its_watchdog_hears(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    job = Job(1, "it", 0.0, "it.json", 0, "/o", num_gpus=2, attempts=(Attempt(1, "transformers", 0.0),))
+    place = layout.job(1).attempt(1)
+    (place.dir / "ranks").mkdir(parents=True)
+    runner, now = Supervised(layout), 0.0
+    deadlines = Deadlines(job, layout, runner, Config, clock=lambda: now)
+    for rank in range(2):
+        beat(place, rank, 1000.0)
+    deadlines.enforce(0.0, told_at=0.0, stage="train")
+    limit_sec = Config().jobs.stall_timeout_sec
+    beat(place, 1, 1001.0)
+    deadlines.enforce(limit_sec - 1, told_at=0.0, stage="train")
+    deadlines.enforce(limit_sec + 1, told_at=0.0, stage="train")
+    assert runner.num_dumped == 0  # rank 0 alone is silent
+    deadlines.enforce(2 * limit_sec, told_at=2 * limit_sec, stage="train")
+    assert runner.num_dumped == 1
+    outcome = deadlines.explain(
+        Outcome("killed", KilledError("the worker was killed")), Exit(None, 6), is_asked=False, stage="train"
+    )
+    assert (outcome.code, str(outcome.error)) == ("stalled", "rank 1 of 2 gave no sign of life in train")
