@@ -585,7 +585,7 @@ class Torture:
             "files dropped": len(self.dropped),
             "jobs": f"{len(jobs)} ({_words(states)})",
             "refusals": num_refused,
-            "kill -9": tally.num_kills,
+            "kill -9" if self.ranks == 1 else "killed, asked to stop or frozen": tally.num_kills,
         }
         for target in self.shares:
             phases = {phase: count for (name, phase), count in sorted(tally.kills.items()) if name == target}
