@@ -190,10 +190,13 @@ def _check_host_memory(made: Plan) -> None:
 def host_parts(made: Plan) -> dict[str, int]:
     """Return the host memory that the ranks of one machine need, in bytes.
 
-    The first encodes the rows; each keeps a number for each of them. Under ddp the weights go from the mapped files to
-    the devices piece by piece; under fsdp each rank loads the whole model first, and divides it then.
+    The first encodes the rows; each keeps a number for each of them. Weights go from the mapped files to the devices
+    piece by piece, except under fsdp: there each rank loads the whole model first, and divides it then. 4-bit ones are
+    made on the devices.
     """
     ranks, rows = made.parallel.ranks_per_node, made.rows
     kept = (ranks - 1) * ROW_MEMORY_BYTES * rows.num_rows + rows.memory_bytes if rows is not None else 0
-    weights = ranks * made.model.num_weight_bytes if made.parallel.mode == "fsdp" else 0
+    is_loaded_whole = made.parallel.mode == "fsdp" and made.precision.quantization == "none"
+    whole = made.model.num_parameters * BITS[made.precision.load_dtype] // 8
+    weights = ranks * whole if is_loaded_whole else 0
     return {"libraries": ranks * PROCESS_BYTES, "weights": weights, "rows": kept}
