@@ -210,8 +210,9 @@ class Torture:
     """One run."""
 
     def __init__(
-        self, directory: Path, *, seed: int, num_kills: int, minutes: float, num_seeds: int, ranks: int = 1
+        self, directory: Path, *, seed: int, num_kills: int, minutes: float, kinds: list[str], ranks: int = 1
     ) -> None:
+        """`kinds`: of jobs, each with the number that its seed goes by."""
         from zoo.model import build_checkpoint, write_facts
 
         self.random = random.Random(seed)
@@ -224,7 +225,7 @@ class Torture:
         self.ranks = ranks
         self.quiet = Instance(directory / "quiet", ranks=ranks)
         self.hit = Instance(directory / "hit", ranks=ranks)
-        self.kinds = [f"{kind}-{number}" for number in range(num_seeds) for kind in KINDS]
+        self.kinds = kinds
         shares = TARGETS if num_kills >= MANY_KILLS else FEW_TARGETS
         if ranks > 1:
             of_each = {name: share for name, share in RANK_TARGETS.items() if "rank" in name}
@@ -612,6 +613,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60.0, help="kill for no longer than this")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="of jobs; by default all")
     parser.add_argument("--seeds", type=int, default=1, help="how many jobs of each kind differ by their own seed")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each job, each on a GPU of its own")
     parser.add_argument("--keep", type=Path, help="a new directory for it all, kept for a look")
@@ -620,12 +622,13 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="honed-torture-")))
         directory.mkdir(exist_ok=True)
+        kinds = [f"{kind}-{number}" for number in range(options.seeds) for kind in options.kinds]
         torture = Torture(
             directory,
             seed=options.seed,
             num_kills=options.kills,
             minutes=options.minutes,
-            num_seeds=options.seeds,
+            kinds=kinds,
             ranks=options.ranks,
         )
         stack.callback(torture.end)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+import costs
 
 # The speed of the machine is no property of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -20,8 +23,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 TESTS = Path(__file__).parent
-#: The slow folders first: what is left at the end is short, so that no test process is long alone.
-ORDER = ("system", "crash", "cluster", "process", "worker", "unit")
+#: Folders whose tests mostly wait for other processes, and folders whose tests compute, each with the seconds that a
+#: file of it takes. Both kinds are begun side by side, so that at each time there is as much to compute as there are
+#: processors; the slow folders first, so that what is left at the end is short.
+WAITING = {"system": 40, "cluster": 60, "crash": 30, "process": 15}
+COMPUTING = {"worker": 9, "unit": 2}
 for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "HONED_ROOT"):
     os.environ.pop(name, None)
 
@@ -29,8 +35,13 @@ for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "HONED_ROOT"):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the whole of the sampled matrices")
     parser.addoption("--quick", action="store_true", help="run what takes two minutes")
+    parser.addoption("--costs", metavar="FILE", help="write each test's CPU time, and tell of the dearest")
     parser.addoption("--races", type=int, default=35, help="races of each kind for another user's files")
-    parser.addoption("--preemptions", type=int, default=5, help="preemptions of one training job")
+    parser.addoption("--preemptions", type=int, default=3, help="preemptions of one training job")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    costs.register(config)
 
 
 def has_gpu() -> bool:
@@ -53,7 +64,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (left_out if is_left_out else chosen).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-    items[:] = sorted(chosen, key=lambda item: ORDER.index(item.path.relative_to(TESTS).parts[0]))
+    places = places_of(dict.fromkeys(item.path for item in chosen))
+    items[:] = sorted(chosen, key=lambda item: places[item.path])
+
+
+def places_of(paths: Collection[Path]) -> dict[Path, float]:
+    """Return the places of test files in the order of all, between 0 and 1."""
+    found: dict[Path, float] = {}
+    for folders in (WAITING, COMPUTING):
+        names = {path: path.relative_to(TESTS).parts[0] for path in paths}
+        ours = sorted(
+            (path for path in names if names[path] in folders), key=lambda path: [*folders].index(names[path])
+        )
+        ends = [*itertools.accumulate(folders[names[path]] for path in ours)]
+        found |= {path: end / ends[-1] for path, end in zip(ours, [0, *ends], strict=False)}
+    return found
 
 
 @pytest.fixture(autouse=True)

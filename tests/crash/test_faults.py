@@ -59,7 +59,7 @@ def test_honed_hit_while_a_job_is_staged_loses_and_doubles_nothing(
     assert gates
     staged = [point for point in points[points.index(gates[0]) - 60 :] if point.call in CHANGING]
     hits = [Hit(point, fault) for point in staged for fault in (KILL, "ENOSPC")]
-    chosen = hits if is_whole else [*(Hit(point, KILL) for point in gates[:3]), *hits[:: max(1, len(hits) // 7)]]
+    chosen = hits if is_whole else [*(Hit(point, KILL) for point in gates[:2]), *hits[:: max(1, len(hits) // 4)][:4]]
     broken = {str(hit): found for hit in chosen if (found := try_hit(tmp_path, hit, is_staging=True))}
     print(f"staged: {len(chosen)} points of {len(hits)}, {len(broken)} violations")
     assert broken == {}
@@ -71,7 +71,7 @@ def test_honed_hit_beside_a_spare_loses_and_doubles_nothing(strace: None, tmp_pa
     given = next(index for index, point in enumerate(points) if "attempts/2/" in point.path)
     hits = [Hit(point, fault) for point in points[given - 60 :] for fault in (KILL, "ENOSPC") if point.call in CHANGING]
     hits += [Hit(point, KILL) for point in points[given : given + 4]]
-    chosen = hits if is_whole else [*hits[-4:], *hits[:: max(1, len(hits) // 6)]]
+    chosen = hits if is_whole else [*hits[-4::2], *hits[:: max(1, len(hits) // 4)][:4]]
     broken = {str(hit): found for hit in chosen if (found := try_hit(tmp_path, hit, is_warm=True))}
     print(f"warm: {len(chosen)} points of {len(hits)}, {len(broken)} violations")
     assert broken == {}

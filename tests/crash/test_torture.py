@@ -16,8 +16,8 @@ SCRIPT = Path(__file__).parents[2] / "scripts/torture.py"
 def test_whatever_is_killed_each_file_is_one_job_or_one_refusal_and_each_loss_the_undisturbed_runs(
     tmp_path: Path, is_whole: bool
 ) -> None:
-    number = 100 if is_whole else 5
-    command = [sys.executable, str(SCRIPT), "--kills", str(number), "--seed", "7", "--keep", str(tmp_path / "it")]
+    much = ("--kills", "100") if is_whole else ("--kills", "5", "--kinds", "lora", "--seeds", "2")
+    command = [sys.executable, str(SCRIPT), *much, "--seed", "7", "--keep", str(tmp_path / "it")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     print(ended.stdout)

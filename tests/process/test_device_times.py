@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from harness import Instance, said_on_terminal, wait_for
 
+from honed.cli import doctor
 from honed.job import query
 from honed.job.job import Job, State
 from honed.system.error import HonedError
@@ -190,9 +191,9 @@ def test_a_drain_ends_no_job_and_lets_none_start_also_after_a_restart(clocked: I
     assert waits_for(clocked, "succeed.b", "drained").startswith(said)
     assert said in clocked.honectl("list", check=True).stdout
     assert said in said_on_terminal(clocked, 80, "list")
-    found = {(each["check"], each["status"]): each for each in json.loads(clocked.honectl("doctor", "--json").stdout)}
-    assert found["device", "warning"]["detail"].startswith(said)
-    assert found["device", "warning"]["hint"] == f"honectl --root {clocked.root} undrain GPU-a1"
+    found = {(each.check, each.status): each for each in doctor.examine(clocked.layout, imports=False)}
+    assert found["device", "warning"].detail.startswith(said)
+    assert found["device", "warning"].hint == f"honectl --root {clocked.root} undrain GPU-a1"
     write_gpus(clocked)  # the card is taken out
     wait_for(lambda: clocked.client.ask("status")["devices"][-1]["name"] is None, what="the GPU has vanished")
     assert "GPU GPU-a1 is drained: a new fan" in clocked.honectl("list", check=True).stdout

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from harness import Instance, wait_for
 
+from honed.cli import doctor
 from honed.job.job import Job, State
 from honed.run.process import ProcessRunner
 from honed.system.layout import JobLayout
@@ -65,9 +66,8 @@ def status(instance: Instance) -> str:
 
 
 def degraded(instance: Instance) -> bool:
-    found = json.loads(instance.honectl("doctor", "--json").stdout)
-    [entries] = [each for each in found if each["check"] == "entries"]
-    return bool(entries["status"] == "error")
+    [entries] = [each for each in doctor.examine(instance.layout, imports=False) if each.check == "entries"]
+    return entries.status == "error"
 
 
 def cut(path: Path) -> None:

@@ -294,7 +294,7 @@ def test_the_files_of_one_user_that_wait_are_limited(tmp_path: Path, monkeypatch
 
 
 def test_a_trial_comes_over_the_socket_too(instance: Instance) -> None:
-    instance.configure(SOCKET)
+    instance.configure(f"{SOCKET}[jobs]\nretry_delay_sec = 0\n")
     instance.start()
     honectl(instance, "trial", str(job_file(instance, "succeed")))
     assert instance.rejected() == {}

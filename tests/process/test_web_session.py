@@ -145,3 +145,53 @@ def test_a_file_that_no_honed_web_has_locked_leads_nowhere(instance: Instance, c
     path.symlink_to(instance.root / "elsewhere")
     assert session.begin(instance.layout, "http://127.0.0.1:1/") is None
     assert not (instance.root / "elsewhere").exists()
+
+
+#: Asks as another user, and prints the status and whether a cookie came.
+ASK = """
+import encodings.idna, http.client, os, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=30)
+connection.request("GET", sys.argv[2], headers={"Cookie": sys.argv[3]} if sys.argv[3] else {})
+answer = connection.getresponse()
+print(answer.status, answer.getheader("set-cookie") is not None, answer.read().decode())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_another_user_gets_nothing_with_a_stolen_link_or_cookie(instance: Instance) -> None:
+    """A browser sends the cookie to every port of 127.0.0.1, also to one where another user listens."""
+    drain(instance)
+    with own(instance, "--no-open") as web:
+        cookie = web.log_in()
+
+        def ask(path: str, cookie: str = "") -> str:
+            words = [sys.executable, "-c", ASK, str(web.port), path, cookie]
+            return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+        for path in ("/api/jobs/1", "/jobs/1", "/api/jobs/1/predictions", "/compare?ids=1,1"):
+            assert ask(path, cookie).startswith(("403 False", "400 False")), path
+        assert ask("/api/jobs", cookie) == ask("/api/jobs")
+        told = ask(f"/login?token={web.token}")
+        assert told.startswith("403 False")
+        assert "only for programs of the user who started honed-web" in told
+        assert web.ask("/api/jobs/1", Cookie=cookie)[0] == 200
+
+
+def test_a_page_of_another_port_gets_nothing_with_the_owners_browser(instance: Instance) -> None:
+    drain(instance)
+    with own(instance, "--no-open") as web:
+        cookie = web.log_in()
+        for site, mode, dest, status in (
+            ("same-origin", "cors", "empty", 200),  # our own page
+            ("none", "navigate", "document", 200),  # an address that was typed
+            ("cross-site", "navigate", "document", 200),  # a link to us, as from the terminal
+            ("same-site", "no-cors", "image", 403),
+            ("same-site", "cors", "empty", 403),
+            ("same-site", "navigate", "iframe", 403),
+            ("cross-site", "no-cors", "script", 403),
+        ):
+            told = {"Sec_Fetch_Site": site, "Sec_Fetch_Mode": mode, "Sec_Fetch_Dest": dest}
+            assert web.ask("/jobs/1", Cookie=cookie, **told)[0] == status, told

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -40,24 +41,28 @@ _ORPHANS_DIE = ("setpriv", "--pdeathsig", "KILL")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-#: A shell's list of directories and files that can be written, but for processes, devices and measurements.
+#: A shell's list of directories and files that can be written, but for processes, devices and measurements, and for
+#: what no other machine has: the checkout and its environment.
 FIND_WRITABLE = (
-    "find / \\( -path '/proc/[0-9]*' -o -path /proc/pressure -o -path /dev/pts \\) -prune -o "
+    "find / \\( -path '/proc/[0-9]*' -o -path /proc/pressure -o -path /dev/pts "
+    f"{' '.join(f'-o -path {place}' for place in (CHECKOUT, ENVIRONMENT, HERE.parents[1], sys.prefix))} \\) -prune -o "
     "-not -path '/dev/*' \\( -type d -o -type f \\) -writable -print -o -path '/dev/*' -type d -writable -print"
 )
 
 
 _has_expired: list[str] = []
+#: What scripts/install made below /opt/honed, as a tar archive, once a machine of this process has had it installed.
+_environments: list[bytes] = []
 
 
 def wait_for(condition: Callable[[], T], *, what: str = "condition", deadline_sec: float = DEADLINE_SEC) -> T:
-    """Wait until a condition is truthy, and return its value."""
+    """Wait until a condition is truthy, and return its value. Looking takes half of the time at most."""
     deadline_sec /= 5 if _has_expired else 1
     deadline = time.monotonic() + deadline_sec
-    while time.monotonic() < deadline:
+    while (looked_at := time.monotonic()) < deadline:
         if value := condition():
             return value
-        time.sleep(0.2)
+        time.sleep(max(0.2, time.monotonic() - looked_at))
     _has_expired.append(what)
     raise AssertionError(f"{what}: not within {deadline_sec:.0f} s")
 
@@ -333,6 +338,30 @@ class Machine:
         )
         self.run("chmod", "-R", "a+rX", target)
 
+    # -- honed --------------------------------------------------------------------------------------------------------
+
+    def install(self) -> str:
+        """Run scripts/install, which finds the Python environment that it made for an earlier machine of this process
+        and does all else. Returns what it said."""
+        if _environments:
+            self.run("tar", "--extract", "--directory=/", stdin=_environments[0])
+        said = self.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+        if not _environments:
+            kept = ("--exclude=opt/honed/files", "--exclude=opt/honed/current", "opt/honed")
+            command = self.command("tar", "--create", "--directory=/", *kept)
+            packed = subprocess.run(command, capture_output=True, check=True)
+            _environments.append(packed.stdout)
+        return said
+
+    def doctor(self) -> dict[str, dict[str, str]]:
+        """Return the findings of `honectl doctor` by their checks, without those that import the training stack."""
+        code = (
+            "import json, pathlib; from honed.cli import doctor; from honed.system.layout import Layout; "
+            "print(json.dumps([each.as_dict() for each in doctor.examine(Layout(pathlib.Path('/')), imports=False)]))"
+        )
+        found = json.loads(self.run("/opt/honed/current/bin/python", "-P", "-c", code))
+        return {each["check"]: each for each in found}
+
     # -- systemd ------------------------------------------------------------------------------------------------------
 
     def show(self, unit: str, *properties: str) -> dict[str, str]:
@@ -388,7 +417,10 @@ class Machine:
         """Wait for an entry whose message contains `text`."""
 
         def found() -> dict[str, Any] | None:
-            return next((item for item in self.journal(*matches) if text in str(item.get("MESSAGE"))), None)
+            self.run("journalctl", "--sync")
+            words = ("journalctl", "--output=json", "--all", "--no-pager", f"--grep={re.escape(text)}")
+            lines = self.try_run(*words, *matches).stdout.splitlines()  # 1 where there is none
+            return next((item for item in map(json.loads, lines) if text in str(item.get("MESSAGE"))), None)
 
         entry = wait_for(found, what=f"{text!r} in the journal of {matches}", deadline_sec=deadline_sec)
         assert entry is not None

@@ -6,7 +6,7 @@ import importlib.util
 import json
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import Machine, wait_for
 
 pytestmark = [
     pytest.mark.systemd,
@@ -34,7 +34,7 @@ team = "/run/credentials/honed-send.service/team"
 
 
 def test_a_chat_is_told_whose_address_is_a_credential(machine: Machine) -> None:
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     machine.run("ip", "link", "set", "lo", "up")
     machine.run("install", "-d", "-m", "0700", "/etc/honed/private", "/etc/systemd/system/honed-send.service.d")
     machine.write("/etc/honed/private/team", f"ntfy://127.0.0.1:8097/jobs?auth=token&token={KEY}\n", mode=0o600)

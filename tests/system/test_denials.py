@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import Machine, wait_for
 
 from zoo import plain
 
@@ -35,13 +35,13 @@ SOON_SEC = 60.0
 @pytest.fixture(scope="module")
 def honed(machine: Machine) -> Machine:
     """A machine with honed running and the starting of jobs paused."""
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     for name in ("berta", "mallory"):
         machine.add_user(name, "honed-submit")
     machine.run("useradd", "--system", "--groups", "honed-submit", "--shell", "/bin/sh", "service")
     machine.write(
         "/etc/honed/honed.toml.d/50-test.toml",
-        "[spool]\nsettle_sec = 0.2\n[retention]\nmax_checkpoint_bytes = 1_000_000_000\n",
+        "[spool]\nsettle_sec = 0.2\nrescan_interval_sec = 2\n[retention]\nmax_checkpoint_bytes = 1_000_000_000\n",
     )
     plain.write_base_model(machine.host_path("/srv/model"))
     plain.write_dataset(machine.host_path("/srv/rows.jsonl"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import CHECKOUT, Machine, wait_for
 
 pytestmark = pytest.mark.systemd
 
@@ -36,7 +36,7 @@ SPEC = {
 
 def test_a_gated_model_is_fetched_by_its_unit_and_trained_on(machine: Machine, model: str) -> None:
     """The token is a credential of the fetch alone; a restarted honed takes over the running fetch."""
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     machine.run("ip", "link", "set", "lo", "up")
     machine.write("/srv/hub.py", HUB)
     machine.run("systemd-run", "--unit=hub", "/usr/bin/python3", "/srv/hub.py")

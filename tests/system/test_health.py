@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import Machine, wait_for
 
 from honed.system import message
 from zoo import plain
@@ -19,7 +19,7 @@ INCOMING = "/var/spool/honed/incoming"
 
 @pytest.fixture(scope="module")
 def installed(machine: Machine) -> Machine:
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     plain.write_base_model(machine.host_path("/srv/model"))
     plain.write_dataset(machine.host_path("/srv/rows.jsonl"))
     machine.run("systemctl", "enable", "--now", "honed")
@@ -93,8 +93,7 @@ def test_a_broken_configuration_is_refused_and_the_old_one_stays(honed: Machine)
     (entry,) = honed.journal(f"MESSAGE_ID={message.CONFIG_REFUSED}")
     assert entry["PRIORITY"] == "3"
     assert "Subject: The new configuration is invalid" in honed.run("journalctl", "-x", "-u", "honed", "--no-pager")
-    found = {item["check"]: item for item in json.loads(honed.try_run("honectl", "doctor", "--json").stdout)}
-    assert found["honed.service"]["status"] == "error"
+    assert honed.doctor()["honed.service"]["status"] == "error"
 
     honed.write("/etc/honed/honed.toml.d/50-test.toml", "[jobs]\nretry_delay_sec = 5\n")
     honed.run("systemctl", "reload", "honed")

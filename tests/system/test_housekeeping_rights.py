@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import Machine, wait_for
 
 pytestmark = pytest.mark.systemd
 
@@ -35,7 +35,7 @@ HTTPServer(("127.0.0.1", 8099), Handler).serve_forever()
 
 
 def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine: Machine, model: str) -> None:
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     machine.run("ip", "link", "set", "lo", "up")
     machine.write(
         "/etc/honed/honed.toml.d/50-notify.toml",

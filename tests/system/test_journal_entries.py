@@ -44,7 +44,7 @@ def drop(machine: Machine, name: str, **keys: Any) -> None:
 @pytest.fixture(scope="module")
 def honed(machine: Machine, model: str) -> Machine:
     """A machine where job 1 (capitals) succeeded, job 2 (short) exceeded its time limit, and a file was rejected."""
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     machine.add_user("anna", "honed-submit")
     machine.add_user("reader", "honed-submit", "systemd-journal")
     machine.run("systemctl", "enable", "--now", "honed")
@@ -190,6 +190,6 @@ def test_doctor_finds_nothing_wrong_with_what_was_installed(honed: Machine) -> N
         assert found[check]["status"] == "ok", found[check]
     honed.run("mv", "/usr/share/polkit-1/rules.d/50-honed.rules", "/tmp/rules")
     honed.sh("echo '# changed' >>/usr/lib/systemd/system/honed.service")
-    found = {item["check"]: item for item in json.loads(honed.try_run("honectl", "doctor", "--json").stdout)}
+    found = honed.doctor()
     assert found["polkit"]["status"] == "warning"
     assert found["honed.service"]["hint"] == "systemctl daemon-reload"

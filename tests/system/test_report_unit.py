@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import Machine, wait_for
 
 pytestmark = pytest.mark.systemd
 
@@ -44,7 +44,7 @@ def machine() -> Iterator[Machine]:
 
 @pytest.fixture(scope="module")
 def honed(machine: Machine, model: str) -> Machine:
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     for name in ("anna", "berta"):
         machine.add_user(name, "honed-submit")
     machine.add_user("chief", "honed-submit", "adm")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import Machine, wait_for
 
 from zoo import plain
 
@@ -31,7 +31,7 @@ peer.sendall(sys.argv[1].encode() + b"\\n"); print(peer.makefile().readline())
 @pytest.fixture(scope="module")
 def honed(machine: Machine) -> Machine:
     """A machine with honed running and the starting of jobs paused: these tests are about the steps before."""
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     machine.add_user("anna", "honed-submit")
     machine.add_user("berta", "honed-submit")
     machine.add_user("chief", "honed-submit", "adm")

@@ -234,7 +234,7 @@ def test_a_job_that_ends_while_honed_is_stopped_is_settled_when_it_comes_back(ho
 
 @pytest.mark.parametrize("damaged", [[], ["entry.json"], ["entry.json", "start.json", "plan.json"]], ids=len)
 def test_a_unit_whose_entry_is_damaged_is_followed_to_its_end(honed: Honed, damaged: list[str]) -> None:
-    job = honed.drop("until-400")
+    job = honed.drop("until-40")
     honed.wait_step(job)
     pid = honed.worker_pid(job)
     honed.machine.run("systemctl", "stop", "honed")
@@ -246,7 +246,7 @@ def test_a_unit_whose_entry_is_damaged_is_followed_to_its_end(honed: Honed, dama
         "running",
         "unknown" if "start.json" in damaged else "cpu",
     )
-    assert entry["name"] == ("until-400" if len(damaged) < 3 else f"job-{job}")
+    assert entry["name"] == ("until-40" if len(damaged) < 3 else f"job-{job}")
     assert honed.worker_pid(job) == pid
     status = wait_for(lambda: honed.machine.property("honed", "StatusText"), what="a status")
     assert "degraded: 1 damaged entry in /var/spool/honed/corrupt: honectl doctor" in status

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import tinyjob
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import Machine, wait_for
 
 pytestmark = pytest.mark.systemd
 
@@ -34,7 +34,7 @@ def received(machine: Machine) -> list[dict[str, object]]:
 
 def test_what_a_job_learned_arrives_while_the_job_has_no_network(machine: Machine, model: str) -> None:
     """Rows wait while the endpoint is down; the token comes as a credential, and is in no file that honed can read."""
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     machine.run("ip", "link", "set", "lo", "up")
     machine.write("/etc/credstore/honed.metrics-token", f"{TOKEN}\n", mode=0o600)
     machine.write(

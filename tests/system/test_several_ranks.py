@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import ENVIRONMENT, Machine, wait_for
 
 pytestmark = pytest.mark.systemd
 
@@ -41,7 +41,7 @@ open("told.json", "w").write(json.dumps(told))
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(machine: Machine) -> None:
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     machine.run("systemctl", "stop", "honed")
     machine.write("/srv/probe.py", PROBE)
     machine.run("chmod", "a+r", "/srv/probe.py")

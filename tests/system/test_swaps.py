@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import CHECKOUT, Machine, wait_for
 from swaps import CASES, INPUTS
 
 from zoo import plain
@@ -128,7 +128,7 @@ class Field:
 
 @pytest.fixture(scope="module")
 def field(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     for name in ("berta", "mallory"):
         machine.add_user(name, "honed-submit")
     machine.write("/etc/honed/honed.toml.d/50-test.toml", "[spool]\nsettle_sec = 0.2\n")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import ENVIRONMENT, Machine, wait_for
 from PIL import Image
 
 pytestmark = pytest.mark.systemd
@@ -39,7 +39,7 @@ EXCHANGE = (
 @pytest.fixture(scope="module")
 def honed(machine: Machine, model: str) -> Machine:
     """A machine with honed running; berta has an adapter, a model, a template and rows that nobody else may read."""
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     for name in ("berta", "mallory"):
         machine.add_user(name, "honed-submit")
         machine.sh(f"install -d -m 755 -o {name} /srv/{name}")

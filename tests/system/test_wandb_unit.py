@@ -33,7 +33,7 @@ MAKE = "import wandb\nrun = wandb.init(project='p', name='n')\nrun.log({'loss': 
 
 
 def test_a_run_is_sent_with_the_key_of_the_credential(machine: Machine) -> None:
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     machine.run("ip", "link", "set", "lo", "up")
     machine.write("/etc/credstore/honed.wandb-key", f"{KEY}\n", mode=0o600)
     machine.write(

@@ -62,7 +62,7 @@ def trained(machine: Machine, model: str) -> None:
     """A machine on which honed is installed, and a job of anna's has run."""
     machine.write("/srv/ask.py", ASK)
     machine.run("ip", "link", "set", "lo", "up")
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     machine.run("systemctl", "enable", "--now", "honed")
     machine.add_user("anna", "honed-submit")
     machine.add_user("berta")

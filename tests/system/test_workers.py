@@ -34,7 +34,7 @@ PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/home/anna", "/home/berta", "/run/use
 @pytest.fixture(scope="module")
 def honed(machine: Machine) -> Machine:
     """A machine with honed running and the starting of jobs paused: these tests start the units themselves."""
-    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.install()
     machine.run("groupadd", "team")
     machine.add_user("anna", "honed-submit", "team")
     machine.add_user("berta", "honed-submit")
@@ -354,15 +354,14 @@ def test_a_machine_without_the_user_database_says_what_is_missing(honed: Machine
         assert probe(honed, job_id, "id -u") == ""
         told = honed.run("journalctl", "--no-pager", "-u", f"honed-view@{job_id}")
         assert "install libnss-systemd" in told
-        found = {each["check"]: each for each in json.loads(honed.try_run("honectl", "doctor", "--json").stdout)}
+        found = honed.doctor()
         assert (found["user database"]["status"], found["user database"]["hint"][:11]) == ("error", "apt install")
         done = honed.try_run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
         assert done.returncode == 1
         assert "/etc/nsswitch.conf has no `systemd` in: passwd, group" in done.stderr
     finally:
         honed.sh("cp /srv/nsswitch.conf /etc/nsswitch.conf")
-    found = {each["check"]: each for each in json.loads(honed.try_run("honectl", "doctor", "--json").stdout)}
-    assert found["user database"]["status"] == "ok"
+    assert honed.doctor()["user database"]["status"] == "ok"
 
 
 def test_a_persons_chain_trains_and_merges_and_what_it_makes_is_theirs(honed: Machine, model: str) -> None:

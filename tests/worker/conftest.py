@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,31 @@ class WorkerJob:
         return Ended(status, result, read_events(self.events_path(attempt)))
 
 
+class Cutter:
+    """A process that has imported the libraries of a backend and forks workers, which it may end; see cutter.py."""
+
+    def __init__(self, backend: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("cutter.py")), backend],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+
+    def run(self, job: WorkerJob, attempt: int = 1, **cut: Any) -> Ended:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"job_dir": str(job.dir), "attempt": attempt, **cut}) + "\n")
+        self._process.stdin.flush()
+        return job._ended(json.loads(self._process.stdout.readline())["status"], attempt)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 def read_events(path: Path) -> list[Event]:
     return event.read(path, 0).events
 
@@ -239,3 +264,18 @@ def learned(make_job: MakeJob, learned_dir: Path) -> Path:
     )
     assert job.run().status == 0
     return job.output_dir.rename(learned_dir)
+
+
+@pytest.fixture(scope="session")
+def cutter_of() -> Iterator[Callable[[str], Cutter]]:
+    """A function that returns the process that forks workers of a backend."""
+    cutters: dict[str, Cutter] = {}
+
+    def find(backend: str) -> Cutter:
+        if backend not in cutters:
+            cutters[backend] = Cutter(backend)
+        return cutters[backend]
+
+    yield find
+    for cutter in cutters.values():
+        cutter.end()

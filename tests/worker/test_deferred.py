@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
-#: Run in processes of their own, as what is imported stays.
-BEGIN = """if True:
-    import sys
+Check = Callable[[str], None]
+#: Runs each line of its standard input, a text in JSON, in a fork of its own, as what is imported stays.
+SERVER = """if True:
+    import json, os, sys, traceback
     from honed.worker import deferred
     deferred.defer(deferred.ALL)
     import torch
@@ -18,15 +21,40 @@ BEGIN = """if True:
     def is_loaded(name):
         return not isinstance(sys.modules[name], deferred.Deferred)
     assert not any(is_loaded(package.name) for package in deferred.ALL if package.name in sys.modules)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            said = ""
+            try:
+                exec("if True:" + json.loads(line), globals())
+            except BaseException:
+                said = traceback.format_exc()
+            os.write(1, json.dumps(said).encode() + b"\\n")
+            os._exit(0)
+        if status := os.wait()[1]:
+            print(json.dumps(f"it ended with {status}"), flush=True)
 """
 
 
-def check(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def check() -> Iterator[Check]:
+    """A function that runs code in a process where the packages are deferred, and fails with its traceback."""
+    command = [sys.executable, "-c", SERVER]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin is not None
+    assert server.stdout is not None
+
+    def run(code: str) -> None:
+        server.stdin.write(json.dumps(code) + "\n")  # type: ignore[union-attr]
+        server.stdin.flush()  # type: ignore[union-attr]
+        said = json.loads(server.stdout.readline())  # type: ignore[union-attr]
+        assert not said, said
+
+    yield run
+    server.kill()
+    server.wait()
 
 
-def test_steps_checkpointing_and_meta_tensors_load_nothing() -> None:
+def test_steps_checkpointing_and_meta_tensors_load_nothing(check: Check) -> None:
     check("""
     from torch.utils.checkpoint import checkpoint
     layer = torch.nn.Linear(4, 4)
@@ -43,7 +71,7 @@ def test_steps_checkpointing_and_meta_tensors_load_nothing() -> None:
     """)
 
 
-def test_the_compiler_loads_at_its_first_use_and_heeds_earlier_marks() -> None:
+def test_the_compiler_loads_at_its_first_use_and_heeds_earlier_marks(check: Check) -> None:
     check("""
     @torch.compiler.disable
     def left_alone(x):
@@ -72,7 +100,7 @@ def test_the_compiler_loads_at_its_first_use_and_heeds_earlier_marks() -> None:
     """)
 
 
-def test_a_distributed_tensor_is_one_for_those_that_have_asked_before() -> None:
+def test_a_distributed_tensor_is_one_for_those_that_have_asked_before(check: Check) -> None:
     check("""
     import torch.distributed as dist
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -86,7 +114,7 @@ def test_a_distributed_tensor_is_one_for_those_that_have_asked_before() -> None:
 
 
 @pytest.mark.parametrize("first", ["torch._inductor.utils", "torch._dynamo.utils", "torch.distributed.tensor._api"])
-def test_a_module_of_a_package_can_be_the_first_to_be_imported(first: str) -> None:
+def test_a_module_of_a_package_can_be_the_first_to_be_imported(check: Check, first: str) -> None:
     check(f"""
     import importlib
     importlib.import_module({first!r})
@@ -94,7 +122,7 @@ def test_a_module_of_a_package_can_be_the_first_to_be_imported(first: str) -> No
     """)
 
 
-def test_symbols_work_once_they_are_used() -> None:
+def test_symbols_work_once_they_are_used(check: Check) -> None:
     check("""
     import pickle
     from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
@@ -108,14 +136,14 @@ def test_symbols_work_once_they_are_used() -> None:
     """)
 
 
-def test_a_name_that_a_package_lacks_is_an_attribute_error() -> None:
+def test_a_name_that_a_package_lacks_is_an_attribute_error(check: Check) -> None:
     check("""
     assert not hasattr(sympy, "__wrapped__") and not is_loaded("sympy")
     assert not hasattr(sympy, "no_such_name")
     """)
 
 
-def test_threads_that_use_a_package_at_once_wait_until_it_is_loaded() -> None:
+def test_threads_that_use_a_package_at_once_wait_until_it_is_loaded(check: Check) -> None:
     check("""
     import threading
     found, start = [], threading.Barrier(4)
@@ -131,7 +159,7 @@ def test_threads_that_use_a_package_at_once_wait_until_it_is_loaded() -> None:
     """)
 
 
-def test_a_failure_to_load_is_the_package_s_own_and_the_next_use_tries_again() -> None:
+def test_a_failure_to_load_is_the_package_s_own_and_the_next_use_tries_again(check: Check) -> None:
     check("""
     sys.modules["mpmath"] = None
     for _ in range(2):
@@ -146,7 +174,7 @@ def test_a_failure_to_load_is_the_package_s_own_and_the_next_use_tries_again() -
     """)
 
 
-def test_a_package_that_loads_another_is_there_once() -> None:
+def test_a_package_that_loads_another_is_there_once(check: Check) -> None:
     check("""
     torch.compile(lambda x: x + 1, backend=lambda graph, _inputs: graph.forward)(torch.ones(2))
     inductor = sys.modules["torch._inductor"]

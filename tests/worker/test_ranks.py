@@ -473,6 +473,10 @@ def test_an_evaluation_has_the_figures_of_one_process_also_by_data_set(make_job:
     assert {"eval_loss/first", "eval_loss/second"} <= set(one.metrics)
     assert ended.metrics == pytest.approx(one.metrics, abs=1e-9)
     assert ended.of("predictions") == one.of("predictions")
+    short = Run(over_two(make_job(**asked, time_limit_sec=0.001)))
+    late = short.end()
+    assert (late.status, late.result["error"]["code"]) == (88, "time_limit"), short.log[-3000:]
+    assert "of 3 predictions" in late.result["error"]["message"]
 
 
 def test_a_trial_runs_on_the_first_device_and_its_job_on_both(make_job: MakeJob) -> None:

@@ -4,21 +4,16 @@ run."""
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from worker.conftest import Ended, MakeJob, WorkerJob
+from worker.conftest import Cutter, Ended, MakeJob, WorkerJob
 from zoo.model import write_facts
 
 #: 20 rows are drawn from two data sets, 5 steps an epoch; the last epoch is cut short.
@@ -76,47 +71,10 @@ SAMPLE = {
     ("unsloth", "lora-4bit", "accumulation", "SIGTERM"),
     ("unsloth", "lora-bfloat16", "evaluation", "SIGKILL"),
 }
+#: Ways that are resumed by a worker that starts and imports as in an installation; the others by a fork, as they began.
+FRESH = {("transformers", "lora-4bit"), ("unsloth", "lora-float32")}
 #: Metrics that depend on the clock, not on the run.
 TIMED = ("_runtime", "_per_second")
-
-
-class Cutter:
-    """A process that forks workers of one backend; see cutter.py."""
-
-    def __init__(self, backend: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("cutter.py")), backend],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-
-    def run(self, job: WorkerJob, attempt: int = 1, **cut: Any) -> Ended:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"job_dir": str(job.dir), "attempt": attempt, **cut}) + "\n")
-        self._process.stdin.flush()
-        return job._ended(json.loads(self._process.stdout.readline())["status"], attempt)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-@pytest.fixture(scope="module")
-def cutter_of() -> Iterator[Callable[[str], Cutter]]:
-    cutters: dict[str, Cutter] = {}
-
-    def find(backend: str) -> Cutter:
-        if backend not in cutters:
-            cutters[backend] = Cutter(backend)
-        return cutters[backend]
-
-    yield find
-    for cutter in cutters.values():
-        cutter.end()
 
 
 @dataclass
@@ -224,7 +182,7 @@ def test_a_run_that_is_cut_and_resumed_is_the_undisturbed_run(
         assert_same(course_of(job, first), undisturbed[backend, way])  # an export ends before it could be interrupted
         return
     assert first.status == (75 if name == "SIGTERM" else -signal.SIGKILL), (first.result, job.log()[-3000:])
-    second = job.wait(job.start(2), 2)
+    second = job.wait(job.start(2), 2) if (backend, way) in FRESH else cutter_of(backend).run(job, 2)
     assert second.status == 0, (second.result, job.log(2)[-3000:])
     assert len(second.of("resumed")) == 1
     assert_same(course_of(job, first, second), undisturbed[backend, way])

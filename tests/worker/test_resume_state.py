@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from worker.conftest import Ended, MakeJob, WorkerJob
 from worker.cutter import LOOKS, at_step
 from worker.test_examiner import made_worse
 from worker.test_resume_checkpoint import flip
-from worker.test_resume_matrix import assert_same, course_of, untimed
+from worker.test_resume_matrix import Course, assert_same, course_of, untimed
 
 #: 12 rows, 3 held out: 9 rows in batches of 2 with accumulation 2 are 3 steps an epoch, the last of them half full.
 TRAINING = {
@@ -68,16 +70,39 @@ def steps(kind: str, *attempts: Ended) -> list[int]:
     return [item["step"] for ended in attempts for item in ended.of(kind)]
 
 
+Whole = Callable[..., tuple[Ended, Course]]
+
+
+@pytest.fixture(scope="module")
+def wholes() -> dict[str, tuple[Ended, Course]]:
+    """A cache of uncut runs, by what was asked for."""
+    return {}
+
+
+@pytest.fixture
+def whole_of(make_job: MakeJob, wholes: dict[str, tuple[Ended, Course]]) -> Whole:
+    """A function that returns the uncut run of a job, and its course; several tests may cut the same one."""
+
+    def run(**wanted: Any) -> tuple[Ended, Course]:
+        key = json.dumps(wanted, sort_keys=True, default=str)
+        if key not in wholes:
+            job = make_job(**wanted)
+            ended = job.run()
+            wholes[key] = ended, course_of(job, ended)
+        return wholes[key]
+
+    return run
+
+
 @pytest.mark.parametrize(
     "told", [{"logging_steps": 4}, {"logging_strategy": "epoch"}, {"logging_steps": 4, "logging_first_step": True}]
 )
 @pytest.mark.parametrize("step", [6, 7])  # the end of an epoch, and the middle of one
 def test_losses_that_are_told_now_and_then_are_those_of_all_their_steps(
-    make_job: MakeJob, told: dict[str, Any], step: int
+    make_job: MakeJob, whole_of: Whole, told: dict[str, Any], step: int
 ) -> None:
     wanted = KEYS | {"training": TRAINING | told | {"eval_strategy": "no"}, "predictions": {"sample_frequency": "off"}}
-    job = make_job(**wanted)
-    undisturbed = course_of(job, job.run())
+    _, undisturbed = whole_of(**wanted)
     job = make_job(**wanted)
     assert_same(course_of(job, cut(job, "step", step), resumed(job)), undisturbed)
 
@@ -95,19 +120,20 @@ def test_losses_that_are_told_now_and_then_are_those_of_all_their_steps(
 )
 @pytest.mark.parametrize("evaluated", [{"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 3}])
 def test_a_round_of_predictions_that_is_cut_short_is_made_up_for_and_none_is_made_twice(
-    make_job: MakeJob, frequency: str | int, where: str, step: int, evaluated: dict[str, Any]
+    make_job: MakeJob, whole_of: Whole, frequency: str | int, where: str, step: int, evaluated: dict[str, Any]
 ) -> None:
     wanted = keys(**evaluated, logging_strategy="epoch") | {
         "predictions": {"num_samples": 2, "max_new_tokens": 4, "sample_frequency": frequency}
     }
-    job = make_job(**wanted)
-    whole = job.run()
-    undisturbed = course_of(job, whole)
+    whole, undisturbed = whole_of(**wanted)
     job = make_job(**wanted)
     first = cut(job, where, step)
     second = resumed(job)
     found = course_of(job, first, second)
-    for entry in (*found.steps.values(), *undisturbed.steps.values()):
+    for entry in (
+        *found.steps.values(),
+        *undisturbed.steps.values(),
+    ):
         entry.pop("grad_norm", None)  # it belongs to a step before the checkpoint, and is not stored
         entry.pop("learning_rate", None)
     assert_same(found, undisturbed)
@@ -131,12 +157,10 @@ def test_a_run_that_has_stopped_early_is_not_trained_on(make_job: MakeJob, learn
 
 @pytest.mark.parametrize("before", [1, 0])
 def test_early_stopping_counts_on_and_its_last_evaluation_may_be_one_that_is_made_up_for(
-    make_job: MakeJob, learned: Path, before: int
+    make_job: MakeJob, whole_of: Whole, learned: Path, before: int
 ) -> None:
     wanted = keys(**WORSE, eval_strategy="steps", eval_steps=1) | {"early_stopping_patience": 2}
-    job = make_job(model=learned, **wanted)
-    whole = job.run()
-    undisturbed = course_of(job, whole)
+    whole, undisturbed = whole_of(model=learned, **wanted)
     job = make_job(model=learned, **wanted)
     first = cut(job, "evaluation", max(whole.losses) - before)
     assert_same(course_of(job, first, resumed(job)), undisturbed)

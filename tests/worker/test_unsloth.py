@@ -1,4 +1,5 @@
-"""The real Unsloth, in processes of its own: it patches libraries permanently."""
+"""The real Unsloth, in processes of its own, since it patches libraries permanently. Most are forks of one that has
+imported it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from worker.conftest import Ended, MakeJob
+from worker.conftest import Cutter, Ended, MakeJob
 from zoo.model import build_checkpoint
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
@@ -45,9 +46,11 @@ def story(ended: Ended) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("quantization", ["none", "4bit"])
-def test_both_backends_tell_the_same_story_of_the_same_job(make_job: MakeJob, quantization: str) -> None:
+def test_both_backends_tell_the_same_story_of_the_same_job(
+    make_job: MakeJob, cutter_of: Callable[[str], Cutter], quantization: str
+) -> None:
     job = make_job(**KEYS, quantization=quantization)
-    ended = job.wait(job.start())
+    ended = job.wait(job.start()) if quantization == "none" else cutter_of("unsloth").run(job)
     assert ended.status == 0, (ended.result, job.log()[-3000:])
     assert "unsloth" in ended.of("started")[0]["versions"]
     assert "Unsloth" in job.log()
@@ -80,10 +83,12 @@ def test_nothing_of_the_training_stack_is_imported_before_unsloth(
     assert heavy & set(json.loads(told.read_text())) == set()
 
 
-def test_what_unsloth_changes_silently_is_a_precision_mismatch(make_job: MakeJob) -> None:
+def test_what_unsloth_changes_silently_is_a_precision_mismatch(
+    make_job: MakeJob, cutter_of: Callable[[str], Cutter]
+) -> None:
     job = make_job(**(KEYS | {"backend": "transformers"}), quantization="8bit")  # the planner would refuse it
     job.change_plan(backend={"name": "unsloth", "reasons": []})
-    ended = job.wait(job.start())
+    ended = cutter_of("unsloth").run(job)
     assert ended.status == 80
     assert "8bit" in ended.result["error"]["message"]
     assert not ended.of("step")
@@ -108,7 +113,7 @@ def test_an_unsloth_that_cannot_be_imported_ends_the_process_with_its_own_status
 
 
 def test_weights_that_are_missing_are_not_drawn_at_random(
-    make_job: MakeJob, tmp_path: Path, checkpoint_of: Callable[..., Path]
+    make_job: MakeJob, tmp_path: Path, checkpoint_of: Callable[..., Path], cutter_of: Callable[[str], Cutter]
 ) -> None:
     base = tmp_path / "base"
     shutil.copytree(checkpoint_of("qwen3"), base)
@@ -116,13 +121,13 @@ def test_weights_that_are_missing_are_not_drawn_at_random(
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     job = make_job(model=base, **KEYS)
-    ended = job.wait(job.start())
+    ended = cutter_of("unsloth").run(job)
     assert ended.status == 66, ended.result
     assert "no weights for model.layers.1.mlp.up_proj.weight" in ended.result["error"]["message"]
 
 
 def test_weights_that_the_layers_have_no_place_for_are_refused_under_unsloth_too(
-    make_job: MakeJob, tmp_path: Path
+    make_job: MakeJob, tmp_path: Path, cutter_of: Callable[[str], Cutter]
 ) -> None:
     import torch
 
@@ -130,12 +135,14 @@ def test_weights_that_the_layers_have_no_place_for_are_refused_under_unsloth_too
     foreign = {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}
     save_file(load_file(weights) | foreign, weights, metadata={"format": "pt"})
     job = make_job(model=tmp_path / "base", **KEYS)
-    error = job.wait(job.start()).result["error"]
+    error = cutter_of("unsloth").run(job).result["error"]
     assert error["code"] == "model_invalid"
     assert "do not exist in its layers: model.layers.0.self_attn.q_norm.weight" in error["message"]
 
 
-def test_a_checkpoint_stored_in_4_bits_computes_in_the_planned_dtype(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_checkpoint_stored_in_4_bits_computes_in_the_planned_dtype(
+    make_job: MakeJob, tmp_path: Path, cutter_of: Callable[[str], Cutter]
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -145,13 +152,15 @@ def test_a_checkpoint_stored_in_4_bits_computes_in_the_planned_dtype(make_job: M
     shutil.copytree(plain, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     model.save_pretrained(tmp_path / "base")
     job = make_job(model=tmp_path / "base", **KEYS)
-    ended = job.wait(job.start())
+    ended = cutter_of("unsloth").run(job)
     assert ended.status == 0, (ended.result, job.log()[-3000:])
     assert ended.of("audit")[0]["mended"] == ["14 4-bit layers computed in float16, now bfloat16"]
 
 
-def test_a_load_that_fails_in_unsloth_is_the_backends_fault(make_job: MakeJob) -> None:
+def test_a_load_that_fails_in_unsloth_is_the_backends_fault(
+    make_job: MakeJob, cutter_of: Callable[[str], Cutter]
+) -> None:
     job = make_job(**(KEYS | {"lora": {"r": 8, "target_modules": ["no_such_module"]}}))
-    ended = job.wait(job.start())
+    ended = cutter_of("unsloth").run(job)
     assert ended.status == 69
     assert "no_such_module" in ended.result["error"]["message"]

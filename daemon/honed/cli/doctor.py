@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from honed.check.policy import nearest_existing
-from honed.cli import cluster, commands, sandbox, terminal
+from honed.cli import cluster, commands, sandbox, setup, terminal
 from honed.cli.instance import Instance
 from honed.job.corrupt import Corrupt
 from honed.job.progress import gib
@@ -83,7 +83,8 @@ class Finding:
 
 
 def doctor(instance: Instance, options: argparse.Namespace) -> int:
-    found = [finding.as_dict() for finding in examine(instance.layout)]
+    with terminal.doing("looking at the configuration, the packages and the devices …"):
+        found = [finding.as_dict() for finding in examine(instance.layout)]
     if options.json:
         terminal.console.print_json(json.dumps(found))
     else:
@@ -94,9 +95,9 @@ def doctor(instance: Instance, options: argparse.Namespace) -> int:
     return int(any(item["status"] == "error" for item in found))
 
 
-def examine(layout: Layout, config: Config | None = None) -> list[Finding]:
+def examine(layout: Layout, config: Config | None = None, *, imports: bool = True) -> list[Finding]:
     """Run all checks, in the order in which a person would fix their findings. Takes as long as importing torch,
-    seconds."""
+    seconds; `imports`: with the checks that do."""
     try:
         config = config or configs.load(layout)
         configured = [Finding("configuration", "warning", words) for words in config.outdated]
@@ -105,7 +106,7 @@ def examine(layout: Layout, config: Config | None = None) -> list[Finding]:
         config, configured = Config(), [Finding("configuration", "error", error.message, error.hint)]
     with ThreadPoolExecutor() as pool:
         # The children run in threads, which only wait for them.
-        looks = () if training.is_missing() else (_torch, _torchvision, _bitsandbytes)
+        looks = () if training.is_missing() or not imports else (_torch, _torchvision, _bitsandbytes)
         compiled = [pool.submit(look) for look in looks]
         packages = [] if training.is_missing() else [*_packages(), *_beside_unsloth()]
         found = [_python(), *_training(), *packages, _gpu(config)]
@@ -155,7 +156,11 @@ def _training() -> list[Finding]:
         return [Finding("training environment", "error", f"{training.MISSING}: jobs are rejected", training.REMEDY)]
     if training.recipe_dir() is None:
         return []
-    return [Finding("training environment", "ok", os.environ.get(training.VARIABLE, ""))]
+    place = os.environ.get(training.VARIABLE, "")
+    if not setup.is_current():
+        detail = f"{place}: of another version of the package; jobs are trained with its packages"
+        return [Finding("training environment", "warning", detail, training.REMEDY)]
+    return [Finding("training environment", "ok", place)]
 
 
 def _packages() -> list[Finding]:

@@ -118,7 +118,7 @@ class Backfill:
 
     def _wait(self, job: Job, *, is_behind: bool = False) -> None:
         """Reserve the devices that a job needs together, or that it leaves to a reservation (`is_behind`)."""
-        if (job.num_gpus <= 1 and not is_behind) or len(self._waits) >= MAX_PASSED:
+        if (job.num_places <= 1 and not is_behind) or len(self._waits) >= MAX_PASSED:
             return
         if groups := self._placement.groups_for(job):
             keys = {each.key for group in groups for each in group}
@@ -134,16 +134,16 @@ class Backfill:
             for each in self._attempts.running.values()
         )
         for left_sec, num_devices in ends:
-            if number >= job.num_gpus:
+            if number >= job.num_places:
                 return 0.0
-            if (number := number + num_devices) >= job.num_gpus:
+            if (number := number + num_devices) >= job.num_places:
                 return left_sec
         return math.inf
 
     def _free_or_given_back(self, job: Job, taken: Set[str]) -> tuple[set[str], list[Running]] | None:
         """Return devices with which a job could start, and the jobs that have passed it and would give them back, the
         fewest; None if they do not suffice. `taken`: devices that are left to others."""
-        number = max(1, job.num_gpus)
+        number = max(1, job.num_places)
         for group in self._placement.groups_for(job):
             keys = {each.key for each in group} - taken
             found = sorted(keys & self._placement.free_keys(job))[:number]

@@ -63,8 +63,10 @@ def check_devices(spec: JobSpec, largest_group: int, num_devices: int) -> None:
 
 def modes(spec: JobSpec, device: Device) -> tuple[Mode, ...]:
     """Return the modes that a job may take, the preferred one first."""
-    if spec.resources.num_ranks == 1 or device.kind != "cuda":
+    if spec.resources.num_ranks == 1 or (device.kind != "cuda" and spec.resources.nodes == 1):
         return ("none",)
+    if device.kind != "cuda":
+        return ("ddp",)  # the processors of several nodes
     if spec.parallel != "auto":
         return (spec.parallel,)
     return ("ddp", "fsdp") if "fsdp" in SUPPORTED and not why_whole(spec) else ("ddp",)
@@ -115,5 +117,6 @@ def _why(spec: JobSpec, mode: Mode, memory: Memory, whole: Memory) -> str:
 
 
 def _times(spec: JobSpec, rows: int, steps: int, ranks: int) -> str:
-    product = f"{rows} rows × {steps} accumulation steps" + (f" × {ranks} GPUs" if ranks > 1 else "")
+    many = f"{ranks} {'GPUs' if spec.resources.gpus else 'nodes'}"
+    product = f"{rows} rows × {steps} accumulation steps" + (f" × {many}" if ranks > 1 else "")
     return f"as the job asks: {product}" if spec.batch.effective else product

@@ -140,7 +140,7 @@ def make(
         found = precision.rungs(spec, model, device, has_bitsandbytes=installed.has("bitsandbytes"))
         return _descend([look(rung, mode) for rung in found], spec)
 
-    parallel.check(spec)
+    parallel.check(spec, has_cluster=config.jobs.runner == "slurm")
     tried = {mode: descend(mode) for mode in parallel.modes(spec, device)}
     first = next(iter(tried))
     mode = next((mode for mode, (_, estimate, _) in tried.items() if estimate.fits), [*tried][-1])

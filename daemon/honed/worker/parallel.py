@@ -1,6 +1,7 @@
 """The ranks of a run: processes that train one model together, each on its own device. Most runs have one.
 
     attempts/<n>/ranks/rendezvous    where they meet (torch's FileStore): ranks of one machine need no port
+                                     those of several machines meet at rank 0 (rendezvous.py)
     attempts/<n>/ranks/error.json    the first error of any rank, with which all end
     attempts/<n>/ranks/lost.json     a rank died by a signal (written by the shim): the others leave no result
     attempts/<n>/ranks/alive.<rank>  how many calls to the others this rank has made; written while its process runs
@@ -40,6 +41,7 @@ from honed.system.error import (
     KilledError,
     said,
 )
+from honed.worker import rendezvous
 from honed.worker.pulse import Pulse
 from honed.worker.stop import Stop
 
@@ -70,6 +72,7 @@ class Ranks:
     world: int = 1
     local_rank: int = 0
     dir: Path | None = None  #: what the ranks share
+    meet_at: str = ""  #: the address of rank 0's machine; empty if it is this one for all
     pulse: Pulse | None = None
     num_calls: int = 0  #: to the others, and steps: the rank with the fewest is the one that they wait for
     _waits: bool = False  #: for another rank
@@ -82,7 +85,8 @@ class Ranks:
         world = int(environment.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls()
-        return cls(int(environment["RANK"]), world, int(environment["LOCAL_RANK"]), attempt_dir / "ranks")
+        meet_at = environment.get(rendezvous.VARIABLE, "")
+        return cls(int(environment["RANK"]), world, int(environment["LOCAL_RANK"]), attempt_dir / "ranks", meet_at)
 
     @property
     def is_zero(self) -> bool:
@@ -100,8 +104,9 @@ class Ranks:
         from torch import distributed
 
         assert self.dir is not None
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo")
+        if not self.meet_at:
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, "lo")
         has_cuda = torch.cuda.is_available()
         if has_cuda:
             torch.cuda.set_device(self.local_rank)
@@ -109,7 +114,7 @@ class Ranks:
             with self._waiting():
                 distributed.init_process_group(
                     "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
-                    store=distributed.FileStore(str(self.dir / "rendezvous"), self.world),
+                    store=self._store(),
                     rank=self.rank,
                     world_size=self.world,
                     timeout=TIMEOUT,
@@ -118,11 +123,22 @@ class Ranks:
         except RuntimeError as error:
             if _is_lost(error) and (self._lost or self._first_error() is not None):
                 raise
+            over, hint = "the loopback interface", "check that the interface lo is up, and that no drop-in of "
+            hint += "honed-job@.service forbids it"
+            if self.meet_at:
+                over = f"the network, where rank 0 is {self.meet_at}"
+                hint = "check that nodes reach each other's ports; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set"
             raise EnvironmentInvalidError(
-                f"the {self.world} processes of the job cannot reach each other over the loopback interface: "
-                f"{said(error)}",
-                hint="check that the interface lo is up, and that no drop-in of honed-job@.service forbids it",
+                f"the {self.world} processes of the job cannot reach each other over {over}: {said(error)}", hint=hint
             ) from error
+
+    def _store(self) -> Any:
+        from torch import distributed
+
+        assert self.dir is not None
+        if self.meet_at:
+            return rendezvous.store(self.dir, self.meet_at, rank=self.rank, world=self.world, timeout=TIMEOUT)
+        return distributed.FileStore(str(self.dir / "rendezvous"), self.world)
 
     # --- what every rank calls --------------------------------------------------------------------------------------
 

@@ -372,6 +372,8 @@ class _Story:
                 ranks=ranks,
             )
         predictor.optimizer = lambda: trainer.optimizer
+        if is_evaluation:  # a training ends between two steps
+            predictor.is_late = lambda: trainer.is_late
         memory = usage.Usage(events)
         trainer.add_callback(memory)
         memory.built(trainer.model)
@@ -389,8 +391,10 @@ class _Story:
         )
 
         if is_evaluation:
-            self._evaluate(exam, trainer)
-            self.memory = memory.trained(trainer.model)
+            try:
+                self._evaluate(exam, trainer)
+            finally:
+                self.memory = memory.trained(trainer.model)
             if job.shared_rows_dir is None:
                 shutil.rmtree(job.rows_dir, ignore_errors=True)
             return
@@ -485,12 +489,14 @@ class _Story:
             shutil.rmtree(job.rows_dir, ignore_errors=True)  # no later attempt needs them
 
     def _evaluate(self, exam: examiner.Examiner, trainer: Any) -> None:
-        """Measure the model as at the end of a training: the evaluation, and a round of predictions."""
+        """Measure the model as at the end of a training: the evaluation, and a round of predictions; as far as there is
+        time."""
         self._stage("evaluate")
         exam.show()
         trainer.measure()
         self.metrics = exam.end(trainer.model, trainer.state, 0)
         self._stop.check()
+        trainer.check_measured(*self._ranks.broadcast((exam.num_answered, exam.num_questions)))
 
     def _load_metrics(self, job: Assignment) -> None:
         """Load the administrator's metrics that the job names, which may fail; they could use the device."""

@@ -442,7 +442,6 @@ def test_the_reference_is_what_the_types_say() -> None:
 def test_a_stale_page_is_found(tmp_path: Path) -> None:
     (tmp_path / "etc/examples").mkdir(parents=True)
     (tmp_path / "etc/examples/lora.yaml").write_text("base_model: /m\n")
-    assert reference.main(["--check", str(tmp_path / "docs")]) == 1
     assert reference.main(["--write", str(tmp_path / "docs")]) == 0
     assert reference.main(["--check", str(tmp_path / "docs")]) == 0
     (tmp_path / "docs/job-spec.md").write_text("old")

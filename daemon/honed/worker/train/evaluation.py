@@ -8,7 +8,7 @@ rows have groups (data sets, tags), those of one kind share a batch, and the sam
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,27 @@ class Kinds:
         return made
 
 
+class Timely:
+    """The batches of an evaluation, up to a moment: those that come after it are left out."""
+
+    def __init__(self, loader: Any, is_late: Callable[[], bool]) -> None:
+        self._loader, self._is_late = loader, is_late
+        self.num_batches = 0  #: that were measured
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            if self._is_late():
+                return
+            self.num_batches += 1
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
 class TokenMeans:
     """The losses of an evaluation's batches, and the number of tokens in each."""
 
@@ -108,11 +129,11 @@ class TokenMeans:
 
     def of_groups(self, name: str) -> dict[str, float]:
         """Return the loss of each group of rows, under `name/group`; after `weigh`."""
-        if self._kinds is None or len(self._every) < len(self._batches):
+        if self._kinds is None:
             return {}
         counted = [
             (self._kinds.groups.kinds[int(self._kinds.codes[batch[0]])], loss, count)
-            for batch, (count, loss) in zip(self._batches, self._every, strict=False)  # then those that are repeated
+            for batch, (count, loss) in zip(self._batches, self._every, strict=False)  # as many as were measured
         ]
         found = {}
         for group in self._kinds.groups.names:

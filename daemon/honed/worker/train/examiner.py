@@ -89,6 +89,11 @@ class Examiner:
         # Of all attempts up to the checkpoint, by step: no round is made twice.
         self._scores = {int(step): scores for step, scores in progress.scores.items()}
         self._needs_scores = chooser is not None
+        self.num_answered = 0  #: questions of the last round for which there was time
+
+    @property
+    def num_questions(self) -> int:
+        return len(self._questions)
 
     @property
     def longest(self) -> int:
@@ -144,7 +149,10 @@ class Examiner:
             for n, (question, text) in enumerate(zip(self._questions, answers.texts, strict=True))
             if text is not None
         ]
-        scores = self._scorer.score(answers.texts, self._questions, self._metrics)
+        asked = [place for place in range(len(answers.texts)) if place not in answers.unasked]
+        self.num_answered = len(asked)
+        texts, questions = [answers.texts[place] for place in asked], [self._questions[place] for place in asked]
+        scores = self._scorer.score(texts, questions, self._metrics)
         self._events.emit(
             "predictions", step=step, epoch=float(epoch), num_failed=answers.num_failed, rows=rows, scores=scores
         )

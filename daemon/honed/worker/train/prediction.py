@@ -54,10 +54,11 @@ class Answers:
 
     texts: list[str | None]
     fault: HonedError | None = None  #: of the first that failed
+    unasked: frozenset[int] = frozenset()  #: places of the questions for which no time was left
 
     @property
     def num_failed(self) -> int:
-        return sum(text is None for text in self.texts)
+        return sum(text is None for text in self.texts) - len(self.unasked)
 
 
 def choose(
@@ -300,6 +301,8 @@ class Predictor:
         self._faults = Faults(warn, self._computing.may_match)
         #: The trainer's optimizer, which may keep a part of the weights; None before there is one.
         self.optimizer: Callable[[], Any] = lambda: None
+        #: True once the time of the run is over: no further batch is asked.
+        self.is_late: Callable[[], bool] = lambda: False
         self._tokenizer = chat.tokenizer
         self._stop_ids = chat.stop_token_ids
         self._max_new_tokens = max_new_tokens
@@ -325,15 +328,19 @@ class Predictor:
             order = list(range(len(questions)))
             if len(order) > size:  # the longest first: if memory runs out, then at once
                 order.sort(key=lambda place: questions[place].length, reverse=True)
+            unasked = frozenset[int]()
             for start in range(0, len(order), size):
                 self._stop.check()
+                if self.is_late():
+                    unasked = frozenset(order[start:])
+                    break
                 if self._sample is not None or self._is_bases:  # by position: samples are the same in each round
                     torch.manual_seed((self._sample.seed if self._sample is not None else 0) + start)
                 places = order[start : start + size]
                 answers = self._ask_batch(model, [questions[place] for place in places])
                 for place, text in zip(places, answers, strict=True):
                     texts[place] = text
-        return Answers(texts, self._faults.first)
+        return Answers(texts, self._faults.first, unasked)
 
     def _ask_batch(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
         try:

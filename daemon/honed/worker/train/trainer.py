@@ -33,7 +33,7 @@ from honed.plan import loss
 from honed.spec import metric_names
 from honed.spec.optimizer import EIGHT_BIT
 from honed.spec.training import TrainingSpec
-from honed.system import durable
+from honed.system import durable, manual
 from honed.system.error import InterruptedRunError, SpecError, TimeLimitError, said
 from honed.text.maskcheck import IGNORED
 from honed.worker.assignment import Assignment
@@ -46,7 +46,7 @@ from honed.worker.stop import Stop
 from honed.worker.train import checkpoint, optimizer
 from honed.worker.train.callback import RunCallback, is_epoch_end
 from honed.worker.train.checkpoint import Progress
-from honed.worker.train.evaluation import TokenMeans, by_length, kinds_by_length
+from honed.worker.train.evaluation import Timely, TokenMeans, by_length, kinds_by_length
 from honed.worker.train.prediction import random_state_kept
 from honed.worker.train.sealing import Sealing
 
@@ -121,7 +121,7 @@ def arguments(
     try:
         made = SFTConfig(**{**_promised(), **defaults, **asked, **settled})
     except (TypeError, ValueError) as error:
-        raise SpecError(f"training: {said(error)}", hint="`man honed-job` lists all keys") from error
+        raise SpecError(f"training: {said(error)}", hint=manual.all_keys("honed-job.5")) from error
     if made.world_size > 1 and made.device.type == "cpu":
         vars(made)["_setup_devices"] = torch.device("cpu")  # of several ranks it has a number, which torch.load rejects
     return made
@@ -209,6 +209,13 @@ class TimeLimit:
             hint="its checkpoint is kept; submit the job again with a higher time_limit_sec",
         )
 
+    def error_of(self, measured: str) -> TimeLimitError:
+        """Return the error of an evaluation, of which a part was `measured`."""
+        return TimeLimitError(
+            f"time limit of {self._seconds:g} s reached after {measured}",
+            hint="what it has measured is kept; submit the job again with a higher time_limit_sec",
+        )
+
 
 class _Before:
     """The values that SFTTrainer, or Unsloth's, changes while it is built."""
@@ -258,6 +265,7 @@ class Trainer(SFTTrainer):
     """One attempt's trainer."""
 
     control: Any
+    _timely: Timely | None = None  #: the batches of an evaluation job
 
     def __init__(
         self,
@@ -414,6 +422,12 @@ class Trainer(SFTTrainer):
         return output
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = self._eval_loader(*args, **kwargs)
+        if self._assignment.spec.kind == "evaluate":  # a training ends between two steps
+            self._timely = loader = Timely(loader, lambda: any(self._ranks.agree(self.is_late)))
+        return loader
+
+    def _eval_loader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super().get_eval_dataloader(*args, **kwargs)
         if (batches := self._means.batches(self.args.eval_batch_size)) is None:
             return loader
@@ -465,9 +479,22 @@ class Trainer(SFTTrainer):
             num_batches = len(self.get_train_dataloader())
         return math.ceil(self.args.num_train_epochs * math.ceil(num_batches / self.args.gradient_accumulation_steps))
 
+    @property
+    def is_late(self) -> bool:
+        """True once the time limit is reached."""
+        return self._limit.is_reached
+
     def measure(self) -> None:
-        """Evaluate a model that is not trained, as at the end of a training."""
+        """Evaluate a model that is not trained, as at the end of a training, as far as there is time."""
         self._evaluate(None, None, skip_scheduler=True)
+
+    def check_measured(self, num_answered: int, num_questions: int) -> None:
+        """Raise TimeLimitError if the time was over before everything was measured."""
+        measured, num_batches = (self._timely.num_batches, len(self._timely)) if self._timely is not None else (0, 0)
+        if measured < num_batches or num_answered < num_questions:
+            raise self._limit.error_of(
+                f"{measured} of {num_batches} batches and {num_answered} of {num_questions} predictions"
+            )
 
     def final_step(self) -> int:
         """Return the step of the model with which training has ended; evaluate the last step if necessary."""
