@@ -34,12 +34,18 @@ def key(index): return f"GPU-{index}"
 """
 
 
+def write_torch(directory: Path) -> None:
+    """Write the metadata of a torch that was built for GPUs into a directory of packages."""
+    number = version("torch").partition("+")[0]
+    metadata = directory / f"torch-{number}.dist-info/METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {number}\n")
+
+
 def variables(directory: Path, num: int) -> dict[str, str]:
     """Return the environment of a process that sees so many GPUs, alike and free. `directory` is made for it."""
     directory.mkdir()
-    metadata = directory / "torch-2.13.0.dist-info/METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version('torch').partition('+')[0]}\n")
+    write_torch(directory)
     (directory / "pynvml.py").write_text(NVML.replace("{num}", str(num)))
     (directory / "libnvidia-ml.so.1").symlink_to(_pydantic_core.__file__)  # any library: the module is the fake
     return {
