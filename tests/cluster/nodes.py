@@ -12,15 +12,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "process"))
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "process")]
 
 from harness import Instance, wait_for  # noqa: E402
+
+import gpus  # noqa: E402
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel")
 
@@ -104,11 +105,8 @@ class ClusterInstance(Instance):
 
     def pretend_cuda(self) -> None:
         """Have the check find a torch that was built for the GPUs that the nodes pretend to have."""
-        torch = metadata.version("torch").partition("+")[0]
         packages = self.root / "packages"
-        info = packages / f"torch-{torch}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
+        gpus.write_torch(packages)
         self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
 
     def configure(self, text: str) -> None:

@@ -506,12 +506,19 @@ def _parallel(spec: JobSpec) -> Iterator[Finding]:
             "write auto, or set resources: {gpus: 2}",
             {"parallel": "auto"},
         )
-    if spec.resources.num_ranks > 1 and spec.trial:
+    if _is_divided(spec) and spec.trial:
         yield (
             ("trial",),
-            "is not supported on several GPUs",
-            "remove it, or write resources: {gpus: 1}",
+            "runs on one GPU: with parallel: fsdp it is not supported on several GPUs",
+            "remove it, or write parallel: ddp",
             {"trial": None},
+        )
+    if spec.resources.num_ranks > 1 and training.label_smoothing_factor:
+        yield (
+            ("training", "label_smoothing_factor"),
+            "is not supported on several GPUs, where its mean would be of each GPU's tokens",
+            "remove it, or write resources: {gpus: 1}",
+            {"training.label_smoothing_factor": None},
         )
     if spec.resources.num_ranks > 1 and training.optim.endswith("_layerwise"):
         yield (
@@ -592,11 +599,6 @@ def _merge_gpus(spec: JobSpec) -> Iterator[Finding]:
             "write resources: {gpus: 0}, or remove it",
             {"resources": None},
         )
-
-
-def _evaluation_gpus(spec: JobSpec) -> Iterator[Finding]:
-    if spec.resources.num_ranks > 1:
-        yield ("resources", "gpus"), "an evaluation uses one GPU", "write gpus: 1", {"resources.gpus": 1}
 
 
 def _merge_adapter(spec: JobSpec) -> Iterator[Finding]:
@@ -722,8 +724,8 @@ RULES = (
     Rule((("media", "min_pixels"), ("media", "max_pixels"), ("media", "max_image_size")), _media),
     Rule((("lora",),), _adapted_parts),
     Rule(
-        (("parallel",), ("resources",), ("quantization",), ("master_weights",),
-         *_training("optim", "save_strategy", "load_best_model_at_end")),
+        (("parallel",), ("resources",), ("quantization",), ("master_weights",), ("trial",),
+         *_training("optim", "save_strategy", "load_best_model_at_end", "label_smoothing_factor")),
         _parallel,
     ),
     Rule(
@@ -785,7 +787,6 @@ EVALUATION_TRAINING = frozenset(
 EVALUATION_RULES = (
     Rule((("kind",), ("training",), ("eval_datasets",)), _evaluation_keys),
     Rule((("eval_datasets",), ("kind",)), _evaluated),
-    Rule((("resources",),), _evaluation_gpus),
     Rule((("predictions", "sample_frequency"),), _asked_once),
     Rule((("eval_datasets", ANY, "fraction"),), _fractions),
     Rule(tuple(("eval_datasets", ANY, key) for key in ("path", "name", "revision")), _of_hub),

@@ -4,6 +4,7 @@
                                      those of several machines meet at rank 0 (rendezvous.py)
     attempts/<n>/ranks/error.json    the first error of any rank, with which all end
     attempts/<n>/ranks/lost.json     a rank died by a signal (written by the shim): the others leave no result
+    attempts/<n>/ranks/alive.<rank>  how many calls to the others this rank has made; written while its process runs
 
 Rank 0 alone writes events, checkpoints, outputs and the result. What a clock, a signal or a disk decides is agreed
 where all ranks pass: at the boundary between two steps, at the end of a round of predictions. All calls but `fail` and
@@ -12,6 +13,9 @@ where all ranks pass: at the boundary between two steps, at the end of a round o
 An error on one rank leaves the others in a call that never returns, or that reports a lost connection. So each rank
 writes its error to a file before it ends, and a thread of the others looks for it: if the rank does not end by itself
 in GRACE_SEC, the thread ends it, on rank 0 with that error as the result.
+
+The same thread gives the signs of life of a rank that waits for another, but for rank 0: where nobody progresses, its
+pulse stops. `alive` tells honed which rank it is that the others wait for (run/pulse.py).
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from honed.job.event import EventWriter
+from honed.job.event import ENDED, EventWriter
 from honed.system.error import (
     BY_CODE,
     DiskShortError,
@@ -38,10 +42,13 @@ from honed.system.error import (
     said,
 )
 from honed.worker import rendezvous
+from honed.worker.pulse import Pulse
 from honed.worker.stop import Stop
 
 #: Seconds between looks for another rank's error, and those that this rank has to end by itself after one.
 LOOK_INTERVAL_SEC, GRACE_SEC = 0.2, 3.0
+#: Seconds between two signs of life of a rank that waits, and writes of `alive`.
+ALIVE_INTERVAL_SEC = 0.6
 #: Seconds for which a rank that lost its connection looks for the reason, and one that failed waits for the result.
 REASON_SEC, RESULT_SEC = 4.0, 6.0
 #: The last resort, far above what rank 0 may take for an export: a frozen rank is found by its pulse.
@@ -74,6 +81,9 @@ class Ranks:
     dir: Path | None = None  #: what the ranks share
     meet_at: str = ""  #: the address of rank 0's machine; empty if it is this one for all
     is_out_of_step: bool = False  #: rank 0 has failed in a call that the others are still in
+    pulse: Pulse | None = None
+    num_calls: int = 0  #: to the others, and steps: the rank with the fewest is the one that they wait for
+    _waits: bool = False  #: for another rank
     _has_noticed: bool = False  #: this rank ends by itself
     _end: Callable[[HonedError | None], None] = field(default=lambda _error: None)
 
@@ -109,13 +119,14 @@ class Ranks:
         if has_cuda:
             torch.cuda.set_device(self.local_rank)
         try:
-            distributed.init_process_group(
-                "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
-                store=self._store(),
-                rank=self.rank,
-                world_size=self.world,
-                timeout=TIMEOUT,
-            )
+            with self._waiting():
+                distributed.init_process_group(
+                    "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
+                    store=self._store(),
+                    rank=self.rank,
+                    world_size=self.world,
+                    timeout=TIMEOUT,
+                )
             self.barrier()
         except RuntimeError as error:
             if _is_lost(error) and (self._lost or self._first_error() is not None):
@@ -151,7 +162,8 @@ class Ranks:
         from torch import distributed
 
         found = torch.tensor(values, dtype=torch.float64)
-        distributed.all_reduce(found)
+        with self._waiting():
+            distributed.all_reduce(found)
         return [float(value) for value in found]
 
     def gather(self, value: T) -> list[T]:
@@ -161,7 +173,8 @@ class Ranks:
         from torch import distributed
 
         found: list[Any] = [None] * self.world
-        distributed.all_gather_object(found, value)
+        with self._waiting():
+            distributed.all_gather_object(found, value)
         return found
 
     def broadcast(self, value: T) -> T:
@@ -171,7 +184,8 @@ class Ranks:
         from torch import distributed
 
         kept: list[Any] = [value if self.is_zero else None]
-        distributed.broadcast_object_list(kept, src=0)
+        with self._waiting():
+            distributed.broadcast_object_list(kept, src=0)
         return kept[0]
 
     def check(self, stop: Stop) -> None:
@@ -227,6 +241,18 @@ class Ranks:
             raise InternalError(
                 f"ranks 0 and {other} would begin with different weights", hint="requeue the job, and report it"
             )
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Call the others: until they answer, the silence is not this rank's."""
+        self.num_calls += 1
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+        if self.pulse is not None and not self.is_zero:
+            self.pulse.resume()
 
     # --- errors -----------------------------------------------------------------------------------------------------
 
@@ -284,11 +310,21 @@ class Ranks:
 
     def _look(self) -> None:
         assert self.dir is not None
+        told_at, path = 0.0, self.dir / f"alive.{self.rank}"
         while not self._lost and not (self.dir / "error.json").exists():
+            if time.monotonic() - told_at >= ALIVE_INTERVAL_SEC:
+                told_at = time.monotonic()
+                self._tell_alive(path)
             time.sleep(LOOK_INTERVAL_SEC)
         time.sleep(GRACE_SEC)
         if not self._has_noticed:
             self._end(None if self._lost else self._first_error())
+
+    def _tell_alive(self, path: Path) -> None:
+        with contextlib.suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:  # a full disk
+            file.write(b"%-20d" % self.num_calls)
+        if self._waits and self.pulse is not None and not self.is_zero:
+            self.pulse.touch()
 
 
 class Unwritten(EventWriter):
@@ -301,10 +337,19 @@ class Unwritten(EventWriter):
         self._tell(kind, data)
 
     def close(self) -> None:
-        pass
+        self._tell("stage", {"stage": ENDED})
 
 
 ALONE = Ranks()
+
+
+def alone(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that trains alone, on the first of this one's devices."""
+    left_out = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HONED_NUM_RANKS"}
+    kept = {name: value for name, value in environment.items() if name not in left_out}
+    if "CUDA_VISIBLE_DEVICES" in kept:
+        kept["CUDA_VISIBLE_DEVICES"] = kept["CUDA_VISIBLE_DEVICES"].partition(",")[0]
+    return kept
 
 
 def told_repeats(trainer: Any, ranks: Ranks) -> Iterator[str]:

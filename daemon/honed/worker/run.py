@@ -155,9 +155,7 @@ def _check_ranks(job: Assignment, ranks: Ranks) -> None:
         return
     if job.backend != "transformers":
         raise SpecError(f"backend: {job.backend} trains on one GPU only", hint="backend: transformers")
-    if job.spec.trial:
-        raise SpecError("trial: not supported on more than one GPU", hint="remove trial, or set resources.gpus to 1")
-    if job.spec.kind != "sft":
+    if job.spec.kind == "merge":
         raise SpecError(f"kind: {job.spec.kind} runs on one GPU only", hint="resources: {gpus: 1}")
 
 
@@ -202,7 +200,13 @@ class _Story:
         self.memory: dict[str, int] = {}  #: bytes really held, as in the event `memory`
 
     def try_first(self, job: Assignment, attempt: int) -> None:
-        """Run the job's trial, if the job asks for one and does not resume from a checkpoint."""
+        """Run the job's trial, if the job asks for one and does not resume from a checkpoint.
+
+        Of several ranks, the first runs it, on its own device: whether a job learns does not depend on their number.
+        The others wait for it where they join.
+        """
+        if not self._ranks.is_zero:
+            return
         has_begun = any(job.layout.checkpoints_dir.glob("checkpoint-*"))
         if not job.spec.trial or (has_begun and job.spec.trial != "only"):
             return
@@ -289,11 +293,6 @@ class _Story:
                 is_ahead=self._gate.is_closed,
             )
         )
-        if ranks.are_several and data.media is not None:
-            raise SpecError(
-                "resources.gpus: rows with images, videos or sounds are trained on one GPU only",
-                hint="set resources.gpus to 1",
-            )
         if resumed and progress.data_hashes not in ({}, data.hashes):
             self._log(
                 "warning", "the data files changed after the checkpoint: the run continues with their current content"
@@ -520,7 +519,7 @@ class _Story:
         trainer.measure()
         self.metrics = exam.end(trainer.model, trainer.state, 0)
         self._stop.check()
-        trainer.check_measured(exam.num_answered, exam.num_questions)
+        trainer.check_measured(*self._ranks.broadcast((exam.num_answered, exam.num_questions)))
 
     def _load_metrics(self, job: Assignment) -> None:
         """Load the administrator's metrics that the job names, which may fail; they could use the device."""

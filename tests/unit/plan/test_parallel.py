@@ -199,6 +199,8 @@ def test_devices_are_alike_by_generation_and_memory() -> None:
         ({"parallel": "fsdp", "lora": None, "master_weights": "compensated"}, "not supported with parallel: fsdp"),
         ({"training": {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, "lora": None},
          "on several GPUs"),
+        ({"parallel": "fsdp", "trial": True}, "not supported on several GPUs"),
+        ({"training": {"label_smoothing_factor": 0.1}}, "is not supported on several GPUs"),
         ({"batch": {"effective": 9}}, "not a multiple"),
         ({"batch": {"effective": 32},
           "training": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}}, "is not 16"),

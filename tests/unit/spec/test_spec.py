@@ -157,6 +157,7 @@ EVALUATION: dict[str, Any] = {
 
 def test_an_evaluation_takes_a_model_an_adapter_or_none_and_data_sets() -> None:
     assert loads(EVALUATION).resources.gpus == 1
+    assert loads({**EVALUATION, "resources": {"gpus": 2}}).resources.num_ranks == 2
     loads({**EVALUATION, "quantization": "4bit", "adapter": "job:a", "predictions": {"num_samples": 100}})
     loads({**EVALUATION, "training": {"max_length": 512, "per_device_eval_batch_size": 4, "seed": 1}})
     assert "eval_datasets: missing" in refusal({"kind": "evaluate", "base_model": "/m"})

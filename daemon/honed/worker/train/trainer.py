@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import AutocastKwargs
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -39,7 +40,7 @@ from honed.text.maskcheck import IGNORED
 from honed.worker.assignment import Assignment
 from honed.worker.model import division, generation
 from honed.worker.model.audit import Auditor
-from honed.worker.parallel import ALONE, Ranks, real_rows
+from honed.worker.parallel import ALONE, Ranks
 from honed.worker.rows.collator import Collator
 from honed.worker.rows.data import Data
 from honed.worker.stop import Stop
@@ -291,12 +292,14 @@ class Trainer(SFTTrainer):
         self._stop = stop
         self._progress = progress
         self._limit = TimeLimit(assignment.spec.time_limit_sec, progress.elapsed_sec)
-        kinds = None if ranks.are_several else kinds_by_length(data, args, progress)
+        kinds = kinds_by_length(data, args, progress)
         self._means = TokenMeans(kinds, ranks)
         if kinds is None and progress.predicts_evenly and data.groups is not None and data.groups.names:
-            why = "a model on several GPUs has" if ranks.are_several else "rows that are packed or shuffled have"
-            events.log("info", f"{why} no evaluation loss by data set and tag, only scores")
+            events.log(
+                "info", "rows that are packed or shuffled have no evaluation loss by data set and tag, only scores"
+            )
         self._sealing = Sealing(stop.beat)
+        self._num_step_tokens = 0  #: trained on in the present step, by all ranks
         self._saved_step = resumed_step  #: of the last checkpoint in its place
         self._callback = callback
         self._resumed_path: str | None = None
@@ -410,9 +413,7 @@ class Trainer(SFTTrainer):
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._ranks.are_several and "attention_mask" in inputs:
-            num_real = real_rows(
-                len(self.eval_dataset), self.args.eval_batch_size, self._means.num_batches, self._ranks
-            )
+            num_real = self._means.num_real(len(self.eval_dataset), self.args.eval_batch_size)
             inputs["labels"][num_real:] = IGNORED  # the others are rows that accelerate repeats
         self._means.count(inputs["labels"])
         found = super().prediction_step(model, inputs, *args, **kwargs)
@@ -437,24 +438,26 @@ class Trainer(SFTTrainer):
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader = self._eval_loader(*args, **kwargs)
         if self._assignment.spec.kind == "evaluate":  # a training ends between two steps
-            self._timely = loader = Timely(loader, lambda: self.is_late)
+            self._timely = loader = Timely(loader, lambda: any(self._ranks.agree(self.is_late)))
         return loader
 
     def _eval_loader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super().get_eval_dataloader(*args, **kwargs)
         if (batches := self._means.batches(self.args.eval_batch_size)) is None:
             return loader
-        return self.accelerator.prepare(
-            DataLoader(
-                loader.dataset,
-                batch_sampler=batches,
-                collate_fn=loader.collate_fn,
-                num_workers=loader.num_workers,
-                pin_memory=loader.pin_memory,
-                multiprocessing_context=loader.multiprocessing_context,
-                prefetch_factor=loader.prefetch_factor,
-            )
+        own = DataLoader(
+            loader.dataset,
+            batch_sampler=batches,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
         )
+        if not self._ranks.are_several:
+            return self.accelerator.prepare(own)
+        device = self.accelerator.device  # the batches are dealt to the ranks already
+        return prepare_data_loader(own, device, num_processes=1, process_index=0, put_on_device=True)
 
     def _may_judge(self, metrics: dict[str, float]) -> bool:
         """Tell whether an evaluation judges the model: not if it goes by answers that failed, without a score."""
@@ -527,9 +530,20 @@ class Trainer(SFTTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        num_tokens = int(sum((batch["labels"][..., 1:] != IGNORED).sum() for batch in batches))
-        self._progress.num_trained_tokens += int(self._ranks.sum(num_tokens)[0])
+        num_tokens = sum(map(_num_trained, batches))
+        self._num_step_tokens = int(self._ranks.sum(num_tokens)[0])
+        self._progress.num_trained_tokens += self._num_step_tokens
         return batches, num_items
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of a batch. Some models take the mean over its own tokens, however many the step has: of
+        several ranks, it counts by their number. Other models are told how many the step has.
+        """
+        if self.model_accepts_loss_kwargs or not (self._ranks.are_several and self.model.training):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        num_batches = self._ranks.world * self.current_gradient_accumulation_steps  # whose mean is taken
+        share = _num_trained(inputs) * num_batches / max(1, self._num_step_tokens)
+        return super().compute_loss(model, inputs, *args, **kwargs) * share
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -695,6 +709,11 @@ class Trainer(SFTTrainer):
             optimizer.take_remainders(self.optimizer, path / "optimizer.pt")
         self._has_best = True
         self._auditor.model(self.model, "restored")
+
+
+def _num_trained(batch: Any) -> int:
+    """Return the number of tokens of a batch that are trained on."""
+    return int((batch["labels"][..., 1:] != IGNORED).sum())
 
 
 def _keep_figures(trainer: Any, progress: Progress) -> None:
