@@ -7,6 +7,7 @@ configuration's; no answer, and a refusal while nodes are down, say nothing abou
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from honed.run.slurm_request import NO_SUCH_NODES, Request, are_all_nodes_up, is_refusal, try_out
 from honed.spec.config import Config, SlurmConfig
@@ -51,10 +52,11 @@ def require_gpus(job_spec: JobSpec, asked: SlurmConfig) -> None:
         )
 
 
-def ask(job_spec: JobSpec, config: Config) -> list[str]:
+def ask(job_spec: JobSpec, config: Config, progress: Callable[[str], None] = lambda _stage: None) -> list[str]:
     """Ask Slurm whether it would take a job; returns a warning if it has not answered. Raises ClusterRefusedError."""
     if (asked := profile(job_spec, config)) is None:
         return []
+    progress("cluster")
     resources = job_spec.resources
     num_gpus = resources.gpus if asked.gpu_bytes and job_spec.kind != "merge" else 0
     wanted = Request(resources.nodes, num_gpus, resources.profile, job_spec.time_limit_sec)
