@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from honed.run import slurm_client
-from honed.run.slurm_request import NO_SUCH_NODES, Request, are_all_nodes_up, is_refusal, try_out
+from honed.run.slurm_request import NO_SUCH_NODES, Request, is_lack_of_nodes, is_refusal, try_out
 from honed.spec.config import Config, SlurmConfig
 from honed.spec.spec import JobSpec
 from honed.system.error import ClusterRefusedError, EnvironmentInvalidError, NotPermittedError, SpecError
@@ -75,7 +75,7 @@ def ask(job_spec: JobSpec, config: Config, progress: Callable[[str], None] = lam
     key = tuple(wanted.options(config.slurm))
     known = _answers.get(key)
     if known is None or time.monotonic() - known[0] > ANSWER_SEC:
-        known = _answers[key] = (time.monotonic(), *_answer(wanted, config.slurm, asked))
+        known = _answers[key] = (time.monotonic(), *_answer(wanted, config.slurm))
     _, words, is_final = known
     if is_final:
         named = f"profile {resources.profile}" if resources.profile else "[slurm]"
@@ -84,17 +84,17 @@ def ask(job_spec: JobSpec, config: Config, progress: Callable[[str], None] = lam
         )
     if not words:
         return []
-    said = "has no such nodes now, but some are down" if is_refusal(words) else "did not answer"
+    said = "has no such nodes now" if is_refusal(words) else "did not answer"
     return [f"resources: Slurm was asked whether it would take the job, and {said}: {words}"]
 
 
-def _answer(wanted: Request, slurm: SlurmConfig, asked: SlurmConfig) -> tuple[str, bool]:
+def _answer(wanted: Request, slurm: SlurmConfig) -> tuple[str, bool]:
     """Return Slurm's objection, empty for none, and whether it holds for ever."""
     words = ""
     for _ in range(2):  # a node may have come back between the two questions
         words = try_out(wanted, slurm)
         if NO_SUCH_NODES not in words.lower():
             return words, is_refusal(words)
-        if not are_all_nodes_up(asked):
+        if is_lack_of_nodes(wanted, slurm):
             return words, False
     return words, True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from honed.run.process import inherited
@@ -66,13 +66,22 @@ def is_refusal(words: str) -> bool:
     return any(part in lowered for part in REFUSALS)
 
 
-def are_all_nodes_up(config: SlurmConfig) -> bool:
-    """Tell whether Slurm has all nodes of the configured partition: of a job that needs one that is down or not yet
-    known, `sbatch --test-only` says that there are no such nodes."""
+def is_lack_of_nodes(request: Request, config: SlurmConfig) -> bool:
+    """Tell whether nodes are missing only for now: of a job that needs one that is down or not yet known,
+    `sbatch --test-only` says that there are no such nodes, and the states that sinfo tells may be older, or newer."""
+    states = _states(config.profile(request.profile))
+    if not all(each.startswith(UP) and not each.endswith("*") for each in states):
+        return True
+    if request.num_nodes == 1 or request.num_nodes > len(states):
+        return False
+    return not try_out(replace(request, num_nodes=1), config)
+
+
+def _states(config: SlurmConfig) -> list[str]:
+    """Return the state of each node of the configured partition."""
     partition = [f"--partition={config.partition}"] if config.partition else []
     command = ["sinfo", "--noheader", "--Node", "--format=%T", *partition]
-    states = run(command, environment(), timeout_sec=TRY_SEC)[0].split()
-    return bool(states) and all(each.startswith(UP) and not each.endswith("*") for each in states)
+    return run(command, environment(), timeout_sec=TRY_SEC)[0].split() or ["unknown"]
 
 
 def environment() -> dict[str, str]:
