@@ -206,12 +206,14 @@ class Ranks:
         if not self.are_several:
             return act()
         if not self.is_zero:
-            while isinstance(found := self.broadcast(None), Asked):
+            found: Any = self.broadcast(None)
+            while isinstance(found, Asked):
                 help_with(found.what)
-            value, problem = found  # type: ignore[misc]
+                found = self.broadcast(None)
+            value, problem = found
             if problem is not None:
                 raise problem
-            return value  # type: ignore[return-value]
+            return value
         try:
             value = act()
         except HonedError as error:

@@ -306,7 +306,8 @@ class _Story:
         for level, text in chat.advice.notes(data.train.examples) if "messages" in data.train.kinds else ():
             self._log(level, text)
         if is_divided and data.media is not None:  # not every row was inspected before
-            raise SpecError(f"parallel: fsdp: {division_plan.WITH_MEDIA}", hint="write parallel: ddp")
+            words = f"parallel: fsdp: {division_plan.WITH_MEDIA}"
+            raise SpecError(words, hint="write parallel: ddp", fix={"parallel": "ddp"})
         config = load.load_config(job)
         position.check_rows(spec, config.model_type, config.to_dict(), data.longest)
         was_ahead = self._gate.is_closed

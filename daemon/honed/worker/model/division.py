@@ -118,10 +118,8 @@ def as_whole(part: Any, tensor: Any) -> Any:
 
     if not is_part(part):
         return tensor
-    return DTensor.from_local(
-        tensor.to(part.device), part.device_mesh, part.placements, run_check=False, shape=part.shape,
-        stride=part.stride(),
-    )  # fmt: skip
+    own, mesh, shape, stride = tensor.to(part.device), part.device_mesh, part.shape, part.stride()
+    return DTensor.from_local(own, mesh, part.placements, run_check=False, shape=shape, stride=stride)
 
 
 @contextlib.contextmanager
