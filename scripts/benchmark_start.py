@@ -2,21 +2,28 @@
 
     scripts/bench start [--runs 5] [--only worker|honectl|profile]
 
-It prints rows for docs/benchmarks.md. A worker trains one step, so nearly all of its time is its start. CPU seconds are
-those of the process and its children, user and system; other processes of the machine change them less than its clock.
-The profile is that of a LoRA job's imports, each package without those that it imports (`python -X importtime`).
+It prints rows for docs/benchmarks.md, and ends with status 1 if a verb takes more than it may. A worker trains one
+step, so nearly all of its time is its start. CPU seconds are those of the process and its children, user and system;
+other processes of the machine change them less than its clock. How long a verb is silent is measured in a terminal:
+until the first text that it prints. The profile is that of a LoRA job's imports, each package without those that it
+imports (`python -X importtime`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -55,6 +62,22 @@ VERBS = (
     "submit job.yaml",
     "doctor",
 )
+#: CPU seconds that a verb may take, by its first word.
+MAX_CPU_SEC = {
+    "--version": 0.1,
+    **dict.fromkeys(("--job-numbers", "list", "show", "logs", "hold", "release", "cancel"), 0.3),
+}
+#: Verbs that read models or data, and the seconds for which they may be silent.
+READING = (
+    "check job.yaml",
+    "plan job.yaml",
+    "preview job.yaml",
+    "submit job.yaml",
+    "rerun 50 --hold",
+    "init --model model --data train.jsonl -o made-{n}.yaml",
+    "doctor",
+)
+MAX_SILENT_SEC = 0.5
 
 
 def cpu_sec(command: Sequence[str], environment: dict[str, str], cwd: Path, *, may_fail: bool = False) -> float:
@@ -67,6 +90,24 @@ def cpu_sec(command: Sequence[str], environment: dict[str, str], cwd: Path, *, m
     if process.returncode and not may_fail:
         raise SystemExit(f"{' '.join(command)}\n{told.decode()}")
     return usage.ru_utime + usage.ru_stime
+
+
+def silent_sec(command: Sequence[str], environment: dict[str, str], cwd: Path) -> float:
+    """Run a program in a terminal and return the CPU seconds that it takes until it says something."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    environment = {**environment, "TERM": "xterm"}
+    process = subprocess.Popen(command, env=environment, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    os.read(ours, 1)
+    times = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+    found = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+    with contextlib.suppress(OSError):  # it has ended
+        while os.read(ours, 4096):
+            pass
+    process.wait()
+    os.close(ours)
+    return found
 
 
 def job(root: Path, name: str, keys: dict[str, Any]) -> Path:
@@ -122,7 +163,9 @@ def of_workers(root: Path, runs: int) -> None:
         print(row(kind, found[1:]), flush=True)
 
 
-def of_honectl(root: Path, runs: int) -> None:
+def of_honectl(root: Path, runs: int) -> bool:
+    """Print what the verbs take. Returns False if one takes more than it may."""
+    is_within = True
     honed = Honed(root)
     honed.start()
     try:
@@ -134,13 +177,24 @@ def of_honectl(root: Path, runs: int) -> None:
         honed.wait_for_arrivals()
         honed.drop("job")
         (honed.incoming / "job.yaml").rename(root / "job.yaml")
-        print(f"\n| `honectl`, {NUM_JOBS} jobs | CPU s | range |\n|---|---|---|")
+        print(f"\n| `honectl`, {NUM_JOBS} jobs | CPU s | range | at most |\n|---|---|---|---|")
         for verb in VERBS:
             commands = [[honectl, *verb.format(n=number).split()] for number in range(1, runs + 2)]
             found = [cpu_sec(command, environment, root, may_fail=verb == "doctor") for command in commands]
-            print(row(f"`{verb.format(n='ID')}`", found[1:]), flush=True)
+            limit = MAX_CPU_SEC.get(verb.split()[0])
+            is_within = is_within and (limit is None or statistics.median(found[1:]) <= limit)
+            name = f"`{verb.format(n='ID')}`"
+            print(f"{row(name, found[1:])} {limit or ''} |", flush=True)
+        print("\n| `honectl` in a terminal | CPU s until it says something | range | at most |\n|---|---|---|---|")
+        for verb in READING:
+            commands = [[honectl, *verb.format(n=number).split()] for number in range(runs + 1)]
+            found = [silent_sec(command, environment, root) for command in commands]
+            is_within = is_within and statistics.median(found[1:]) <= MAX_SILENT_SEC
+            name = f"`{verb.format(n='N')}`"
+            print(f"{row(name, found[1:])} {MAX_SILENT_SEC} |", flush=True)
     finally:
         honed.stop()
+    return is_within
 
 
 def of_imports(root: Path) -> None:
@@ -182,7 +236,7 @@ def main() -> None:
         if options.only in {None, "profile"}:
             of_imports(root)
         if options.only in {None, "honectl"}:
-            of_honectl(root, options.runs)
+            sys.exit(not of_honectl(root, options.runs))
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def answers(directory: Path) -> None:
         line = "".join(char if char.isprintable() else "·" for char in text)
         return f"{line[: width - 1] + '…' if len(line) > width else line:<{width}}"
 
-    print(f"     {'question':<48} {'before':<18} {'after':<14} truth")
+    print(f"     {'question':<48} {'before':<18} {'after':<14} reference")
     for index in sorted(after)[:16]:
         question = after[index]["prompt"].split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
         mark = "✓" if is_right(after[index]) else "✗"

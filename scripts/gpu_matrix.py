@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,15 @@ from honed.check import preflight  # noqa: E402
 from honed.job import event  # noqa: E402
 from honed.job.database import Database, Reader  # noqa: E402
 from honed.job.job import Attempt, Job  # noqa: E402
+from honed.plan import parallel  # noqa: E402
+from honed.run import shim  # noqa: E402
 from honed.spec.config import Config, DeviceConfig  # noqa: E402
 from honed.system import device  # noqa: E402
 from honed.system.error import HonedError  # noqa: E402
 from honed.system.layout import Layout  # noqa: E402
 from honed.worker.__main__ import ENVIRONMENT  # noqa: E402
 from honed.worker.__main__ import main as worker_main  # noqa: E402
-from honed.worker.model import torchvision  # noqa: E402
+from honed.worker.model import division, torchvision  # noqa: E402
 
 #: Seconds after which a cell's worker is killed.
 CELL_TIMEOUT_SEC = 900
@@ -206,7 +208,7 @@ class Cell:
         """The text that --only is matched with; cells of the field report end in `seed`."""
         asked = (self.model, self.dtype, self.quantization, self.adapter)
         extra = f"/{self.extra}" if self.extra else ""
-        return "/".join((self.backend, *asked)) + extra + (" seed" if asked in FIELD_REPORT else "")
+        return "/".join((self.backend, *asked)) + extra + (" seed" if asked in FIELD_REPORT and not extra else "")
 
 
 def cells() -> list[Cell]:
@@ -227,6 +229,7 @@ def cells() -> list[Cell]:
 LORA = {"r": 16, "target_modules": "all-linear"}
 #: Additional keys of a cell's job.
 EXTRAS: dict[str, dict[str, Any]] = {
+    **{mode: {"resources": {"gpus": 2}, "parallel": mode} for mode in ("ddp", "fsdp")},
     "flash": {"attn_implementation": "flash_attention_2"},
     "saved": {"lora": LORA | {"modules_to_save": ["embed_tokens", "lm_head"]}},
 }
@@ -246,6 +249,15 @@ def first() -> list[Cell]:
         Cell("transformers", "Llama-3.2-1B", "auto", "none", "full", "flash"),
         Cell("transformers", "Qwen2.5-VL-3B", "auto", "none", "lora", "flash"),
         Cell("unsloth", "Qwen2.5-VL-3B", "auto", "none", "lora", "flash"),
+    ]
+
+
+def pairs() -> list[Cell]:
+    """Return the cells of two GPUs: the whole model on each, or half of every weight. 8-bit weights are not divided."""
+    return [
+        Cell("transformers", "Qwen3-1.7B", "bfloat16", quantization, adapter, mode)
+        for mode in ("ddp", "fsdp")
+        for quantization, adapter in (("none", "lora"), ("4bit", "lora"), ("8bit", "lora"), ("none", "full"))
     ]
 
 
@@ -276,6 +288,7 @@ class Bench:
     device: device.Device
     tiny: bool
     fresh: bool = False  #: no forks: each cell imports separately
+    visible: str = ""  #: CUDA_VISIBLE_DEVICES of a cell of two GPUs
 
     @property
     def layout(self) -> Layout:
@@ -385,7 +398,7 @@ def _parameters(model: Any) -> dict[str, int]:
     """Count parameters by role and dtype: trained, frozen, norm (also frozen), quantized (bitsandbytes)."""
     found: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        if type(parameter).__name__ in ("Params4bit", "Int8Params"):
+        if division.class_of(parameter) in ("Params4bit", "Int8Params"):
             role = "quantized"
         elif parameter.requires_grad:
             role = "trained"
@@ -395,7 +408,7 @@ def _parameters(model: Any) -> dict[str, int]:
     return dict(found)
 
 
-def mismatches(planned: dict[str, Any], seen: dict[str, Any], *, on_cuda: bool) -> list[str]:
+def mismatches(planned: dict[str, Any], seen: dict[str, Any], *, on_cuda: bool, is_divided: bool = False) -> list[str]:
     """Describe the differences between the recorded state and the plan."""
     if not seen:
         return []
@@ -417,7 +430,9 @@ def mismatches(planned: dict[str, Any], seen: dict[str, Any], *, on_cuda: bool) 
         "trained": [planned["load_dtype"] if is_full else planned["adapter_dtype"]],
         "frozen": [planned["load_dtype"]],
         "norm": [planned["load_dtype"], "float32"],  # some families and backends keep them so
-        "quantized": {"4bit": ["uint8"], "8bit": ["int8"]}.get(planned["quantization"], ["none"]),
+        "quantized": {"4bit": [planned["load_dtype"] if is_divided else "uint8"], "8bit": ["int8"]}.get(
+            planned["quantization"], ["none"]
+        ),
     }
     for which, number in seen["parameters"].items():
         role, dtype = which.split()
@@ -443,9 +458,13 @@ def plan(bench: Bench, number: int, cell: Cell) -> Row | None:
         )
     except HonedError as error:
         return Row(cell, REFUSED, code=error.code, message=error.message)
+    made = verdict.plan
+    if bench.device.kind != "cuda" and verdict.spec.resources.num_ranks > 1:  # a plan for a CPU has one process
+        division_of = parallel.choose(verdict.spec, verdict.spec.parallel, made.memory, made.memory)
+        made = replace(made, parallel=division_of)
     identity = {"id": number, "name": cell.name, "user_id": str(os.getuid()), "instance": str(bench.dir)}
     contents = {
-        **verdict.plan.as_dict(),
+        **made.as_dict(),
         "warnings": verdict.warnings,
         "job": identity,
         "spec": verdict.spec.model_dump(mode="json"),
@@ -485,7 +504,8 @@ def work(job_dir: Path, backend: str) -> int:
     """Run `python -m honed.worker` with the recording callback."""
     import_libraries(backend)
     os.chdir(job_dir)
-    look(job_dir / "seen.json")
+    if os.environ.get("RANK", "0") == "0":
+        look(job_dir / "seen.json")
     sys.argv = ["honed.worker", str(job_dir), "1"]
     return worker_main()
 
@@ -513,8 +533,13 @@ def serve(bench: Bench, backend: str, numbers: list[int]) -> int:
         job_dir = bench.layout.job(number).dir
         (job_dir / "attempts/1").mkdir(parents=True, exist_ok=True)
         log_path = job_dir / "attempts/1/worker.log"
-        if is_fresh:
-            command = [sys.executable, __file__, "--work", str(job_dir), backend]
+        command = [sys.executable, __file__, "--work", str(job_dir), backend]
+        if _read(job_dir / "plan.json")["parallel"]["num_ranks"] > 1:
+            behind = [sys.executable, "-I", "-S", str(shim.__file__), str(job_dir / "attempts/1"), "1", *command]
+            given = {"HONED_NUM_RANKS": "2", "CUDA_VISIBLE_DEVICES": bench.visible}
+            status, peak = in_child(lambda c=behind, g=given: _replace(c, g), log_path, timeout_sec=CELL_TIMEOUT_SEC)
+            status = _read(job_dir / "attempts/1/exit.json").get("status", status)
+        elif is_fresh:
             status, peak = in_child(lambda c=command: _replace(c), log_path, timeout_sec=CELL_TIMEOUT_SEC)
         else:
             status, peak = in_child(lambda d=job_dir: work(d, backend), log_path, timeout_sec=CELL_TIMEOUT_SEC)
@@ -522,7 +547,8 @@ def serve(bench: Bench, backend: str, numbers: list[int]) -> int:
     return 0
 
 
-def _replace(command: list[str]) -> int:
+def _replace(command: list[str], given: dict[str, str] | None = None) -> int:
+    os.environ.update(given or {})
     os.execv(command[0], command)
 
 
@@ -548,7 +574,9 @@ def row(bench: Bench, database: Database, number: int, cell: Cell) -> Row:
         tokens_per_sec=_speed(reading.events, result),
         estimated_bytes=planned["memory"]["total_bytes"],
         used_bytes=_peak(reading.events, on_cuda=bench.device.kind == "cuda") or ended.get("resident_bytes"),
-        mismatches=tuple(mismatches(planned["precision"], seen, on_cuda=bench.device.kind == "cuda")),
+        mismatches=tuple(
+            mismatches(planned["precision"], seen, on_cuda=bench.device.kind == "cuda", is_divided=cell.extra == "fsdp")
+        ),
         mended=_mended(reading.events),
         code="" if is_finished else error.get("code") or f"status {ended.get('status')}",
         message=error.get("message", ""),
@@ -661,6 +689,14 @@ def _trains_in(row: Row, dtype: str) -> bool:
 
 #: Facts that only a CUDA device can show: the cells they concern, and the check of a cell that ran.
 NEEDS_CUDA: dict[str, tuple[Callable[[Row], bool], Callable[[Row], bool]]] = {
+    "two GPUs train one model, over NCCL": (
+        lambda row: row.cell.extra == "ddp",
+        lambda row: row.outcome == FINISHED and row.num_predictions == 4 and row.has_output,
+    ),
+    "two GPUs have half of every weight each (FSDP2, over NCCL), and the export is whole": (
+        lambda row: row.cell.extra == "fsdp",
+        lambda row: row.outcome == FINISHED and row.num_predictions == 4 and row.has_output,
+    ),
     "fp16: the forward pass runs under float16 autocast (accelerate's native_amp)": (
         lambda row: bool(row.planned.get("fp16")),
         lambda row: row.seen.get("autocast") == "float16",
@@ -813,19 +849,25 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path[:2], os.environ.get("PYTHONPATH", "")]))
     if options.tiny:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    gpus = [] if options.tiny else [each for each in device.probe() if each.kind == "cuda"]
     here = device.cpu() if options.tiny else device.probe()[0]
     if here.kind != "cuda" and not options.tiny:
         print("gpu-matrix: there is no NVIDIA GPU here; --tiny runs the matrix in miniature", file=sys.stderr)
         return 1
     if here.kind == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = here.uuid or "0"  # a job of one GPU must see only one
-    chosen = [cell for cell in (first() if options.first else cells()) if re.search(options.only, cell.name)]
+    alike = next((each for each in device.alike(gpus) if len(each) > 1), [])[:2]
+    if not options.tiny and not alike:
+        print("gpu-matrix: there are no two GPUs alike: the cells of two GPUs are left out", file=sys.stderr)
+    wanted = [*(first() if options.first else cells()), *(pairs() if options.tiny or alike else [])]
+    chosen = [cell for cell in wanted if re.search(options.only, cell.name)]
     if not chosen:
         print(f"gpu-matrix: no cell's name matches {options.only!r}", file=sys.stderr)
         return 2
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory(prefix="honed-gpu-matrix-") as temporary:
-        bench = Bench(options.dir.resolve() if options.dir else Path(temporary), here, options.tiny, options.fresh)
+        directory = options.dir.resolve() if options.dir else Path(temporary)
+        bench = Bench(directory, here, options.tiny, options.fresh, ",".join(str(each.uuid) for each in alike))
         bench.dir.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         rows = run(bench, chosen, say=lambda text: print(f"gpu-matrix: {text}", file=sys.stderr, flush=True))

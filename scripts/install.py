@@ -132,6 +132,7 @@ class Installer:
             self._systemctl("disable", "--now", "honed-web.socket", may_fail=True)
             self._systemctl("stop", "honed-web.service", may_fail=True)
             if not self._options.user:
+                self._systemctl("disable", "--now", "honed-slurm.socket", may_fail=True)
                 self._systemctl("stop", "honed-send.service", "honed-jobs.slice", may_fail=True)
         for path in sorted(self._known_files()):
             self._remove(path)

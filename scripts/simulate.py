@@ -207,14 +207,15 @@ class _NoStaged:
         return False
 
 
-class _Replanning:
-    """No plan is ever made again: all devices are alike."""
+class _Nothing:
+    """No plan is ever made again, as all devices are alike, and no job is edited."""
 
     class _None:
         numbers: frozenset[int] = frozenset()
         has_room = True
 
     replanning = _None()
+    numbers = _None.numbers
 
 
 @dataclass
@@ -274,8 +275,8 @@ class Simulation:
         placement = Placement(
             layout, lambda: config, self._attempts, availability, probe=lambda _gpus: gpus, clock=lambda: self.now
         )
-        acceptance: Any = _Replanning()
-        plans = Plans(self._spool, backlog, placement, acceptance)
+        nothing: Any = _Nothing()
+        plans = Plans(self._spool, backlog, placement, nothing, nothing)
         staged: Any = _NoStaged()
         self._selection = Selection(
             self._spool, lambda: config, self._attempts, backlog, plans, placement, self._shares, staged

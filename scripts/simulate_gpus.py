@@ -139,11 +139,12 @@ def drawing(findings: list[Finding]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Hold the placement of jobs for several GPUs against two references.")
     parser.add_argument("--seeds", type=int, default=100, help="mixes of jobs (default: 100)")
+    parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these mixes alone")
     parser.add_argument("--jobs", type=int, default=50, help="jobs of each mix (default: 50)")
     parser.add_argument("--write", type=Path, metavar="DOCS", help="draw DOCS/several-gpus.svg")
     options = parser.parse_args()
     findings = []
-    for seed in range(options.seeds):
+    for seed in options.only or range(options.seeds):
         found = judge(mix(seed, options.jobs))
         findings.append(found)
         print(

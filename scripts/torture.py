@@ -6,6 +6,9 @@ daemon, the shims and the workers, staged ones and spares among them, are killed
 and release jobs. After the last kill it runs undisturbed until it is idle; then each dropped file must be exactly one
 job or one rejection, and each job that succeeded must have the same losses, predictions and weights as in the quiet
 one.
+
+With `--ranks` each job trains on that many GPUs (which only NVML's place-holder knows: tests/gpus.py) with one rank for
+each on the CPU, and single ranks are killed, asked to stop and frozen, too.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import gpus
 from honed.job.job import Job, State
 from honed.job.spool import Spool
 from honed.system.client import Client
@@ -65,6 +69,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 #: Targets of the kills, in percent: mostly daemons, which restart quickly.
 TARGETS = {"daemon": 65, "worker": 15, "shim": 10, "staged worker": 5, "staged shim": 3, "spare": 2}
+#: The same for jobs of several ranks, of each rank: killed, asked to stop, frozen.
+RANK_TARGETS = {"daemon": 30, "shim": 16, "rank": 12, "stop of rank": 8, "freeze of rank": 7}
+SIGNALS = {"stop of rank": signal.SIGTERM, "freeze of rank": signal.SIGSTOP}
+#: Seconds without a sign of life after which a frozen rank is ended.
+RANK_STALL = "stall_timeout_sec = 60\nmin_stall_timeout_sec = 5\n"
 #: The same for a short run.
 FEW_TARGETS = {"daemon": 60, "worker": 15, "shim": 10, "staged worker": 10, "spare": 5}
 MANY_KILLS = 200
@@ -111,11 +120,13 @@ class Tally:
 class Instance:
     """One honed and its directory."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, ranks: int) -> None:
         self.root = root
         self.layout = Layout(root)
         self.layout.config_path.parent.mkdir(parents=True)
-        self.layout.config_path.write_text(CONFIG)
+        self.layout.config_path.write_text(CONFIG + (RANK_STALL if ranks > 1 else ""))
+        self.environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        self.environment |= gpus.variables(root / "nvml", ranks) if ranks > 1 else {}
         self.incoming_dir = self.layout.spool_dir / "incoming"
         self.incoming_dir.mkdir(parents=True)
         self.client = Client(self.layout.control_path)
@@ -126,7 +137,7 @@ class Instance:
     def start(self, *arguments: str, before: tuple[str, ...] = ()) -> None:
         command = [*before, sys.executable, "-m", "honed.daemon.loop", "--root", str(self.root), *arguments]
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
 
     @property
     def is_up(self) -> bool:
@@ -198,7 +209,9 @@ class Instance:
 class Torture:
     """One run."""
 
-    def __init__(self, directory: Path, *, seed: int, num_kills: int, minutes: float, kinds: list[str]) -> None:
+    def __init__(
+        self, directory: Path, *, seed: int, num_kills: int, minutes: float, kinds: list[str], ranks: int = 1
+    ) -> None:
         """`kinds`: of jobs, each with the number that its seed goes by."""
         from zoo.model import build_checkpoint, write_facts
 
@@ -209,10 +222,16 @@ class Torture:
         self.dropped: list[Dropped] = []
         self.model = build_checkpoint(directory / "model", "llama")
         self.data = write_facts(directory / "facts.jsonl", 12)
-        self.quiet = Instance(directory / "quiet")
-        self.hit = Instance(directory / "hit")
+        self.ranks = ranks
+        self.quiet = Instance(directory / "quiet", ranks=ranks)
+        self.hit = Instance(directory / "hit", ranks=ranks)
         self.kinds = kinds
         shares = TARGETS if num_kills >= MANY_KILLS else FEW_TARGETS
+        if ranks > 1:
+            of_each = {name: share for name, share in RANK_TARGETS.items() if "rank" in name}
+            shares = {name: share for name, share in RANK_TARGETS.items() if name not in of_each}
+            shares |= {f"{name} {rank}": share for name, share in of_each.items() for rank in range(ranks)}
+        self.shares = shares
         # A fixed number of each; a target of which none is running is kept for later.
         self.targets = [name for name, share in shares.items() for _ in range(-(-num_kills * share // 100))]
         self.random.shuffle(self.targets)
@@ -234,6 +253,7 @@ class Torture:
             "predictions": {"num_samples": 2, "max_new_tokens": 4},
             "backend": "transformers",
             "retry": {"max_attempts": 100},
+            "resources": {"gpus": self.ranks},
             **settings,
             **keys,
         }
@@ -358,7 +378,9 @@ class Torture:
     def kill(self) -> None:
         """Kill one target at the chosen moment, or a little later if that moment does not come."""
         target = self.targets[0]
-        is_of_job = target in {"worker", "shim"} or (target == "daemon" and self.random.random() < 0.1)
+        is_of_job = (
+            target in {"worker", "shim"} or "rank" in target or (target == "daemon" and self.random.random() < 0.1)
+        )
         phase = self.random.choice(PHASES) if is_of_job else "any"
         patience = self.random.choice([0.1, 0.5, 1.0, 2.0]) * self.random.random() if phase == "any" else 20.0
         deadline = time.monotonic() + patience
@@ -378,7 +400,7 @@ class Torture:
             self.targets.append(self.targets.pop(0))
             return
         with contextlib.suppress(ProcessLookupError):  # it ended by itself: kill another of its kind later
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, SIGNALS.get(target.rstrip(" 0123456789"), signal.SIGKILL))
             self.tally.kills[target, phase] += 1
             self.targets.pop(0)
         if target == "daemon" and self.hit.process is not None:
@@ -391,6 +413,9 @@ class Torture:
             case "spare":
                 return self.hit.spare_pid()
         job = self.hit.staged() if target.startswith("staged") else self.hit.running()
+        if "rank" in target:
+            pids = self.hit.record(job).get("worker_pids") if job is not None else None
+            return int(pids[int(target.rpartition(" ")[2])]) if pids else None
         pid = self.hit.record(job).get(f"{target.rpartition(' ')[2]}_pid") if job is not None else None
         return pid if isinstance(pid, int) else None
 
@@ -543,7 +568,8 @@ class Torture:
         """Kill all remaining processes."""
         for instance in (self.quiet, self.hit):
             for job in filter(None, (instance.running(), instance.staged())):
-                for pid in instance.record(job).values():
+                record = instance.record(job)
+                for pid in [*record.values(), *record.get("worker_pids", [])]:
                     if isinstance(pid, int) and pid > 2:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
@@ -560,11 +586,11 @@ class Torture:
             "files dropped": len(self.dropped),
             "jobs": f"{len(jobs)} ({_words(states)})",
             "refusals": num_refused,
-            "kill -9": tally.num_kills,
+            "kill -9" if self.ranks == 1 else "killed, asked to stop or frozen": tally.num_kills,
         }
-        for target in TARGETS:
+        for target in self.shares:
             phases = {phase: count for (name, phase), count in sorted(tally.kills.items()) if name == target}
-            rows[f"of the {target}"] = f"{sum(phases.values())} ({_words(phases)})"
+            rows[f"of the {target}" if target in TARGETS else target] = f"{sum(phases.values())} ({_words(phases)})"
         rows |= {
             "starts of the daemon": tally.num_starts,
             "with failing system calls": f"{tally.num_faulty_starts} ({tally.num_errors} calls failed)",
@@ -589,6 +615,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="kill for no longer than this")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="of jobs; by default all")
     parser.add_argument("--seeds", type=int, default=1, help="how many jobs of each kind differ by their own seed")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of each job, each on a GPU of its own")
     parser.add_argument("--keep", type=Path, help="a new directory for it all, kept for a look")
     options = parser.parse_args()
     began = time.monotonic()
@@ -596,7 +623,14 @@ def main() -> int:
         directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="honed-torture-")))
         directory.mkdir(exist_ok=True)
         kinds = [f"{kind}-{number}" for number in range(options.seeds) for kind in options.kinds]
-        torture = Torture(directory, seed=options.seed, num_kills=options.kills, minutes=options.minutes, kinds=kinds)
+        torture = Torture(
+            directory,
+            seed=options.seed,
+            num_kills=options.kills,
+            minutes=options.minutes,
+            kinds=kinds,
+            ranks=options.ranks,
+        )
         stack.callback(torture.end)
         violations = torture.run()
         print(torture.table(violations, time.monotonic() - began))

@@ -26,7 +26,17 @@ suppress_warnings = ["misc.highlighting_failure"]
 #: The pages of each part of the site, in the order of its menu.
 PARTS = {
     "Begin": ("tutorial", "install"),
-    "Guides": ("guides/from-axolotl", "guides/from-llama-factory", "web", "cluster"),
+    "Guides": (
+        "guides/from-axolotl",
+        "guides/from-llama-factory",
+        "guides/vision",
+        "guides/chat-data",
+        "guides/merge-chains",
+        "guides/shared-machine",
+        "guides/upgrade",
+        "web",
+        "cluster",
+    ),
     "Reference": ("job-spec", "configuration", "operation", "database", "gpu"),
     "Explanation": ("architecture", "precision", "masks", "reliability", "security", "benchmarks"),
 }

@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/honectl
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_honectl_subparsers=(init convert schema submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report web sandbox metrics doctor)
+_shtab_honectl_subparsers=(init convert schema submit check plan preview trial list show logs watch cancel hold release requeue edit rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report web sandbox metrics doctor)
 
 _shtab_honectl_init_option_strings=(-h --help --model --data --method --name -o --output)
 _shtab_honectl_convert_option_strings=(-h --help --from -o --output)
@@ -23,6 +23,7 @@ _shtab_honectl_cancel_option_strings=(-h --help --json)
 _shtab_honectl_hold_option_strings=(-h --help --json)
 _shtab_honectl_release_option_strings=(-h --help --json)
 _shtab_honectl_requeue_option_strings=(-h --help --json --from-start)
+_shtab_honectl_edit_option_strings=(-h --help --json --set --file)
 _shtab_honectl_rerun_option_strings=(-h --help --json --set --name --hold)
 _shtab_honectl_pin_option_strings=(-h --help --json)
 _shtab_honectl_unpin_option_strings=(-h --help --json)
@@ -64,6 +65,8 @@ _shtab_honectl_cancel_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_hold_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_release_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_requeue_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
+_shtab_honectl_edit_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
+_shtab_honectl_edit___file_COMPGEN=_shtab_compgen_files
 _shtab_honectl_rerun_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_pin_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
 _shtab_honectl_unpin_pos_0_COMPGEN=_shtab_cmd_compgen_30b9b96e
@@ -80,7 +83,7 @@ _shtab_honectl_init___method_choices=(lora qlora full)
 _shtab_honectl_convert___from_choices=(axolotl llamafactory trl unsloth openai)
 _shtab_honectl_list___state_choices=(queued held running succeeded failed cancelled)
 _shtab_honectl_prune___state_choices=(succeeded failed cancelled)
-_shtab_honectl_pos_0_choices=(init convert schema submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report web sandbox metrics doctor)
+_shtab_honectl_pos_0_choices=(init convert schema submit check plan preview trial list show logs watch cancel hold release requeue edit rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report web sandbox metrics doctor)
 
 _shtab_honectl_init__h_nargs=0
 _shtab_honectl_init___help_nargs=0
@@ -145,6 +148,9 @@ _shtab_honectl_requeue__h_nargs=0
 _shtab_honectl_requeue___help_nargs=0
 _shtab_honectl_requeue___json_nargs=0
 _shtab_honectl_requeue___from_start_nargs=0
+_shtab_honectl_edit__h_nargs=0
+_shtab_honectl_edit___help_nargs=0
+_shtab_honectl_edit___json_nargs=0
 _shtab_honectl_rerun__h_nargs=0
 _shtab_honectl_rerun___help_nargs=0
 _shtab_honectl_rerun___json_nargs=0

@@ -50,8 +50,8 @@ function _shtab_honectl_using
   test "$_shtab_honectl_cmdpath" = "$argv"
 end
 
-set -g _shtab_honectl_commands init convert schema submit check plan preview trial list show logs watch cancel hold release requeue rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report web sandbox metrics doctor
-set -g _shtab_honectl_opts_with_value --after --data --filter --for --from --job --keep --limit --max-size --method --model --name --older-than --output --owner --port --reason --root --rows --sample --samples --set --sort --state --step --until -o
+set -g _shtab_honectl_commands init convert schema submit check plan preview trial list show logs watch cancel hold release requeue edit rerun pin unpin prune pause resume drain undrain reserve unreserve predictions diff compare report web sandbox metrics doctor
+set -g _shtab_honectl_opts_with_value --after --data --file --filter --for --from --job --keep --limit --max-size --method --model --name --older-than --output --owner --port --reason --root --rows --sample --samples --set --sort --state --step --until -o
 
 complete -c honectl -e
 complete -c honectl -f
@@ -67,11 +67,11 @@ complete -c honectl -n '_shtab_honectl_using init' -l data -xka "(__fish_complet
 complete -c honectl -n '_shtab_honectl_using init' -l method -xka "lora qlora full" -d 'LoRA, LoRA on 4-bit weights, or full fine-tuning (default: LoRA, on 4-bit weights where it needs them)'
 complete -c honectl -n '_shtab_honectl_using init' -l name -x -d 'name of the job (default: the first data set'"'"'s)'
 complete -c honectl -n '_shtab_honectl_using init' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'job file to write (default: NAME.yaml)'
-complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a convert -d 'convert settings of axolotl, LLaMA-Factory, TRL, an Unsloth script or an OpenAI request to a job file'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a convert -d 'convert settings or a command line of axolotl, LLaMA-Factory or TRL, an Unsloth script or an OpenAI request to a job file'
 complete -c honectl -n '_shtab_honectl_using convert' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using convert' -l from -xka "axolotl llamafactory trl unsloth openai" -d 'tool that the settings are of (default: told by their keys)'
 complete -c honectl -n '_shtab_honectl_using convert' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'write a new file instead of printing'
-complete -c honectl -n '_shtab_honectl_using convert; and test $_shtab_honectl_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a .yaml, .json, .py or .ipynb file; none of it is run'
+complete -c honectl -n '_shtab_honectl_using convert; and test $_shtab_honectl_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a .yaml, .json, .py, .ipynb or .sh file, or in quotes the command line that starts the training, such as '"'"'trl sft --model_name_or_path …'"'"'; none of it is run'
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a schema -d 'print the JSON Schema of job files, for editors'
 complete -c honectl -n '_shtab_honectl_using schema' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a submit -d 'check and submit job files; relative paths become absolute'
@@ -108,9 +108,9 @@ complete -c honectl -n '_shtab_honectl_using list' -l after -xka "(honectl --job
 complete -c honectl -n '_shtab_honectl_using list' -l sort -x -d 'sort by a column: score, elapsed, loss, submitted, …; --sort=-KEY reverses'
 complete -c honectl -n '_shtab_honectl_using list' -l filter -x -d 'list only jobs with KEY=VALUE, KEY~TEXT or KEY>NUMBER (also !=, <, >=, <=); may be repeated'
 complete -c honectl -n '_shtab_honectl_using list' -s o -l output -x -d 'wide (every column), json, name, or columns=id,name,score'
-complete -c honectl -n '_shtab_honectl_using list' -l rejected -d 'list refused files instead of jobs'
+complete -c honectl -n '_shtab_honectl_using list' -l rejected -d 'list rejected files instead of jobs'
 complete -c honectl -n '_shtab_honectl_using list; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d 'list only these jobs'
-complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a show -d 'show a job'"'"'s details, or why a file was refused'
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a show -d 'show a job'"'"'s details, or why a file was rejected'
 complete -c honectl -n '_shtab_honectl_using show' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using show' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using show; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
@@ -142,6 +142,12 @@ complete -c honectl -n '_shtab_honectl_using requeue' -s h -l help -d 'show this
 complete -c honectl -n '_shtab_honectl_using requeue' -l json -d 'print JSON'
 complete -c honectl -n '_shtab_honectl_using requeue' -l from-start -d 'discard its checkpoints and start over'
 complete -c honectl -n '_shtab_honectl_using requeue; and test $_shtab_honectl_npos -ge 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
+complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a edit -d 'change the job file of a queued or held job, in an editor or with --set'
+complete -c honectl -n '_shtab_honectl_using edit' -s h -l help -d 'show this help message and exit'
+complete -c honectl -n '_shtab_honectl_using edit' -l json -d 'print JSON'
+complete -c honectl -n '_shtab_honectl_using edit' -l set -x -d 'change a key, such as training.learning_rate=1e-4; null removes it; may be repeated'
+complete -c honectl -n '_shtab_honectl_using edit' -l file -xka "(__fish_complete_path (commandline -ct))" -d 'replace the job file with this one'
+complete -c honectl -n '_shtab_honectl_using edit; and test $_shtab_honectl_npos -eq 0' -ka "(honectl --job-numbers 2>/dev/null)" -d ID
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a rerun -d 'submit the job file of a job again, with changes, as a new job'
 complete -c honectl -n '_shtab_honectl_using rerun' -s h -l help -d 'show this help message and exit'
 complete -c honectl -n '_shtab_honectl_using rerun' -l json -d 'print JSON'

@@ -13,10 +13,11 @@ _shtab_honectl_commands() {
     cancel:'cancel queued, held or running jobs'
     check:'check job files as honed does before it accepts them'
     compare:'show jobs side by side: specs, scores, losses, answers to the same examples'
-    convert:'convert settings of axolotl, LLaMA-Factory, TRL, an Unsloth script or an OpenAI request to a job file'
+    convert:'convert settings or a command line of axolotl, LLaMA-Factory or TRL, an Unsloth script or an OpenAI request to a job file'
     diff:'show the differences of two jobs: spec, plan, data, versions, scores'
     doctor:'check this machine: versions, GPU, disk, permissions'
     drain:'start no further jobs on a device; running ones end by themselves (administrators)'
+    edit:'change the job file of a queued or held job, in an editor or with --set'
     hold:'keep a queued job from starting, or stop a running one at a checkpoint'
     init:'write a commented job file for a model and data, one that fits this machine'"'"'s memory; asks what is not given'
     list:'list jobs and their progress: the first of each kind, or with --json all'
@@ -36,7 +37,7 @@ _shtab_honectl_commands() {
     resume:'start queued jobs again'
     sandbox:'give the units access to policy.allowed_paths (as root)'
     schema:'print the JSON Schema of job files, for editors'
-    show:'show a job'"'"'s details, or why a file was refused'
+    show:'show a job'"'"'s details, or why a file was rejected'
     submit:'check and submit job files; relative paths become absolute'
     trial:'run a job on eight rows, ahead of the queue, and report learning, duration and memory'
     undrain:'start jobs on a device again (administrators)'
@@ -90,7 +91,7 @@ _shtab_honectl_convert_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--from[tool that the settings are of (default\: told by their keys)]:tool:(axolotl llamafactory trl unsloth openai)"
   {-o,--output}"[write a new file instead of printing]:FILE:_files"
-  ":a .yaml, .json, .py or .ipynb file\; none of it is run:_files"
+  ":a .yaml, .json, .py, .ipynb or .sh file, or in quotes the command line that starts the training, such as \'trl sft --model_name_or_path \…\'\; none of it is run:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -125,6 +126,17 @@ _shtab_honectl_drain_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_honectl_drain_defaults_added=0
 
+_shtab_honectl_edit_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON]"
+  "*--set[change a key, such as training.learning_rate\=1e-4\; null removes it\; may be repeated]:KEY=VALUE:"
+  "--file[replace the job file with this one]:FILE:_files"
+  ":ID:_honectl_jobs"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_honectl_edit_defaults_added=0
+
 _shtab_honectl_hold_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print JSON]"
@@ -156,7 +168,7 @@ _shtab_honectl_list_options=(
   "--sort[sort by a column\: score, elapsed, loss, submitted, \…\; --sort\=-KEY reverses]:KEY:"
   "*--filter[list only jobs with KEY\=VALUE, KEY\~TEXT or KEY\>NUMBER (also \!\=, \<, \>\=, \<\=)\; may be repeated]:TEST:"
   {-o,--output}"[wide (every column), json, name, or columns\=id,name,score]:FORM:"
-  "--rejected[list refused files instead of jobs]"
+  "--rejected[list rejected files instead of jobs]"
   "*:list only these jobs:_honectl_jobs"
 )
 
@@ -424,6 +436,7 @@ _shtab_honectl() {
         diff) _arguments -C -s $_shtab_honectl_diff_options ;;
         doctor) _arguments -C -s $_shtab_honectl_doctor_options ;;
         drain) _arguments -C -s $_shtab_honectl_drain_options ;;
+        edit) _arguments -C -s $_shtab_honectl_edit_options ;;
         hold) _arguments -C -s $_shtab_honectl_hold_options ;;
         init) _arguments -C -s $_shtab_honectl_init_options ;;
         list) _arguments -C -s $_shtab_honectl_list_options ;;

@@ -1,7 +1,8 @@
-"""The real daemon with the real Slurm runner, which starts the fake worker."""
+"""The real daemon with the real Slurm runner, which starts the fake worker, or the real one with HONED_TEST_REAL."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from honed.system.layout import Layout  # noqa: E402
 def main() -> int:
     layout = Layout(Path(sys.argv[1]))
     log.set_up(verbose=False)
-    command = [sys.executable, str(PROCESS_DIR / "fakeworker.py")]
+    is_real = "HONED_TEST_REAL" in os.environ
+    command = None if is_real else [sys.executable, str(Path(__file__).with_name("rankworker.py"))]
     runner = SlurmRunner(layout, lambda: config.load(layout).slurm, command=command)
     return loop.start(layout, runner=runner, drain="--drain" in sys.argv)
 

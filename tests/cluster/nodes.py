@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,9 +17,11 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "process"))
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "process")]
 
 from harness import Instance, wait_for  # noqa: E402
+
+import gpus  # noqa: E402
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel")
 
@@ -29,6 +33,19 @@ def why_not() -> str:
     return "needs root, for munged and slurmd" if os.geteuid() != 0 else ""
 
 
+def _free_port() -> int:
+    """Return the first of three ports in a row that nothing listens on, below those that the kernel gives out."""
+    while True:
+        first = random.randrange(15_000, 30_000)
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(first, first + 3):
+                    stack.enter_context(socket.socket()).bind(("", port))
+            except OSError:
+                continue
+            return first
+
+
 class Cluster:
     """munged, a controller and two nodes."""
 
@@ -37,6 +54,7 @@ class Cluster:
         self.conf = directory / "etc/slurm.conf"
         self.environment = os.environ | {"SLURM_TEST_DIR": str(directory), "SLURM_CONF": str(self.conf)}
         self.environment["PATH"] += ":/usr/sbin"
+        self.environment["SLURM_TEST_PORT"] = str(_free_port())
 
     def up(self) -> None:
         subprocess.run([HERE / "up"], env=self.environment, check=True, capture_output=True, timeout=60)
@@ -85,8 +103,16 @@ class ClusterInstance(Instance):
         self.environment = dict(cluster.environment)
         self.configure("")
 
+    def pretend_cuda(self) -> None:
+        """Have the check find a torch that was built for the GPUs that the nodes pretend to have."""
+        packages = self.root / "packages"
+        gpus.write_torch(packages)
+        self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
+
     def configure(self, text: str) -> None:
-        super().configure(f'{text}\n[jobs]\nrunner = "slurm"\nretry_delay_sec = 0.1\n')
+        jobs = 'runner = "slurm"\nretry_delay_sec = 0.1'
+        text = text.replace("[jobs]", f"[jobs]\n{jobs}") if "[jobs]" in text else f"{text}\n[jobs]\n{jobs}\n"
+        super().configure(text)
 
     def end(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -98,14 +124,12 @@ class ClusterInstance(Instance):
 def whole_cluster() -> Iterator[Cluster]:
     if reason := why_not():
         pytest.skip(reason)
-    with Path(tempfile.gettempdir(), "honed-test-slurm.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the ports are the same for all
-        made = Cluster(Path(tempfile.mkdtemp(prefix="honed-slurm-")))
-        try:
-            made.up()
-            yield made
-        finally:
-            made.down()
+    made = Cluster(Path(tempfile.mkdtemp(prefix="honed-slurm-")))
+    try:
+        made.up()
+        yield made
+    finally:
+        made.down()
 
 
 @pytest.fixture

@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from harness import wait_for
 from nodes import ClusterInstance
 
+from honed.cli import cluster as doctor
 from honed.job.job import State
+from honed.spec import config
 
 
 def begun(cluster: ClusterInstance, name: str) -> None:
@@ -34,6 +37,20 @@ def test_a_job_runs_on_the_cluster(cluster: ClusterInstance) -> None:
     shown = cluster.show("succeed")["slurm"]
     assert shown["id"].isdecimal()
     assert submissions(cluster, "succeed") == [shown["name"]]
+
+
+def test_the_doctor_proves_on_each_free_node_what_jobs_need(
+    cluster: ClusterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, cluster.environment[name])
+    cluster.layout.state_dir.mkdir(parents=True)
+    cluster.configure('[slurm]\ngpu_bytes = 1000\n[slurm.profiles.lost]\npartition = "nowhere"\n')
+    found = list(doctor.findings(cluster.layout, config.load(cluster.layout)))
+    assert [status for status, *_ in found] == ["ok", "error", "ok"], found
+    assert "[slurm.profiles.lost] would not start" in found[1][1]
+    assert "nvalid partition" in found[1][1]
+    assert found[2][1].endswith("on node1, node2")
 
 
 def test_a_job_is_held_and_goes_on_and_one_that_is_cancelled_ends(cluster: ClusterInstance) -> None:

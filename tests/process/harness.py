@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+import gpus
 import warm
 from honed.job import query
 from honed.job.job import Job, State
@@ -208,6 +209,29 @@ class ColdInstance(Instance):
 
     command = (sys.executable, "-m", "honed.daemon.loop", "--root")
     is_warm = False
+
+
+class RankInstance(Instance):
+    """The real daemon on a machine with two GPUs, by its NVML's word, and the real worker with its ranks on the CPU."""
+
+    command = (sys.executable, str(HERE / "rankedhoned.py"))
+    is_warm = False
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.environment |= gpus.variables(root / "nvml", 2) | {"HONED_TEST_RANKS": warm.address("ranks")}
+
+    def pids(self, job: Job) -> list[int]:
+        """Return the processes of the ranks of a job's attempt; the shim's last."""
+        record = json.loads((self.layout.job(job.id).attempt(job.attempt.number).dir / "lock").read_text())
+        return [*record["worker_pids"], record["shim_pid"]]
+
+
+@pytest.fixture
+def ranked(tmp_path: Path) -> Iterator[RankInstance]:
+    made = RankInstance(tmp_path)
+    yield made
+    made.end()
 
 
 @pytest.fixture

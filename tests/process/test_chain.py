@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from harness import Instance, RealInstance, wait_for
+from harness import Instance, wait_for
 
 from honed.cli import draft
 from honed.cli.instance import Instance as HonedInstance
 from honed.job.job import Job, State
 from zoo import plain
-from zoo.model import build_checkpoint, write_facts
 
 
 class Chain:
@@ -181,48 +177,3 @@ def test_honectl_plans_against_what_has_succeeded_and_says_what_waits(chain: Cha
     assert instance.drain() == 0
     planned = draft.check_one(HonedInstance(instance.layout), path)
     assert str(planned.plan.model.path) == chain.job("make.base").output_dir
-
-
-# --- The real worker --------------------------------------------------------------------------------------------------
-
-
-def test_lora_then_merge_then_training_on_the_merged_model(real: RealInstance) -> None:
-    model = build_checkpoint(real.root / "qwen3", "qwen3")
-    rows = write_facts(real.root / "facts.jsonl", 8)
-    common = {
-        "datasets": [{"path": str(rows)}],
-        "training": {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_checkpointing": False},
-        "predictions": {"sample_frequency": "off"},
-        "lora": {"r": 4},
-    }
-    jobs: dict[str, dict[str, Any]] = {
-        "stage2": {"base_model": "job:merge", **common},
-        "merge": {"kind": "merge", "base_model": str(model), "adapter": "job:stage1", "dtype": "bfloat16"},
-        "stage1": {"base_model": str(model), "dtype": "float32", **common},
-    }
-    for name, spec in jobs.items():
-        path = real.root / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(spec))
-        shutil.copy(path, real.incoming_dir)
-    real.start("--drain")
-    assert real.wait(deadline_sec=600) == 0
-    assert real.rejected() == {}
-    for name in jobs:
-        shown = real.show(name)
-        assert shown["state"] == "succeeded", f"{name}: {shown['error']}\n{real.log}"
-    merged = real.show("merge")
-    output = Path(merged["artifacts"]["output_dir"])
-    for file in (
-        "model.safetensors",
-        "config.json",
-        "tokenizer.json",
-        "chat_template.jinja",
-        "README.md",
-        "honed.json",
-    ):
-        assert (output / file).is_file(), file
-    assert merged["plan"]["precision"]["load_dtype"] == "bfloat16"
-    second = real.show("stage2")["plan"]
-    assert second["base_model_path"] == str(output)
-    assert set(second["checkpoint"]["stored_dtypes"]) == {"bfloat16"}
-    assert "Traceback" not in real.log

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from harness import RealInstance
@@ -12,7 +13,7 @@ from harness import RealInstance
 from honed.cli import convert
 from honed.spec import problem, spec
 from zoo import settings
-from zoo.model import build_checkpoint, write_facts
+from zoo.model import Format, build_checkpoint, write_facts
 
 #: A file of each tool, and the way of training that it asks for.
 OTHERS = {
@@ -55,6 +56,42 @@ def settled(real: RealInstance, path: Path) -> None:
         path.write_text(convert.yaml_of(data))
 
 
+def train(real: RealInstance, jobs: Iterable[Path], *, deadline_sec: float) -> None:
+    """Submit these jobs, each named after its file, and wait until all have succeeded."""
+    sent = real.honectl("submit", *map(str, jobs))
+    assert sent.returncode == 0, sent.stdout + sent.stderr
+    real.start("--drain")
+    assert real.wait(deadline_sec=deadline_sec) == 0
+    assert real.rejected() == {}
+    for job in jobs:
+        shown = real.show(job.stem)
+        assert shown["state"] == "succeeded", f"{job.stem}: {shown['error']}\n{real.log}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_every_settings_file_and_every_format_and_family_is_trained(real: RealInstance, place: Path) -> None:
+    """The unit tests check each of these files; here each becomes a model."""
+    jobs = []
+    for name in settings.FILES:
+        if name == "openai_hyperparameters.json":  # its model and data are at OpenAI
+            continue
+        jobs.append(real.root / f"{name.replace('.', '-')}.yaml")
+        done = real.honectl("convert", str(place / name), "-o", str(jobs[-1]))
+        assert done.returncode == 0, done.stderr
+        settled(real, jobs[-1])
+    for family in ("llama", "qwen3", "mistral"):
+        build_checkpoint(place / family, family)
+        for data_format in get_args(Format):
+            jobs.append(real.root / f"{family}-{data_format.replace('/', '-')}.yaml")
+            rows = write_facts(place / f"{jobs[-1].stem}.jsonl", 16, format=data_format)
+            words = ("--model", str(place / family), "--data", str(rows), "--name", jobs[-1].stem)
+            done = real.honectl("init", *words, "-o", str(jobs[-1]))
+            assert done.returncode == 0, done.stderr
+    assert len(jobs) == 17 + 15
+    train(real, jobs, deadline_sec=3000)
+
+
 def test_settings_of_each_tool_and_files_of_init_are_trained(real: RealInstance, place: Path) -> None:
     ways = {name.partition("_")[0]: way for name, way in OTHERS.items()} | {
         name: each[2] for name, each in OURS.items()
@@ -69,14 +106,9 @@ def test_settings_of_each_tool_and_files_of_init_are_trained(real: RealInstance,
         words = ("--model", str(place / name), "--data", str(place / f"{name}.jsonl"), "--method", method)
         done = real.honectl("init", *words, "-o", str(jobs[name]))
         assert done.returncode == 0, done.stderr
-    sent = real.honectl("submit", *map(str, jobs.values()))
-    assert sent.returncode == 0, sent.stdout + sent.stderr
-    real.start("--drain")
-    assert real.wait(deadline_sec=500) == 0
-    assert real.rejected() == {}
+    train(real, jobs.values(), deadline_sec=500)
     for name, way in ways.items():
         shown = real.show(name)
-        assert shown["state"] == "succeeded", f"{name}: {shown['error']}\n{real.log}"
         output = Path(shown["artifacts"]["output_dir"])
         assert (output / ("model.safetensors" if way == "full" else "adapter_model.safetensors")).is_file()
         assert shown["plan"]["precision"]["quantization"] == (way if way.endswith("bit") else "none")

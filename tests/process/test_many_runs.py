@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 
 import pytest
 from harness import Instance, said_on_terminal
@@ -49,8 +53,73 @@ def test_a_list_is_sorted_filtered_and_has_the_columns_that_were_asked_for(runs:
     assert "not a comparison" in runs.honectl("list", "--filter", "loss").stderr
 
 
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        ("state=runing", "did you mean state=running?"),
+        ("state!=pending", "did you mean state=queued?"),
+        ("state~xyz", "There are: queued, held"),
+        ("class=hihg", "no class 'hihg'"),
+        ("sweep=gird", "did you mean sweep=grid?"),
+        ("group=77", "did you mean sweep?"),
+        ("sweep=77", "There are: grid,"),
+        ("id=abc", "not a number"),
+        ("submitted>2026", "submitted is no number"),
+        ("user=rooot", "there is no user 'rooot'"),
+    ],
+)
+def test_a_filter_that_no_job_could_meet_is_refused_with_the_nearest_value(
+    runs_of_sweep: Instance, test: str, said: str
+) -> None:
+    done = runs_of_sweep.honectl("list", "--filter", test)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in " ".join(done.stderr.split())
+
+
+def test_filters_know_sweeps_users_and_the_head_of_the_queue(runs_of_sweep: Instance) -> None:
+    (number,) = {job.group["id"] for job in runs_of_sweep.spool.all_jobs().values() if job.group}
+    for test in ("sweep=GRID", f"sweep={number}", "sweep~seed 2", "user=root" if os.getuid() == 0 else "state!=held"):
+        assert "grid-2" in names(runs_of_sweep, "--filter", test), test
+    assert names(runs_of_sweep, "--filter", "sweep!=grid") == ["succeed.other"]
+    assert names(runs_of_sweep, "--filter", "priority=head") == []
+    assert names(runs_of_sweep, "--filter", "sweep=grid", "--state", "cancelled") == []
+
+
+@pytest.fixture(scope="module")
+def runs_of_sweep(tmp_path_factory: pytest.TempPathFactory) -> Instance:
+    """A sweep of ten jobs that have failed, and another job."""
+    instance = Instance(tmp_path_factory.mktemp("sweep"))
+    instance.drop("fail", name="grid", sweep={"training.seed": [*range(1, 11)]}, retry={"max_attempts": 1})
+    instance.drop("succeed.other", name="succeed.other")
+    assert instance.drain() == 0
+    return instance
+
+
+def test_a_sweep_is_named_where_a_job_is_asked_for(runs_of_sweep: Instance) -> None:
+    """A verb acts on the jobs of the sweep where that makes sense, and says which there are where it does not."""
+    jobs = sorted(job.id for job in runs_of_sweep.spool.all_jobs().values() if job.group)
+    for verb in (["logs"], ["predictions"], ["diff", "succeed.other"], ["watch", "--json"], ["report"], ["rerun"]):
+        done = runs_of_sweep.honectl(*verb, "grid")
+        assert done.returncode == 2, verb
+        told = " ".join((done.stdout + done.stderr).split())
+        assert f"'grid' is a sweep of 10 jobs, {jobs[0]} to {jobs[-1]}" in told, verb
+        assert f"such as {jobs[0]}; honectl show grid lists them" in told
+    pinned = runs_of_sweep.honectl("pin", "grid", check=True).stdout
+    assert pinned.count("pinned: neither prune") == 10
+    assert all(runs_of_sweep.spool.job(number).is_pinned for number in jobs)  # type: ignore[union-attr]
+    compared = runs_of_sweep.honectl("compare", "--json", "grid", check=True)
+    assert len(json.loads(compared.stdout)["jobs"]) == len(contrast.MARKS)
+    assert f"the {len(contrast.MARKS)} of its 10 jobs with the lowest evaluation loss" in compared.stderr
+    assert runs_of_sweep.honectl("unpin", "grid", check=True).stdout.count("not pinned") == 10
+    assert runs_of_sweep.honectl("requeue", "grid", check=True).stdout.count("queued") == 10
+    refused = runs_of_sweep.honectl("requeue", "grid")
+    assert refused.returncode == 2
+    assert "none of its 10 jobs is failed or cancelled" in refused.stderr
+    runs_of_sweep.honectl("cancel", "grid", check=True)
+
+
 def test_a_refused_file_is_listed_and_shown_beside_the_jobs(runs: Instance) -> None:
-    assert "1 refused file, the newest odd.json" in runs.honectl("list", check=True).stdout
+    assert "1 rejected file, the newest odd.json" in runs.honectl("list", check=True).stdout
     listed = runs.honectl("list", "--rejected", check=True).stdout
     assert "odd.json" in listed
     assert "colour" in listed
@@ -87,12 +156,30 @@ def test_a_rerun_is_a_new_job_of_the_same_file_with_the_changes(runs: Instance) 
         wrong = runs.honectl("rerun", "succeed.low", "--set", setting)
         assert wrong.returncode in (1, 2)
         assert said in wrong.stderr
+    typo = runs.honectl("rerun", "succeed.low", "--set", "training.learning_rat=1e-3").stderr
+    assert "--set training.learning_rat: unknown key" in typo
+    assert "did you mean --set training.learning_rate=0.001?" in typo  # and not: remove it, the right one is set, too
+    assert "line " not in typo
+    assert ".yaml" not in typo
     assert runs.job("succeed.low-4") is None
+
+
+def test_a_rerun_that_is_a_sweep_names_all_of_its_jobs(runs: Instance) -> None:
+    runs.start()
+    done = runs.honectl("rerun", "succeed.low", "--set", "sweep={lora.r: [2, 4, 8]}", "--name", "succeed.grid")
+    assert done.returncode == 0, done.stderr
+    numbers = sorted(job.id for job in runs.spool.all_jobs().values() if job.group)
+    assert f"(succeed.grid): 3 jobs, {numbers[0]} to {numbers[2]}" in done.stdout
+    one = runs.honectl("rerun", "succeed.grid-2", "--set", "sweep={lora.r: [2, 4]}", "--json", check=True)
+    told = json.loads(one.stdout)
+    assert (told["state"], told["num_jobs"], len(told["jobs"])) == ("sweep", 2, 2)
 
 
 def test_two_jobs_are_told_apart_and_compared(runs: Instance) -> None:
     told = json.loads(runs.honectl("diff", "--json", "succeed.low", "succeed.high", check=True).stdout)
     assert told["spec"] == {"training.learning_rate": [1e-4, 2e-4], "priority": [0, 5]}
+    # What the machine had free when each was planned is no difference of the runs.
+    assert not [key for key in told["plan"] if key.endswith(("free_bytes", "available_bytes"))]
     assert "training.learning_rate" in runs.honectl("diff", "succeed.low", "succeed.high", check=True).stdout
     done = runs.honectl("compare", "--json", "succeed.low", "succeed.high", "fail", check=True)
     whole = json.loads(done.stdout)
@@ -102,6 +189,25 @@ def test_two_jobs_are_told_apart_and_compared(runs: Instance) -> None:
     assert "\x1b" not in drawn
     assert max(map(len, drawn.splitlines())) <= 100
     assert runs.honectl("compare", "succeed.low").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"),
+    [("check", "reading the model and the data"), ("doctor", "looking at the configuration, the packages")],
+)
+def test_a_verb_that_takes_a_while_says_first_what_it_does(verb: str, said: str, runs_of_sweep: Instance) -> None:
+    job = next(iter(runs_of_sweep.spool.all_jobs()))
+    file = [str(runs_of_sweep.layout.job(job).spec_path)] if verb == "check" else []
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "honed.cli.honectl", "--root", str(runs_of_sweep.root), verb, *file]
+    with subprocess.Popen(
+        words, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"}
+    ) as process:
+        os.close(theirs)
+        first = os.read(ours, 1000).decode()
+        process.kill()
+    os.close(ours)
+    assert said in first
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -138,6 +244,7 @@ def test_answers_are_compared_where_two_jobs_have_predicted_the_same_example() -
         ("squeue", "that is honectl list here"),
         ("scancel 7", "that is honectl cancel ID here"),
         ("rm 7", "that is honectl prune ID here"),
+        ("modify 7", "that is honectl edit ID here"),
         ("train a.yaml", "that is honectl submit FILE here"),
         ("tail 7", "that is honectl logs -f ID here"),
         ("list --srot=id", "--srot: did you mean --sort?"),

@@ -31,7 +31,7 @@ def test_one_examples_way_through_the_steps_is_held_against_the_truth(reported: 
     first, *rest = done.stdout.splitlines()
     assert first == "#1 Frage 1: wie weit ist es bis Köln?"
     assert [line.split() for line in rest if line.strip()] == [
-        ["truth", "weit"],
+        ["reference", "weit"],
         ["0", "[-weit-]{+nach", "0", "Schritten+}"],
         ["1", "[-weit-]{+nach", "1", "Schritten+}"],
         ["2", "[-weit-]{+nach", "2", "Schritten+}"],

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
+import browser
 import pytest
 from harness import Instance, RealInstance, wait_for
+from test_web import serving
 
 from honed.job.job import Job, State
 from zoo.model import build_checkpoint, write_facts
@@ -72,29 +75,93 @@ def test_a_sweep_with_a_bad_value_or_too_many_jobs_is_refused_whole(instance: In
     wait_for(lambda: not list(claimed_dir.iterdir()), what="nothing is left of them")
 
 
-@pytest.mark.timeout(1200)
-def test_a_sweep_of_real_jobs_names_the_best_one(real: RealInstance) -> None:
+@pytest.fixture
+def trained(real: RealInstance) -> RealInstance:
+    """An instance that trains tiny models, whose pages everybody may read."""
     build_checkpoint(real.root / "llama", "llama")
-    data = write_facts(real.root / "facts.jsonl", 24)
+    write_facts(real.root / "facts.jsonl", 24)
+    real.configure("[policy]\nshare_results = true\n[jobs]\npoll_interval_sec = 0.05\n")
     real.start()
+    return real
+
+
+def submitted(real: RealInstance, name: str, sweep: dict[str, Any], **training: Any) -> dict[str, Any]:
+    """Submit a sweep, wait until its jobs have ended, and return the answer to `show`."""
     keys = {
         "base_model": str(real.root / "llama"),
-        "datasets": [{"path": str(data)}],
+        "datasets": [{"path": str(real.root / "facts.jsonl")}],
         "eval_split": 0.2,
         "lora": {"r": 4},
-        "training": {"max_steps": 8, "per_device_train_batch_size": 4},
-        "predictions": {"sample_frequency": "off"},
-        "sweep": {"training.learning_rate": [1e-6, 2e-2], "lora.r": [2, 8]},
+        "training": {"per_device_train_batch_size": 4, **training},
+        "predictions": {"num_samples": 2, "max_new_tokens": 8},
+        "sweep": sweep,
     }
-    path = real.root / "rates.json"
+    path = real.root / f"{name}.json"
     path.write_text(json.dumps(keys))
-    sent = real.honectl("submit", "--wait", "--json", str(path), check=True)
+    sent = real.honectl("submit", "--wait", "--json", str(path))
+    assert sent.returncode == 0, sent.stdout + sent.stderr
     [answer] = json.loads(sent.stdout)
-    assert (answer["state"], answer["num_jobs"], len(answer["jobs"])) == ("sweep", 4, 4)
-    assert [job.state for job in jobs_of(real, "rates")] == [State.SUCCEEDED] * 4
-    found = json.loads(real.honectl("show", "rates", "--json", check=True).stdout)
-    losses = {job["id"]: job["eval_loss"] for job in found["jobs"]}
-    assert found["best"] == min(losses, key=lambda number: losses[number])
-    best = next(job for job in found["jobs"] if job["id"] == found["best"])
-    assert best["values"]["training.learning_rate"] == 2e-2
-    assert f"has job {found['best']}" in real.honectl("show", "rates", check=True).stdout
+    found: dict[str, Any] = json.loads(real.honectl("show", name, "--json", check=True).stdout)
+    assert (answer["state"], answer["num_jobs"], answer["jobs"]) == (
+        "sweep",
+        len(found["jobs"]),
+        [job["id"] for job in found["jobs"]],
+    )
+    return found
+
+
+@pytest.mark.timeout(1800)
+def test_a_sweep_of_twelve_real_jobs_has_one_page_that_names_the_best(trained: RealInstance, tmp_path: Path) -> None:
+    sweep = {"training.learning_rate": [1e-6, 1e-3, 2e-2], "lora.r": [2, 8], "training.seed": [1, 2]}
+    found = submitted(trained, "rates", sweep, max_steps=8)
+    jobs = jobs_of(trained, "rates")
+    assert [job.state for job in jobs] == [State.SUCCEEDED] * 12
+    # The loss that each worker itself has measured at its end.
+    results = {job.id: trained.layout.job(job.id).attempt(1).result_path for job in jobs}
+    losses = {number: json.loads(path.read_bytes())["metrics"]["eval_loss"] for number, path in results.items()}
+    best = min(losses, key=lambda number: losses[number])
+    assert {job["id"]: job["eval_loss"] for job in found["jobs"]} == losses
+    assert len(set(losses.values())) > 6
+    assert found["best"] == best
+    [job] = [job for job in jobs if job.id == best]
+    assert job.group is not None
+    assert job.group["values"]["training.learning_rate"] == 2e-2
+    assert f"has job {best}" in trained.honectl("show", "rates", check=True).stdout
+
+    if browser.CHROMIUM is None:
+        pytest.skip("no Chromium here")
+    with serving(trained) as web, browser.opened(tmp_path) as chromium:
+        chromium.expected = (f"{web.address}/", "data:")
+        for width in (1280, 390):
+            seen = chromium.visit(f"{web.address}/compare?sweep=rates", width=width)
+            assert seen["complaints"] == []
+            assert seen["scrolls"] <= seen["width"]
+            assert "12 jobs compared" in seen["text"]
+            mark = "ABCDEFGHIJKL"[[each.id for each in jobs].index(best)]
+            assert " ".join(chromium.value("document.querySelector('p.outcome').innerText").split()) == (
+                f"Lowest evaluation loss: {mark} {job.name}"
+            )
+            assert chromium.value("document.querySelector('p.outcome a').pathname") == f"/jobs/{best}"
+            assert {"lora.r", "training.learning_rate", "training.seed"} <= set(seen["text"].split())
+
+
+@pytest.mark.timeout(1200)
+def test_a_real_job_that_a_rung_ends_stops_at_a_step_and_goes_on_from_there(trained: RealInstance) -> None:
+    often = {"eval_steps": 5, "logging_steps": 1}
+    short, endless = ({"max_steps": 20, "learning_rate": 2e-2}, {"max_steps": 10**6, "learning_rate": 1e-7})
+    sweep = {"training": [short | often, endless | often], "halving": {"min_steps": 10}}
+    found = submitted(trained, "halved", sweep)
+    good, hopeless = jobs_of(trained, "halved")
+    assert (good.state, hopeless.state, hopeless.outcome) == (State.SUCCEEDED, State.CANCELLED, "stopped_early")
+    assert found["best"] == good.id
+    [early] = [job["stopped_early"] for job in found["jobs"] if job["stopped_early"]]
+    assert (early["rung"], early["step"]) == (1, 10)
+    assert early["eval_loss"] > found["jobs"][0]["eval_loss"]
+    step = hopeless.attempt.step
+    assert step >= 10
+    assert (trained.layout.job(hopeless.id).checkpoints_dir / f"checkpoint-{step}").is_dir()
+    trained.honectl("requeue", str(hopeless.id), check=True)
+    wait_for(lambda: (trained.show(str(hopeless.id))["progress"]["step"] or 0) > step + 20, what="more steps")
+    trained.honectl("cancel", str(hopeless.id), check=True)
+    ended = trained.wait_state("halved-2", State.CANCELLED)
+    assert (ended.outcome, ended.attempt.is_resumed, ended.was_stopped_early) == ("cancelled", True, False)

@@ -202,6 +202,7 @@ def test_an_upgrade_leaves_a_running_job_to_its_version_and_its_environment(
 
     done = machine.try_run("honed-setup", "--status")
     assert (done.returncode, "of another version of the package" in done.stdout) == (1, True)
+    assert "of another version of the package" in machine.try_run("honectl", "doctor").stdout
     machine.run(*SETUP)
     assert machine.run("readlink", "-f", "/opt/honed-env/current").strip() != environment
     said = machine.run("honed-setup", "--remove-old")

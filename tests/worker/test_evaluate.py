@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from honed.worker.train.prediction import Predictor
+from honed.worker.train.watched import WatchedTrainer
 from worker.conftest import Ended, MakeJob
 from worker.test_media_training import colored_rows
 from zoo.model import write_facts
@@ -102,3 +104,62 @@ def test_an_evaluation_that_was_killed_begins_again(make_job: MakeJob, tmp_path:
     first, second = job.run(1), job.run(2)
     assert second.status == 0, second.result
     assert second.metrics == first.metrics
+
+
+@pytest.mark.parametrize(
+    ("batch", "question", "said"),
+    [
+        (0, 0, "after 0 of 4 batches and 0 of 5 predictions"),
+        (2, 0, "after 2 of 4 batches and 0 of 5 predictions"),
+        (9, 2, "after 4 of 4 batches and 2 of 5 predictions"),
+    ],
+    ids=["at once", "in the evaluation", "in the predictions"],
+)
+def test_an_evaluation_ends_by_itself_at_its_time_limit_with_what_it_has(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, question: int, said: str
+) -> None:
+    """The clock is set forward when this many batches and questions have been measured."""
+    measure, ask = WatchedTrainer.prediction_step, Predictor._ask_batch
+    trainers: list[Any] = []
+    num_asked = 0
+
+    def pass_time() -> None:
+        trainers[-1]._limit._started_at -= 1000
+
+    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = measure(self, *args, **kwargs)
+        trainers.append(self)
+        if len(trainers) == batch:
+            pass_time()
+        return found
+
+    def asked(self: Any, model: Any, questions: Any) -> Any:
+        nonlocal num_asked
+        found = ask(self, model, questions)
+        num_asked += len(questions)
+        if num_asked == question:
+            pass_time()
+        return found
+
+    monkeypatch.setattr(WatchedTrainer, "prediction_step", measured)
+    monkeypatch.setattr(Predictor, "_ask_batch", asked)
+    keys: dict[str, Any] = {
+        "kind": "evaluate",
+        "datasets": [],
+        "training": NO_TRAINING | {"per_device_eval_batch_size": 2},
+        "eval_datasets": held_out_rows(tmp_path / "test.jsonl"),
+        "predictions": {"num_samples": 5, "max_new_tokens": 4, "batch_size": 1},
+    }
+    ended = make_job(**keys, time_limit_sec=1000 if batch or question else 1e-6).run()
+    assert ended.status == 88
+    error = ended.result["error"]
+    assert (ended.result["outcome"], error["code"]) == ("failed", "time_limit")
+    assert error["message"].endswith(f"s reached {said}")
+    assert ("eval_loss" in ended.metrics) is bool(batch)
+    told = ended.of("evaluation")[-1]["metrics"]
+    assert ended.metrics.get("eval_loss") == told.get("eval_loss")
+    assert sum(len(each["rows"]) for each in ended.of("predictions")) == question
+    assert ("predictions/exact_match" in ended.metrics) is bool(question)
+    if batch == 9:  # the evaluation was whole
+        monkeypatch.undo()
+        assert make_job(**keys).run().metrics["eval_loss"] == ended.metrics["eval_loss"]

@@ -28,6 +28,21 @@ from worker.conftest import WORKER_TIMEOUT_SEC, MakeJob, read_events
 LORA = {"r": 4}
 
 
+class Foreground:
+    """Work ahead that yields to nobody: the tests below go on in pytest's own session."""
+
+    def hurry(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def foreground(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "Background", Foreground)
+
+
 def gate_of(job: JobLayout, environment: dict[str, str], **parts: Any) -> Gate:
     job.plan_path.touch()
     return Gate(job, 1, environment, **parts)

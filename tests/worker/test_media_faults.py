@@ -88,8 +88,8 @@ def test_odd_files_are_trained_on_and_broken_ones_left_out_counted_and_named(
     assert ended.status == 0, ended.result
     counts = ended.of("data")[0]
     assert (counts["num_train"], counts["num_broken"], counts["num_dropped"]) == (len(ODD), len(BROKEN), len(BROKEN))
-    (told,) = [text for text in ended.messages("warning") if "an unusable file" in text]
-    assert told.startswith(f"{len(BROKEN)} rows have an unusable file: ")
+    (told,) = [text for text in ended.messages("warning") if "rows are skipped" in text]
+    assert told.startswith(f"{len(BROKEN)} rows are skipped because of an unusable file: ")
     for name, (_, words) in BROKEN.items():
         assert f"/{name}: {words}" in told
 

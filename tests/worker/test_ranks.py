@@ -18,6 +18,8 @@ import pytest
 import warm
 from honed.run import shim
 from worker.conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob, read_events
+from worker.test_media_training import colored_rows
+from zoo.vision import build_vision_checkpoint
 
 #: Seconds in which all ranks have to end after one has failed.
 END_SEC = 30.0
@@ -96,11 +98,11 @@ class Run:
         return Ended(-1 if status is None else status, result, read_events(self.job.events_path(self.attempt)))
 
 
-def over_two(job: WorkerJob, *, effective: int = 4) -> WorkerJob:
+def over_two(job: WorkerJob, *, effective: int = 4, mode: str = "ddp") -> WorkerJob:
     """Divide a job of one process between two ranks."""
     job.change_plan(
         parallel={
-            "mode": "ddp",
+            "mode": mode,
             "num_ranks": 2,
             "ranks_per_node": 2,
             "num_nodes": 1,
@@ -290,14 +292,39 @@ def test_a_rank_that_never_hears_of_the_others_error_is_ended_with_it(make_job: 
     assert run.took_sec < 10.0
 
 
-def test_a_full_disk_ends_all_ranks_and_the_last_checkpoint_is_continued(make_job: MakeJob) -> None:
-    job = over_two(make_job(**KEYS))
+DROPOUT = with_keys(lora={"r": 4, "lora_dropout": 0.2})
+
+
+@pytest.fixture(scope="module")
+def once() -> dict[str, bytes]:
+    """What was made for the first test that needs it."""
+    return {}
+
+
+@pytest.fixture
+def undisturbed(make_job: MakeJob, once: dict[str, bytes]) -> bytes:
+    """The weights of a run of two ranks with dropout to which nothing happens."""
+    if not once:
+        whole = Run(over_two(make_job(**DROPOUT)))
+        assert whole.end().status == 0, whole.log[-3000:]
+        once["weights"] = weights_of(whole)
+    return once["weights"]
+
+
+def weights_of(run: Run) -> bytes:
+    return (run.job.output_dir / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_full_disk_ends_all_ranks_and_the_last_checkpoint_is_continued(make_job: MakeJob, undisturbed: bytes) -> None:
+    job = over_two(make_job(**DROPOUT))
     first = Run(job, HONED_TEST_RANK_0=FULL)
     ended = first.end()
     assert (ended.status, ended.result["error"]["code"]) == (73, "disk_insufficient"), first.log[-3000:]
     assert first.took_sec < 10.0
-    again = Run(job, 2).end()
+    second = Run(job, 2)
+    again = second.end()
     assert (again.status, [each["step"] for each in again.of("resumed")]) == (0, [2])
+    assert weights_of(second) == undisturbed
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -307,26 +334,6 @@ def test_a_rank_that_dies_before_the_first_step_ends_the_attempt(make_job: MakeJ
     run = Run(over_two(make_job(**KEYS)), **{f"HONED_TEST_RANK_{rank}": code})
     ended = run.end(END_SEC)
     assert (run.exit["rank"], run.exit["signal"], ended.result) == (rank, signal.SIGKILL, {}), run.log[-3000:]
-
-
-def test_a_frozen_rank_silences_the_pulse_of_the_first_one_and_is_ended_with_its_stacks(make_job: MakeJob) -> None:
-    run = Run(over_two(make_job(**with_keys(training={"max_steps": 5000}))))
-    run.wait_for_step(3)
-    os.kill(run.pids[1], signal.SIGSTOP)
-    pulse = run.dir / "pulse"
-    run.wait_for(lambda: time.time() - pulse.stat().st_mtime > 2.0)
-    run.process.send_signal(signal.SIGABRT)  # as honed does once its patience is over
-    ended = run.end(END_SEC)
-    assert (run.exit["signal"], ended.result) == (signal.SIGABRT, {})
-    assert run.log.count("Fatal Python error: ") == 2  # both write at once, piece by piece
-
-
-def test_a_plan_with_fsdp_is_refused_in_plain_words(make_job: MakeJob) -> None:
-    job = over_two(make_job(**KEYS))
-    job.change_plan(parallel={**job.plan["parallel"], "mode": "fsdp"})
-    run = Run(job)
-    ended = run.end()
-    assert (ended.status, ended.result["error"]["message"]) == (78, "parallel: fsdp is not supported yet")
 
 
 def test_evaluations_a_guard_and_the_best_model_are_those_of_one_process(make_job: MakeJob) -> None:
@@ -376,20 +383,16 @@ def test_a_time_limit_and_a_stop_of_all_ranks_leave_a_checkpoint(make_job: MakeJ
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_inside_a_save_costs_the_steps_since_the_last_checkpoint(
-    make_job: MakeJob, rank: int
+    make_job: MakeJob, rank: int, undisturbed: bytes
 ) -> None:
-    asked = with_keys(lora={"r": 4, "lora_dropout": 0.2})
-    whole = Run(over_two(make_job(**asked)))
-    assert whole.end().status == 0
-    job = over_two(make_job(**asked))
+    job = over_two(make_job(**DROPOUT))
     first = Run(job, **{f"HONED_TEST_RANK_{rank}": KILL_IN_SAVE})
     assert first.end(END_SEC).result == {}, first.log[-3000:]
     assert (first.exit["rank"], first.exit["signal"]) == (rank, signal.SIGKILL)
     second = Run(job, 2)
     again = second.end()
     assert (again.status, [each["step"] for each in again.of("resumed")]) == (0, [2]), second.log[-3000:]
-    weights = [(each.job.output_dir / "adapter_model.safetensors").read_bytes() for each in (whole, second)]
-    assert weights[0] == weights[1]
+    assert weights_of(second) == undisturbed
 
 
 KILL_IN_SAVE = """
@@ -407,3 +410,77 @@ def sealed(path, *args, **kwargs):
     seal(path, *args, **kwargs)
 Trainer.gather_states, checkpoint.seal = gather_states, sealed
 """
+
+
+def test_pictures_are_trained_on_as_by_one_process(make_job: MakeJob, tmp_path: Path) -> None:
+    """Some rows have none: such a rank's batch gives the encoder no gradient."""
+    pictures = colored_rows(tmp_path / "images", 10)
+    mixed = [*pictures, *rows(6)]
+    asked = with_keys(
+        model=build_vision_checkpoint(tmp_path / "base", "qwen2_5_vl"),
+        rows=mixed,
+        eval_split=0.25,
+        lora={"r": 4, "finetune_vision_layers": True, "finetune_projector": True},
+        predictions={"num_samples": 2, "max_new_tokens": 4},
+        training={"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2},
+    )
+    one = make_job(**asked).run()
+    assert one.status == 0, one.result
+    two = Run(over_two(make_job(**asked)))
+    ended = two.end()
+    assert ended.status == 0, two.log[-4000:]
+    assert ended.losses == pytest.approx(one.losses, abs=1e-6)
+    assert ended.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], abs=5e-6)
+    assert ended.metrics["num_trained_tokens"] == one.metrics["num_trained_tokens"]
+    assert ended.of("example") == one.of("example")
+    assert [each["prediction"] for each in ended.of("predictions")[0]["rows"]] == [
+        each["prediction"] for each in one.of("predictions")[0]["rows"]
+    ]
+
+
+def test_an_evaluation_has_the_figures_of_one_process_also_by_data_set(make_job: MakeJob, tmp_path: Path) -> None:
+    sets = []
+    for name, number in (("first", 7), ("second", 4)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows(number)))
+        sets.append({"path": str(path)})
+    asked: dict[str, Any] = {
+        "kind": "evaluate",
+        "datasets": [],
+        "eval_datasets": sets,
+        "dtype": "float32",
+        "predictions": {"num_samples": 3, "max_new_tokens": 4},
+        "training": {
+            "max_steps": -1,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 2e-5,
+            "per_device_eval_batch_size": 3,
+        },
+    }
+    one = make_job(**asked).run()
+    assert one.status == 0, one.result
+    two = Run(over_two(make_job(**asked)))
+    ended = two.end()
+    assert ended.status == 0, two.log[-4000:]
+    assert {"eval_loss/first", "eval_loss/second"} <= set(one.metrics)
+    assert ended.metrics == pytest.approx(one.metrics, abs=1e-9)
+    assert ended.of("predictions") == one.of("predictions")
+    short = Run(over_two(make_job(**asked, time_limit_sec=0.001)))
+    late = short.end()
+    assert (late.status, late.result["error"]["code"]) == (88, "time_limit"), short.log[-3000:]
+    assert "of 3 predictions" in late.result["error"]["message"]
+
+
+def test_a_trial_runs_on_the_first_device_and_its_job_on_both(make_job: MakeJob) -> None:
+    job = over_two(make_job(**with_keys(trial=True, training={"max_steps": 2, "num_train_epochs": 1})))
+    run = Run(job, CUDA_VISIBLE_DEVICES="first,second")
+    ended = run.end()
+    assert ended.status == 0, run.log[-4000:]
+    [found] = ended.of("trial")
+    assert found["verdict"] in ("learns", "learns_slowly", "does_not_learn")
+    assert [each["step"] for each in ended.of("step")] == [1, 2]
+    tried = read_events(job.dir / "trial/attempts/1/events.jsonl")
+    assert [each.data["pid"] for each in tried if each.kind == "started"] != run.pids[:1]
+    alone = Run(over_two(make_job(**with_keys(trial="only"))))
+    assert alone.end().status == 0, alone.log[-4000:]
+    assert not alone.job.output_dir.exists()

@@ -135,6 +135,14 @@ def test_the_row_that_unsloth_would_change_is_trained_without_it_unless_it_is_na
     assert any("in bfloat16 instead of the planned float16" in reason for reason in found.backend.reasons)
 
 
+def test_cells_of_two_gpus_run_as_two_processes(tmp_path: Path) -> None:
+    rows, _ = run_script(tmp_path, "^transformers/Qwen3-1.7B/bfloat16/[48]bit/lora/fsdp$")
+    divided, refused = rows
+    assert (divided["outcome"], divided["mismatches"]) == ("finished", [])
+    assert (divided["has_output"], divided["num_predictions"]) == (True, 4)
+    assert (refused["outcome"], refused["code"]) == ("refused", "spec_invalid")
+
+
 def test_where_a_fork_cannot_use_the_gpu_each_cell_has_a_process_of_its_own(tmp_path: Path) -> None:
     (row,), _ = run_script(tmp_path, "^transformers/Qwen3-1.7B/float32/none/lora$", "--fresh")
     assert (row["outcome"], row["mismatches"], row["has_output"]) == ("finished", [], True)

@@ -28,14 +28,14 @@ def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> 
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(offset))
 
 
-def write_base_model(directory: Path) -> Path:
+def write_base_model(directory: Path, *, num_layers: int = 1) -> Path:
     """A checkpoint directory that is complete as far as files go."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 8,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "intermediate_size": 16,
@@ -43,17 +43,19 @@ def write_base_model(directory: Path) -> Path:
         "dtype": "float32",
     }
     (directory / "config.json").write_text(json.dumps(config))
-    layer = "model.layers.0."
+    layer: dict[str, tuple[str, list[int]]] = {
+        **{f"self_attn.{name}_proj.weight": ("F32", [8, 8]) for name in "qkvo"},
+        "mlp.gate_proj.weight": ("F32", [16, 8]),
+        "mlp.up_proj.weight": ("F32", [16, 8]),
+        "mlp.down_proj.weight": ("F32", [8, 16]),
+        "input_layernorm.weight": ("F32", [8]),
+        "post_attention_layernorm.weight": ("F32", [8]),
+    }
     write_safetensors(
         directory / "model.safetensors",
         {
             "model.embed_tokens.weight": ("F32", [32, 8]),
-            **{f"{layer}self_attn.{name}_proj.weight": ("F32", [8, 8]) for name in "qkvo"},
-            f"{layer}mlp.gate_proj.weight": ("F32", [16, 8]),
-            f"{layer}mlp.up_proj.weight": ("F32", [16, 8]),
-            f"{layer}mlp.down_proj.weight": ("F32", [8, 16]),
-            f"{layer}input_layernorm.weight": ("F32", [8]),
-            f"{layer}post_attention_layernorm.weight": ("F32", [8]),
+            **{f"model.layers.{n}.{name}": each for n in range(num_layers) for name, each in layer.items()},
             "model.norm.weight": ("F32", [8]),
             "lm_head.weight": ("F32", [32, 8]),
         },

@@ -14,6 +14,7 @@ from honed.job import removal
 from honed.job.progress import gib
 from honed.plan import precision
 from honed.plan.plan import Plan
+from honed.plan.row_needs import ROW_MEMORY_BYTES
 from honed.spec.spec import JobSpec
 from honed.system.device import cpu
 from honed.system.error import DiskShortError, MemoryShortError, SpecError
@@ -23,6 +24,8 @@ from honed.system.layout import Layout
 NUM_CHECKPOINTS = 2
 #: Tokenizer files that are saved with each checkpoint.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt")
+#: Bytes of a rank's process with its libraries imported, without the pages that it shares with others.
+PROCESS_BYTES = 300 * 2**20
 #: The file in an output directory that names the job it belongs to.
 MANIFEST_NAME = "honed.json"
 
@@ -166,11 +169,34 @@ def check_room(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
 
 
 def _check_host_memory(made: Plan) -> None:
-    """Check that the machine has the memory in which the rows are encoded. Raises MemoryShortError."""
-    total = cpu().total_bytes
+    """Check that the machine has the memory in which the rows are encoded, and that several ranks need beside their
+    devices. Raises MemoryShortError."""
+    total, ranks = cpu().total_bytes, made.parallel.ranks_per_node
+    if ranks > 1 and (needed := sum((parts := host_parts(made)).values())) > total:
+        named = ", ".join(f"{what} {gib(num_bytes)}" for what, num_bytes in parts.items() if num_bytes)
+        raise MemoryShortError(
+            f"{ranks} processes on one machine need about {gib(needed)} of host memory ({named}), but the machine has "
+            f"only {gib(total)}",
+            hint="use fewer GPUs (resources.gpus) or fewer rows (max_rows)",
+        )
     if made.rows is not None and made.rows.memory_bytes > total:
         raise MemoryShortError(
             f"reading and encoding about {made.rows.num_rows:,} rows needs about {gib(made.rows.memory_bytes)} of host "
             f"memory, but the machine has only {gib(total)}",
             hint="use fewer rows (max_rows), and .jsonl or .parquet in place of .json, which is read whole",
         )
+
+
+def host_parts(made: Plan) -> dict[str, int]:
+    """Return the host memory that the ranks of one machine need, in bytes.
+
+    The first encodes the rows; each keeps a number for each of them. Weights go from the mapped files to the devices
+    piece by piece, except under fsdp: there each rank loads the whole model first, and divides it then. 4-bit ones are
+    made on the devices.
+    """
+    ranks, rows = made.parallel.ranks_per_node, made.rows
+    kept = (ranks - 1) * ROW_MEMORY_BYTES * rows.num_rows + rows.memory_bytes if rows is not None else 0
+    is_loaded_whole = made.parallel.mode == "fsdp" and made.precision.quantization == "none"
+    whole = made.model.num_parameters * BITS[made.precision.load_dtype] // 8
+    weights = ranks * whole if is_loaded_whole else 0
+    return {"libraries": ranks * PROCESS_BYTES, "weights": weights, "rows": kept}

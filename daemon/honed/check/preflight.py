@@ -1,10 +1,10 @@
 """Everything about a job that can be known before its model is loaded, checked without torch.
 
     spec ── permissions ── base model ── adapter ── chat template ── data sets ── first rows ── packages ── plan ──
-    memory ── output dir ── disk
+    memory ── output dir ── disk ── cluster
 
 This module has the order; the checks lie by subject in modelcheck, target, templatecheck, datacheck, rowcheck,
-packagecheck and placecheck.
+packagecheck, placecheck and clustercheck.
 
 `check` runs in honectl's own process or in the helper: a small process (`python -m honed.check.preflight --root
 DIR`) with limits, so that nothing a job file names, such as a dead network file system or a file of terabytes, can
@@ -40,7 +40,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from honed.check import datacheck, modelcheck, packagecheck, placecheck, rowcheck, target, templatecheck
+from honed.check import clustercheck, datacheck, modelcheck, packagecheck, placecheck, rowcheck, target, templatecheck
 from honed.check.policy import Policy, inputs
 from honed.inputs import basemodel, hubdata, modality
 from honed.inputs.basemodel import UncachedError
@@ -123,6 +123,11 @@ class _Asked:
     cache: datacheck.Cache | None
 
     @property
+    def has_network(self) -> bool:
+        """False in the unit that checks a user's file for the shared instance: Slurm is asked at the job's turn."""
+        return not self.layout.is_of_system or self.uid is None
+
+    @property
     def rights(self) -> Policy:
         return Policy.of(self.layout, self.config, self.uid)
 
@@ -162,7 +167,9 @@ def check(
         try:
             members = _members(parsed, config)
             job_spec = spec.of(parsed)
-            entitlement.require_class(config, job_spec.job_class, os.getuid() if uid is None else uid)
+            submitter = os.getuid() if uid is None else uid
+            clustercheck.require_user(layout, config, submitter)
+            entitlement.require_class(config, job_spec.job_class, submitter)
             with modality.naming(job_spec.parts.patterns):
                 job_spec, places, missing = hubdata.located(
                     job_spec, layout.cache_dir, allow_hub=config.policy.hub, commits=asked.dataset_commits
@@ -194,12 +201,36 @@ def _members(parsed: Document, config: Config) -> tuple[Member, ...]:
     found = sweep.members(parsed.data, parsed.lines, max_jobs=config.spool.max_sweep_jobs)
     for member in found:
         try:
-            spec.validate(member.document, sweep.lines_of(member, parsed.lines), parsed.problems)
+            job_spec = spec.validate(member.document, sweep.lines_of(member, parsed.lines), parsed.problems)
+            _check_halving(job_spec, member, parsed)
         except SpecError as error:
             # No edit of the file's own key helps where the sweep sets it.
             told = "\n".join(f"{line} (with {member.words})" for line in error.said.splitlines())
             raise SpecError(told, hint=error.hint) from error
     return tuple(found)
+
+
+def _check_halving(job_spec: JobSpec, member: Member, parsed: Document) -> None:
+    """Raise SpecError for a job of a sweep that `halving` could never end."""
+    if member.halving is None:
+        return
+    first, last = member.halving["min_steps"], job_spec.training.max_steps
+    if job_spec.kind != "sft":
+        raise sweep.halving_fault(parsed.lines, "", f"kind: {job_spec.kind} has no steps to stop at", "remove it")
+    if job_spec.eval_strategy == "no":
+        raise sweep.halving_fault(
+            parsed.lines,
+            "",
+            "it compares the evaluation losses of the jobs, and they are not evaluated",
+            "add eval_split: 0.05, or eval_datasets, and training.eval_steps",
+        )
+    if 0 < last <= first:
+        raise sweep.halving_fault(
+            parsed.lines,
+            "min_steps",
+            f"{first} is not before the last step (training.max_steps: {last})",
+            f"use less, such as {max(1, last // 4)}",
+        )
 
 
 def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict:
@@ -268,7 +299,7 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
             made.memory,
             target,
             lambda changed: planned(changed, target).memory,
-            num_devices=_num_like(target, config),
+            num_devices=_num_like(target, job_spec, config),
         )
         return made
 
@@ -282,13 +313,12 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     progress("disk")
     warnings += placecheck.check_apart(job_spec, output_dir, model)
     placecheck.check_room(job_spec, made, layout, output_dir)
-    adapter_path = adapter.path if adapter else None
     return Verdict(
         job_spec,
         made,
         output_dir,
-        [*made.warnings, *warnings],
-        adapter_path,
+        [*made.warnings, *warnings, *(clustercheck.ask(job_spec, config, progress) if asked.has_network else [])],
+        adapter.path if adapter else None,
         commit=modelcheck.commit(job_spec, model),
         is_sampled=looked.is_sampled,
     )
@@ -354,15 +384,14 @@ def _check_the_rest(
 
 def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[Device]:
     """Return the devices that the job may run on; it is planned for the first on which it fits."""
-    if config.jobs.runner == "slurm" and job_spec.resources.num_ranks > 1:
-        fix = {"resources.gpus": min(1, job_spec.resources.gpus), "resources.nodes": 1}
-        words = "resources: jobs of several GPUs or nodes cannot run on the cluster yet"
-        raise SpecError(words, hint="write resources: {gpus: 1}", fix=fix)
     if job_spec.resources.gpus == 0 or job_spec.kind == "merge":
         return [device.cpu()]
     if given:
         return [given]
-    found = devices(config)
+    found = devices(config, job_spec.resources.profile)
+    if (asked := clustercheck.profile(job_spec, config)) is not None:
+        clustercheck.require_gpus(job_spec, asked)
+        return found[:1]
     gpus = device.alike([each for each in found if each.kind == "cuda"])
     parallel.check_devices(job_spec, max(map(len, gpus), default=0), sum(map(len, gpus)))
     if job_spec.resources.gpus <= 1:
@@ -371,9 +400,9 @@ def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[De
     return [min(each, key=lambda one: one.total_bytes) for each in gpus if len(each) >= job_spec.resources.gpus]
 
 
-def _num_like(target: Device, config: Config) -> int:
+def _num_like(target: Device, job_spec: JobSpec, config: Config) -> int:
     """Return how many devices like this one the machine has."""
-    found = devices(config) if target.kind == "cuda" else []
+    found = devices(config, job_spec.resources.profile) if target.kind == "cuda" else []
     return sum(device.are_alike(each, target) for each in found) or 1
 
 
@@ -402,7 +431,8 @@ def _check_policy(job_spec: JobSpec, config: Config) -> None:
             hint="remove it, or ask the administrator to set policy.trust_remote_code in honed.toml",
             fix={"trust_remote_code": None},
         )
-    parallel.check(job_spec)
+    parallel.check(job_spec, has_cluster=config.jobs.runner == "slurm")
+    clustercheck.profile(job_spec, config)
     recipient.check(job_spec.notify, config.notify)
 
 
@@ -512,7 +542,9 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
         references=spec.references(verdict.spec),
         waits_for=verdict.waits_for,
         needs_fetch=verdict.needs_fetch,
-        members=tuple({"document": each.document, "values": each.values} for each in verdict.members),
+        members=tuple(
+            {"document": each.document, "values": each.values, "halving": each.halving} for each in verdict.members
+        ),
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,10 @@ import yaml
 
 from honed.cli import draft, submission, terminal
 from honed.cli.instance import Instance
-from honed.spec import document, problem, relative
+from honed.spec import document, problem, relative, spec
+from honed.spec.problem import InvalidSpecError, Problem
 from honed.system import untrusted
-from honed.system.error import EnvironmentInvalidError, UsageError
+from honed.system.error import EnvironmentInvalidError, HonedError, UsageError
 
 if TYPE_CHECKING:
     from honed.job.shape import Shown
@@ -44,21 +47,63 @@ def rerun(instance: Instance, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
         path = Path(directory) / f"{_file_name(content['name'])}.yaml"
         path.write_bytes(text)
-        warnings = draft.checked(instance, path).warnings
-        verdict = submission.send_one(instance, path, hold=options.hold)
+        try:
+            checked = draft.check_one(instance, path)
+        except HonedError as error:
+            raise in_options(error, options.set) from error
+        verdict = submission.send_one(instance, path, hold=options.hold, num_jobs=len(checked.members))
     is_refused = verdict.get("state") == "rejected"
     if options.json:
         terminal.console.print_json(json.dumps(verdict))
         return int(is_refused)
-    if verdict["id"] is None:
+    if verdict["id"] is None or checked.members:
         submission.say_verdict(f"{content['name']} (of job {job['id']})", verdict)
-        return int(is_refused)
-    what = ", ".join(options.set) or "nothing changed"
-    terminal.say(f"job {verdict['id']} ({verdict['name']}), {verdict['state']}: as job {job['id']}, {what}")
-    terminal.say(str(instance.layout.job(verdict["id"]).spec_path))
-    for warning in warnings:
+    else:
+        what = ", ".join(options.set) or "nothing changed"
+        terminal.say(f"job {verdict['id']} ({verdict['name']}), {verdict['state']}: as job {job['id']}, {what}")
+        terminal.say(str(instance.layout.job(verdict["id"]).spec_path))
+    for warning in () if is_refused else checked.warnings:
         terminal.say(f"  warning: {warning}", style="yellow")
-    return 0
+    return int(is_refused)
+
+
+def in_options(error: HonedError, settings: Sequence[str]) -> HonedError:
+    """Return a check's error about a job file that honectl has made: in terms of --set, without lines of that file."""
+    if not isinstance(error, InvalidSpecError):
+        if error.line is not None:
+            error.without(f"line {error.line}: ")
+        return error
+    given = [setting.partition("=")[0].strip() for setting in settings]
+    problems, right, alone = [], dict[str, Any](), _alone(settings)
+    for found in error.problems:
+        ours = next((key for key in given if f"{found.key}.".startswith(f"{key}.")), None)
+        # The file may have the right key, too; but it is the wrong one that was meant to be set.
+        each = alone.get(found.key, found) if ours is not None else found
+        told = each if ours is None else replace(each, key="", message=f"--set {each.key}: {each.message}")
+        problems.append(replace(told, line=None))
+        right |= {key: value for key, value in each.fix.items() if ours is not None and value is not None}
+    made = InvalidSpecError(problems)
+    made.is_refusal = error.is_refusal
+    if right:
+        made.hint = (
+            "did you mean " + " ".join(f"--set {shlex.quote(f'{key}={_written(right[key])}')}" for key in right) + "?"
+        )
+    return made
+
+
+def _alone(settings: Sequence[str]) -> dict[str, Problem]:
+    """Return the problems of a job file that has nothing but the KEY=VALUE of --set, by key."""
+    try:
+        spec.validate(changed({}, settings))
+    except InvalidSpecError as error:
+        return {each.key: each for each in error.problems}
+    except HonedError:
+        pass
+    return {}
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def content_of(instance: Instance, job: Shown) -> dict[str, Any]:

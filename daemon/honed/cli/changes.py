@@ -5,14 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 
-from honed.cli import terminal
+from honed.cli import members, terminal
 from honed.cli.instance import Instance
 from honed.job.job import State
 from honed.job.shape import ChangedRow
 from honed.system.error import HonedError, UsageError
 
 #: The states of a sweep's jobs to which a verb applies, where it names the sweep.
-GROUP_VERBS = {"cancel": ("queued", "held", "running"), "hold": ("queued", "running"), "release": ("held",)}
+GROUP_VERBS = {
+    "cancel": ("queued", "held", "running"),
+    "hold": ("queued", "running"),
+    "release": ("held",),
+    "requeue": ("failed", "cancelled"),
+    "pin": tuple(State),
+    "unpin": tuple(State),
+}
 
 
 def change(instance: Instance, options: argparse.Namespace) -> int:
@@ -42,15 +49,8 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
 
 def _each(instance: Instance, verb: str, reference: str) -> list[str]:
     """Return the jobs of a sweep that a verb applies to, if the reference names a sweep and no job; else itself."""
-    if verb not in GROUP_VERBS:
+    if not (jobs := members.of(instance, reference)):
         return [reference]
-    jobs = instance.jobs(names=[reference])
-    if any(reference in (job["name"], str(job["id"])) for job in jobs) or not any(job.get("group") for job in jobs):
-        return [reference]
-    numbers = sorted({group["id"] for job in jobs if (group := job.get("group"))})
-    if len(numbers) > 1:
-        hint = f"use its number: {', '.join(map(str, numbers))}"
-        raise UsageError(f"{len(numbers)} sweeps are named {reference!r}", hint=hint)
     found = [str(job["id"]) for job in jobs if job["state"] in GROUP_VERBS[verb]]
     if not found:
         raise UsageError(f"sweep {reference}: none of its {len(jobs)} jobs is {' or '.join(GROUP_VERBS[verb])}")

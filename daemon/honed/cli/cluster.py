@@ -8,16 +8,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from honed.run import slurm_request
 from honed.run.choice import why_no_slurm
-from honed.spec.config import Config
+from honed.run.slurm_client import why_not_as
+from honed.run.slurm_request import Request
+from honed.spec.config import Config, SlurmConfig
+from honed.system.device import TOLERANCE
 from honed.system.layout import Layout
 
 Status = Literal["ok", "warning", "error"]
@@ -25,20 +30,31 @@ Status = Literal["ok", "warning", "error"]
 COMMAND_SEC, START_SEC, JOB_SEC = 15, 10, 40
 #: Seconds by which the clocks may differ.
 MAX_SKEW_SEC = 5.0
-#: What the tiny job does in a directory of the instance, whose lock we hold.
+#: Nodes on which the tiny job runs, if so many are free.
+MAX_NODES = 4
+#: What the tiny job does on each node, in a directory of the instance, whose lock we hold.
 _PROBE = """
-import fcntl, json, os, sys, time
-place = sys.argv[1]
-told = {"now": time.time(), "user": os.geteuid()}
-with open(place + "/new", "w") as file: file.write("new")
-os.rename(place + "/new", place + "/old")
-fd = os.open(place + "/log", os.O_WRONLY | os.O_APPEND); os.write(fd, b"two\\n"); os.close(fd)
+import fcntl, json, os, subprocess, sys, time
+place, node = sys.argv[1], os.environ["SLURMD_NODENAME"]
+told = {"node": node, "now": time.time(), "user": os.geteuid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+with open(f"{place}/{node}.new", "w") as file: file.write(node)
+os.rename(f"{place}/{node}.new", f"{place}/{node}.old")
+os.link(f"{place}/{node}.old", f"{place}/{node}.link")
+for number in range(20):
+    fd = os.open(f"{place}/{node}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.write(fd, f"{number}\\n".encode())
+    os.close(fd)
 with open(place + "/lock", "r+") as file:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         told["lock"] = False
     except BlockingIOError:
         told["lock"] = True
+try:
+    ask = ["nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    told["gpu"] = subprocess.run(ask, capture_output=True, text=True, timeout=10).stdout.split("\\n")[0]
+except OSError:
+    told["gpu"] = ""
 print(json.dumps(told))
 """
 
@@ -48,39 +64,103 @@ def findings(layout: Layout, config: Config) -> Iterator[tuple[Status, str, str]
     if problem := why_no_slurm(layout):
         yield "error", problem, "see docs/cluster.md"
         return
-    done = _run(["squeue", "--noheader", "--me"], COMMAND_SEC)
+    done = _run(["squeue", "--noheader", f"--user={os.geteuid()}"], COMMAND_SEC)
     if isinstance(done, str):
         yield "error", f"the controller does not answer: {done}", "scontrol ping; systemctl status slurmctld munge"
         return
-    yield "ok", "jobs run on the cluster as this instance's own user", ""
-    yield _prove(layout, config)
+    if not layout.is_of_system:
+        yield "ok", "jobs run on the cluster as this instance's own user", ""
+        yield from _try_profiles(config.slurm)
+        yield _prove(layout.state_dir, config.slurm.profile(None))
+        return
+    yield "ok", "each job runs on the cluster as its submitter", ""
+    if problem := why_not_as(os.geteuid()):
+        yield "ok", f"profiles and nodes are not tried: {problem}", "run honectl doctor as somebody who submits jobs"
+    elif not os.access(layout.staged_dir, os.W_OK | os.X_OK):
+        yield "warning", "profiles and nodes are not tried: you may not submit jobs", "adduser NAME honed-submit"
+    else:
+        yield from _try_profiles(config.slurm)
+        yield _prove(layout.staged_dir, config.slurm.profile(None))
 
 
-def _prove(layout: Layout, config: Config) -> tuple[Status, str, str]:
+def _try_profiles(slurm: SlurmConfig) -> Iterator[tuple[Status, str, str]]:
+    """Yield what Slurm says to a job of each profile that it would refuse, or not answer."""
+    for name in (None, *slurm.profiles):
+        num_gpus = int(slurm.profile(name).gpu_bytes > 0)
+        if words := slurm_request.try_out(Request(num_gpus=num_gpus, profile=name), slurm):
+            where = f"slurm.profiles.{name}" if name else "slurm"
+            status: Status = "error" if slurm_request.is_refusal(words) else "warning"
+            yield status, f"a job of [{where}] would not start: {words}", f"correct [{where}] in honed.toml"
+
+
+def _prove(place_dir: Path, slurm: SlurmConfig) -> tuple[Status, str, str]:
+    """Have nodes use a directory below this one."""
+    own = [f"--nodes={_num_idle(slurm)}", "--ntasks-per-node=1", "--time=1", "--job-name=honed-doctor"]
+    own += [f"--immediate={START_SEC}", *["--gpus-per-node=1"] * (slurm.gpu_bytes > 0), *slurm.as_options()]
     try:
-        with tempfile.TemporaryDirectory(dir=layout.state_dir, prefix=".doctor-") as made, _held(Path(made)):
+        with tempfile.TemporaryDirectory(dir=place_dir, prefix=".doctor-") as made, _held(Path(made)):
             place = Path(made)
-            (place / "log").write_text("one\n")
-            own = ["--nodes=1", "--ntasks=1", "--time=1", "--job-name=honed-doctor", f"--immediate={START_SEC}"]
-            command = ["srun", *own, *config.slurm.as_options(), sys.executable, "-I", "-S", "-c", _PROBE, made]
             began = time.time()
-            done = _run(command, JOB_SEC)
+            done = _run(["srun", *own, sys.executable, "-I", "-S", "-c", _PROBE, made], JOB_SEC)
             took_sec = time.time() - began
             if isinstance(done, str):
                 if "immediate" in done.lower() or "did not end" in done:
                     return "warning", f"no node was free for a tiny job within {START_SEC} s: not proved", "try later"
                 hint = "honed, its directory and Python must have the same paths on every node"
                 return "error", f"a tiny job fails on a node: {done}", hint
-            told = json.loads(done.stdout)
-            if not told["lock"]:
-                return "error", "a lock that is held here is not seen on a node", "use a file system with locks"
-            if not (place / "old").exists() or (place / "log").read_text() != "one\ntwo\n":
-                return "error", "what a node has written is not seen here", "use one shared file system"
-            if not began - MAX_SKEW_SEC <= told["now"] <= began + took_sec + MAX_SKEW_SEC:
-                return "warning", f"the clock of a node differs by {told['now'] - began:.0f} s", "use NTP"
-    except (OSError, ValueError, KeyError) as error:
+            told = [json.loads(line) for line in done.stdout.splitlines()]
+            nodes = ", ".join(sorted(str(each["node"]) for each in told))
+            if fault := _fault(place, told):
+                return "error", f"{fault[0]} ({nodes})", fault[1]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return "error", f"a tiny job cannot be tried: {error}", ""
-    return "ok", "a node has the same path, renames, appends, locks and time", ""
+    if late := [each for each in told if not began - MAX_SKEW_SEC <= each["now"] <= began + took_sec + MAX_SKEW_SEC]:
+        return "warning", f"the clock of {late[0]['node']} differs by {late[0]['now'] - began:.0f} s", "use NTP"
+    if slurm.gpu_bytes and (warning := _gpu_fault(slurm, told)):
+        return warning
+    return "ok", f"the same path, renames, links, appends, locks and time on {nodes}", ""
+
+
+def _num_idle(slurm: SlurmConfig) -> int:
+    """Return on how many nodes a tiny job can start at once, at least one."""
+    partition = [f"--partition={slurm.partition}"] if slurm.partition else []
+    done = _run(["sinfo", "--noheader", "--states=idle", "--Node", "--format=%N", *partition], COMMAND_SEC)
+    names = set() if isinstance(done, str) else set(done.stdout.split())
+    return max(1, min(MAX_NODES, len(names)))
+
+
+def _fault(place: Path, told: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Return what the shared file system does not do, and what to do about it."""
+    if any(not each["lock"] for each in told):
+        return "a lock that is held here is not seen on a node", "use a file system with locks"
+    lines = [str(number) for number in range(20)]
+    if any((place / f"{each['node']}.log").read_text().splitlines() != lines for each in told):
+        return "lines that a node has appended to a file are lost", "use a file system with O_APPEND"
+    if any((place / f"{each['node']}.link").read_text() != each["node"] for each in told):
+        return "what a node has written is not seen here", "use one shared file system"
+    if any(each["user"] != os.geteuid() for each in told):
+        return "a job runs as another user than this instance", "give users the same numbers on all machines"
+    return None
+
+
+def _gpu_fault(slurm: SlurmConfig, told: list[dict[str, Any]]) -> tuple[Status, str, str] | None:
+    """Return a difference between the GPUs that jobs get and those that they are planned for."""
+    for each in told:
+        if not each["gpus"]:
+            return (
+                "error",
+                f"a job on {each['node']} got no GPU from Slurm",
+                "see gres.conf, or set slurm.gpu_bytes = 0",
+            )
+        memory, _, capability = str(each["gpu"]).partition(",")
+        if memory.strip().isdecimal() and int(memory) * 2**20 < slurm.gpu_bytes * (1 - TOLERANCE):
+            detail = f"a GPU on {each['node']} has {int(memory) * 2**20} bytes, but slurm.gpu_bytes is more"
+            return "warning", detail, "set slurm.gpu_bytes to the smallest GPU's, or make a profile for each kind"
+        planned = ".".join(map(str, slurm.gpu_compute_capability))
+        if capability and capability.strip() != planned:
+            detail = f"a GPU on {each['node']} has compute capability {capability.strip()}, planned is {planned}"
+            return "warning", detail, "set slurm.gpu_compute_capability, or make a profile for each kind of GPU"
+    return None
 
 
 @contextlib.contextmanager

@@ -3,21 +3,24 @@
 --sort score            by a column, the smallest first; --sort=-score: the largest first
 --filter KEY=VALUE      equal, regardless of case        --filter KEY~TEXT    contains
 --filter KEY>NUMBER     also <, >= and <=                --filter KEY!=VALUE  differs
+
+A filter that no job could ever meet is refused, with the nearest value.
 """
 
 from __future__ import annotations
 
 import json
 import operator
+import pwd
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from honed.cli import terminal
-from honed.job.job import MAX_PRIORITY
+from honed.job.job import MAX_PRIORITY, State
 from honed.job.progress import duration, figure
 from honed.system.error import UsageError
 
@@ -43,7 +46,8 @@ class Column:
     title: str
     value: Callable[[Row], Value]
     text: Callable[[Row], str]
-    is_right: bool = False
+    is_right: bool = False  #: as numbers are
+    words: Callable[[Row], tuple[str, ...]] = lambda _: ()  #: further words that name the value
 
 
 def _plain(value: Callable[[Row], Value], *, limit: int | None = None) -> Callable[[Row], str]:
@@ -110,10 +114,15 @@ def _swept(row: Row) -> str | None:
     return f"{group['id']}: {values}"
 
 
+def _sweep_names(row: Row) -> tuple[str, ...]:
+    """Return what a sweep is named by."""
+    return (str(group["id"]), group["name"].lower()) if (group := row.get("group")) else ()
+
+
 COLUMNS: dict[str, Column] = {
     "id": Column("id", lambda row: row["id"], lambda row: str(row["id"]), is_right=True),
     "name": _column("name", lambda row: row["name"], limit=40),
-    "sweep": _column("sweep", _swept, limit=60),
+    "sweep": Column("sweep", _swept, _plain(_swept, limit=60), words=_sweep_names),
     "state": _column("state", terminal.state_words),
     "outcome": _column("outcome", outcome),
     "priority": Column("priority", lambda row: row["priority"], _priority, is_right=True),
@@ -129,7 +138,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "epoch": _number("epoch", "epoch"),
     "loss": _number("loss", "loss"),
-    "score": Column("score", _score, _score_text),
+    "score": Column("score", _score, _score_text),  # a number with its name
     "elapsed": Column("elapsed", lambda row: row.get("elapsed_sec"), _elapsed, is_right=True),
     "eta": Column(
         "ETA",
@@ -165,7 +174,8 @@ USUAL = (
 #: Other tools' words for a column.
 _OTHERS = {"jobid": "id", "st": "state", "status": "state", "base_model": "model", "dataset": "data",
            "datasets": "data", "eval_loss": "score", "time": "elapsed", "duration": "elapsed", "reason": "why",
-           "submitted_at": "submitted", "uid": "user", "progress": "step", "file": "source"}  # fmt: skip
+           "submitted_at": "submitted", "uid": "user", "progress": "step", "file": "source",
+           "group": "sweep"}  # fmt: skip
 _FILTER = re.compile(r"(?P<key>[^=~<>!]+?)\s*(?P<sign>>=|<=|!=|=|~|>|<)\s*(?P<value>.*)", re.DOTALL)
 
 
@@ -202,13 +212,19 @@ def ordered(rows: Iterable[Row], key: str) -> list[Row]:
     return [*(row for _, row in there), *empty]
 
 
-def matching(rows: Iterable[Row], filters: Sequence[str]) -> list[Row]:
-    """Return the jobs that meet every filter. Raises UsageError for one that cannot be read."""
-    tests = [_test(text) for text in filters]
-    return [row for row in rows if all(test(row) for test in tests)]
+#: The columns with few values, and functions that return all of them.
+Known = Mapping[str, Callable[[], Iterable[str]]]
+STATES = (*(state.value for state in State), "staged")
 
 
-def _test(text: str) -> Callable[[Row], bool]:
+def test(filters: Sequence[str], known: Known) -> Callable[[Row], bool]:
+    """Return the test of a job by every filter. Raises UsageError for a filter that cannot be read, or that no job
+    could meet: `known` has the values of columns besides the states."""
+    tests = [_test(text, {"state": lambda: STATES, **known}) for text in filters]
+    return lambda row: all(each(row) for each in tests)
+
+
+def _test(text: str, known: Known) -> Callable[[Row], bool]:
     found = _FILTER.fullmatch(text)
     if found is None:
         raise UsageError(
@@ -216,17 +232,64 @@ def _test(text: str) -> Callable[[Row], bool]:
             hint="write KEY=VALUE, KEY~TEXT or KEY>NUMBER: --filter 'loss<1.5'",
         )
     column, sign, value = named(found["key"]), found["sign"], found["value"].strip().lower()
-    if sign in _OPERATORS:
+    name = next(name for name, each in COLUMNS.items() if each is column)
+    is_number = column.is_right or name == "score"
+    if sign in _OPERATORS and not is_number:
+        hint = f"use = or ~: --filter '{name}~{found['value']}'"
+        raise UsageError(f"--filter {text!r}: {name} is no number", hint=hint)
+    if is_number and sign != "~":
+        value = _as_number(name, value)
         try:
             bound = float(value)
         except ValueError:
             hint = f"use ~ for text: --filter '{found['key']}~{found['value']}'"
             raise UsageError(f"--filter {text!r} compares with something that is not a number", hint=hint) from None
-        return lambda row: isinstance(has := column.value(row), int | float) and _OPERATORS[sign](has, bound)
+        if sign in _OPERATORS:
+            return lambda row: isinstance(has := column.value(row), int | float) and _OPERATORS[sign](has, bound)
+    if name in known and value and not (name == "sweep" and sign == "~"):  # a part of a sweep's values may be any text
+        _check_known(text, name, value, [each.lower() for each in known[name]()], is_part=sign == "~")
     if sign == "~":
-        return lambda row: value in _word(column.value(row)) or value in column.text(row).lower()
+        return lambda row: any(value in word for word in (*_words(column, row), *column.words(row)))
     is_equal = sign == "="
     return lambda row: _is(column, row, value) is is_equal
+
+
+def _as_number(name: str, value: str) -> str:
+    """Return the number that a word stands for: a user's name, or the head of the queue."""
+    if name == "priority" and value == "head":
+        return str(MAX_PRIORITY)
+    if name == "user" and not value.isdecimal():
+        try:
+            return str(pwd.getpwnam(value).pw_uid)
+        except KeyError:
+            near = get_close_matches(value, [each.pw_name for each in pwd.getpwall()], n=1)
+            hint = f"did you mean {near[0]}?" if near else "give a user's name or number"
+            raise UsageError(f"there is no user {value!r} on this machine", hint=hint) from None
+    return value
+
+
+def _check_known(text: str, name: str, value: str, known: Sequence[str], *, is_part: bool) -> None:
+    """Raise UsageError for a value that no job has, with the nearest one."""
+    if value in known or (is_part and any(value in each for each in known)):
+        return
+    near = _NEAR[name].get(value) if name in _NEAR else None
+    near = near or next(iter(get_close_matches(value, known, n=1, cutoff=0.5)), None)
+    meant = f"did you mean {name}={near}? " if near else ""
+    there = f"There are: {', '.join(dict.fromkeys(known))}" if known else "There is none"
+    raise UsageError(f"--filter {text!r}: no {name} {value!r}", hint=f"{meant}{there}")
+
+
+#: Other tools' words for a value.
+_NEAR = {
+    "state": {
+        **dict.fromkeys(("pending", "waiting", "pd", "ready"), "queued"),
+        **dict.fromkeys(("done", "completed", "complete", "cd", "success", "finished", "ok"), "succeeded"),
+        **dict.fromkeys(("error", "f", "crashed"), "failed"),
+        **dict.fromkeys(("canceled", "ca", "stopped", "killed"), "cancelled"),
+        **dict.fromkeys(("r", "active", "training"), "running"),
+        **dict.fromkeys(("suspended", "paused"), "held"),
+    }
+}
 
 
 def _is(column: Column, row: Row, value: str) -> bool:
@@ -236,8 +299,9 @@ def _is(column: Column, row: Row, value: str) -> bool:
             return float(value) == has
         except ValueError:
             return False
-    return value in (_word(has), column.text(row).lower())
+    return value in (*_words(column, row), *column.words(row))
 
 
-def _word(value: Value) -> str:
-    return "" if value is None else str(value).lower()
+def _words(column: Column, row: Row) -> tuple[str, str]:
+    value = column.value(row)
+    return "" if value is None else str(value).lower(), column.text(row).lower()

@@ -108,10 +108,16 @@ def _add_beginnings(add: Add) -> None:
     verb = add(
         "convert",
         "convert:convert",
-        "convert settings of axolotl, LLaMA-Factory, TRL, an Unsloth script or an OpenAI request to a job file",
+        "convert settings or a command line of axolotl, LLaMA-Factory or TRL, an Unsloth script or an OpenAI request "
+        "to a job file",
         as_json=False,
     )
-    verb.add_argument("file", type=Path, metavar="FILE", help="a .yaml, .json, .py or .ipynb file; none of it is run")
+    verb.add_argument(
+        "file",
+        metavar="FILE",
+        help="a .yaml, .json, .py, .ipynb or .sh file, or in quotes the command line that starts the training, such as "
+        "'trl sft --model_name_or_path …'; none of it is run",
+    )
     verb.add_argument(
         "--from",
         dest="tool",
@@ -182,8 +188,8 @@ def _add_jobs(add: Add) -> None:
     verb.add_argument(
         "-o", "--output", metavar="FORM", help="wide (every column), json, name, or columns=id,name,score"
     )
-    verb.add_argument("--rejected", action="store_true", help="list refused files instead of jobs")
-    add("show", "listing:show", "show a job's details, or why a file was refused").add_argument("id", metavar="ID")
+    verb.add_argument("--rejected", action="store_true", help="list rejected files instead of jobs")
+    add("show", "listing:show", "show a job's details, or why a file was rejected").add_argument("id", metavar="ID")
     verb = add("logs", "joblog:logs", "show the log of a job's attempts; with --json one line of JSON per event")
     verb.add_argument("id", metavar="ID")
     verb.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")
@@ -207,6 +213,17 @@ def _add_changes(add: Add) -> None:
         verb.add_argument("ids", nargs="+", metavar="ID")
         if name == "requeue":
             verb.add_argument("--from-start", action="store_true", help="discard its checkpoints and start over")
+    verb = add("edit", "editing:edit", "change the job file of a queued or held job, in an editor or with --set")
+    verb.add_argument("id", metavar="ID")
+    how = verb.add_mutually_exclusive_group()
+    how.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a key, such as training.learning_rate=1e-4; null removes it; may be repeated",
+    )
+    how.add_argument("--file", type=Path, metavar="FILE", help="replace the job file with this one")
     verb = add("rerun", "again:rerun", "submit the job file of a job again, with changes, as a new job")
     verb.add_argument("id", metavar="ID")
     verb.add_argument(

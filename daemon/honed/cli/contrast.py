@@ -7,13 +7,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from honed.cli import column, terminal
+from honed.cli import column, members, terminal
 from honed.cli.predictions import compared
 from honed.job.comparison import compare as pieces_of
 from honed.job.comparison import course_of, differences, flat, is_right, plan_of, scores_of, shared_answers, spec_of
@@ -64,11 +65,10 @@ def diff(instance: Instance, options: argparse.Namespace) -> int:
 
 def compare(instance: Instance, options: argparse.Namespace) -> int:
     """Print several jobs beside each other: specs, scores, losses and predictions."""
-    if not 2 <= len(options.ids) <= len(MARKS):
-        raise UsageError(
-            f"compare takes 2 to {len(MARKS)} jobs, got {len(options.ids)}", hint="honectl compare ID ID …"
-        )
-    jobs = [instance.show(reference) for reference in options.ids]
+    references = [number for reference in options.ids for number in _each(instance, reference)]
+    if not 2 <= len(references) <= len(MARKS):
+        raise UsageError(f"compare takes 2 to {len(MARKS)} jobs, got {len(references)}", hint="honectl compare ID ID …")
+    jobs = [instance.show(reference) for reference in references]
     spec = differences([spec_of(job) for job in jobs])
     names = sorted({name for job in jobs for name in scores_of(job)}, key=column.scores_first)
     metrics = {name: [job["metrics"].get(name) for job in jobs] for name in names}
@@ -94,6 +94,20 @@ def compare(instance: Instance, options: argparse.Namespace) -> int:
         terminal.console.print(line, soft_wrap=True)
     _say_answers(answers, options.samples)
     return 0
+
+
+def _each(instance: Instance, reference: str) -> list[str]:
+    """Return the jobs of a sweep, of a large one those with the lowest evaluation loss, if the reference names one and
+    no job; else itself."""
+    if not members.of(instance, reference):
+        return [reference]
+    jobs = instance.read("group", reference)["jobs"]
+    if len(jobs) <= len(MARKS):
+        return [str(job["id"]) for job in jobs]
+    best = sorted(jobs, key=lambda job: (job["eval_loss"] is None, job["eval_loss"], job["id"]))[: len(MARKS)]
+    note = f"sweep {reference}: the {len(MARKS)} of its {len(jobs)} jobs with the lowest evaluation loss"
+    print(terminal.plain(note), file=sys.stderr)
+    return sorted((str(job["id"]) for job in best), key=int)
 
 
 def _say_table(title: str, marks: Sequence[str], rows: Mapping[str, Sequence[Any]], *, none: str) -> None:

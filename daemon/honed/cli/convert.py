@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed.cli import foreign, schema, terminal
+from honed.cli import foreign, launch, schema, terminal
 from honed.cli.foreign import UNKNOWN, Foreign
 from honed.cli.instance import Instance
 from honed.spec import problem, relative, spec, synonym
@@ -30,6 +30,8 @@ from honed.system.error import SpecError, UsageError
 MAX_ROUNDS = 10
 #: Keys without which the job would train something else: they are not left out.
 _MEANING = {"kind"}
+#: Stands for the name of a command line that was given as a text.
+_LINE = "the command line"
 _OUTPUT = "honed writes into the job's own directory; an output_dir needs policy.allowed_paths"
 _REMOTE_CODE = "code that comes with a model runs only where the administrator allows it (policy.trust_remote_code)"
 
@@ -53,8 +55,11 @@ class Converted:
 
 def convert(_instance: Instance, options: argparse.Namespace) -> int:
     """Print the job file, or write it to -o. Exit status 1 if something has to be filled in."""
-    made = converted(options.file, options.tool)
-    text = rendered(made, options.file)
+    source: Path | str = Path(options.file)
+    if not Path(options.file).is_file() and len(options.file.split()) > 1:
+        source = options.file
+    made = converted(source, options.tool)
+    text = rendered(made, source)
     if options.output is None:
         sys.stdout.write(text)
     else:
@@ -76,10 +81,14 @@ def write_new(path: Path, text: str) -> None:
         raise UsageError(f"{path}: {(error.strerror or '').lower()}") from error
 
 
-def converted(path: Path, tool: str | None = None) -> Converted:
-    """Convert a settings file. Raises SpecError for settings that train what honed does not."""
-    theirs = foreign.read(path, tool)
-    made = Converted(theirs.tool, _absolute(theirs, path.absolute().parent))
+def converted(source: Path | str, tool: str | None = None) -> Converted:
+    """Convert a settings file or script, or the text of a command line. Raises SpecError for settings that train what
+    honed does not."""
+    if isinstance(source, str):
+        theirs = foreign.started(launch.find(source, Path.cwd(), _LINE), tool, _LINE)
+    else:
+        theirs = foreign.read(source, tool)
+    made = Converted(theirs.tool, _absolute(theirs, theirs.place or Path(source).absolute().parent))
     made.written = dict(theirs.stated)
     for each in theirs.notes:
         (made.lost if each.is_lost else made.notes)[each.key] = each.why
@@ -226,9 +235,10 @@ def _unknown_places(data: dict[str, Any]) -> dict[str, str]:
 # --- The job file -----------------------------------------------------------------------------------------------------
 
 
-def rendered(made: Converted, source: Path) -> str:
+def rendered(made: Converted, source: Path | str) -> str:
     """Return the job file's text."""
-    lines = [f"# Converted from {_one_line(source.name)} ({made.tool}) by honectl convert."]
+    name = _one_line(source.name) if isinstance(source, Path) else _LINE
+    lines = [f"# Converted from {name} ({made.tool}) by honectl convert."]
     if made.missing:
         lines += ["#", "# To be filled in:", *(f"#   {key}: {_one_line(why)}" for key, why in made.missing.items())]
     for title, notes in (("Without an equal here, and left out:", made.lost), ("Not needed here:", made.notes)):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from honed.check.policy import nearest_existing
-from honed.cli import cluster, commands, sandbox, terminal
+from honed.cli import cluster, commands, sandbox, setup, terminal
 from honed.cli.instance import Instance
 from honed.job.corrupt import Corrupt
 from honed.job.progress import gib
@@ -83,7 +83,8 @@ class Finding:
 
 
 def doctor(instance: Instance, options: argparse.Namespace) -> int:
-    found = [finding.as_dict() for finding in examine(instance.layout)]
+    with terminal.doing("looking at the configuration, the packages and the devices …"):
+        found = [finding.as_dict() for finding in examine(instance.layout)]
     if options.json:
         terminal.console.print_json(json.dumps(found))
     else:
@@ -155,7 +156,11 @@ def _training() -> list[Finding]:
         return [Finding("training environment", "error", f"{training.MISSING}: jobs are rejected", training.REMEDY)]
     if training.recipe_dir() is None:
         return []
-    return [Finding("training environment", "ok", os.environ.get(training.VARIABLE, ""))]
+    place = os.environ.get(training.VARIABLE, "")
+    if not setup.is_current():
+        detail = f"{place}: of another version of the package; jobs are trained with its packages"
+        return [Finding("training environment", "warning", detail, training.REMEDY)]
+    return [Finding("training environment", "ok", place)]
 
 
 def _packages() -> list[Finding]:

@@ -28,15 +28,20 @@ if TYPE_CHECKING:
     from honed.text.chat import PreviewRow
 
 
-def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = ()) -> Verdict:
+def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = (), original: Path | None = None) -> Verdict:
     """Run all checks that honed makes before it accepts a job file. Raises the error with which honed would refuse it.
 
-    `beside` are job files that would be dropped together with it.
+    `beside` are job files that would be dropped together with it. `original`: the file of which this one is a copy.
     """
     if not path.exists():
         raise UsageError(f"{path}: no such file")
     with terminal.doing(f"{path.name}: reading the model and the data …"):
-        return _check_one(instance, path, beside)
+        try:
+            return _check_one(instance, path, beside)
+        except HonedError as error:
+            words = f"honectl convert {shlex.quote(str(original or path))}"
+            error.hint = error.hint.replace("honectl convert FILE", words)
+            raise
 
 
 def _check_one(instance: Instance, path: Path, beside: Iterable[Path]) -> Verdict:
@@ -178,26 +183,10 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
         else:
             is_named = fault["message"].startswith(answer["file"])
             terminal.say_error(fault, prefix="" if is_named else f"{answer['file']}: ")
-            _say_foreign(answer)
         for warning in answer["warnings"]:
             terminal.say(f"  warning: {warning}", style="yellow")
     say_offers(instance, verdicts)
     return int(not all(answer["ok"] for answer in answers))
-
-
-#: Unknown keys from which on a file is probably another tool's.
-MANY_UNKNOWN = 5
-
-
-def _say_foreign(answer: _Checked) -> None:
-    """Name honectl convert, if a rejected file is another tool's."""
-    if sum(each["message"].startswith("unknown key") for each in answer["faults"]) < MANY_UNKNOWN:
-        return
-    from honed.cli import foreign
-
-    if (tool := foreign.recognised(Path(answer["file"]))) is not None:
-        command = f"honectl convert {shlex.quote(answer['file'])}"
-        terminal.say(f"these look like settings of {tool}: {command} makes a job file of them", style="bold")
 
 
 def plan(instance: Instance, options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ def watch(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def until_final(instance: Instance, reference: str, *, quiet: bool = False) -> int:
-    """Show a job's progress until it is over. Returns 0 if it succeeded, else 1."""
+    """Show a job's progress until it is over. Returns 0 if it succeeded or its sweep ended it early, else 1."""
     if quiet or not terminal.console.is_terminal:
         return _follow_lines(instance, reference, quiet=quiet)
     from rich.progress import BarColumn, Progress, TextColumn
@@ -45,7 +45,11 @@ def until_final(instance: Instance, reference: str, *, quiet: bool = False) -> i
                 completed=job["progress"]["step"] or 0,
             )
     say_end(job)
-    return int(job["state"] != "succeeded")
+    return _status(job)
+
+
+def _status(job: Shown) -> int:
+    return int(job["state"] != "succeeded" and not job.get("stopped_early"))
 
 
 def _follow_lines(instance: Instance, reference: str, *, quiet: bool) -> int:
@@ -53,12 +57,13 @@ def _follow_lines(instance: Instance, reference: str, *, quiet: bool) -> int:
     for job in states(instance, reference):
         now = (job["state"], job["progress"]["step"])
         is_due = last is None or job["state"] != last[0] or time.monotonic() - said_at >= 1.0
-        if now != last and is_due and not quiet:
+        is_told = job["state"] not in FINAL_STATES or terminal.bar(job["progress"])  # its end is said below
+        if now != last and is_due and is_told and not quiet:
             terminal.say(terminal.job_line(job))
             said_at, last = time.monotonic(), now
     if not quiet:
         say_end(job)
-    return int(job["state"] != "succeeded")
+    return _status(job)
 
 
 def states(instance: Instance, reference: str) -> Iterator[Shown]:
@@ -75,6 +80,8 @@ def say_end(job: Shown) -> None:
     remark = terminal.plain(job.get("remark") or "", limit=400)
     style = "yellow" if remark else terminal.STATE_STYLES.get(job["state"], "")
     words = f"{job['state']}, but {remark}" if remark else job["state"]
+    if early := job.get("stopped_early"):
+        words = f"stopped early by its sweep: {early['reason']}"
     terminal.say(f"job {job['id']} ({job['name']}): {words}", style=style)
     if job["state"] == "succeeded":
         if (output_dir := job["artifacts"]["output_dir"]) is not None:

@@ -5,6 +5,7 @@
     trl             YAML of `trl sft`         model_name_or_path and dataset_name or datasets
     unsloth         a .py or .ipynb file      its calls are read with `ast`; nothing of it runs
     openai          JSON of a request         training_file, method, hyperparameters
+    a shell script or a command line that starts one of the first three: see launch.py
 
 What such a tool keeps elsewhere or means differently is settled here: data sets by name, shares of a mixture, total
 batch sizes, and the defaults that differ from honed's.
@@ -20,27 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed.spec import document, synonym
+from honed.cli import launch
+from honed.spec import document, other_tool, synonym
 from honed.spec.problem import shown
 from honed.system.error import HonedError, SpecError, UsageError
 
-#: The tools, with keys that only their files have.
-TOOLS: Mapping[str, tuple[str, ...]] = {
-    "axolotl": (
-        *("base_model", "sequence_len", "micro_batch_size", "num_epochs", "val_set_size", "sample_packing", "adapter"),
-        *("lora_target_linear", "dataset_prepared_path", "tokenizer_type", "evals_per_epoch", "strict"),
-    ),
-    "llamafactory": (
-        *("stage", "finetuning_type", "cutoff_len", "template", "dataset", "dataset_dir", "lora_rank", "lora_target"),
-        *("plot_loss", "overwrite_cache", "preprocessing_num_workers", "val_size", "quantization_bit"),
-    ),
-    "trl": (
-        *("dataset_name", "use_peft", "dataset_train_split", "dataset_test_split", "dataset_config", "max_length"),
-        *("lora_target_modules", "assistant_only_loss", "completion_only_loss", "attn_implementation", "dtype"),
-    ),
-    "openai": ("training_file", "validation_file", "method", "hyperparameters", "suffix", "integrations", "metadata"),
-}
-NAMES = (*TOOLS, "unsloth")
+NAMES = (*other_tool.TOOLS, "unsloth")
 
 
 @dataclass(frozen=True)
@@ -63,6 +49,7 @@ class Foreign:
     defaults: dict[str, Any] = field(default_factory=dict)
     #: Those that are in `data` already.
     stated: dict[str, Any] = field(default_factory=dict)
+    place: Path | None = None  #: the directory in which the tool is started, if a command line says so
 
     def note(self, key: str, why: str, *, is_lost: bool = True) -> None:
         self.notes.append(Note(key, why, is_lost))
@@ -72,13 +59,44 @@ class Foreign:
 
 
 def read(path: Path, tool: str | None = None) -> Foreign:
-    """Read a settings file. Raises SpecError for one of no known tool, or of a training that honed has not."""
+    """Read a settings file or a script. Raises SpecError for one of no known tool, or of a training that honed has
+    not."""
     if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+        raise UsageError(f"{path}: no such file", hint=launch.HINT)
+    if launch.is_script(path):
+        return started(launch.read(path), tool, str(path))
     if path.suffix.lower() in (".py", ".ipynb"):
         if tool not in (None, "unsloth"):
             raise SpecError(f"{path}: a {path.suffix} file can only be of unsloth, not of {tool}")
         return _script(path)
+    found = _settings(path, tool)
+    _PREPARED[found.tool](found, path.parent)
+    return found
+
+
+def started(given: launch.Launch, tool: str | None, name: str) -> Foreign:
+    """Return the settings of a training that a command line starts. Raises SpecError and UsageError, as `read` does."""
+    if tool not in (None, given.tool):
+        raise SpecError(f"{name}: this starts {given.tool}, not {tool}")
+    found = Foreign(given.tool, {})
+    if given.config is not None:
+        if not given.config.is_file():
+            raise UsageError(
+                f"{given.config}: no such file, and the command line names it", hint=f"it starts in {given.place}"
+            )
+        found = _settings(given.config, given.tool)
+    elif given.tool == "axolotl":
+        raise SpecError(f"{name}: axolotl train without its settings file", hint="axolotl train FILE.yaml")
+    found.data |= given.data
+    found.place = given.place
+    for key, why in given.notes:
+        found.note(key, why)
+    _PREPARED[found.tool](found, given.place)
+    return found
+
+
+def _settings(path: Path, tool: str | None) -> Foreign:
+    """Read a settings file as it is."""
     try:
         suffix = ".json" if path.suffix.lower() == ".json" else path.suffix
         parsed = document.parse(path.read_bytes(), suffix if suffix in document.SUFFIXES else ".yaml", is_lenient=True)
@@ -90,38 +108,21 @@ def read(path: Path, tool: str | None = None) -> Foreign:
         if unread.message == document.EMPTY:
             continue  # as templates leave keys that they do not use
         found.note(".".join(map(str, where)), f"{unread.message}{f' ({unread.hint})' if unread.hint else ''}")
-    _PREPARED[found.tool](found, path)
     return found
 
 
-def recognised(path: Path) -> str | None:
-    """Tell whose settings a rejected job file has; None if it is not clear."""
-    try:
-        return _tool(path, document.parse(path.read_bytes(), path.suffix, is_lenient=True).data)
-    except (HonedError, OSError):
-        return None
-
-
 def _tool(path: Path, data: Mapping[str, Any]) -> str:
-    """Tell whose settings these are by their keys."""
-    scores = {name: sum(key in data for key in keys) for name, keys in TOOLS.items()}
-    if "training_file" in data:
-        return "openai"
-    if "model_name_or_path" in data:
-        scores["axolotl"] = 0
-    best = max(scores, key=lambda name: scores[name])
-    if best == "trl" and "model_name_or_path" not in data:
-        scores[best] = 0
-    if scores[best] < (1 if "model_name_or_path" in data else 2):
+    """Tell whose settings these are by their keys. Raises SpecError if that is not clear."""
+    if (found := other_tool.of(data)) is None:
         hint = f"name the tool with --from: {', '.join(NAMES)}"
         raise SpecError(f"{path}: it is not clear which tool these settings are of", hint=hint)
-    return best
+    return found
 
 
 # --- axolotl ----------------------------------------------------------------------------------------------------------
 
 
-def _axolotl(found: Foreign, _path: Path) -> None:
+def _axolotl(found: Foreign, _place: Path) -> None:
     data = found.data
     found.defaults = {
         "training.max_length": 512,
@@ -143,13 +144,13 @@ def _axolotl(found: Foreign, _path: Path) -> None:
 # --- LLaMA-Factory ----------------------------------------------------------------------------------------------------
 
 
-def _llamafactory(found: Foreign, path: Path) -> None:
+def _llamafactory(found: Foreign, place: Path) -> None:
     data = found.data
     found.defaults = {"training.max_length": 2048, "training.learning_rate": 5e-5}
     if str(data.get("finetuning_type", "lora")).lower() == "lora":
         data.setdefault("finetuning_type", "lora")
         found.defaults |= {"lora.r": 8, "lora.lora_alpha": lambda job: 2 * job["lora"]["r"]}
-    data_dir = path.parent / str(found.take("dataset_dir") or "data")
+    data_dir = place / str(found.take("dataset_dir") or "data")
     if not data_dir.is_dir() and (Path.cwd() / data_dir.name).is_dir():
         data_dir = Path.cwd() / data_dir.name
     media_dir = found.take("media_dir")
@@ -165,7 +166,7 @@ def _llamafactory(found: Foreign, path: Path) -> None:
         if ours == "datasets" and shares and len(shares) == len(sets):
             sets = [each | {"fraction": share} for each, share in zip(sets, shares, strict=True)]
         if media_dir is not None:
-            sets = [each | {"media_dir": str((path.parent / str(media_dir)).resolve())} for each in sets]
+            sets = [each | {"media_dir": str((place / str(media_dir)).resolve())} for each in sets]
         del data[theirs]
         data[ours] = sets
 
@@ -234,7 +235,7 @@ def _dataset_of(found: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
 # --- TRL --------------------------------------------------------------------------------------------------------------
 
 
-def _trl(found: Foreign, _path: Path) -> None:
+def _trl(found: Foreign, _place: Path) -> None:
     data = found.data
     if data.get("use_peft"):
         found.defaults = {"lora.lora_dropout": 0.05}
@@ -256,7 +257,7 @@ def _trl(found: Foreign, _path: Path) -> None:
 # --- OpenAI -----------------------------------------------------------------------------------------------------------
 
 
-def _openai(found: Foreign, _path: Path) -> None:
+def _openai(found: Foreign, _place: Path) -> None:
     data = found.data
     method = found.take("method")
     kind = str(method.get("type", "supervised")) if isinstance(method, dict) else "supervised"

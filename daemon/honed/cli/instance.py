@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from honed.system.layout import Layout
 
 if TYPE_CHECKING:
     from honed.job.job import Job
-    from honed.job.shape import ChangedRow, DeviceRow, Overview, Refusal, Refused, Row, Shown, Status, Submitted
+    from honed.job.shape import ChangedRow, DeviceRow, Edited, Overview, Refusal, Refused, Row, Shown, Status, Submitted
     from honed.job.spool import Spool
 
 
@@ -146,6 +147,17 @@ class Instance:
             return {**query.summary(change(spool, self.layout, verb, job, **arguments)), **more}
         finally:
             spool.close()
+
+    def edit(self, number: int, data: bytes, *, was: bytes) -> Edited:
+        """Send a waiting job another job file; `was` is the one that it replaces. `edited` has the verdict."""
+        text, before = base64.b64encode(data).decode(), hashlib.sha256(was).hexdigest()
+        sent: Edited = self._client.ask("edit", id=str(number), data=text, was=before)
+        return sent
+
+    def edited(self, number: int) -> Edited:
+        """Return what became of a job's last edit."""
+        found: Edited = self._client.ask("edited", id=str(number))
+        return found
 
     @contextlib.contextmanager
     def pruner(self) -> Iterator[Callable[..., Any]]:

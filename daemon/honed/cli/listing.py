@@ -65,13 +65,28 @@ def _chosen(instance: Instance, options: argparse.Namespace) -> Overview:
     if options.sort or options.filter:
         for key in [options.sort.removeprefix("-")] if options.sort else []:
             column.named(key)  # an unknown one is refused before all jobs are read
-        column.matching([], options.filter or [])
-        jobs = column.matching(instance.jobs(**choice, after=options.after), options.filter or [])
+        meets = column.test(
+            options.filter or [], {"class": lambda: _classes(instance), "sweep": lambda: _sweeps(instance)}
+        )
+        jobs = [job for job in instance.jobs(**choice, after=options.after) if meets(job)]
         jobs = column.ordered(jobs, options.sort) if options.sort else jobs
         return _whole(jobs[: options.limit])
     if is_all or options.output:
         return _whole(instance.jobs(**choice, limit=options.limit, after=options.after))
     return instance.overview(**choice)
+
+
+def _classes(instance: Instance) -> list[str]:
+    """Return the names of all classes, also of those that only old jobs have."""
+    from honed.spec import config
+
+    return sorted({*config.load(instance.layout).classes, *(job["class"] for job in instance.jobs() if job["class"])})
+
+
+def _sweeps(instance: Instance) -> list[str]:
+    """Return the names of all sweeps, and their numbers."""
+    groups = [group for job in instance.jobs() if (group := job.get("group"))]
+    return list(dict.fromkeys(word for group in groups for word in (group["name"], str(group["id"]))))
 
 
 def _whole(jobs: list[Row]) -> Overview:
@@ -131,7 +146,7 @@ def _say_num_refused(found: Refused | None) -> None:
     """Print how many refused files there are, if any; an older honed does not say."""
     if found and found["num"]:
         more = "" if found["are_all"] else " or more"
-        files = "refused file" if found["num"] == 1 else "refused files"
+        files = "rejected file" if found["num"] == 1 else "rejected files"
         newest = terminal.plain(found["files"][0]["file"], limit=40)
         terminal.say(f"{found['num']}{more} {files}, the newest {newest}: honectl list --rejected", style="dim")
 
@@ -153,7 +168,7 @@ def _list_refused(instance: Instance, options: argparse.Namespace) -> int:
         for each in found["files"]
     ]
     if not rows:
-        terminal.say("no refused files")
+        terminal.say("no rejected files")
         return 0
     terminal.table(["file", "refused (UTC)", "detail"], rows)
     terminal.say("honectl show FILE prints the whole reason; honectl prune --rejected removes such files", style="dim")
@@ -250,8 +265,10 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         terminal.say()
     facts: list[Sequence[object]] = [
         ["outcome", job["outcome"]],
+        ["stopped", early["reason"] if (early := job.get("stopped_early")) else None],
         ["waits", terminal.why_waiting(job)],
         ["preempted", _preempted(job)],
+        ["cluster", terminal.plain(_cluster(job), limit=400)],
         ["model", job.get("model")],
         ["data", "\n".join(job.get("data") or ())],
         ["adapter", _adapter(job["spec"])],
@@ -266,6 +283,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         ),
         *job["artifacts"].items(),
         ["submitted", job["submitted_at"]],
+        ["edited", ", ".join(job.get("edited_at") or ())],
         ["from", job["source"]],
         ["pinned", "yes" if job.get("is_pinned") else None],
         ["directory", job["job_dir"]],
@@ -298,6 +316,16 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     return 0
 
 
+def _cluster(job: Shown) -> str:
+    """Return what Slurm says of the last attempt's job: its number, its nodes, why it waits."""
+    if (told := job.get("slurm")) is None:
+        return ""
+    where = f" on {told['nodes']}" if told["nodes"] else ""
+    why = f", {told['reason']}" if told["reason"] else ""
+    number = f"Slurm job {told['id']}" if told["id"] else f"{told['name']}, not yet in Slurm"
+    return f"{number}: {told['state'].lower() or 'submitted'}{where}{why}"
+
+
 def _show_group(found: GroupShown, *, as_json: bool) -> int:
     """Print the jobs of a sweep with their values and losses."""
     if as_json:
@@ -311,13 +339,18 @@ def _show_group(found: GroupShown, *, as_json: bool) -> int:
         [
             job["id"],
             terminal.plain(job["name"], limit=40),
-            job["outcome"] if job["state"] == "failed" else job["state"],
+            job["outcome"] if job["state"] == "failed" or job.get("stopped_early") else job["state"],
             *(terminal.plain(json.dumps(job["values"].get(key)), limit=30) for key in keys),
             "" if job["eval_loss"] is None else f"{job['eval_loss']:.4g}",
         ]
         for job in found["jobs"]
     ]
     terminal.table(["id", "name", "state", *keys, "eval_loss"], rows, right=["id", "eval_loss"])
+    for job in found["jobs"]:
+        if early := job.get("stopped_early"):
+            terminal.say(f"job {job['id']} was stopped early: {early['reason']}", style="yellow")
+    if any(job.get("stopped_early") for job in found["jobs"]):
+        terminal.say("honectl requeue ID trains such a job to its end, from its checkpoint", style="dim")
     if found["best"] is not None:
         terminal.say(f"the lowest eval_loss of those that succeeded has job {found['best']}", style="green")
     return 0

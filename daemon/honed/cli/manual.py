@@ -24,6 +24,7 @@ from honed.cli import command_line, setup
 from honed.cli.docstring import docstrings
 from honed.daemon import loop
 from honed.page import server
+from honed.spec import setting
 from honed.spec.field import describe, keys, kinds
 from honed.system.layout import Layout
 
@@ -78,6 +79,11 @@ _UNITS = (
     ("honed-fetch@N.service", "Fetches models and data sets from the hub, if policy.hub allows it."),
     ("honed-send.service", "Sends predictions, metrics and notices to the addresses in honed.toml; idle without any."),
     ("honed-web.socket", "Starts honed-web.service, web pages and a read-only API: honed-web(8). Off until enabled."),
+    (
+        "honed-slurm.socket",
+        "Starts honed-slurm@N.service, which submits each job of a shared instance to a Slurm cluster as its submitter "
+        "(jobs.runner = slurm). Off until enabled.",
+    ),
 )
 _EXIT = (
     ("0", "Normal exit."),
@@ -252,6 +258,8 @@ def _keys(name: str, what: str, introduction: str, sections: Iterable[Section]) 
         parts += [f'.SH "{_text(title.upper())}"', *([_text(" ".join(note.split()))] if note else [])]
         annotations, told = kinds(model), docstrings(model)
         for key, info in keys(model).items():
+            if key in setting.tables_in(model):
+                continue
             takes = describe(annotations[key]).removesuffix(", or null")
             parts += [f'.TP\n.BR {_text(key)} " ({_text(takes)}{_default(info)})"', _text(told.get(key))]
     parts += [".SH SEE ALSO\n.BR honed (8),\n.BR honectl (1)"]

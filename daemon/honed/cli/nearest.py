@@ -26,7 +26,7 @@ MEANINGS = {
     "honectl plan FILE": ("dry-run", "dryrun", "explain", "estimate"),
     "honectl preview FILE": ("preprocess", "data", "dataset", "inspect-data"),
     "honectl rerun ID": ("resubmit", "again", "copy", "clone"),
-    "honectl rerun ID --set KEY=VALUE, then honectl cancel for the old job,": ("edit", "update", "modify"),
+    "honectl edit ID": ("update", "modify", "change", "set"),
     "honectl requeue ID": ("retry", "restart"),
     "honectl release ID": ("unhold", "unpause"),
     "honectl --version": ("version",),
@@ -59,6 +59,8 @@ class Parser(argparse.ArgumentParser):
         if extra:
             known = self._options_of(getattr(found, "verb", None))
             told = [hint for word in extra if (hint := _option_hint(word, known))]
+            if getattr(found, "verb", None) == "convert":
+                told = ["a command line is one word, in quotes: honectl convert 'trl sft --model_name_or_path …'"]
             self._refuse(f"unrecognized arguments: {' '.join(extra)}", told)
         return found
 

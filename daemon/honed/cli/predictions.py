@@ -64,10 +64,10 @@ def _say_example(index: int, rows: Sequence[Prediction], *, steps: Sequence[int]
     is_wide = terminal.console.is_terminal and terminal.console.width >= SIDE_BY_SIDE_WIDTH and bool(truth)
     drawn = Table(box=None, pad_edge=False, show_header=is_wide, header_style="bold", padding=(0, 2, 0, 0))
     drawn.add_column("step", justify="right", no_wrap=True)
-    for column in ("truth", "written") if is_wide else ("written",):
+    for column in ("reference", "written") if is_wide else ("written",):
         drawn.add_column(column, ratio=1, overflow="fold")
     if truth and not is_wide:
-        drawn.add_row("truth", Text(terminal.plain(truth), style="cyan"))
+        drawn.add_row("reference", Text(terminal.plain(truth), style="cyan"))
     for step in steps:
         pieces = compared_at.get(step)
         if pieces is None:

@@ -192,6 +192,8 @@ def configuration_sample() -> str:
         lines.append(f"[{section}]" if section in Config.model_fields else f"#[{section}]")
         told = docstrings(model)
         for name, info in model.model_fields.items():
+            if name in setting.tables_in(model):
+                continue  # a section of its own
             default = info.get_default(call_default_factory=True)
             value = "… (not set)" if default is None else json.dumps(default)
             lines += [f"# {_plain(told.get(name))}", f"#{name} = {value}", ""]
@@ -216,7 +218,8 @@ def _inner_sections(model: type[BaseModel], above: str) -> Iterator[tuple[str, s
 
 def _config_sections() -> Iterator[tuple[str, type[BaseModel]]]:
     for name, section in setting.sections(Config):
-        yield (f"{name}.NAME" if get_origin(Config.model_fields[name].annotation) is dict else name), section
+        of_many = "." in name or get_origin(Config.model_fields[name].annotation) is dict
+        yield (f"{name}.NAME" if of_many else name), section
 
 
 def _note(section: type[BaseModel]) -> str:
@@ -229,7 +232,11 @@ def _section(title: str, note: str, model: type[BaseModel]) -> str:
     annotations, told = kinds(model), docstrings(model)
     above = [note] if note.strip() else []
     lines = [f"## {title}\n", *above, "| Key | Value | Default | Meaning |", "|---|---|---|---|"]
-    lines += [_row(name, annotations[name], info, told.get(name)) for name, info in keys(model).items()]
+    lines += [
+        _row(name, annotations[name], info, told.get(name))
+        for name, info in keys(model).items()
+        if name not in setting.tables_in(model)
+    ]
     lines += [
         f"\nValues of `{name}`: {', '.join(f'`{word}`' for word in words)}."
         for name, annotation in annotations.items()

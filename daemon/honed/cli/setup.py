@@ -120,11 +120,16 @@ def status() -> int:
         tell(f"{at}: {'; '.join(notes)}")
     if not current.is_dir():
         tell(f"{training.MISSING}: {training.REMEDY}")
-    elif not current.name.endswith(digest):
+    elif not is_current():
         tell(f"the environment in use is of another version of the package: {training.REMEDY}")
     else:
         return 0
     return 1
+
+
+def is_current() -> bool:
+    """Tell whether the environment in use is the one of the installed package."""
+    return training.CURRENT.resolve().name.endswith(_digest(_recipe()))
 
 
 def remove_old() -> int:

@@ -40,7 +40,7 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
     """Submit the files at `paths`: those of the options, with the paths in them made absolute."""
     if options.stage:
         paths = options.files = [_stage(instance, path, quiet=options.json) for path in paths]
-    checked = [_checked(instance, path, paths) for path in paths]
+    checked = [_checked(instance, path, paths, given) for path, given in zip(paths, options.files, strict=True)]
     if any(isinstance(each, HonedError) for each in checked):
         _remove_copies(instance, options)
         _say_refused(options, checked)
@@ -112,13 +112,15 @@ def _send(instance: Instance, paths: Sequence[Path], *, hold: bool = False) -> l
     return sent
 
 
-def send_one(instance: Instance, path: Path, *, hold: bool = False) -> Mapping[str, Any]:
-    """Send one job file that was checked, and return honed's verdict: the job's row, or one without a number."""
+def send_one(instance: Instance, path: Path, *, hold: bool = False, num_jobs: int = 0) -> Mapping[str, Any]:
+    """Send one job file that was checked, and return honed's verdict: the job's row, or one without a number; of a
+    sweep, which becomes `num_jobs` jobs, the numbers of all of them."""
     since = time.time() - 1.0
     (sent,) = _send(instance, [path], hold=hold)
     if not instance.is_up:
         return {"id": None, "state": None}
-    return _verdict(instance, sent, since, is_fetched=True)
+    verdict = _verdict(instance, sent, since, is_fetched=True)
+    return _group(instance, verdict["group"]["id"], num_jobs) if num_jobs and verdict.get("group") else verdict
 
 
 def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
@@ -143,11 +145,11 @@ def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path |
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _checked(instance: Instance, path: Path, beside: list[Path]) -> Any:
+def _checked(instance: Instance, path: Path, beside: list[Path], original: Path) -> Any:
     """Return the check's verdict on a file, or the error with which honed would refuse it. Raises UsageError without a
     file."""
     try:
-        return draft.check_one(instance, path, beside=beside)
+        return draft.check_one(instance, path, beside=beside, original=original)
     except UsageError:
         raise
     except HonedError as error:

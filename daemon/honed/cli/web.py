@@ -62,10 +62,7 @@ def web(instance: Instance, options: argparse.Namespace) -> int:
 
     logs.set_up(verbose=False, identifier="honed-web")
     logging.getLogger("honed").setLevel(logging.WARNING)
-    try:
-        return server.serve(layout, address=f"127.0.0.1:{options.port}", begun=begun)
-    finally:
-        session.opening_path(layout).unlink(missing_ok=True)
+    return server.serve(layout, address=f"127.0.0.1:{options.port}", begun=begun)
 
 
 def _open(layout: Layout, link: Link) -> None:

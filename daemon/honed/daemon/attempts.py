@@ -29,15 +29,15 @@ from honed.job import recovery, row_cache
 from honed.job.ahead import Pass
 from honed.job.database import Database
 from honed.job.event import Event
-from honed.job.job import Attempt, Fallback, Job, Preemption, Staged, State, Stop
+from honed.job.job import Attempt, Cut, Fallback, Job, Preemption, Staged, State, Stop
 from honed.job.plan_file import PlanFile
 from honed.job.row_cache import RowCache
 from honed.job.spool import Spool
 from honed.run import ending
 from honed.run.deadline import Deadlines
 from honed.run.outcome import Outcome, judge
-from honed.run.runner import RANKS_VARIABLE, Exit, NotNowError, Runner
-from honed.run.slurm import TIME_LEFT_VARIABLE
+from honed.run.runner import NODES_VARIABLE, RANKS_VARIABLE, Exit, NotNowError, Runner
+from honed.run.slurm import PROFILE_VARIABLE, TIME_LEFT_VARIABLE
 from honed.send.outbox import Outbox
 from honed.spec.config import Config
 from honed.system import durable, error, message, untrusted
@@ -170,12 +170,13 @@ class Running:
         if job.stop is not None:
             self.deadlines.ask(job.stop)
 
-    def stop(self, why: Stop, preemption: str = "") -> None:
-        """Ask it to stop; the reason is durable first. Cancel outranks hold, hold preempt, and that shutdown.
+    def stop(self, why: Stop, preemption: str = "", *, cut: Cut | None = None) -> None:
+        """Ask it to stop; the reason is durable first. Cancel outranks hold, hold its sweep's halving, halving preempt,
+        and preempt shutdown.
 
-        `preemption`: the reason of one, for people.
+        `preemption`: the reason of one, for people; `cut`: that of its sweep.
         """
-        rank = [Stop.SHUTDOWN, Stop.PREEMPT, Stop.HOLD, Stop.CANCEL]
+        rank = [Stop.SHUTDOWN, Stop.PREEMPT, Stop.HALVE, Stop.HOLD, Stop.CANCEL]
         if self.job.stop is not None and rank.index(why) <= rank.index(self.job.stop):
             return
         if why is Stop.PREEMPT:
@@ -183,6 +184,10 @@ class Running:
             self.job = self._spool.update(self.job.with_attempt(preemption=preempted), stop=why)
             kind: dict[str, object] = about(self.job, message.PREEMPTED)
             log.info("job %d (%s): preempted: %s", self.job.id, self.job.name, preemption, extra=kind)
+        elif cut is not None:
+            self.update(stop=why, cut=cut)
+            kind = about(self.job, message.STOPPED_EARLY, step=cut.step)
+            log.info("job %d (%s): its sweep stops it: %s", self.job.id, self.job.name, cut.words, extra=kind)
         else:
             self.update(stop=why)
             log.info("job %d (%s): stop requested (%s)", self.job.id, self.job.name, why)
@@ -300,7 +305,9 @@ def worker_environment(layout: Layout, config: Config, job: Job, gpu_uuid: str |
         "HONED_JOB": str(job.id),
         "HONED_MIN_STALL_SEC": f"{config.jobs.min_stall_timeout_sec:g}",
         "HONED_STOP_TIMEOUT_SEC": f"{config.jobs.stop_timeout_sec:g}",
-        **({RANKS_VARIABLE: str(job.num_gpus)} if job.num_gpus > 1 else {}),
+        **({RANKS_VARIABLE: str(num_ranks)} if (num_ranks := job.num_gpus // job.num_nodes) > 1 else {}),
+        **({NODES_VARIABLE: str(job.num_nodes)} if job.num_nodes > 1 else {}),
+        **({PROFILE_VARIABLE: job.profile} if job.profile is not None else {}),
         **({TIME_LEFT_VARIABLE: f"{left_sec:g}"} if left_sec is not None else {}),
     }
 

@@ -4,14 +4,15 @@
     a later job       ── ends before that, by its time_limit_sec ──► starts there all the same (it has passed)
 
 A job that has passed gives its devices back, by a checkpoint, as soon as the waiting one could start with them: others
-may end earlier than expected. So a waiting job loses the time of one checkpoint at most. When the reservation ends is
-told by the time limits of running jobs, else by their own estimates; with neither, none passes.
+may end earlier than expected. No later job passes one that has lost the time of a checkpoint so, except those that came
+before the job that it lost it to: jobs after those wait for them, too. When the reservation ends is told by the time
+limits of running jobs, else by their own estimates; with neither, none passes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from honed.daemon.attempts import Attempts, Running
@@ -42,12 +43,14 @@ class Wait:
 
 
 class Backfill:
-    """The reservations of one pass over the queue."""
+    """The reservations of one pass over the queue, and which waiting jobs have been delayed. A restart forgets the
+    latter, which may cost one more checkpoint."""
 
     def __init__(self, attempts: Attempts, placement: Placement) -> None:
         self._attempts = attempts
         self._placement = placement
         self._waits: list[Wait] = []
+        self._delayed: dict[int, int] = {}  # waiting jobs that have lost a checkpoint's time, and to which first
         self._behind: dict[int, Job] = {}  # jobs that could start but for a reservation, and whose it is
 
     def begin(self) -> None:
@@ -66,9 +69,9 @@ class Backfill:
         reserved = set().union(*(each.keys for each in self._waits))
         if (apart := self._placement.free_devices(job, but=reserved)) is not None:
             return Choice(job, apart)
-        if not self._ends_within(job, first.in_sec):
+        if not self._may_pass(job):
             self._behind[job.id] = first.job
-            self._wait(job)
+            self._wait(job, is_behind=True)
             return None
         keys = {each.key for each in devices}
         return Choice(job, devices, tuple(each.job.id for each in self._waits if each.keys & keys)[:MAX_PASSED])
@@ -84,28 +87,38 @@ class Backfill:
         )
 
     def give_back(self, startable: Iterable[Job]) -> None:
-        """Ask jobs that have passed others to give their devices back, where these could start with them."""
+        """Ask jobs that have passed others to give their devices back, where these could start with them.
+
+        Each waiting job is looked at in its turn, with what those before it leave: all that can start get their devices
+        after the time of one checkpoint, and not one after the other.
+        """
         passed = {number for each in self._attempts.running.values() for number in each.job.attempt.passed}
         if not passed:
             return
         self.begin()
+        taken: set[str] = set()  # by jobs that come before the next one
         for job in startable:
-            if job.num_gpus <= 1 or self.offer(job) is not None:
+            is_held_up = bool(self._waits) and not self._may_pass(job)
+            found = None if is_held_up else self._free_or_given_back(job, taken)
+            if found is None:
+                self._wait(job)
                 continue
-            is_first = len(self._waits) == 1 and self._waits[0].job.id == job.id
-            if job.id in passed and (is_first or (self._waits and self._ends_within(job, self._waits[0].in_sec))):
-                for each in self._that_suffice(job):
-                    if each.job.stop is None:
-                        self._attempts.preempt(each.job.id, f"job {job.id}, which came before it, needs its devices")
-            if not passed - {job.id}:
-                return
+            keys, given_back = found
+            taken |= keys
+            for each in given_back:
+                if each.job.stop is None:
+                    for number in each.job.attempt.passed:
+                        self._delayed[number] = min(each.job.id, self._delayed.get(number, each.job.id))
+                    self._attempts.preempt(each.job.id, f"job {job.id}, which came before it, needs its devices")
             passed.discard(job.id)
+            if not passed:
+                return
 
     # -- one waiting job ----------------------------------------------------------------------------------------------
 
-    def _wait(self, job: Job) -> None:
-        """Reserve the devices that a job needs together."""
-        if job.num_gpus <= 1 or len(self._waits) >= MAX_PASSED:
+    def _wait(self, job: Job, *, is_behind: bool = False) -> None:
+        """Reserve the devices that a job needs together, or that it leaves to a reservation (`is_behind`)."""
+        if (job.num_places <= 1 and not is_behind) or len(self._waits) >= MAX_PASSED:
             return
         if groups := self._placement.groups_for(job):
             keys = {each.key for group in groups for each in group}
@@ -121,28 +134,35 @@ class Backfill:
             for each in self._attempts.running.values()
         )
         for left_sec, num_devices in ends:
-            if number >= job.num_gpus:
+            if number >= job.num_places:
                 return 0.0
-            if (number := number + num_devices) >= job.num_gpus:
+            if (number := number + num_devices) >= job.num_places:
                 return left_sec
         return math.inf
 
-    def _that_suffice(self, job: Job) -> Iterator[Running]:
-        """Yield the jobs that have passed this one and whose devices it could start with, the fewest; none if they do
-        not suffice."""
+    def _free_or_given_back(self, job: Job, taken: Set[str]) -> tuple[set[str], list[Running]] | None:
+        """Return devices with which a job could start, and the jobs that have passed it and would give them back, the
+        fewest; None if they do not suffice. `taken`: devices that are left to others."""
+        number = max(1, job.num_places)
         for group in self._placement.groups_for(job):
-            keys = {each.key for each in group}
-            free = keys & self._placement.free_keys(job)
+            keys = {each.key for each in group} - taken
+            found = sorted(keys & self._placement.free_keys(job))[:number]
             chosen: list[Running] = []
             stopping = [each for each in self._attempts.running.values() if each.job.stop is not None]
             passing = [each for each in self._attempts.running.values() if _gives_way(each, job)]
             for each in [*stopping, *(each for each in reversed(passing) if each.job.stop is None)]:
-                if len(free) < job.num_gpus and keys & set(each.job.attempt.devices):
+                if len(found) < number and (theirs := keys & set(each.job.attempt.devices)):
                     chosen.append(each)
-                    free |= keys & set(each.job.attempt.devices)
-            if len(free) >= job.num_gpus:
-                yield from chosen
-                return
+                    found += sorted(theirs)[: number - len(found)]
+            if len(found) >= number:
+                return set(found), chosen
+        return None
+
+    def _may_pass(self, job: Job) -> bool:
+        """Return True if a job may start before all that wait: it ends in time, and none of them has lost the time of a
+        checkpoint to an earlier job than this."""
+        is_in_time = self._ends_within(job, self._waits[0].in_sec)
+        return is_in_time and all(job.id <= self._delayed.get(each.job.id, job.id) for each in self._waits)
 
     @staticmethod
     def _ends_within(job: Job, seconds: float) -> bool:

@@ -126,7 +126,7 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
             if from_start:
                 # At once and for good: honed frees the disk space (housekeeper.py).
                 removal.set_aside_checkpoints(layout, job.id)
-            is_deferred = bool(job.inputs)  # its inputs may have changed since
+            is_deferred = bool(job.inputs) or job.is_deferred  # its inputs may have changed since
             return spool.move(
                 job,
                 State.QUEUED,

@@ -16,6 +16,7 @@ from honed.daemon.arrivals.acceptance import Acceptance
 from honed.daemon.attempts import Attempts
 from honed.daemon.backfill import Backfill, Choice
 from honed.daemon.backlog import Backlog
+from honed.daemon.editing import Editing
 from honed.daemon.fencing import RETRY_SEC, Fence
 from honed.daemon.placement import Placement
 from honed.daemon.plans import Plans
@@ -173,6 +174,8 @@ class Selection:
         for other in self._backlog.dependencies.of(job):
             if other.state is not State.SUCCEEDED:
                 return "dependency", f"job {other.id} ({other.name}), which it depends on, is {other.state}"
+        if job.id in self._plans.editing.numbers:
+            return "plan", "its new job file is being checked"
         if job.is_deferred or job.id in self._plans.numbers:
             return "plan", "it is being planned again"
         if (seconds := self._backlog.delay_sec(job)) > 0:
@@ -215,6 +218,7 @@ class Dispatch:
         shares: Shares,
         staged: StagedWorkers,
         ahead: Ahead,
+        editing: Editing,
         *,
         unfinished: Callable[[], Iterable[Job]],
         is_stopping: Callable[[], bool],
@@ -233,7 +237,7 @@ class Dispatch:
         self.fence = fence
         self.staged = staged
         self._ahead = ahead
-        self.plans = Plans(spool, backlog, placement, acceptance)
+        self.plans = Plans(spool, backlog, placement, acceptance, editing)
         self.selection = Selection(spool, config, attempts, backlog, self.plans, placement, shares, staged)
         self._preempting = Preempting(config, attempts, placement, shares, self.selection)
 
@@ -254,6 +258,7 @@ class Dispatch:
         """Take up the queue, and the use of the devices as far as it was not counted. Raises OSError."""
         self._shares.recover(self._spool.all_jobs().values())
         self._backlog.recover()
+        self.plans.editing.recover()
         self.staged.recover()
         self.staged.take_over(self.fence.staged)
 

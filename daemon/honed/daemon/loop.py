@@ -2,7 +2,7 @@
 
 The loop is a list of named steps. Each does what can be done now, and never blocks:
 
-    obey signals · settle what ended · follow events · take arrivals · plan what waited for others ·
+    obey signals · settle what ended · follow events · halve sweeps · take arrivals · plan what waited for others ·
     look for workers without entries · vacate closed devices · start what can · stage what is next · tend spares ·
     end what must · notify · have rows sent and pages made · keep house · report
 
@@ -33,7 +33,9 @@ from honed.daemon.attempts import Attempts
 from honed.daemon.availability import Availability
 from honed.daemon.backlog import Backlog
 from honed.daemon.dispatch import Dispatch
+from honed.daemon.editing import Editing
 from honed.daemon.fencing import Fence
+from honed.daemon.halving import Halvings
 from honed.daemon.health import Health, start_again_later
 from honed.daemon.housekeeper import Housekeeper
 from honed.daemon.maintenance import Maintenance
@@ -111,6 +113,7 @@ class Daemon:
         if probe is None:
             probe = device.probe if runner.name != "slurm" else lambda _: in_force().slurm.devices()
         self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
+        self._halvings = Halvings(self._spool, self._database, self._attempts)
         shares = Shares(
             Usage(layout.usage_path),
             in_force,
@@ -136,6 +139,7 @@ class Daemon:
             shares,
             staged,
             ahead,
+            Editing(self._spool, self._database, self._intake.acceptance, self._backlog, placement),
             unfinished=self._unfinished,
             is_stopping=lambda: self._shutdown.is_asked,
             clock=clock,
@@ -171,6 +175,7 @@ class Daemon:
                 self._status,
                 Maintenance(self._spool, self._dispatch.placement),
                 self._dispatch.selection,
+                self._dispatch.plans.editing,
             ),
             self._wake,
         )
@@ -213,6 +218,7 @@ class Daemon:
                 self._dispatch.settle,
                 self._dispatch.settle_staged,
                 self._attempts.follow,
+                self._halvings.tend,
                 self._take_arrivals,
                 self._dispatch.plan_deferred,
                 self._dispatch.look_around,

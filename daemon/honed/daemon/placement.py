@@ -141,10 +141,10 @@ class Placement:
 
         GPUs are probed again every few seconds.
         """
-        number = max(1, job.num_gpus)
+        number = max(1, job.num_places)
         taken = self._attempts.devices_in_use() | self._unfit.get(job.id, {}).keys() | but
         free = [
-            found for found in self._free(job.num_gpus > 0, taken) if self.availability.reserved(found, job) is None
+            found for found in self._free(job.num_places > 0, taken) if self.availability.reserved(found, job) is None
         ]
         groups = [group for group in device.alike(free) if len(group) >= number]
         chosen = next((group for group in groups if self.holds_on(job, group[0])), groups[0] if groups else None)
@@ -153,11 +153,11 @@ class Placement:
     def groups_for(self, job: Job) -> list[list[Device]]:
         """Return the groups of devices that are alike, on each of which a job could start, were enough of it free."""
         groups = device.alike([found for found in self.all() if self.suits(job, found)])
-        return [group for group in groups if len(group) >= max(1, job.num_gpus)]
+        return [group for group in groups if len(group) >= max(1, job.num_places)]
 
     def free_keys(self, job: Job) -> set[str]:
         """Return the devices that no process uses, and on which a job may start."""
-        return {found.key for found in self._free(job.num_gpus > 0, self._attempts.devices_in_use())}
+        return {found.key for found in self._free(job.num_places > 0, self._attempts.devices_in_use())}
 
     def _free(self, wants_gpu: bool, taken: set[str]) -> list[Device]:
         if self._clock() - self._probed_at >= self.probe_interval_sec:
@@ -181,14 +181,14 @@ class Placement:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # its start will tell
                 self._planned_for[job.id] = PlanFile.read(self._layout.job(job.id).plan_path).device
         planned = self._planned_for[job.id]
-        if planned is None or planned.kind != "cuda" or found.kind != "cuda":
+        if job.is_of_cluster or planned is None or planned.kind != "cuda" or found.kind != "cuda":
             return True
         is_alike = planned.compute_capability == found.compute_capability
         return is_alike and found.total_bytes >= planned.total_bytes * (1 - device.TOLERANCE)
 
     def suits(self, job: Job, found: Device) -> bool:
         """Return True if a job could start on a device, were it free."""
-        wants_gpu = job.num_gpus > 0 and any(each.kind == "cuda" for each in self._devices)
+        wants_gpu = job.num_places > 0 and any(each.kind == "cuda" for each in self._devices)
         return (
             (found.kind == "cuda") == wants_gpu
             and found.key not in self._unfit.get(job.id, {})
@@ -203,7 +203,7 @@ class Placement:
     def obstacles(self, job: Job) -> tuple[str, str] | None:
         """Return why no device is available for a job, as last probed, with a text for people: `device` if one is in
         use, else `hours`, `reserved` or `drained` if one will be open again, else `unfit`. None if one is available."""
-        wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
+        wants_gpu = job.num_places > 0 and any(found.kind == "cuda" for found in self._devices)
         users = {
             key: running.job.id
             for running in self._attempts.running.values()
@@ -230,7 +230,7 @@ class Placement:
                 free.append(found)
             if obstacle is None and problem is None:
                 usable.append(found)
-        number, groups = max(1, job.num_gpus), device.alike(free)
+        number, groups = max(1, job.num_places), device.alike(free)
         if any(len(group) >= number for group in groups):
             return None
         if not any(len(group) >= number for group in device.alike(usable)):

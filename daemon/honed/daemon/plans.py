@@ -1,4 +1,5 @@
-"""New plans of queued jobs: once the jobs have run whose outputs they start from, and for another device than planned.
+"""New plans of queued jobs: once the jobs have run whose outputs they start from, for another device than planned, and
+for a job file that was edited.
 
 backlog ── a job to plan ──► replanning (the preflight helper) ── plan.json, or an error ──► backlog
 """
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from honed.daemon.arrivals.acceptance import Acceptance
 from honed.daemon.backlog import Backlog
+from honed.daemon.editing import Editing
 from honed.daemon.placement import Placement
 from honed.job.job import Job, State
 from honed.job.spool import Spool
@@ -22,19 +24,23 @@ log = logging.getLogger(__name__)
 
 
 class Plans:
-    """The queued jobs that are being planned again, and the devices for which they are."""
+    """The queued jobs that are being planned again, and the devices for which they are; `editing`: those that get
+    another job file."""
 
-    def __init__(self, spool: Spool, backlog: Backlog, placement: Placement, acceptance: Acceptance) -> None:
+    def __init__(
+        self, spool: Spool, backlog: Backlog, placement: Placement, acceptance: Acceptance, editing: Editing
+    ) -> None:
         self._spool = spool
         self._backlog = backlog
         self._placement = placement
         self.acceptance = acceptance
+        self.editing = editing
         self._devices: dict[int, Device] = {}  # by job; not those that are planned for new inputs
 
     @property
     def numbers(self) -> Set[int]:
-        """Jobs that are being planned again."""
-        return self.acceptance.replanning.numbers
+        """Jobs that are being planned again, or edited."""
+        return self.acceptance.replanning.numbers | self.editing.numbers
 
     @property
     def has_room(self) -> bool:
@@ -60,9 +66,13 @@ class Plans:
     def settle(self) -> None:
         """Take the plans that were made again; an error found then fails the job."""
         for done in self.acceptance.replanning.take_done():
+            if done.job_id in self.editing.numbers:
+                self.editing.take(done.job_id, done.answer)
+                continue
             job, device = self._backlog.get(done.job_id), self._devices.pop(done.job_id, None)
             if job is not None and job.state is State.QUEUED:
                 self._settle(job, done.answer, device)
+        self.editing.settle()
 
     def _settle(self, job: Job, answer: Answer, device: Device | None) -> None:
         """Take one new plan. `device` is the one that it was made for; None if it was made for new inputs."""

@@ -85,7 +85,7 @@ class Preempting:
     def _enough(self, job: Job, among: list[Running]) -> list[Running] | None:
         """Return the first of these jobs with whose devices, and what is free, a job could start; None if they do not
         suffice."""
-        number, free = max(1, job.num_gpus), self._placement.free_keys(job)
+        number, free = max(1, job.num_places), self._placement.free_keys(job)
         groups = self._placement.groups_for(job)
         for group in groups if number > 1 else [list(chain(*groups))]:
             keys = {each.key for each in group}

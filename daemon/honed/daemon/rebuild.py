@@ -41,6 +41,8 @@ def rebuild(
         for job in spool.all_jobs().values():
             alive()
             database.put_job(job)
+            if job.edited_at:
+                database.put_edits(job)
             for index, attempt in enumerate(job.attempts):
                 then = replace(job, attempts=job.attempts[: index + 1])
                 is_running = job.state is State.RUNNING and attempt == job.attempt

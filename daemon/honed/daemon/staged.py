@@ -30,8 +30,9 @@ from honed.daemon.attempts import (
 from honed.job.ahead import NO_DEVICE_KEY, STAGED_VARIABLE
 from honed.job.job import Job, Staged, State
 from honed.job.spool import Spool
-from honed.run.deadline import CANCEL_TIMEOUT_SEC, DUMP_SEC, Pulse
+from honed.run.deadline import CANCEL_TIMEOUT_SEC, DUMP_SEC
 from honed.run.outcome import judge
+from honed.run.pulse import Pulse
 from honed.run.runner import Exit, Live, Runner
 from honed.spec.config import Config
 from honed.system.device import Device

@@ -16,6 +16,7 @@ from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
 from honed.daemon.changes import Changes
 from honed.daemon.dispatch import Selection
+from honed.daemon.editing import Editing
 from honed.daemon.housekeeper import Housekeeper
 from honed.daemon.maintenance import Maintenance
 from honed.daemon.reading import Reading
@@ -65,6 +66,7 @@ def table(
     status: Status,
     maintenance: Maintenance,
     selection: Selection,
+    editing: Editing,
 ) -> dict[str, Verb]:
     """Return the verbs by name. `selection` knows why a queued job does not run, and the order of the queue."""
     fetches, incoming = intake.acceptance.fetches, intake.acceptance.incoming
@@ -93,6 +95,8 @@ def table(
         "hold": changing(changes.change, wakes=True),
         "release": changing(changes.change, wakes=True),
         "requeue": changing(changes.change, wakes=True),
+        "edit": changing(editing.edit, wakes=True),
+        "edited": changing(editing.edited),
         "pin": changing(changes.pin),
         "unpin": changing(changes.pin),
         "pause": Verb(Right.ADMINISTRATOR, status.pause, wakes=True),

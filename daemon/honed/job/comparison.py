@@ -26,6 +26,8 @@ MAX_PIECES = 2000
 _FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20", "\t", "\r", "\n")
 #: Keys of a plan that are about this job alone, or are reasons in words.
 _OF_ONE_JOB = {"job", "output_dir", "date", "spec", "may_read", "warnings"}
+#: Facts of a plan that are no setting: which of several devices it was, and what others left of its memory.
+_OF_THE_MOMENT = {"device.free_bytes", "device.index", "device.uuid", "memory.available_bytes"}
 _NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?", re.IGNORECASE | re.ASCII)
 
 Flat = dict[str, Any]
@@ -124,8 +126,9 @@ def spec_of(job: Shown) -> Flat:
 
 
 def plan_of(job: Shown) -> Flat:
+    """Return a job's plan without reasons, and without what was so on the machine just then."""
     found = flat({key: value for key, value in job["plan"].items() if key not in _OF_ONE_JOB})
-    return {key: value for key, value in found.items() if ".reasons" not in f".{key}"}
+    return {key: value for key, value in found.items() if ".reasons" not in f".{key}" and key not in _OF_THE_MOMENT}
 
 
 def scores_of(job: Shown) -> dict[str, float]:

@@ -20,7 +20,7 @@ import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import quote
 
 from honed.job import views
@@ -34,9 +34,11 @@ from honed.system.message import DATABASE_DAMAGED
 log = logging.getLogger(__name__)
 
 #: Migrations of an older honed's database, by the version it has. They keep rows of jobs whose files were removed
-#: since, which could not be rebuilt. Views (views.py) are recreated at each start.
+#: since, which could not be rebuilt. Views (views.py) are recreated at each start. A version without a change keeps an
+#: older honed from an instance that it would misread: the database is the one file whose version every honed checks.
 MIGRATIONS = {
     1: "DROP INDEX events_by_job; CREATE INDEX events_by_kind ON events (job_id, kind)",
+    2: "SELECT 1",  # attempts on several devices: it would take these for one, and give them to other jobs
 }
 #: The value of `user_version`; 0 marks a database whose rows have yet to be built.
 SCHEMA_VERSION = len(MIGRATIONS) + 1
@@ -83,6 +85,14 @@ def progress_of(data: Mapping[str, Any]) -> Progress:
 def timestamp(seconds: float) -> str:
     """Format seconds since the epoch as ISO 8601 in UTC, as in all `created_at` columns."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
+
+
+class Evaluation(NamedTuple):
+    """One evaluation on the held-out rows."""
+
+    step: int
+    eval_loss: float
+    time: str  #: as in `created_at`
 
 
 class _Files:
@@ -213,6 +223,13 @@ class Database:
         with self._logging_faults(f"job {job.id}"):
             self._db.execute(PUT_JOB, _job_row(job))
 
+    def put_edits(self, job: Job) -> None:
+        """Write the events of a job's edits, of which its entry alone has the times. A failed write is only logged."""
+        with self._logging_faults(f"job {job.id}"), self._transaction():
+            self._db.execute("DELETE FROM events WHERE job_id = ? AND kind = 'edited'", (job.id,))
+            rows = [(job.id, timestamp(when)) for when in job.edited_at]
+            self._db.executemany("INSERT INTO events VALUES (?, 0, 'edited', '{}', ?)", rows)
+
     def put_jobs(self, jobs: Iterable[Job]) -> None:
         """Write the rows of all jobs, skipping rows that are up to date. A failed write is only logged."""
         with self._logging_faults("the rows of all jobs"):
@@ -233,6 +250,21 @@ class Database:
             self.is_behind = True
             self._is_damaged = self._is_damaged or _is_corrupt(error)
             log.error("%s: %s: %s", self.path, what, error)  # noqa: TRY400
+
+    def evaluations(self, job_ids: Iterable[int]) -> dict[int, list[Evaluation]]:
+        """Return the evaluation losses of these jobs, of each one in the order of their time."""
+        found: dict[int, list[Evaluation]] = {}
+        sql = "SELECT step, value, created_at FROM metrics WHERE job_id = ? AND name = 'eval_loss' ORDER BY created_at"
+        with self._noting_damage():
+            for job_id in job_ids:
+                found[job_id] = [Evaluation(*row) for row in self._db.execute(sql, (job_id,)) if row[1] is not None]
+        return found
+
+    def num_steps(self, job_id: int) -> float | None:
+        """Return the steps that a job makes in all, as it reported."""
+        with self._noting_damage():
+            row = self._db.execute("SELECT progress FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        return progress_of(json.loads(row[0]))["num_steps"] if row else None
 
     def offset(self, job_id: int, attempt: int) -> int:
         """Return how many bytes of an attempt's events have been read."""

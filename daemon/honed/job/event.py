@@ -58,6 +58,8 @@ from typing import Any
 
 from honed.system import quote, untrusted
 
+#: Phase of a rank that has ended before the others.
+ENDED = "ended"
 #: Bytes. A longer line is not one of our events; it is skipped, so that garbage cannot fill the daemon's memory.
 MAX_LINE_BYTES = 4 * 1024 * 1024
 #: Bytes that one attempt can have written: no worker's account makes a counter useless.

@@ -11,7 +11,7 @@ import functools
 import json
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from honed.system.clock import Moment
 from honed.system.error import ErrorRecord
@@ -52,6 +52,7 @@ class Stop(StrEnum):
 
     CANCEL = "cancel"  #: to cancelled
     HOLD = "hold"  #: to held
+    HALVE = "halve"  #: to cancelled, as `stopped_early`: other jobs of its sweep are better
     PREEMPT = "preempt"  #: to queued: its device is needed for something else, or its hours are over
     SHUTDOWN = "shutdown"  #: to queued: honed or the machine is shutting down
 
@@ -131,12 +132,43 @@ class Attempt:
         return max(0.0, (self.ended_at or self.started_at) - self.started_at)
 
 
+#: Outcome of a job that its sweep has ended early.
+STOPPED_EARLY = "stopped_early"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The rung at which its sweep's halving ended a job. Once it has one, no rung ends it again."""
+
+    rung: int  #: from 1
+    step: int  #: of the evaluation that counted
+    eval_loss: float
+    place: int  #: from 1, among the jobs that had reached the rung
+    num: int  #: of these
+    num_kept: int  #: of these, the best that go on
+
+    @property
+    def words(self) -> str:
+        go_on = "the best one goes on" if self.num_kept == 1 else f"the best {self.num_kept} go on"
+        return (
+            f"at step {self.step} (rung {self.rung}) its eval_loss {self.eval_loss:.4g} was number {self.place} of "
+            f"{self.num}, and {go_on}"
+        )
+
+
 class Notify(TypedDict, total=False):
     """The recipients of a job's end notification, and the final states that are reported."""
 
     webhook: str | None
     mail: str | None
     states: list[str]
+
+
+class Halving(TypedDict):
+    """The settings by which a sweep ends hopeless jobs early."""
+
+    min_steps: int  #: of the first rung
+    eta: int  #: of `n` jobs that have reached a rung, the best n / eta go on; and the next rung is so many times as far
 
 
 class Group(TypedDict):
@@ -146,6 +178,7 @@ class Group(TypedDict):
     name: str
     file: str  #: that job file's name
     values: dict[str, Any]  #: dotted key → value, of the keys that the sweep varies
+    halving: NotRequired[Halving | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +203,10 @@ class Job:
     priority: int = 0
     job_class: str | None = None  #: a class of the administrator's [classes]; None: the default class
     max_attempts: int = 3
-    num_gpus: int = 1
+    num_gpus: int = 1  #: on all nodes together
+    num_nodes: int = 1
+    profile: str | None = None  #: of the cluster's [slurm.profiles]; None: the default one
+    is_of_cluster: bool = False  #: Slurm chooses its devices, and it takes one place here, whatever it uses there
     depends_on: tuple[str, ...] = ()
     inputs: dict[str, int] = dataclasses.field(default_factory=dict)  #: what `job:NAME` means: name → that job's number
     is_deferred: bool = False  #: planned only once those jobs have succeeded, because their files must be inspected
@@ -192,10 +228,18 @@ class Job:
     staged: Staged | None = None  #: its worker, started ahead of its turn
     num_staged: int = 0  #: workers that were staged for it so far
     group: Group | None = None  #: of a job that a sweep made
+    cut: Cut | None = None  #: why its sweep has ended it early
     model: str = ""  #: the base model as its spec names it; empty if an older honed accepted it
     data: tuple[str, ...] = ()  #: the paths of its data sets, likewise
     ends: tuple[str, ...] = ()  #: the outcome of each time it finished: a requeued job finishes again
+    edited_at: tuple[float, ...] = ()  #: seconds since the epoch, of each edit of its job file
+    is_being_edited: bool = False  #: its job file and its plan are being replaced: see editing.py
     state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: the state in which the entry was found
+
+    @property
+    def num_places(self) -> int:
+        """The number of devices, as honed counts them here, that it takes at the same time; 0 for the processor."""
+        return min(1, self.num_gpus) if self.is_of_cluster else self.num_gpus
 
     @property
     def attempt(self) -> Attempt:
@@ -206,6 +250,16 @@ class Job:
     def preemption(self) -> Preemption | None:
         """The preemption of the latest attempt; None once the job has started again, or if there was none."""
         return self.attempts[-1].preemption if self.attempts else None
+
+    @property
+    def is_editable(self) -> bool:
+        """True if it may get another job file."""
+        return self.state in {State.QUEUED, State.HELD}
+
+    @property
+    def was_stopped_early(self) -> bool:
+        """True if its sweep has ended it, and it has not been queued again since."""
+        return self.cut is not None and self.state is State.CANCELLED and self.outcome == STOPPED_EARLY
 
     def elapsed_sec(self, now: float) -> float | None:
         """Return the duration of all attempts so far; None before the first."""
@@ -245,9 +299,12 @@ class Job:
             known["adjustments"] = tuple(Adjustment(**_known(Adjustment, item)) for item in raw.get("adjustments", ()))
             known["depends_on"] = tuple(raw.get("depends_on", ()))
             known["ends"] = tuple(raw.get("ends", ()))
+            known["edited_at"] = tuple(raw.get("edited_at", ()))
             known["data"] = tuple(map(str, raw.get("data", ())))
             if raw.get("staged") is not None:
                 known["staged"] = Staged(**_known(Staged, raw["staged"]))
+            if raw.get("cut") is not None:
+                known["cut"] = Cut(**_known(Cut, raw["cut"]))
             known["stop"] = Stop(raw["stop"]) if raw.get("stop") else None
             job = cls(**{**known, "state": state})
         except (KeyError, TypeError, AttributeError) as error:

@@ -434,7 +434,7 @@ class PlanFile:
         return self._with(date=date.isoformat(timespec="seconds"))
 
     def for_trial(self, spec: Mapping[str, Any], output_dir: Path) -> PlanFile:
-        return self._with(spec=spec, output_dir=str(output_dir), is_trial=True)
+        return self._with(spec=spec, output_dir=str(output_dir), is_trial=True, parallel=Parallel().as_dict())
 
     def _with(self, **keys: Any) -> PlanFile:
         return PlanFile({**self.document, **keys})

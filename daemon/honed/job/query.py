@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from honed.job.shape import (
     Score,
     Shown,
     SlurmRow,
+    StoppedEarly,
     Wait,
 )
 from honed.job.spool import Spool
@@ -100,6 +102,12 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
     named = [job for job in spool.named(reference) if asker.may_read(job)]
     if not named and (pruned := spool.pruned(reference)) is not None and asker.may_read(pruned):
         raise UsageError(f"job {pruned.id} ({pruned.name}) {words_of_pruned(pruned)}", hint="submit its job file again")
+    if not named and (members := [job for job in spool.all() if _is_of(job, reference) and asker.may_read(job)]):
+        first, last = min(job.id for job in members), max(job.id for job in members)
+        raise UsageError(
+            f"{reference!r} is a sweep of {len(members)} jobs, {first} to {last}",
+            hint=f"name one of them, such as {first}; honectl show {shlex.quote(reference)} lists them",
+        )
     if not named:
         raise UsageError(f"no job {reference!r}", hint="honectl list shows all jobs")
     active = [job for job in named if not job.state.is_final]
@@ -109,6 +117,11 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
         case several:
             numbers = ", ".join(str(job.id) for job in several)
             raise UsageError(f"{len(several)} jobs are named {reference!r}", hint=f"use its number: {numbers}")
+
+
+def _is_of(job: Job, reference: str) -> bool:
+    """Return True if a job is of the sweep with this name or number."""
+    return job.group is not None and reference in (job.group["name"], str(job.group["id"]))
 
 
 def words_of_pruned(pruned: Job) -> str:
@@ -255,8 +268,9 @@ def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) 
     found: dict[int, list[Job]] = {}
     is_others = False
     for job in spool.all():
-        if not job.group or reference not in (str(job.group["id"]), job.group["name"]):
+        if not _is_of(job, reference):
             continue
+        assert job.group is not None
         if asker.may_read(job):
             found.setdefault(job.group["id"], []).append(job)
         else:
@@ -278,7 +292,15 @@ def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) 
     first = jobs[0].group
     assert first is not None
     best_id = best["id"] if best is not None else None
-    return {"id": number, "name": first["name"], "file": first["file"], "jobs": made, "best": best_id}
+    halving = first.get("halving")
+    return {
+        "id": number,
+        "name": first["name"],
+        "file": first["file"],
+        "jobs": made,
+        "best": best_id,
+        "halving": halving,
+    }
 
 
 def _group_job(layout: Layout, reader: Reader, job: Job) -> GroupJob:
@@ -294,7 +316,15 @@ def _group_job(layout: Layout, reader: Reader, job: Job) -> GroupJob:
         "outcome": job.outcome,
         "values": job.group["values"],
         "eval_loss": metrics.get("eval_loss"),
+        "stopped_early": _stopped_early(job),
     }
+
+
+def _stopped_early(job: Job) -> StoppedEarly | None:
+    if job.cut is None or not job.was_stopped_early:
+        return None
+    cut = job.cut
+    return {"rung": cut.rung, "step": cut.step, "eval_loss": cut.eval_loss, "reason": cut.words}
 
 
 def _row(job: Job, progress: Progress, score: Score | None, asker: Asker) -> Row:
@@ -381,6 +411,8 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         "metrics": {**metrics, **final},
         "memory": {"estimated": plan.get("memory") or {}, "used": _memory_used(events)},
         "depends_on": list(job.depends_on),
+        "stopped_early": _stopped_early(job),
+        "edited_at": [timestamp(when) for when in job.edited_at],
         "job_dir": str(files.dir),
         "events": events,
         **_slurm(layout, job),  # type: ignore[typeddict-item]

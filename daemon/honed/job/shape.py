@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict
 
-from honed.job.job import Group
+from honed.job.job import Group, Halving
 from honed.system.error import ErrorRecord
 from honed.system.usage import Usage
 
@@ -76,6 +76,15 @@ class Row(_Class):
     group: NotRequired[Group | None]  #: of a job that a sweep made
 
 
+class StoppedEarly(TypedDict):
+    """The rung at which its sweep ended a job."""
+
+    rung: int  #: from 1
+    step: int
+    eval_loss: float
+    reason: str  #: for people
+
+
 class GroupJob(TypedDict):
     """A job of a sweep."""
 
@@ -85,6 +94,7 @@ class GroupJob(TypedDict):
     outcome: str | None
     values: dict[str, Any]
     eval_loss: float | None  #: the last one reported; at the end that of the model that was saved
+    stopped_early: StoppedEarly | None
 
 
 class GroupShown(TypedDict):
@@ -95,6 +105,7 @@ class GroupShown(TypedDict):
     file: str
     jobs: list[GroupJob]
     best: int | None  #: the job with the lowest eval_loss of those that succeeded
+    halving: Halving | None  #: the settings by which hopeless jobs are ended early
 
 
 class Begin(TypedDict, total=False):
@@ -105,6 +116,14 @@ class Begin(TypedDict, total=False):
 
 class ChangedRow(Row, Begin):
     """The answer to a verb that changes a job."""
+
+
+class Edited(TypedDict):
+    """What became of an edit."""
+
+    id: int
+    state: str  #: checking, edited or refused; unknown if honed was started since
+    error: ErrorRecord | None  #: the reason of a refusal
 
 
 class Overview(TypedDict):
@@ -183,6 +202,8 @@ class Shown(Row):
     metrics: dict[str, float]
     memory: MemoryShown
     depends_on: list[str]
+    stopped_early: StoppedEarly | None  #: if its sweep has ended it
+    edited_at: list[str]  #: the times at which its job file was edited
     job_dir: str
     slurm: NotRequired[SlurmRow]  #: where the last attempt was handed to a cluster
     events: list[dict[str, Any]]

@@ -35,7 +35,8 @@ class Sweeps:
         self._dir = spool.dir / "sweeps"
 
     def spread(self, claim: Claim, uid: int, members: Sequence[Mapping[str, Any]]) -> list[Claim]:
-        """Turn a sweep into the arrivals of its jobs, for this user. `members`: `document` and `values` of each.
+        """Turn a sweep into the arrivals of its jobs, for this user. `members`: `document`, `values` and perhaps
+        `halving` of each.
 
         Raises OSError if the machine prevents it; called again, it goes on from where it was.
         """
@@ -66,6 +67,7 @@ class Sweeps:
             document = member["document"]
             name = str(document.get("name") or claim.title)
             group = {"id": claim.id, "name": name, "file": claim.name, "values": member["values"]}
+            group |= {"halving": halving} if (halving := member.get("halving")) else {}
             ours = {**document, "name": f"{name[:MAX_NAME_CHARS].rstrip()}-{index + 1}", "group": group}
             path = child / f"{title}-{index + 1}{HOLD_SUFFIX if claim.is_held else ''}.json"
             works.append(durable.writing(path, durable.as_json(ours), mode=0o600))

@@ -144,7 +144,7 @@ def judge(events: Sequence[Event], plan: PlanFile) -> Findings:
     num_asked = len(rounds[-1]) if rounds else 0
     memory, device = _last(events, "memory"), plan.device
     is_gpu = bool(memory.get("device_peak_bytes"))
-    whole_steps, step_sec, whole_sec = _time(events, plan.spec, data)
+    whole_steps, step_sec, whole_sec = _time(events, plan.spec, data, plan.parallel.num_ranks)
     return Findings(
         verdict=_verdict(before, after, right, num_asked),
         num_steps=len(steps),
@@ -191,7 +191,7 @@ def _last(events: Sequence[Event], kind: str) -> dict[str, Any]:
 
 
 def _time(
-    events: Sequence[Event], spec: Mapping[str, Any], data: Mapping[str, Any]
+    events: Sequence[Event], spec: Mapping[str, Any], data: Mapping[str, Any], num_ranks: int
 ) -> tuple[int | None, float | None, float | None]:
     """Return the number of steps of the full run, the seconds of one, and the total seconds."""
     training, predictions = spec.get("training", {}), spec.get("predictions", {})
@@ -206,7 +206,7 @@ def _time(
     is_packed = bool(training.get("packing"))
     if is_packed:
         count = math.ceil(tokens / int(training.get("max_length") or 1024))
-    per_epoch = math.ceil(math.ceil(count / batch) / accumulation)
+    per_epoch = math.ceil(math.ceil(count / batch / num_ranks) / accumulation)
     max_steps = int(training.get("max_steps", -1))
     steps = max_steps if max_steps > 0 else math.ceil(float(training.get("num_train_epochs", 3)) * per_epoch)
     # The duration of a batch grows with its tokens: all rows may be shorter on average than the longest and seven
@@ -214,7 +214,7 @@ def _time(
     shorter = 1.0 if is_packed else (tokens / count) / (tried["num_tokens"] / tried["num_rows"])
     forward_backward = statistics.median(took) * shorter
     num_evaluations = _occasions(training, steps, per_epoch) if data.get("num_eval") else 0
-    evaluation = math.ceil(data.get("num_eval", 0) / batch) * forward_backward * FORWARD_SHARE
+    evaluation = math.ceil(data.get("num_eval", 0) / batch / num_ranks) * forward_backward * FORWARD_SHARE
     asking = _prediction_sec(events) * math.ceil(int(predictions.get("num_samples", 5)) / PREDICTION_BATCH)
     match predictions.get("sample_frequency", "eval"):
         case "off":

@@ -34,7 +34,7 @@ VIEWS = (
             "id": _JOB,
             "name": "the job's name",
             "state": "queued, held, running, succeeded, failed or cancelled",
-            "outcome": "how it ended: succeeded, or the code of the error; NULL until then",
+            "outcome": "succeeded, cancelled, stopped_early (by its sweep), or the error's code; NULL until it ends",
             "priority": "jobs with higher priority run first",
             "submitted_at": "when it was accepted, ISO 8601 in UTC",
             "step": "the last reported step; NULL before the first",

@@ -190,6 +190,10 @@ class JobShown(JobRow):
     """Number of requests to give up its device."""
     depends_on: list[str]
     """Numbers and names of the jobs that it waits for."""
+    edited_at: list[str] = []
+    """Times at which its job file was edited."""
+    stopped_early: dict[str, Any] | None = None
+    """Rung at which its sweep ended it: rung, step, eval_loss, reason."""
     job_dir: str
     memory: dict[str, Any]
     """Memory in bytes, as `estimated` and as `used`."""

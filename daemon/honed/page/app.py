@@ -131,6 +131,12 @@ class Web:
         everywhere from then on."""
         token = request.query_params.get("token")
         if token is not None and self.session is not None and self.session.opens(token):
+            if not request.state.holder.is_of_owner:
+                error = NotPermittedError(
+                    "this link is only for programs of the user who started honed-web, and of root",
+                    hint="for a proxy: put a token in web.token_file",
+                )
+                return said(403, error, scope=request.scope)
             # A page that goes on by itself, since with a redirect the request would still be that of another site, and
             # a browser would not send the cookie with it.
             page = document("login.html", title="honed", is_served=True, live="")

@@ -2,10 +2,11 @@
 
     a request ── a place for it? ── GET or HEAD? ── a Host of ours? ── who asks? ──► the application
 
-A client with the token, or with the session of the instance's owner, reads every job. Over a unix socket the client is
-a user of this machine, who reads what the control socket would let them read. Over loopback without a token it may be
-any user of this machine: they read what everybody may read (policy.share_results), and of other jobs the number, state
-and progress.
+A client with the token, or with the session of the instance's owner, reads every job. The session is one of the
+owner's processes: browsers send its cookie to every port of 127.0.0.1, so another user of this machine may get it. Over
+a unix socket the client is a user of this machine, who reads what the control socket would let them read. Over loopback
+without a token it may be any user of this machine: they read what everybody may read (policy.share_results), and of
+other jobs the number, state and progress.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import base64
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,8 +99,9 @@ class Guard:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         shown = shown_token(headers.get(b"authorization"))
         has_token = shown is not None and rules.token is not None and equal(shown, rules.token)
-        is_owner = session is not None and peer is None and session.has(headers.get(b"cookie", ""), _port(scope))
         holder: Holder = scope["state"]["holder"]
+        has_cookie = session is not None and peer is None and session.has(headers.get(b"cookie", ""), _port(scope))
+        is_owner = has_cookie and not _is_of_another_page(headers) and holder.is_of_owner
         kind = (
             kind_of(rules.policy, peer) if peer is not None else Kind.TOKEN if has_token or is_owner else Kind.UNKNOWN
         )
@@ -129,6 +132,13 @@ class Guard:
             "login": _login(rules, session) if kind is Kind.UNKNOWN else Login.NONE,
         }
         return None
+
+
+def _is_of_another_page(headers: Mapping[bytes, str]) -> bool:
+    """Return True if a browser says that a page of another origin has made the request. A cookie is sent for those at
+    other ports, too. A link that is followed is none: what it shows is not that page's."""
+    is_link = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")) == ("navigate", "document")
+    return headers.get(b"sec-fetch-site") in {"same-site", "cross-site"} and not is_link
 
 
 def _login(rules: Rules, session: Session | None) -> Login:

@@ -76,6 +76,10 @@ class Holder(Protocol):
     is_streaming: bool
 
     @property
+    def is_of_owner(self) -> bool:
+        """True over TCP if the client is a process of the user as whom honed-web runs, or of root."""
+
+    @property
     def is_waiting(self) -> bool:
         """True if it waits for a request, and everything has been sent."""
 

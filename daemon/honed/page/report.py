@@ -180,6 +180,8 @@ def outcome(story: Story) -> tuple[str, str]:
             return "good", f"succeeded{_ends(story)}"
         case "failed":
             return "bad", f"{job.outcome or 'failed'}{why}"
+        case "cancelled" if job.cut is not None and job.was_stopped_early:
+            return "warn", f"stopped early by its sweep: {job.cut.words}"
         case "cancelled":
             return "warn", "cancelled"
         case "queued" | "running" if preemption := story.shown["preemption"]:

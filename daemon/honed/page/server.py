@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from honed.spec import config
 from honed.spec.config import Config
 from honed.system import layout as layouts
 from honed.system import log as logs
-from honed.system import secret
+from honed.system import loopback, secret
 from honed.system.control import credentials
 from honed.system.error import EnvironmentInvalidError, HonedError, SpecError
 from honed.system.layout import Layout
@@ -86,6 +86,12 @@ class Connection(H11Protocol):
         #: Timers that end the connection of a client that does not complete a request (head), and of one that does not
         #: read its answer (reader): two, since answers may wait while the next request is already there.
         self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    @cached_property
+    def is_of_owner(self) -> bool:
+        """True over TCP if the client runs as our own user or as root, as the one of an ssh tunnel may."""
+        client, ours = (self.transport.get_extra_info(name) for name in ("peername", "sockname"))
+        return bool(client) and loopback.is_of(client[:2], ours[:2], {0, os.getuid()})
 
     @property
     def is_waiting(self) -> bool:
@@ -368,6 +374,7 @@ def serve(
             asyncio.run(run())
     finally:
         if web.session is not None:
+            sessions.opening_path(layout).unlink(missing_ok=True)
             web.session.end()
     for path in own:
         path.unlink(missing_ok=True)

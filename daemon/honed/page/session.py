@@ -6,7 +6,7 @@ run/honed/web-open.html     a page that leads to the link, mode 0600: a browser 
                             every user of the machine can read a command line
 
 Only `--root` and `--user` instances have sessions. The token is new with each honed-web; the cookie is derived from it,
-so it ends with honed-web, too.
+so it ends with honed-web, too. Both count only from a process of the instance's owner, or of root.
 """
 
 from __future__ import annotations

@@ -113,10 +113,13 @@ def num_bytes(
     loaded: Iterable[Parameter],
     size: Extent,
     num_rows: int | None,
+    *,
+    keeps_copies: bool = True,
 ) -> tuple[int, int]:
     """Return the bytes of a pass, and how many of them the vision and audio encoders take; 0 where no widths are known.
 
     The bytes are those that a forward pass keeps for the backward pass, or an evaluation's logits if they are more.
+    `keeps_copies`: autocast's copies of weights last as long as a pass.
     """
     widths = parameter.sizes(model.config)
     if widths is None:
@@ -138,7 +141,7 @@ def num_bytes(
         kept = unit * widths.hidden * widths.layers + layer
     else:
         kept = layer * widths.layers
-    kept += _autocast_copies(spec, choices, loaded)
+    kept += _autocast_copies(spec, choices, loaded) if keeps_copies else 0
     kept += _logits_bytes(spec, model, device, tokens, widths.vocabulary, bytes_each)
     towers = _towers_bytes(spec, model, choices, size.media, batch * bytes_each)
     has_eval = bool(spec.eval_datasets or spec.eval_split)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -79,7 +78,11 @@ def estimate(
     is_paged = optim.startswith("paged_") and device.kind == "cuda"
     has_gradients = not re.search("lomo|layerwise", optim)
     extent = activation.extent(spec, model, num_row_tokens, rows)
-    activation_bytes, tower_bytes = activation.num_bytes(spec, model, device, choices, loaded, extent, num_rows)
+    # The layers of a divided model are cast one by one, and with checkpointing no copy outlives its layer.
+    is_cast_once = mode == "fsdp" and spec.training.gradient_checkpointing
+    activation_bytes, tower_bytes = activation.num_bytes(
+        spec, model, device, choices, loaded, extent, num_rows, keeps_copies=not is_cast_once
+    )
     if _is_compensated(choices) and model.tensors:  # a step widens each weight and its gradient to float32
         activation_bytes = max(activation_bytes, 8 * max(map(math.prod, learns.shapes), default=0))
         if choices.save_dtype != choices.load_dtype:  # predictions are made with float32 weights, without gradients
@@ -100,32 +103,55 @@ def estimate(
         tower_bytes=tower_bytes,
         paged_bytes=sum(each for shape, each in states if is_paged and math.prod(shape) >= MIN_PAGED_SIZE),
     )
-    return _of_rank(found, spec.resources.num_ranks, mode, _largest_layer(loaded) * size)
+    return _of_rank(found, spec, model, choices, loaded, mode)
 
 
-def _of_rank(whole: Memory, num_ranks: int, mode: Mode, layer_bytes: int) -> Memory:
+def _of_rank(
+    whole: Memory,
+    spec: JobSpec,
+    model: BaseModelInfo,
+    choices: Precision,
+    loaded: Sequence[Parameter],
+    mode: Mode,
+) -> Memory:
     """Return the estimate for one of several devices from that for a device that is alone."""
+    num_ranks = spec.resources.num_ranks
     match mode:
         case "none":
             return whole
         case "ddp":  # gradients are copied into buckets on their way
             return replace(whole, exchange_bytes=whole.gradient_bytes, num_ranks=num_ranks)
-        case "fsdp":  # a layer is whole while it is computed, and so is the next one
+        case "fsdp":
             names = ("weights_bytes", "adapter_bytes", "gradient_bytes", "optimizer_bytes", "paged_bytes")
             shares = {name: math.ceil(getattr(whole, name) / num_ranks) for name in names}
-            return replace(whole, **shares, exchange_bytes=2 * layer_bytes, num_ranks=num_ranks)
+            part = replace(whole, **shares, num_ranks=num_ranks)
+            exchange_bytes = _gathered_bytes(whole, model, choices, loaded)
+            if choices.quantization == "4bit":  # it is quantized on each device before it is divided
+                exchange_bytes = max(exchange_bytes, whole.weights_bytes + whole.adapter_bytes - part.total_bytes)
+            return replace(part, exchange_bytes=exchange_bytes)
 
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")
 
 
-def _largest_layer(loaded: Sequence[Parameter]) -> int:
-    """Return the number of parameters of the largest layer; those of no layer are gathered one by one."""
-    layers: Counter[str] = Counter()
+def _gathered_bytes(whole: Memory, model: BaseModelInfo, choices: Precision, loaded: Sequence[Parameter]) -> int:
+    """Return the bytes of what is whole at once on each device of a divided model.
+
+    A layer and the next one, what is in no layer, and the gradients of one layer and of the rest.
+    """
+    layers: dict[str, list[Parameter]] = {}
     for each in loaded:
         place = _LAYER.search(each.name)
-        layers[each.name[: place.end()] if place else each.name] += each.num_elements
-    return max(layers.values(), default=0)
+        layers.setdefault(each.name[: place.end()] if place else "", []).append(each)
+    rest = layers.pop("", [])
+    sizes = {name: parameter.weights_bytes(model, within, choices) for name, within in layers.items()}
+    largest = layers[max(sizes, key=lambda name: sizes[name])] if sizes else []
+    num_elements = sum(each.num_elements for each in loaded) or 1
+    share = sum(each.num_elements for each in (*largest, *rest)) / num_elements
+    weights = sum(sorted(sizes.values())[-2:]) + parameter.weights_bytes(model, rest, choices)
+    is_cast = choices.load_dtype == "float32" and (choices.bf16 or choices.fp16)
+    casts = 2 * sum(each.num_elements for each in (*largest, *rest)) if is_cast else 0
+    return int(weights + casts + share * whole.gradient_bytes)
 
 
 def _evaluation(

@@ -4,45 +4,39 @@
     fsdp   weights, gradients and optimizer states are divided, too; a layer is whole while it is computed
 
 One rank trains on each device. `num_ranks` follows from the job file alone; the mode depends on the model's size.
+What both cannot do is refused by name: DeepSpeed, tensor and sequence parallelism by the keys of `training`, Unsloth by
+the choice of the backend.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from dataclasses import replace
+from typing import Literal
 
-from honed.job.plan_file import Memory, Parallel
+from honed.inputs.basemodel import BaseModelInfo
+from honed.job.plan_file import Memory, Parallel, Precision
 from honed.job.progress import gib
 from honed.plan import precision
+from honed.plan.rung import Rung
+from honed.spec.optimizer import DIVIDABLE
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
 from honed.system.error import SpecError
 
 Mode = Literal["none", "ddp", "fsdp"]
-#: The modes that the worker has: others are refused by name, and never chosen.
-SUPPORTED: frozenset[Mode] = frozenset({"none", "ddp"})
+#: Dtypes of numbers into which 4-bit weights may be packed for FSDP2.
+FLOATING = ("bfloat16", "float16", "float32")
+#: The reason for which a model is not divided beside rows with media.
+WITH_MEDIA = "rows with images, videos or sounds run an encoder on some GPUs only, and the others would wait for it"
 
 
 def check(spec: JobSpec, *, has_cluster: bool = False) -> None:
-    """Raise SpecError for a division that this version, or this machine's configuration, does not have."""
+    """Raise SpecError for a division that this machine's configuration does not have."""
     if spec.resources.nodes > 1 and not has_cluster:
         raise SpecError(
             f"resources.nodes: {spec.resources.nodes} machines need a cluster, and honed.toml has none",
             hint="write resources.nodes: 1",
             fix={"resources.nodes": 1},
-        )
-    asked = spec.parallel
-    if spec.resources.num_ranks > 1 and asked != "auto" and asked not in SUPPORTED:
-        others = [f"parallel: {mode}" for mode in get_args(Mode)[1:] if mode in SUPPORTED]
-        raise SpecError(
-            f"parallel: {asked} is not supported yet",
-            hint=f"write {' or '.join(others)}" if others else "write resources.gpus: 1",
-            fix={"parallel": "auto"},
-        )
-    if spec.resources.num_ranks > 1 and not SUPPORTED - {"none"}:
-        raise SpecError(
-            f"resources.gpus: training on several GPUs is not supported yet, got {spec.resources.gpus}",
-            hint="write gpus: 1",
-            fix={"resources.gpus": 1},
         )
 
 
@@ -61,28 +55,85 @@ def check_devices(spec: JobSpec, largest_group: int, num_devices: int) -> None:
     )
 
 
-def modes(spec: JobSpec, device: Device) -> tuple[Mode, ...]:
-    """Return the modes that a job may take, the preferred one first."""
-    if spec.resources.num_ranks == 1 or device.kind != "cuda":
+def modes(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_media: bool = False) -> tuple[Mode, ...]:
+    """Return the modes that a job may take, the preferred one first. Raises SpecError for fsdp by name that cannot be.
+
+    `has_media`: there are rows with images, videos or sounds.
+    """
+    if spec.resources.num_ranks == 1 or (device.kind != "cuda" and spec.resources.nodes == 1):
         return ("none",)
+    why = why_whole(spec, model, has_media=has_media)
+    if spec.parallel == "fsdp" and why:
+        raise SpecError(f"parallel: fsdp: {why}", hint="write parallel: ddp", fix={"parallel": "ddp"})
     if spec.parallel != "auto":
         return (spec.parallel,)
-    return ("ddp", "fsdp") if "fsdp" in SUPPORTED and not why_whole(spec) else ("ddp",)
+    return ("ddp",) if why or device.kind != "cuda" else ("ddp", "fsdp")  # the processors of several nodes: ddp
 
 
-def why_whole(spec: JobSpec) -> str:
-    """Return why a model cannot be divided; empty if it can. The job file's rules refuse the same by name."""
-    if spec.quantization == "8bit":
+def why_whole(spec: JobSpec, model: BaseModelInfo, *, has_media: bool = False) -> str:
+    """Return why a model cannot be divided; empty if it can. Rules of the job file refuse some of it by name, too."""
+    if spec.kind != "sft" or spec.trial:
+        return "only a training without a trial can divide a model"
+    if has_media:
+        return WITH_MEDIA
+    if "8bit" in (spec.quantization, model.quantization):
         return "8-bit weights cannot be divided"
-    if spec.training.save_strategy == "best" or spec.training.load_best_model_at_end:
-        return "the best checkpoint must be loadable as one"
+    if model.quantization == "4bit" and _storage(model) not in FLOATING:
+        return (
+            f"the checkpoint stores its 4-bit weights as {_storage(model)}, which cannot be divided "
+            "(bnb_4bit_quant_storage in config.json)"
+        )
     if precision.is_full(spec) and spec.master_weights == "compensated":
         return "compensated weights cannot be divided"
+    if not DIVIDABLE.fullmatch(spec.training.optim):
+        return f"{spec.training.optim} cannot step parts of weights"
     return ""
 
 
-def choose(spec: JobSpec, mode: Mode, memory: Memory, whole: Memory) -> Parallel:
-    """Return the division in a mode. `memory` is the estimate for one device, `whole` that of the preferred mode."""
+def can_divide(rung: Rung) -> bool:
+    """Tell whether full fine-tuning's weights can be divided where they are kept and stepped this way."""
+    return rung.master_weights != "compensated" and (rung.optim is None or bool(DIVIDABLE.fullmatch(rung.optim)))
+
+
+def check_rung(mode: Mode, rung: Rung | None) -> None:
+    """Raise SpecError for weights that an earlier plan of the job keeps in a way in which they cannot be divided."""
+    if mode == "fsdp" and rung is not None and not can_divide(rung):
+        raise SpecError(
+            f"parallel: fsdp: the job keeps its weights as {rung.master_weights}, stepped by {rung.optim}",
+            hint="write parallel: ddp",
+            fix={"parallel": "ddp"},
+        )
+
+
+def check_precision(mode: Mode, choices: Precision) -> None:
+    """Raise SpecError for a precision that cannot be trained with in a mode."""
+    if mode == "fsdp" and choices.fp16:
+        raise SpecError(
+            "parallel: fsdp: float16 is not supported, because its GradScaler sees one part of the gradients only",
+            hint="write dtype: bfloat16, or parallel: ddp",
+            fix={"parallel": "ddp"},
+        )
+
+
+def told(mode: Mode, choices: Precision) -> Precision:
+    """Return the precision with what a mode means for it."""
+    if mode != "fsdp" or not choices.bf16:
+        return choices
+    why = "the autocast of one GPU; FSDP's own mixed precision, which is not autocast, is not used"
+    return replace(choices, reasons={**choices.reasons, "bf16": f"{choices.reasons['bf16']} ({why})"})
+
+
+def _storage(model: BaseModelInfo) -> str:
+    """Return the dtype into which a stored checkpoint packs its 4-bit weights."""
+    found = model.config.get("quantization_config")
+    return str(found.get("bnb_4bit_quant_storage", "uint8") if isinstance(found, dict) else "uint8")
+
+
+def choose(spec: JobSpec, mode: Mode, memory: Memory, whole: Memory, why: str = "") -> Parallel:
+    """Return the division in a mode. `memory` is the estimate for one device, `whole` that of the preferred mode.
+
+    `why`: the reason for which a model is not divided.
+    """
     training, resources = spec.training, spec.resources
     rows, steps, ranks = training.per_device_train_batch_size, training.gradient_accumulation_steps, resources.num_ranks
     if mode == "none":
@@ -95,15 +146,20 @@ def choose(spec: JobSpec, mode: Mode, memory: Memory, whole: Memory) -> Parallel
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=steps,
         effective_batch=rows * steps * ranks,
-        reasons={"mode": _why(spec, mode, memory, whole), "effective_batch": _times(spec, rows, steps, ranks)},
+        reasons={"mode": _why(spec, mode, memory, whole, why), "effective_batch": _times(spec, rows, steps, ranks)},
     )
 
 
-def _why(spec: JobSpec, mode: Mode, memory: Memory, whole: Memory) -> str:
+def _why(spec: JobSpec, mode: Mode, memory: Memory, whole: Memory, why: str) -> str:
     if mode == "none":
         return "the job uses one device"
     if spec.parallel == mode:
         return "as the job asks"
+    if mode == "fsdp" and whole.fits:
+        return (
+            "the whole model fits on each GPU only with weights or an optimizer that are rounded; divided, it needs "
+            f"{gib(memory.total_bytes)} without that"
+        )
     if mode == "fsdp":
         return (
             f"the whole model needs {gib(whole.total_bytes)} on each GPU, but only {gib(whole.available_bytes)} is "
@@ -111,9 +167,10 @@ def _why(spec: JobSpec, mode: Mode, memory: Memory, whole: Memory) -> str:
         )
     if memory.fits:
         return f"the whole model fits on each GPU, in {gib(memory.total_bytes)}"
-    return f"{why_whole(spec) or 'parallel: fsdp is not supported yet'}, and the estimate is near the limit"
+    return f"{why}, and the estimate is near the limit" if why else "the estimate is near the limit in every division"
 
 
 def _times(spec: JobSpec, rows: int, steps: int, ranks: int) -> str:
-    product = f"{rows} rows × {steps} accumulation steps" + (f" × {ranks} GPUs" if ranks > 1 else "")
+    many = f"{ranks} {'GPUs' if spec.resources.gpus else 'nodes'}"
+    product = f"{rows} rows × {steps} accumulation steps" + (f" × {many}" if ranks > 1 else "")
     return f"as the job asks: {product}" if spec.batch.effective else product

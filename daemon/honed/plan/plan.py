@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from honed.plan.rung import Rung
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
-from honed.system.error import BackendError
+from honed.system.error import BackendError, SpecError
 from honed.system.installed import Installed, known_model_types
 
 #: Dtypes in which a merged checkpoint may be stored.
@@ -60,7 +61,7 @@ class Plan:
     @property
     def num_passed(self) -> int:
         """Number of better rungs that did not fit."""
-        return next((place for place, each in enumerate(self.rungs) if each.is_chosen), 0)
+        return _num_passed(self.rungs)
 
     def as_dict(self) -> dict[str, object]:
         model = self.model
@@ -94,6 +95,10 @@ class Plan:
         }
 
 
+def _num_passed(steps: Sequence[Step]) -> int:
+    return next((place for place, each in enumerate(steps) if each.is_chosen), 0)
+
+
 def make(
     spec: JobSpec,
     model: BaseModelInfo,
@@ -118,9 +123,12 @@ def make(
         return _merge(spec, model, device, reserve_bytes=config.device.reserve_bytes, adapter=adapter)
 
     def look(rung: Rung | None, mode: parallel.Mode) -> tuple[Precision, Memory]:
+        parallel.check_rung(mode, rung)
         choices = precision.decide(
             spec, model, device, has_flash_attn=installed.has("flash_attn"), rung=rung, adapter_dtype=adapter_dtype
         )
+        parallel.check_precision(mode, choices)
+        choices = parallel.told(mode, choices)
         return choices, memory.estimate(
             spec,
             model,
@@ -138,14 +146,21 @@ def make(
         if not precision.is_full(spec) or pinned is not None:
             return *look(pinned if precision.is_full(spec) else None, mode), ()
         found = precision.rungs(spec, model, device, has_bitsandbytes=installed.has("bitsandbytes"))
+        if mode == "fsdp":
+            found = tuple(each for each in found if parallel.can_divide(each))
         return _descend([look(rung, mode) for rung in found], spec)
 
-    parallel.check(spec)
-    tried = {mode: descend(mode) for mode in parallel.modes(spec, device)}
-    first = next(iter(tried))
-    mode = next((mode for mode, (_, estimate, _) in tried.items() if estimate.fits), [*tried][-1])
+    parallel.check(spec, has_cluster=config.jobs.runner == "slurm")
+    modes = parallel.modes(spec, model, device, has_media=bool(rows))
+    tried: dict[parallel.Mode, tuple[Precision, Memory, tuple[Step, ...]]] = {}
+    for mode in modes:
+        with contextlib.suppress(SpecError) if tried else contextlib.nullcontext():
+            tried[mode] = descend(mode)
+    fitting = [mode for mode, (_, estimate, _) in tried.items() if estimate.fits]
+    mode = min(fitting, key=lambda each: _num_passed(tried[each][2]), default=[*tried][-1])
     choices, needed, steps = tried[mode]
-    division = parallel.choose(spec, mode, needed, tried[first][1])
+    why = parallel.why_whole(spec, model, has_media=bool(rows))
+    division = parallel.choose(spec, mode, needed, tried[modes[0]][1], why)
     backend = choose_backend(spec, model, choices, device, installed)
     num_trained = 0 if spec.kind == "evaluate" else parameter.trained(spec, model, adapter).num_parameters
     chosen = choose_loss(spec, model, device, adapter)

@@ -8,7 +8,7 @@ from typing import Any
 
 from honed.job.plan_file import Memory
 from honed.job.progress import gib
-from honed.plan import loss, parallel, precision
+from honed.plan import loss, precision
 from honed.plan.activation import UNCUT_LENGTH
 from honed.spec import rule
 from honed.spec.field import Section
@@ -201,7 +201,7 @@ def _changed_media(spec: JobSpec, **media: Any) -> JobSpec:
 
 def _divided(num_devices: int, spec: JobSpec, device: Device) -> Iterator[Change]:
     """Yield divisions of the model between more and more GPUs."""
-    if device.kind != "cuda" or "fsdp" not in parallel.SUPPORTED or parallel.why_whole(spec):
+    if device.kind != "cuda":
         return
     for number in range(max(2, spec.resources.gpus), num_devices + 1):
         resources = spec.resources.model_copy(update={"gpus": number})

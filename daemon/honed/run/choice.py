@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from honed.run import slurm_client
 from honed.run.fetcher import FetchRunner, ProcessFetchRunner
 from honed.run.process import ProcessRunner
 from honed.run.runner import Runner
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 def choose_runner(
     layout: Layout, config: Callable[[], Config], *, clock: Callable[[], float]
 ) -> tuple[Runner, Systemd | None]:
-    """Return the runner to use, units if possible, and the systemd connection if it uses units; log which and why.
+    """Return the runner to use, units if possible, and the systemd connection if workers, or checks and fetches alone,
+    are units; log which and why.
 
     `config` is called whenever a worker starts, since it may have been reloaded. Raises EnvironmentInvalidError.
     """
@@ -35,8 +37,10 @@ def choose_runner(
             raise EnvironmentInvalidError(
                 f"jobs.runner is slurm, but {problem}", hint="see cluster.md in the documentation"
             )
-        log.info("workers are jobs of the Slurm cluster, and run there as this instance's own user")
-        return SlurmRunner(layout, lambda: config().slurm, clock=clock), None
+        who = "each job's submitter" if layout.is_of_system else "this instance's own user"
+        log.info("workers are jobs of the Slurm cluster, and run there as %s", who)
+        units = _units(layout) if layout.is_of_system else None
+        return SlurmRunner(layout, lambda: config().slurm, clock=clock), units
     systemd = Systemd()
     reason = "as configured" if asked == "process" else why_not(layout, systemd)
     if reason is None:
@@ -61,13 +65,20 @@ def choose_runner(
     return ProcessRunner(layout), None
 
 
+def _units(layout: Layout) -> Systemd | None:
+    """Return the systemd connection for the checks and fetches of an instance whose workers run elsewhere."""
+    systemd = Systemd()
+    if (reason := why_not(layout, systemd)) is None:
+        return systemd
+    systemd.close()
+    log.warning("checks and fetches run as child processes of honed: %s", reason)
+    return None
+
+
 def why_no_slurm(layout: Layout) -> str:
     """Return why workers cannot be jobs of a Slurm cluster; empty if they can."""
-    if layout.root == Path("/"):
-        return (
-            "the system's own instance is shared, and all jobs would run as honed's user on the cluster: use an "
-            "instance of one user's own (--root DIR, or --user)"
-        )
+    if layout.is_of_system:
+        return slurm_client.why_not(layout)
     missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
     return f"{', '.join(missing)} cannot be found: install slurm-client" if missing else ""
 

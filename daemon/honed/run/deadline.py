@@ -9,17 +9,16 @@ A unit's own stop timeout and watchdog replace the first and the last.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from honed.job.job import Job, Stop
 from honed.run.outcome import Outcome
+from honed.run.pulse import Pulses, Silence
 from honed.run.runner import Exit, Runner
 from honed.spec.config import Config
-from honed.system import error, untrusted
+from honed.system import error
 from honed.system.clock import Moment
 from honed.system.layout import Layout
 
@@ -29,40 +28,6 @@ log = logging.getLogger(__name__)
 CANCEL_TIMEOUT_SEC = 30.0
 #: Seconds between the dump of a hanging worker's stacks and its end.
 DUMP_SEC = 5.0
-
-
-class Pulse:
-    """The pulse file of a worker: signs of life, more often than its events."""
-
-    def __init__(self, path: Path, now: float) -> None:
-        self._path = path
-        self._beat_at_ns = 0  # the file's time when it was last looked at
-        self.heard_at = now  #: monotonic seconds
-        self.phase = ""  #: the worker's phase
-        self.learned_sec: float | None = None  #: how long it may be silent in that phase, learned from its own steps
-
-    def feel(self, now: float) -> None:
-        """Note whether the worker has moved since the last look."""
-        try:
-            beat_at_ns = self._path.lstat().st_mtime_ns
-            if beat_at_ns == self._beat_at_ns:
-                return
-            # A pulse from before this daemon's start says nothing of now, and setting the clock must not move a
-            # deadline.
-            self._beat_at_ns, self.heard_at = beat_at_ns, now
-            told = json.loads(untrusted.read_plain(self._path, max_bytes=4096))
-            learned_sec = told.get("limit_sec")
-            is_number = isinstance(learned_sec, int | float) and learned_sec > 0
-            self.phase, self.learned_sec = str(told.get("phase", ""))[:32], learned_sec if is_number else None
-        except (OSError, ValueError, AttributeError, RecursionError):
-            return  # there is no pulse file yet, or it is being written
-
-    def last_beat(self) -> Moment | None:
-        """Return the time of the last sign of life; None if there was none."""
-        try:
-            return Moment(self._path.lstat().st_mtime)
-        except OSError:
-            return None
 
 
 class Deadlines:
@@ -75,10 +40,11 @@ class Deadlines:
         self._runner = runner
         self._config = config
         self._clock = clock
-        self._pulse = Pulse(layout.job(job.id).attempt(job.attempt.number).pulse_path, clock())
+        place = layout.job(job.id).attempt(job.attempt.number)
+        self._pulses = Pulses(place, max(1, job.num_gpus), clock())
         self._kill_at: float | None = None
         self._was_killed = False
-        self._is_stalled = False
+        self._stalled = ""  #: who gave no sign of life, and where; empty while none was missed
         self._began: Moment | None = None  # when it began on a cluster
         self._has_begun = False  # its present start has
         self._overdue_at = self._when_overdue()  # when its time limit and the grace period are over
@@ -87,7 +53,7 @@ class Deadlines:
     @property
     def phase(self) -> str:
         """The worker's phase, from its pulse file; empty if unknown."""
-        return self._pulse.phase
+        return self._pulses.first.phase
 
     def ask(self, why: Stop) -> None:
         """Ask the worker to stop, and set the time at which it is killed."""
@@ -105,8 +71,7 @@ class Deadlines:
         """
         job = self._job
         told_at = self._waited_until(now, told_at)
-        self._pulse.feel(now)
-        heard_at = max(told_at, self._pulse.heard_at)
+        self._pulses.feel(now)
         if self._kill_at is not None and now >= self._kill_at:
             log.warning("job %d (%s): killed: it did not stop", job.id, job.name)
             self._runner.kill(job.id, shim_too=self._was_killed)
@@ -119,15 +84,10 @@ class Deadlines:
             self._is_overdue = True
             self.ask(Stop.HOLD)
             self._kill_at = now + self._config().jobs.stop_timeout_sec
-        elif self._kill_at is None and self._has_stalled(now - heard_at):
-            log.warning(
-                "job %d (%s): hung: no sign of life for %.0f s in %s",
-                job.id,
-                job.name,
-                now - heard_at,
-                self.phase or stage,
-            )
-            self._is_stalled = True
+        elif self._kill_at is None and (silent := self._silent(now, told_at)):
+            self._stalled = self._describe(silent, stage)
+            seconds = f" for {max(each.sec for each in silent):.0f} s"
+            log.warning("job %d (%s): hung: %s", job.id, job.name, self._describe(silent, stage, seconds))
             self._kill_at = now + DUMP_SEC
             self._runner.dump(job.id)
 
@@ -148,23 +108,31 @@ class Deadlines:
     def _is_of_cluster(self) -> bool:
         return self._runner.is_left(self._job.id) and not self._runner.is_supervised(self._job.id)
 
-    def _has_stalled(self, silent_sec: float) -> bool:
-        """Return True if a worker gave no sign of life for too long; False for units, whose own watchdog hears more."""
-        if self._runner.is_supervised(self._job.id):
-            return False
-        jobs, learned_sec = self._config().jobs, self._pulse.learned_sec
-        learned_sec = jobs.stall_timeout_sec if learned_sec is None else learned_sec
-        return silent_sec >= min(jobs.stall_timeout_sec, max(jobs.min_stall_timeout_sec, learned_sec))
+    def _silent(self, now: float, told_at: float) -> list[Silence]:
+        """Return the ranks that gave no sign of life for too long. For a unit, rank 0 is heard by its own watchdog."""
+        is_supervised, jobs, found = self._runner.is_supervised(self._job.id), self._config().jobs, []
+        for each in self._pulses.silences(now, told_at):
+            learned_sec = jobs.stall_timeout_sec if each.learned_sec is None else each.learned_sec
+            is_hung = each.sec >= min(jobs.stall_timeout_sec, max(jobs.min_stall_timeout_sec, learned_sec))
+            if is_hung and not (is_supervised and each.rank == 0):
+                found.append(each)
+        return found
+
+    def _describe(self, silent: Sequence[Silence], stage: str, seconds: str = "") -> str:
+        """Describe a silence for people."""
+        numbers = [each.rank for each in silent] or [0]
+        who, phase = self._pulses.who_hangs(numbers), self._pulses.phase_of(numbers) or self.phase or stage
+        return f"{f'{who} gave ' if who else ''}no sign of life{seconds} in {phase}"
 
     def explain(self, outcome: Outcome, ended: Exit, *, is_asked: bool, stage: str) -> Outcome:
         """Return the outcome of a worker that has ended, as `stalled` or over its time limit if that was the reason.
 
         `is_asked`: its entry has a reason for its stop.
         """
-        if self._is_stalled and not outcome.is_success:
-            stalled = error.StalledError(
-                f"no sign of life in {self.phase or stage}", hint="its log contains its stacks"
-            )
+        if outcome.code == error.StalledError.code and self._job.num_gpus > 1:
+            self._stalled = self._stalled or self._describe([], stage)  # systemd's watchdog was first
+        if self._stalled and not outcome.is_success:
+            stalled = error.StalledError(self._stalled, hint="its log contains its stacks")
             outcome = replace(outcome, code="stalled", error=stalled)
         is_overdue = self._is_overdue or self._was_overdue(ended)
         if is_overdue and not is_asked and not outcome.is_success:
@@ -188,7 +156,7 @@ class Deadlines:
         if ended is not None and ended.ended is not None:
             until = ended.ended
         elif not until.is_of_boot(began):
-            until = self._pulse.last_beat() or began
+            until = self._pulses.first.last_beat() or began
         return until.since(began)
 
     def _when_overdue(self) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from honed.job import out_of_memory, preemption
-from honed.job.job import Adjustment, Job, State, Stop
+from honed.job.job import STOPPED_EARLY, Adjustment, Job, State, Stop
 from honed.job.plan_file import PlanFile
 from honed.run.outcome import Outcome
 from honed.system import error, message
@@ -98,6 +98,8 @@ def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[
     match job.stop:
         case Stop.CANCEL:
             return State.CANCELLED, {"outcome": "cancelled", "error": None, "stop": None}
+        case Stop.HALVE:
+            return State.CANCELLED, {"outcome": STOPPED_EARLY, "error": None, "stop": None}
         case Stop.HOLD if outcome.code in {"interrupted", "killed"}:
             return State.HELD, {"outcome": "interrupted", "error": None, "stop": None}
         case Stop.PREEMPT | Stop.SHUTDOWN if outcome.code in {"interrupted", "killed"}:
@@ -169,7 +171,7 @@ def _kind(job: Job, outcome: Outcome) -> str:
         case State.SUCCEEDED:
             return message.SUCCEEDED
         case State.CANCELLED:
-            return message.CANCELLED
+            return message.STOPPED_EARLY if job.was_stopped_early else message.CANCELLED
         case State.HELD if outcome.code == "interrupted":
             return message.HELD
         case _:

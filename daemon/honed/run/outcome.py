@@ -116,6 +116,11 @@ def _died(ended: Exit) -> error.HonedError:
             )
         case Exit(service_result="node-lost"):
             return error.KilledError("the node of the worker was lost", hint="see sinfo -R, and the node's own log")
+        case Exit(service_result="refused"):
+            return error.ClusterRefusedError(
+                f"Slurm refuses the job: {ended.words}",
+                hint="correct [slurm] or the profile in honed.toml, or resources in the job file, then honectl requeue",
+            )
         case Exit(ran=False):
             status = f" (exit status {ended.status})" if ended.status is not None else ""
             return error.EnvironmentInvalidError(

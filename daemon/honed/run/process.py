@@ -159,8 +159,7 @@ class ProcessRunner:
             _signal(pid, signal.SIGTERM)
 
     def dump(self, job_id: int) -> None:
-        pid = self._worker_pid(self._children[job_id])
-        if pid is not None:
+        for pid in self._worker_pids(self._children[job_id]):
             _signal(pid, signal.SIGABRT)  # faulthandler writes every thread's stack to worker.log
             _signal(pid, signal.SIGCONT)  # a stopped process would not handle it
 
@@ -170,10 +169,9 @@ class ProcessRunner:
         shim_pid = self._shim_pid(child)
         if shim_pid is None:
             return
-        worker_pid = self._worker_pid(child)
         # The worker first, so that the shim can still record its end. Processes that the worker started share the
         # session.
-        doomed = _session(shim_pid) | ({worker_pid} if worker_pid else set())
+        doomed = _session(shim_pid) | set(self._worker_pids(child))
         for pid in doomed if shim_too else doomed - {shim_pid}:
             _signal(pid, signal.SIGKILL)
 
@@ -210,8 +208,12 @@ class ProcessRunner:
         finally:
             os.close(fd)
 
-    def _worker_pid(self, child: _Child) -> int | None:
-        return _process(read_lock_record(child.layout, child.start).get("worker_pid"))
+    def _worker_pids(self, child: _Child) -> list[int]:
+        """Return the worker's process, or that of each rank."""
+        record = read_lock_record(child.layout, child.start)
+        told = record.get("worker_pids")
+        found = map(_process, told if isinstance(told, list) else [record.get("worker_pid")])
+        return [pid for pid in found if pid is not None]
 
     def _shim_pid(self, child: _Child) -> int | None:
         if child.process is not None:

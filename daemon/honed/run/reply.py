@@ -42,7 +42,7 @@ class Passed:
     needs_fetch: Missing | None  #: a base model or data set that is not in the cache and may be fetched
     members: tuple[
         dict[str, Any], ...
-    ] = ()  #: of a sweep: `document` and `values` of each job; the rest is the first's
+    ] = ()  #: of a sweep: `document`, `values` and `halving` of each job; the rest is the first's
 
     def to_line(self) -> bytes:
         answer = {
@@ -138,16 +138,23 @@ class _Spec(_Class):
     group: NotRequired[_Group | None]
 
 
+class _Halving(TypedDict):
+    min_steps: _Integer
+    eta: Annotated[int, Field(ge=2, le=1000)]
+
+
 class _Group(TypedDict):
     id: _Integer
     name: _Name
     file: _Name
     values: Annotated[dict[str, Any], AfterValidator(_bounded)]
+    halving: NotRequired[_Halving | None]
 
 
 class _Member(TypedDict):
     document: Annotated[dict[str, Any], AfterValidator(_bounded)]
     values: Annotated[dict[str, Any], AfterValidator(_bounded)]
+    halving: NotRequired[_Halving | None]
 
 
 class _Missing(TypedDict):

@@ -22,10 +22,15 @@ from honed.job.ahead import STAGED_VARIABLE, has_passed
 from honed.job.event import MAX_TIME
 from honed.system import untrusted
 from honed.system.clock import Moment, boot_id, boot_time
+from honed.system.error import plain
 from honed.system.layout import AttemptLayout, JobLayout
 
 #: The number of workers that the shim starts on this machine; unset for one.
 RANKS_VARIABLE = "HONED_NUM_RANKS"
+#: The number of machines of a cluster that a worker runs on, with so many ranks on each; unset for one.
+NODES_VARIABLE = "HONED_NUM_NODES"
+#: Characters of a cluster's words.
+MAX_WORDS = 400
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Exit:
     is_machine_going_down: bool = False  #: its unit ended during a shutdown
     ran: bool = True  #: False if its unit failed before the worker's process began
     ended: Moment | None = None  #: the time; None if it was not observed
+    words: str = ""  #: why a cluster has refused it
     began: Moment | None = None  #: when it began on a cluster; None elsewhere, and for one that never began
 
 
@@ -118,12 +124,13 @@ def exit_of(record: Mapping[str, Any] | None) -> Exit:
         value = record.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    result = record.get("service_result")
+    result, words = record.get("service_result"), record.get("words")
     return Exit(
         status=number("status"),
         signal=number("signal"),
         max_resident_bytes=number("max_resident_bytes"),
         service_result=result if isinstance(result, str) else None,
+        words=plain(words, max_chars=MAX_WORDS) if isinstance(words, str) else "",
         was_out_of_memory=record.get("was_out_of_memory") is True,
         was_asked=record.get("was_asked") is True,
         is_machine_going_down=_ended_in_shutdown(record),

@@ -33,6 +33,20 @@ asked to stop, and killed RANK_END_SEC later. The first death is the one in exit
 
     ranks/            what the ranks share; emptied before they start. They meet at `rendezvous` (worker/parallel.py)
     ranks/lost.json   {"rank", "signal"} of a rank that died by a signal: the others leave no result
+
+With $HONED_NUM_NODES above 1, on a cluster, its COMMAND is srun, which starts on each node
+
+    shim.py --node ATTEMPT_DIR COMMAND...
+
+with the ranks of that node. The signals to the shim are not forwarded, since srun would kill all, and Slurm would send
+them to the data loaders, too: the shim writes them into a file, which the nodes look at. The first node at which a rank
+fails writes ranks/end.json, which is the end in exit.json; the others look for it, and their ranks have as long to end
+as those beside it. The failed node's own end, with status 1, comes after rank 0's result if there will be one, and then
+srun kills what is left (--kill-on-bad-exit).
+
+    ranks/end.json    {"rank", "status", "signal", "was_out_of_memory"} of the first failure on any node
+    ranks/orders      the numbers of the signals, one a line. Read by opening it, as NFS needs
+    ranks/asked.json  a node was asked to stop by others than the shim
 """
 
 import contextlib
@@ -64,6 +78,9 @@ MAX_MESSAGE_BYTES = 1024 * 1024
 DRAIN_SEC = 2.0
 #: Seconds that the other ranks have to end by themselves after the first death.
 RANK_END_SEC = 10.0
+#: Seconds between a node's looks for the end of another, and those that a node, after the end of its own ranks, waits
+#: for rank 0's result, where a rank died by a signal and where it left an error.
+NODE_LOOK_SEC, LOST_RESULT_SEC, RESULT_SEC = 0.5, 5.0, 15.0
 #: Exit status of a rank that ended because another was lost (KilledError's): it is not the cause.
 LOST_STATUS = 87
 #: Bytes. The journal cuts longer lines, too.
@@ -80,6 +97,8 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD})
     if arguments[0] == "--spare":
         return wait_for_job(arguments[1:])
+    if arguments[0] == "--node":
+        return run_node(arguments[1], arguments[2:])
     relays = arguments[0] == "--relay"
     spare = arguments[1] if arguments[0] == "--worker" else ""
     arguments = arguments[2 if spare else relays :]
@@ -95,19 +114,16 @@ def main() -> int:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{attempt_dir}/result.json")  # noqa: PTH108 - pathlib would double the shim's start
     pipe = os.pipe2(os.O_CLOEXEC) if relays else None
-    num_ranks = int(os.environ.get("HONED_NUM_RANKS", "1"))
-    if num_ranks > 1:
+    is_spread = int(os.environ.get("HONED_NUM_NODES", "1")) > 1  # the command is srun
+    num_ranks = 1 if is_spread else int(os.environ.get("HONED_NUM_RANKS", "1"))
+    if num_ranks > 1 or is_spread:
         make_shared(f"{attempt_dir}/ranks")
+        append(f"{attempt_dir}/ranks/orders", b"")
+    if num_ranks > 1:
         os.environ.update(as_rank(0, num_ranks))
     shim_pid, worker_pid = os.getpid(), give(spare, f"{attempt_dir}/worker.log", command) if spare else None
     worker_pids = [] if worker_pid is None else [worker_pid]
-    while len(worker_pids) < num_ranks:
-        worker_pid = os.fork()
-        if worker_pid == 0:
-            if num_ranks > 1:
-                os.environ.update(as_rank(len(worker_pids), num_ranks))
-            run(command, shim_pid, output_fd=pipe[1] if pipe else None)
-        worker_pids.append(worker_pid)
+    worker_pids += start_ranks(command, num_ranks, len(worker_pids), output_fd=pipe[1] if pipe else None)
     who: dict[str, object] = {"shim_pid": shim_pid, "worker_pid": worker_pids[0], "start": start}
     if num_ranks > 1:
         who["worker_pids"] = worker_pids
@@ -124,17 +140,77 @@ def main() -> int:
         relay,
         lambda: os.pwrite(lock_fd, json.dumps({**who, "was_asked": True}).encode(), 0),
         f"{attempt_dir}/ranks/lost.json",
+        orders_path=f"{attempt_dir}/ranks/orders" if is_spread else "",
     )
     status, was_out_of_memory = watch.wait()
-    write_exit(
-        attempt_dir,
-        start,
-        status,
-        was_out_of_memory=was_out_of_memory,
-        was_asked=watch.was_asked,
-        rank=watch.rank if num_ranks > 1 else None,
-    )
+    if is_spread and os.WIFSIGNALED(status):
+        return 1  # without srun the ranks go on: Slurm ends them now, and says when they are gone
+    rank = {"rank": watch.rank} if num_ranks > 1 else {}
+    end = {**end_of(status), "was_out_of_memory": was_out_of_memory, "was_asked": watch.was_asked, **rank}
+    write_exit(attempt_dir, start, end_of_nodes(f"{attempt_dir}/ranks", end) if is_spread else end)
     return end_as(status) if relays else 0
+
+
+def run_node(attempt_dir: str, command: list[str]) -> int:
+    """Run the ranks of one node. Returns 0 if all have ended well."""
+    shared, node = f"{attempt_dir}/ranks", int(os.environ["SLURM_NODEID"])
+    num_here, num_nodes = int(os.environ.get("HONED_NUM_RANKS", "1")), int(os.environ["HONED_NUM_NODES"])
+    os.environ["HONED_MEET_AT"] = os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # srun's own node, which has rank 0
+    first = node * num_here
+    watch = Watch(
+        start_ranks(command, num_here, first=first, world=num_nodes * num_here),
+        None,
+        lambda: write_once(f"{shared}/asked.json", {}),
+        f"{shared}/lost.json",
+        first_rank=first,
+        nodes_dir=shared,
+    )
+    status, _ = watch.wait()
+    if status == 0:
+        return 0
+    # Whoever ends with an error first has srun kill the others.
+    is_lost = os.path.exists(f"{shared}/lost.json") or os.WEXITSTATUS(status) == LOST_STATUS  # noqa: PTH110
+    until = time.monotonic() + (LOST_RESULT_SEC if is_lost else RESULT_SEC)
+    while time.monotonic() < until and not os.path.exists(f"{attempt_dir}/result.json"):  # noqa: PTH110
+        time.sleep(0.1)
+    return 1
+
+
+def end_of(status: int) -> dict[str, object]:
+    """Return a wait status as exit.json has it."""
+    return {
+        "status": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+        "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+    }
+
+
+def end_of_nodes(shared: str, srun: dict[str, object]) -> dict[str, object]:
+    """Return the end of ranks on several nodes: the first failure, else srun's own end."""
+    end = dict(srun)
+    if isinstance(status := end["status"], int) and status > 128:
+        end |= {"status": None, "signal": status - 128}  # a node's shim was killed
+    with contextlib.suppress(OSError, ValueError, TypeError), open(f"{shared}/end.json", "rb") as file:  # noqa: PTH123
+        end |= json.load(file)
+    if os.path.exists(f"{shared}/asked.json"):  # noqa: PTH110
+        end["was_asked"] = True
+    return end
+
+
+def append(path: str, data: bytes) -> None:
+    """Append to a file, which there is from now on; a full disk must not end the worker."""
+    with contextlib.suppress(OSError), open(path, "ab") as file:  # noqa: PTH123
+        file.write(data)
+
+
+def write_once(path: str, record: dict[str, object]) -> None:
+    """Write a file unless there is one, whole at once; a full disk must not end the worker."""
+    temporary = f"{path}.{os.uname().nodename}.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        with open(temporary, "w", encoding="ascii") as file:  # noqa: PTH123
+            json.dump(record, file)
+        os.link(temporary, path)
+    with contextlib.suppress(OSError):
+        os.unlink(temporary)  # noqa: PTH108
 
 
 def make_shared(directory: str) -> None:
@@ -144,13 +220,29 @@ def make_shared(directory: str) -> None:
         os.unlink(f"{directory}/{name}")  # noqa: PTH108
 
 
-def as_rank(rank: int, num_ranks: int) -> dict[str, str]:
-    """Return the variables by which a worker knows its rank; all ranks are on this machine."""
+def start_ranks(
+    command: list[str], num_here: int, started: int = 0, *, first: int = 0, world: int = 0, output_fd: int | None = None
+) -> list[int]:
+    """Start the workers of this machine's ranks, but for those that are started, and return their pids."""
+    shim_pid, pids = os.getpid(), []
+    for rank in range(started, num_here):
+        pid = os.fork()
+        if pid == 0:
+            if num_here > 1 or world > 1:
+                os.environ.update(as_rank(rank, num_here, first=first, world=world))
+            run(command, shim_pid, output_fd=output_fd)
+        pids.append(pid)
+    return pids
+
+
+def as_rank(rank: int, num_here: int, *, first: int = 0, world: int = 0) -> dict[str, str]:
+    """Return the variables by which a worker knows its rank: the number on this machine, from `first` on of `world`,
+    by default all that there are."""
     return {
-        "RANK": str(rank),
+        "RANK": str(first + rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "WORLD_SIZE": str(world or num_here),
+        "LOCAL_WORLD_SIZE": str(num_here),
     }
 
 
@@ -289,15 +381,30 @@ class Watch:
     """Waits for the end of the worker, or of its ranks."""
 
     def __init__(
-        self, worker_pids: list[int], relay: Relay | None, note_stop: Callable[[], object], lost_path: str
+        self,
+        worker_pids: list[int],
+        relay: Relay | None,
+        note_stop: Callable[[], object],
+        lost_path: str,
+        *,
+        orders_path: str = "",
+        first_rank: int = 0,
+        nodes_dir: str = "",
     ) -> None:
         """Create a watch of each rank's worker. `note_stop` records that they were asked to stop: the shim is killed,
-        too, if that takes too long. `lost_path` is written if one of several dies by a signal.
+        too, if that takes too long. `lost_path` is written if one of several dies by a signal. `orders_path`: signals
+        are written there, and not forwarded. `nodes_dir` is what several nodes share: signals are read there, and the
+        first node at which a rank fails writes end.json, which ends the others; `first_rank` is this node's.
         """
         self._pids = worker_pids
         self._relay = relay
         self._note_stop = note_stop
         self._lost_path = lost_path
+        self._orders_path = orders_path
+        self._first_rank = first_rank
+        self._end_path = f"{nodes_dir}/end.json" if nodes_dir else ""
+        self._read_path = f"{nodes_dir}/orders" if nodes_dir else ""
+        self._num_read = 0  # bytes of it
         self.rank = 0  #: whose end is that of the attempt
         self._alive = set(range(len(worker_pids)))
         self._kill_at: float | None = None  #: when the ranks that are left are killed
@@ -347,7 +454,10 @@ class Watch:
         if number == signal.SIGTERM and self._stop_asked_at is None:
             self._stop_asked_at = time.monotonic()
             self._note_stop()
-        self._send(number)
+        if self._orders_path:
+            append(self._orders_path, b"%d\n" % number)
+        else:
+            self._send(number)
 
     def _send(self, number: int) -> None:
         for rank in self._alive:
@@ -356,6 +466,7 @@ class Watch:
 
     def _are_alive(self) -> bool:
         """Look for ends, and end the ranks that are left after one that failed. Return False once all have ended."""
+        self._obey()
         ended = {}
         for rank in sorted(self._alive):
             found = os.waitid(os.P_PID, self._pids[rank], os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -367,23 +478,42 @@ class Watch:
             # Of several that are found at once, the cause is a death by a signal, and never a loss of another rank.
             self.rank = min(failed, key=lambda rank: (failed[rank] > 0, failed[rank] == LOST_STATUS, rank))
             self._kill_at = time.monotonic() + RANK_END_SEC
-            if self._alive:
+            if self._alive or self._end_path:
                 self._end_others(failed[self.rank])
+        elif self._alive and self._kill_at is None and self._end_path and os.path.exists(self._end_path):  # noqa: PTH110
+            self._kill_at = time.monotonic() + RANK_END_SEC
+            self._send(signal.SIGTERM)
         elif self._alive and self._kill_at is not None and time.monotonic() >= self._kill_at:
             for rank in self._alive:
                 os.kill(self._pids[rank], signal.SIGKILL)
         return bool(self._alive)
 
+    def _obey(self) -> None:
+        """Forward the signals that the shim of all nodes has got since the last look."""
+        if not self._read_path:
+            return
+        with contextlib.suppress(OSError), open(self._read_path, "rb") as file:  # noqa: PTH123
+            file.seek(self._num_read)
+            whole = file.read().rpartition(b"\n")[0]
+            self._num_read += len(whole) + 1 if whole else 0
+            for number in {int(word) for word in whole.split()}:
+                self._send(number)
+
     def _end_others(self, status: int) -> None:
+        rank = self._first_rank + self.rank
         if status < 0:
-            temporary = f"{self._lost_path}.tmp"
-            with contextlib.suppress(OSError), open(temporary, "w", encoding="ascii") as file:  # noqa: PTH123
-                json.dump({"rank": self.rank, "signal": -status}, file)
-            with contextlib.suppress(OSError):
-                os.rename(temporary, self._lost_path)  # noqa: PTH104
+            write_once(self._lost_path, {"rank": rank, "signal": -status})
+        # A rank that only lost another one is never the cause: that one's node tells.
+        if self._end_path and status != LOST_STATUS:
+            killed, before = status == -signal.SIGKILL, self._num_kills[0]
+            was_out_of_memory = killed and out_of_memory_kills()[1] > before[1]
+            end = {"status": status, "signal": None} if status > 0 else {"status": None, "signal": -status}
+            write_once(self._end_path, {"rank": rank, **end, "was_out_of_memory": was_out_of_memory})
         self._send(signal.SIGTERM)
 
     def _patience_sec(self) -> float:
+        if self._end_path and self._kill_at is None:
+            return NODE_LOOK_SEC
         if self._kill_at is not None:
             return max(0.05, min(LOOK_INTERVAL_SEC, self._kill_at - time.monotonic()))
         return LOOK_INTERVAL_SEC if self._stop_asked_at is None else EXTEND_INTERVAL_SEC / 2
@@ -477,21 +607,15 @@ def has_ended(attempt_dir: str, start: int) -> bool:
         return True
 
 
-def write_exit(
-    attempt_dir: str, start: int, status: int, *, was_out_of_memory: bool, was_asked: bool, rank: int | None = None
-) -> None:
+def write_exit(attempt_dir: str, start: int, end: dict[str, object]) -> None:
     """Write exit.json atomically and durably: temporary file, sync, rename, sync of the directory."""
     record = {
+        **end,
         "start": start,
-        "status": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
-        "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
         "ended_at": time.time(),
         "ended_monotonic": time.clock_gettime(time.CLOCK_MONOTONIC),
         "boot_id": boot_id(),
         "max_resident_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
-        "was_out_of_memory": was_out_of_memory,
-        "was_asked": was_asked,
-        **({} if rank is None else {"rank": rank}),
     }
     temporary = f"{attempt_dir}/.exit.json.tmp"
     fd = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)

@@ -3,23 +3,24 @@
     start     start.json with a name of its own, durable ──► sbatch --no-requeue ──► shim on a node ──► worker
     end       the shim writes exit.json, and that counts first; Slurm's word counts where there is none
 
+A job of several nodes is one shim on the first of them, whose command is srun, which starts one on each (shim.py).
+
 The name, honed-INSTANCE-JOB-ATTEMPT-START, is unique, and jobs are found by it alone: Slurm may give the number of a
 lost job to another one. Whether a failed sbatch has submitted is not known, so the name is looked up first, and
-submitted again only if Slurm knows none. Two jobs of one name cannot both start a worker: the shim takes a lock, and
+submitted again only if Slurm knows none, after growing pauses. If Slurm says twice that it will never take the job, the
+start ends. Two jobs of one name cannot both start a worker: the shim takes a lock, and
 starts nothing for a start that has ended. What Slurm does not answer is not known, and nothing is decided on it.
 
-No command runs in the daemon's loop (slurm_desk.py).
+No command runs in the daemon's loop (slurm_desk.py). An instance of one user's own runs the commands itself. The shared
+instance never does: it asks the helper, which runs them as the job's submitter (slurm_helper.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
-import math
 import os
-import shlex
 import sys
 import time
 import uuid
@@ -29,11 +30,24 @@ from pathlib import Path
 from typing import Any
 
 from honed.job.fence import VARIABLE as FENCE_VARIABLE
-from honed.run.process import SHIM, inherited
-from honed.run.runner import Exit, Live, exit_of, read_exit_record, read_lock_record
-from honed.run.slurm_desk import Desk, Seen, Snapshot
+from honed.run import slurm_batch
+from honed.run.runner import (
+    NODES_VARIABLE,
+    RANKS_VARIABLE,
+    Exit,
+    Live,
+    NotNowError,
+    exit_of,
+    read_exit_record,
+    read_lock_record,
+)
+from honed.run.slurm_batch import Handed
+from honed.run.slurm_client import Client
+from honed.run.slurm_desk import Desk, Seen, Snapshot, run_here
+from honed.run.slurm_request import environment, is_refusal
 from honed.spec.config import SLOT, SlurmConfig
 from honed.system import durable, untrusted
+from honed.system.backoff import Backoff
 from honed.system.clock import Moment
 from honed.system.layout import AttemptLayout, JobLayout, Layout
 
@@ -41,43 +55,17 @@ log = logging.getLogger(__name__)
 
 #: Seconds for which exit.json may come later than Slurm's word of the end: a node's file system delays it.
 GONE_SEC = 10.0
-#: Seconds before a job that Slurm does not know is submitted again.
-AGAIN_SEC = 10.0
-#: Seconds that are left to a worker beyond its time limit, for its checkpoint, before Slurm ends it.
-SLACK_SEC = 300.0
-#: The time that is left to a worker, in its environment.
-TIME_LEFT_VARIABLE = "HONED_TIME_LEFT_SEC"
+#: Seconds before a job that Slurm does not know is submitted again, for the first time and at most.
+AGAIN_SEC, MAX_AGAIN_SEC = 10.0, 300.0
+#: Refusals in a row that end a start: a controller that has just begun may not know its nodes.
+NUM_REFUSALS = 2
+#: The time that is left to a worker, and its profile, in what is handed to the runner as its environment.
+TIME_LEFT_VARIABLE, PROFILE_VARIABLE = "HONED_TIME_LEFT_SEC", "HONED_SLURM_PROFILE"
+#: Seconds for which Slurm may say why it has stopped a worker, before that counts as a person's wish.
+WORD_SEC = 60.0
 NODE_FAIL = "NODE_FAIL"
-
-
-@dataclass(frozen=True)
-class Handed:
-    """The content of start.json: a start that was handed to Slurm, or is about to be."""
-
-    number: int
-    start: int
-    name: str
-    device: str
-    time_left_sec: float | None = None
-    num_gpus: int = 1
-    slurm_id: str = ""  #: a hint for people
-    state: str = ""
-    reason: str = ""  #: why it waits
-    nodes: str = ""
-
-    def write(self, job: JobLayout) -> None:
-        durable.write_json(job.start_path, self.__dict__, mode=0o644)
-
-
-def read(job: JobLayout) -> Handed:
-    """Read start.json. Raises ValueError or OSError if there is none of Slurm's."""
-    raw = json.loads(job.start_path.read_bytes())
-    try:
-        if not isinstance(raw["name"], str):
-            raise ValueError(f"{job.start_path}: the name is not a text")
-        return Handed(**raw)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not a start file of a Slurm job: {error!r}") from error
+#: States of jobs that Slurm itself has stopped: honed queues them again. Without a state, the reason of a lost node.
+STOPPED_BY_SLURM, NODE_DOWN = frozenset({NODE_FAIL, "BOOT_FAIL", "PREEMPTED", "TIMEOUT"}), "NodeDown"
 
 
 @dataclass
@@ -86,7 +74,10 @@ class _Job:
     attempt: AttemptLayout
     submitted_at: float  #: when it was last handed over
     argv: list[str]
-    environment: dict[str, str] = field(default_factory=dict)
+    again: Backoff = field(default_factory=lambda: Backoff(AGAIN_SEC, MAX_AGAIN_SEC))
+    again_at: float = 0.0
+    num_refusals: int = 0
+    recorded_at: float | None = None  #: since when its end is recorded, and it is not known who has stopped it
     gone_at: float | None = None  #: since when Slurm says that it is over, or knows nothing of it
     asked: list[list[str]] = field(default_factory=list)  #: the commands that end it
     is_asked: bool = False
@@ -110,60 +101,61 @@ class SlurmRunner:
         self._command = list(command or [sys.executable, "-m", "honed.worker"])
         self._clock = clock
         self._prefix = f"honed-{_instance(layout)}-"
-        self._desk = Desk(self._prefix, clock=clock)
+        #: Jobs of the shared instance run as their submitters, by the helper.
+        self._is_shared = layout.is_of_system
+        self._desk = Desk(self._prefix, Client().ask if self._is_shared else run_here, clock=clock)
         self._jobs: dict[int, _Job] = {}
 
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
         files = self._layout.job(job_id)
-        attempt = files.attempt(number)
-        durable.make_dir(attempt.dir)
         variables = dict(environment)
         device = variables.get("CUDA_VISIBLE_DEVICES") or "cpu"
         if device.startswith(SLOT):
             del variables["CUDA_VISIBLE_DEVICES"]  # Slurm chooses the GPUs, and names them
-        left = variables.pop(TIME_LEFT_VARIABLE, None)
+        left, profile = variables.pop(TIME_LEFT_VARIABLE, None), variables.pop(PROFILE_VARIABLE, None)
+        variables[FENCE_VARIABLE] = f"{start}:{files.attempt(number).exit_path}"
         handed = Handed(
             number,
             start,
             f"{self._prefix}{job_id}-{number}-{start}",
             device,
             time_left_sec=float(left) if left is not None else None,
-            num_gpus=int(variables.get("HONED_NUM_RANKS", "1")),
+            num_gpus=int(variables.get(RANKS_VARIABLE, "1")),
+            num_nodes=int(variables.get(NODES_VARIABLE, "1")),
+            profile=profile,
+            backend=backend,
+            environment=variables,
         )
-        variables[FENCE_VARIABLE] = f"{start}:{attempt.exit_path}"
-        self._write_script(files, attempt, handed, backend, variables)
+        command = self._submission(job_id, handed)
+        if not self._is_shared:  # else the helper makes both, the directory as the submitter
+            durable.make_dir(files.attempt(number).dir)
+            script = slurm_batch.script(files, handed, self._command)
+            durable.write(_script(files.attempt(number)), script.encode(), mode=0o700)
         handed.write(files)  # the intent is durable before anything is submitted
-        self._add(job_id, handed)
+        self._add(job_id, handed, command)
         self._submit(job_id)
 
-    def _write_script(
-        self, files: JobLayout, attempt: AttemptLayout, handed: Handed, backend: str, variables: Mapping[str, str]
-    ) -> None:
-        worker = [*self._command, str(files.dir), str(handed.number), "--backend", backend]
-        shim = [sys.executable, "-I", "-S", str(SHIM), str(attempt.dir), str(handed.start), *worker]
-        lines = ["#!/bin/sh", *(f"export {key}={shlex.quote(value)}" for key, value in variables.items())]
-        # exec: the signals to the batch step reach the shim, which hands them on.
-        durable.write(self._script(attempt), "\n".join([*lines, f"exec {shlex.join(shim)}", ""]).encode(), mode=0o700)
+    def _submission(self, job_id: int, handed: Handed) -> list[str]:
+        """Return the command that submits a start. Raises NotNowError if its profile is not configured any more."""
+        files = self._layout.job(job_id)
+        try:
+            command = slurm_batch.submission(files, handed, self._config())
+        except KeyError:
+            raise NotNowError(f"resources.profile: {handed.profile} is not in honed.toml any more") from None
+        if self._is_shared:
+            return ["submit", _tag(job_id, handed), *filter(None, [handed.profile])]
+        return [*command, str(_script(files.attempt(handed.number)))]
 
-    def _script(self, attempt: AttemptLayout) -> Path:
-        return attempt.dir / "slurm.sh"
-
-    def _add(self, job_id: int, handed: Handed) -> None:
+    def _add(self, job_id: int, handed: Handed, command: list[str]) -> None:
         attempt = self._layout.job(job_id).attempt(handed.number)
-        config, command = self._config(), ["sbatch", "--parsable", "--no-requeue", "--open-mode=append"]
-        command += [f"--job-name={handed.name}", f"--output={attempt.log_path}", "--nodes=1", "--ntasks=1"]
-        command += [f"--chdir={self._layout.job(job_id).dir}"]
-        if handed.device.startswith(SLOT):
-            command += [f"--gpus-per-node={handed.num_gpus}"]
-        if handed.time_left_sec is not None:
-            command += [f"--time={math.ceil((handed.time_left_sec + SLACK_SEC) / 60)}"]
-        command += [*config.as_options(), str(self._script(attempt))]
-        self._jobs[job_id] = _Job(handed, attempt, -math.inf, command)
+        now = self._clock()  # a command of an earlier honed may still be under way
+        self._jobs[job_id] = _Job(handed, attempt, now, command, again_at=now + AGAIN_SEC)
 
     def _submit(self, job_id: int) -> None:
         job = self._jobs[job_id]
         job.submitted_at, job.gone_at = self._clock(), None
-        self._desk.run(job.handed.name, [job.argv], environment=_environment())
+        job.again_at = job.submitted_at + job.again.next_sec()
+        self._desk.run(job.handed.name, [job.argv], environment=environment())
 
     def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:  # noqa: ARG002
         files = self._layout.job(job_id)
@@ -176,7 +168,13 @@ class SlurmRunner:
             if not read_lock_record(attempt, start) and read_exit_record(attempt, start) is None:
                 return False  # an intent is durable before it is handed over
             handed = Handed(number, start, f"{self._prefix}{job_id}-{number}-{start}", "cpu")
-        self._add(job_id, handed)
+            handed.write(files)
+        try:
+            command = self._submission(job_id, handed)
+        except NotNowError as problem:
+            log.warning("job %d: %s: it is not submitted again if Slurm does not know it", job_id, problem)
+            command = []
+        self._add(job_id, handed, command)
         return True
 
     def live(self) -> list[Live]:
@@ -216,34 +214,42 @@ class SlurmRunner:
 
     def stop(self, job_id: int) -> None:
         """Withdraw a job that waits; have one that runs write a checkpoint. Slurm's own state stays as it is."""
-        self._ask(job_id, ["--state=PENDING"], ["--batch", "--signal=TERM"])
+        self._ask(job_id, "withdraw", "terminate")
 
     def dump(self, job_id: int) -> None:
-        self._ask(job_id, ["--batch", "--signal=ABRT"])
+        self._ask(job_id, "abort")
 
     def kill(self, job_id: int, *, shim_too: bool = False) -> None:
-        self._ask(job_id, *[["--full", "--signal=KILL"]] * shim_too, [])
+        self._ask(job_id, *["kill"] * shim_too, "cancel")
 
-    def _ask(self, job_id: int, *options: list[str]) -> None:
+    def _ask(self, job_id: int, *verbs: str) -> None:
         job = self._jobs[job_id]
-        who = [f"--user={os.geteuid()}", f"--name={job.handed.name}"]
-        job.asked, job.is_asked = [["scancel", *who, *each] for each in options], True
+        if self._is_shared:
+            job.asked = [[verb, _tag(job_id, job.handed)] for verb in verbs]
+        else:
+            job.asked = [slurm_batch.ending(verb, job.handed.name, os.geteuid()) for verb in verbs]
+        job.is_asked = True
         self._send(job)
 
     def _send(self, job: _Job) -> None:
         """Hand over the commands that end a job, once nothing of it is under way."""
         if job.asked and self._desk.answer(job.handed.name) is not None:
-            self._desk.run(job.handed.name, job.asked, environment=_environment())
+            self._desk.run(job.handed.name, job.asked, environment=environment())
             job.asked = []
 
     def poll(self, job_id: int) -> Exit | None:
         job = self._jobs[job_id]
         if (record := read_exit_record(job.attempt, job.handed.start)) is not None:
-            return self._ended(job_id, record)
+            was_stopped = record.get("was_asked") is True and not job.is_asked
+            return (
+                None
+                if was_stopped and not _is_explained(job, self._clock(), self._desk.snapshot)
+                else self._ended(job_id, record)
+            )
         answer = self._desk.answer(job.handed.name)
         if answer is None:
             return None
-        if answer.commands and answer.commands[0][0] == "scancel" and answer.fault and not job.asked:
+        if answer.commands and answer.commands[0] != job.argv and answer.fault and not job.asked:
             job.asked = answer.commands  # not heard, perhaps: once more
         self._send(job)
         snapshot = self._desk.snapshot
@@ -269,43 +275,39 @@ class SlurmRunner:
         is_unknown = not seen or is_withdrawn
         if is_unknown and not job.is_asked and not read_lock_record(job.attempt, job.handed.start):
             self._note(job_id, Seen("", "", fault or "not known to Slurm", ""))
-            if self._script(job.attempt).exists() and self._clock() - job.submitted_at >= AGAIN_SEC:
-                what = "cancelled" if is_withdrawn else "does not know"
-                log.warning("job %d: Slurm %s %s: submitted again", job_id, what, job.handed.name)
-                self._submit(job_id)
-            return None
+            return self._again(job_id, job, fault, "cancelled" if is_withdrawn else "does not know")
         if not is_lost and snapshot.began - job.gone_at < GONE_SEC:
             return None
-        if (record := self._settle(job, seen, is_lost=is_lost)) is None:
+        if (record := _settle(job, seen, is_lost=is_lost)) is None:
             return None
         return self._ended(job_id, record)
 
-    def _settle(self, job: _Job, seen: Sequence[Seen], *, is_lost: bool) -> dict[str, Any] | None:
-        """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
-        on a lost node puts nothing into place. None if the worker lives, as far as its lock shows."""
-        fd = untrusted.open_plain(job.attempt.dir / "lock", flags=os.O_CREAT | os.O_RDWR)
-        try:
-            if not is_lost:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            record = read_exit_record(job.attempt, job.handed.start)
-            if record is None:
-                states = {each.state for each in seen}
-                lost = {"service_result": "node-lost"} if is_lost else {}
-                asked = {"was_asked": True} if states & {"CANCELLED"} else {}
-                record = {"start": job.handed.start, "status": None, "signal": None, **lost, **asked}
-                record |= {"was_out_of_memory": "OUT_OF_MEMORY" in states, "ended_at": time.time()}
-                durable.write_json(job.attempt.exit_path, record)
-        except BlockingIOError:
+    def _again(self, job_id: int, job: _Job, fault: str, what: str) -> Exit | None:
+        """Submit a start again that Slurm does not have, once it is time; end one that Slurm refuses."""
+        if self._clock() < job.again_at or not (job.handed.backend or _script(job.attempt).exists()):
             return None
-        finally:
-            os.close(fd)
-        return record
+        job.num_refusals = job.num_refusals + 1 if is_refusal(fault) else 0
+        if job.num_refusals >= NUM_REFUSALS:
+            record = _settle(job, (), is_lost=False, refusal=fault)
+            return self._ended(job_id, record) if record is not None else None
+        log.warning(
+            "job %d: Slurm %s %s%s: submitted again", job_id, what, job.handed.name, f" ({fault})" * bool(fault)
+        )
+        if not job.argv:
+            with contextlib.suppress(NotNowError):  # its profile may be there again
+                job.argv = self._submission(job_id, job.handed)
+        if job.argv:
+            self._submit(job_id)
+        return None
 
     def _ended(self, job_id: int, record: dict[str, Any]) -> Exit:
-        began = self.began(job_id)
+        began, snapshot = self.began(job_id), self._desk.snapshot
         job = self._jobs.pop(job_id)
         self._desk.forget(job.handed.name)
-        return replace(exit_of(record), began=began)
+        seen = snapshot.jobs.get(job.handed.name, ()) if snapshot is not None and not job.is_asked else ()
+        by_slurm = any(each.state in STOPPED_BY_SLURM or each.reason == NODE_DOWN for each in seen)
+        found = exit_of(record)
+        return replace(found, began=began, is_machine_going_down=by_slurm and found.was_asked)
 
     def _note(self, job_id: int, seen: Seen) -> None:
         """Keep what Slurm says of a job, for `honectl show`."""
@@ -322,13 +324,57 @@ class SlurmRunner:
             job.handed = told
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of Slurm's commands, which jobs inherit: without options of somebody's shell."""
-    return {
-        key: value
-        for key, value in inherited().items()
-        if key == "SLURM_CONF" or not key.startswith(("SLURM_", "SBATCH_"))
-    }
+def _is_explained(job: _Job, now: float, snapshot: Snapshot | None) -> bool:
+    """Tell whether Slurm has said why it has stopped a worker whose end is recorded, or says nothing for too long."""
+    job.recorded_at = now if job.recorded_at is None else job.recorded_at
+    if now - job.recorded_at >= WORD_SEC:
+        return True
+    if snapshot is None or snapshot.began < job.recorded_at:
+        return False
+    return all(each.is_over or each.reason == NODE_DOWN for each in snapshot.jobs.get(job.handed.name, ()))
+
+
+def _settle(job: _Job, seen: Sequence[Seen], *, is_lost: bool, refusal: str = "") -> dict[str, Any] | None:
+    """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
+    on a lost node puts nothing into place. None if the worker lives, as far as its lock shows."""
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = untrusted.open_plain(job.attempt.dir / "lock", flags=os.O_CREAT | os.O_RDWR, mode=0o664)
+            stack.callback(os.close, fd)
+            if not is_lost:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        except OSError as error:  # its submitter has put something else there
+            log.warning("%s: its lock cannot be taken: %s", job.handed.name, error)
+        record = read_exit_record(job.attempt, job.handed.start)
+        if record is None:
+            states = {each.state for each in seen}
+            lost = {"service_result": "node-lost"} if is_lost else {}
+            if refusal:
+                lost = {"service_result": "refused", "words": refusal}
+            asked = {"was_asked": True} if states & {"CANCELLED"} else {}
+            record = {"start": job.handed.start, "status": None, "signal": None, **lost, **asked}
+            record |= {"was_out_of_memory": "OUT_OF_MEMORY" in states, "ended_at": time.time()}
+            try:
+                untrusted.write_plain(job.attempt.exit_path, durable.as_json(record))
+            except OSError as error:
+                log.warning("%s: its end cannot be recorded: %s", job.handed.name, error)
+    return record
+
+
+def read(job: JobLayout) -> Handed:
+    """Read start.json. Raises ValueError or OSError if there is none of Slurm's."""
+    return slurm_batch.parse(job.start_path.read_bytes())
+
+
+def _tag(job_id: int, handed: Handed) -> str:
+    """Return a start as the helper knows it."""
+    return f"{job_id}-{handed.number}-{handed.start}"
+
+
+def _script(attempt: AttemptLayout) -> Path:
+    return attempt.dir / "slurm.sh"
 
 
 def _instance(layout: Layout) -> str:

@@ -1,7 +1,8 @@
 """Slurm's commands, each with a deadline, in threads of their own: where the controller does not answer, a command
 takes seconds to say so, and the daemon's loop waits for none.
 
-One thread lists the instance's jobs at intervals, a second runs what the loop asks for, in order.
+One thread lists the instance's jobs at intervals, a second runs what the loop asks for, in order. The commands of the
+shared instance are words to its helper (slurm_client.py).
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from honed.run import slurm_batch
+from honed.run.slurm_request import run
+
 log = logging.getLogger(__name__)
 
-#: Seconds between two lists of jobs, and for one command.
-LIST_INTERVAL_SEC, COMMAND_SEC = 1.0, 30.0
+#: Seconds between two lists of jobs: of one user, whom the controller finds fast, and of all, for the shared instance.
+LIST_INTERVAL_SEC, SHARED_INTERVAL_SEC = 1.0, 5.0
+#: Seconds for one command.
+COMMAND_SEC = 30.0
+#: Runs a command in an environment; returns its output, and its fault, empty if there was none.
+Run = Callable[[Sequence[str], Mapping[str, str]], tuple[str, str]]
 #: States of a job that has ended.
 OVER = frozenset(
     {
@@ -60,10 +67,11 @@ class Answer:
 
 
 class Desk:
-    """The commands of one instance. `clock` is monotonic seconds."""
+    """The commands of one instance, which `run` carries out. `clock` is monotonic seconds."""
 
-    def __init__(self, prefix: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, prefix: str, run: Run, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._prefix = prefix
+        self._run = run
         self._clock = clock
         self._waiting: queue.SimpleQueue[tuple[str, list[list[str]], Mapping[str, str]]] = queue.SimpleQueue()
         self._answers: dict[str, Answer | None] = {}
@@ -88,15 +96,15 @@ class Desk:
     def _work(self) -> None:
         while True:
             name, commands, environment = self._waiting.get()
-            faults = [fault for each in commands if (fault := _run(each, environment)[1])]
+            faults = [fault for each in commands if (fault := self._run(each, environment)[1])]
             self._answers[name] = Answer(commands, "; ".join(faults), self._clock())
 
     def _list(self) -> None:
-        form = "%A|%T|%N|%j|%r"
-        command = ["squeue", "--noheader", "--states=all", f"--user={os.geteuid()}", f"--format={form}"]
+        is_own = self._run is run_here
+        command = [*slurm_batch.LISTING, f"--user={os.geteuid()}"] if is_own else ["list"]
         while True:
             began = self._clock()
-            text, fault = _run(command, os.environ)
+            text, fault = self._run(command, os.environ)
             if fault != self.fault:
                 self.fault = fault
                 log.log(
@@ -104,35 +112,18 @@ class Desk:
                 )
             if not fault:
                 self.snapshot = Snapshot(began, self._parsed(text))
-            time.sleep(LIST_INTERVAL_SEC)
+            time.sleep(LIST_INTERVAL_SEC if is_own else SHARED_INTERVAL_SEC)
 
     def _parsed(self, text: str) -> dict[str, tuple[Seen, ...]]:
         found: dict[str, tuple[Seen, ...]] = {}
         for line in text.splitlines():
-            fields = line.split("|", 4)
-            if len(fields) == 5 and fields[3].startswith(self._prefix):
-                slurm_id, state, nodes, name, reason = fields
+            fields = line.split("|", 5)
+            if len(fields) == 6 and fields[4].startswith(self._prefix):
+                slurm_id, state, nodes, _uid, name, reason = fields
                 found[name] = (*found.get(name, ()), Seen(slurm_id, state, reason, nodes))
         return found
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
-    """Run a command. Returns its output, and its fault, empty if there was none."""
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            timeout=COMMAND_SEC,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return "", f"{command[0]} did not end within {COMMAND_SEC:.0f} s"
-    except OSError as error:
-        return "", f"{command[0]}: {error.strerror}"
-    if done.returncode == 0:
-        return done.stdout, ""
-    return "", " ".join(done.stderr.split())[:300] or f"{command[0]} ended with status {done.returncode}"
+def run_here(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
+    """Run a command as our own user."""
+    return run(command, environment, timeout_sec=COMMAND_SEC)

@@ -21,7 +21,7 @@ from honed.spec import hours, setting
 from honed.spec.hours import Hours
 from honed.spec.problem import MAX_PROBLEMS
 from honed.spec.setting import Gone
-from honed.system import device, quote
+from honed.system import device, manual, quote
 from honed.system.device import Device
 from honed.system.error import SpecError
 from honed.system.layout import Layout
@@ -109,8 +109,14 @@ Directory = Annotated[str, AfterValidator(_absolute)]
 _SLURM_OWN = {
     *("job-name", "output", "error", "open-mode", "requeue", "no-requeue", "parsable", "array", "nodes", "ntasks"),
     *("ntasks-per-node", "time", "wrap", "wait", "chdir", "export", "uid", "gid", "test-only", "dependency"),
-    *("signal", "comment", "kill-on-invalid-dep", "gpus", "gpus-per-node"),
+    *("signal", "comment", "kill-on-invalid-dep", "gpus", "gpus-per-node", "gpus-per-task", "gres", "begin", "hold"),
+    *("ntasks-per-gpu", "ntasks-per-core", "ntasks-per-socket", "no-kill", "quiet", "verbose", "version", "help"),
+    *("usage", "input", "get-user-env", "export-file", "clusters", "deadline", "time-min", "batch", "immediate"),
 }
+
+
+#: Options of sbatch that have keys of their own.
+_SLURM_KEYS = ("partition", "account", "qos", "constraint")
 
 
 def _slurm_option(value: str) -> str:
@@ -119,6 +125,14 @@ def _slurm_option(value: str) -> str:
         raise ValueError("write an option of sbatch as --name or --name=value")
     if found[1] in _SLURM_OWN:
         raise ValueError(f"--{found[1]} is honed's own")
+    if other := next((key for key in _SLURM_KEYS if found[1] == key), None):
+        raise ValueError(f"--{found[1]} has a key of its own: {other}")
+    return value
+
+
+def _slurm_value(value: str) -> str:
+    if not value or not value.isprintable() or value != value.strip():
+        raise ValueError("not one line of text")
     return value
 
 
@@ -166,7 +180,7 @@ class JobsConfig(_Section):
     without a GPU."""
     runner: Literal["auto", "process", "systemd", "slurm"] = "auto"
     """Method of starting workers: as units honed-job@ID.service, as processes of honed's own, or as jobs of a Slurm
-    cluster ([slurm]), for an instance of one user's own. `auto` uses units
+    cluster ([slurm]); at /, as its submitters, with honed-slurm.socket enabled. `auto` uses units
     where that works (the instance at /, started by systemd, with the units and the polkit rule installed); the log
     reports the choice and the reason. Read at start."""
     stage_ahead: bool = True
@@ -379,24 +393,58 @@ class WebConfig(_Section):
     forwards. Any other is rejected, or else a foreign page could point its own name to our address."""
 
 
+def _profile_name(value: str) -> str:
+    if not CLASS_NAME.fullmatch(value):
+        raise ValueError("the name of a profile may contain letters, digits, - and _")
+    return value
+
+
 #: The first characters of a place for a job on a cluster, which stands for its GPUs.
 SLOT = "slurm-"
+
+
+SlurmValue = Annotated[str, AfterValidator(_slurm_value)]
+SlurmOption = Annotated[str, AfterValidator(_slurm_option)]
+
+
+class SlurmProfile(_Section):
+    """[slurm.profiles.NAME]: a kind of jobs on the cluster, which a job file names with `resources: {profile: NAME}`. A
+    key that is not set is that of [slurm]."""
+
+    default: bool = False
+    """Profile of jobs that name none. Without a default profile, such jobs have the keys of [slurm]."""
+    partition: SlurmValue | None = None
+    """Partition of the jobs."""
+    account: SlurmValue | None = None
+    """Account that is charged."""
+    qos: SlurmValue | None = None
+    """Quality of service."""
+    constraint: SlurmValue | None = None
+    """Features that a node must have."""
+    options: list[SlurmOption] | None = None
+    """Further options of sbatch, in place of those of [slurm]."""
+    gpu_name: str | None = None
+    """Name of the nodes' GPUs, for people."""
+    gpu_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Bytes of memory of the nodes' GPUs, for which jobs are planned."""
+    gpu_compute_capability: tuple[int, int] | None = None
+    """CUDA compute capability of the nodes' GPUs, for which jobs are planned."""
 
 
 class SlurmConfig(_Section):
     """[slurm]: the cluster, with `jobs.runner = "slurm"`. The directory of the instance, the models and the data must
     have the same paths on every node, and so must honed itself."""
 
-    partition: str | None = None
+    partition: SlurmValue | None = None
     """Partition of the jobs; by default the cluster's own default."""
-    account: str | None = None
+    account: SlurmValue | None = None
     """Account that is charged."""
-    qos: str | None = None
+    qos: SlurmValue | None = None
     """Quality of service."""
-    constraint: str | None = None
+    constraint: SlurmValue | None = None
     """Features that a node must have."""
-    options: list[Annotated[str, AfterValidator(_slurm_option)]] = []
-    """Further options of sbatch, each as `--name=value`."""
+    options: list[SlurmOption] = []
+    """Further options of sbatch, each as `--name=value`. Those that honed sets itself are refused."""
     max_jobs: Annotated[int, Field(ge=1, le=1000)] = 4
     """Maximum number of jobs with GPUs that are handed to Slurm at a time; further ones wait in honed's queue. Of jobs
     without a GPU, one at a time is handed over."""
@@ -407,10 +455,21 @@ class SlurmConfig(_Section):
     processors, one job at a time."""
     gpu_compute_capability: tuple[int, int] = (8, 0)
     """CUDA compute capability of the nodes' GPUs, for which jobs are planned: [8, 0] is an A100's."""
+    profiles: dict[Annotated[str, AfterValidator(_profile_name)], SlurmProfile] = {}
+    """Kinds of jobs, as [slurm.profiles.NAME]."""
+
+    def profile(self, name: str | None) -> SlurmConfig:
+        """Return the configuration for jobs of a profile, None meaning the default one. Raises KeyError."""
+        if name is None:
+            name = next((each for each, one in self.profiles.items() if one.default), None)
+        if name is None:
+            return self
+        own = self.profiles[name].model_dump(exclude_none=True, exclude={"default"})
+        return self.model_copy(update={**own, "profiles": {}})
 
     def devices(self) -> list[Device]:
         """Return a place for each job that may be handed over, as a device: Slurm chooses the real ones."""
-        if not self.gpu_bytes:
+        if not self.gpu_bytes and not any(each.gpu_bytes for each in self.profiles.values()):
             return [device.cpu()]
         slot = functools.partial(
             Device,
@@ -424,7 +483,7 @@ class SlurmConfig(_Section):
 
     def as_options(self) -> list[str]:
         """Return the options of sbatch."""
-        named = {key: getattr(self, key) for key in ("partition", "account", "qos", "constraint")}
+        named = {key: getattr(self, key) for key in _SLURM_KEYS}
         return [*(f"--{key}={value}" for key, value in named.items() if value), *self.options]
 
 
@@ -527,9 +586,12 @@ def load(layout: Layout) -> Config:
     return config
 
 
-def devices(config: Config) -> list[Device]:
-    """Return the devices that jobs may run on: this machine's, or places for jobs on the cluster."""
-    return config.slurm.devices() if config.jobs.runner == "slurm" else device.probe(config.device.gpus)
+def devices(config: Config, profile: str | None = None) -> list[Device]:
+    """Return the devices that jobs may run on: this machine's, or places for jobs of a profile on the cluster. Raises
+    KeyError for an unknown profile."""
+    if config.jobs.runner == "slurm":
+        return config.slurm.profile(profile).devices()
+    return device.probe(config.device.gpus)
 
 
 def _require_one_default(config: Config) -> None:
@@ -538,6 +600,9 @@ def _require_one_default(config: Config) -> None:
     if names and config.classes[names[0]].users is not None:
         problem = f"classes.{names[0]}.users: the default class is everybody's"
         raise SpecError(problem, hint="remove users, or make another class the default")
+    if len(names := [name for name, each in config.slurm.profiles.items() if each.default]) > 1:
+        problem = f"slurm.profiles: {' and '.join(names)} are the default"
+        raise SpecError(problem, hint="set default = true in one of them")
 
 
 def _read(path: Path, outdated: list[tuple[Path, Gone]]) -> dict[str, Any]:
@@ -547,10 +612,12 @@ def _read(path: Path, outdated: list[tuple[Path, Gone]]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except RecursionError as error:
-        raise SpecError(f"{path}: nested too deeply", hint="`man honed.toml` lists all keys") from error
+        raise SpecError(f"{path}: nested too deeply", hint=manual.all_keys("honed.toml.5")) from error
     except (OSError, ValueError) as error:
         words = error.strerror if isinstance(error, OSError) else error
-        raise SpecError(f"{path}: {words}", hint="honed.toml must be TOML; see `man honed.toml`") from error
+        raise SpecError(
+            f"{path}: {words}", hint=f"honed.toml must be TOML; {manual.all_keys('honed.toml.5')}"
+        ) from error
     outdated += [(path, gone) for gone in setting.take_gone(data, text)]
     try:
         Config.model_validate(data)
@@ -558,7 +625,7 @@ def _read(path: Path, outdated: list[tuple[Path, Gone]]) -> dict[str, Any]:
         found = setting.problems(error, Config, setting.lines_of(text))
         told = [f"{path}: {problem}" for problem in found[:MAX_PROBLEMS]]
         # The administrator's own file: its content is no secret in the administrator's log.
-        raise SpecError(quote.show("; ".join(told)), hint="`man honed.toml` lists all keys") from error
+        raise SpecError(quote.show("; ".join(told)), hint=manual.all_keys("honed.toml.5")) from error
     return data
 
 

@@ -37,6 +37,8 @@ MAX_INTEGER = 2**63 - 1  #: the largest that SQLite, JSON parsers and torch all 
 EMPTY = "the value is empty"
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+#: Suffixes of scripts and notebooks of other tools.
+SCRIPTS = (".py", ".ipynb", ".sh", ".bash")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ def parse(data: bytes, suffix: str, *, max_bytes: int = MAX_BYTES, is_lenient: b
     together with other problems.
     """
     if suffix.lower() not in SUFFIXES:
-        raise fault(f"{shown(suffix)} is not a suffix of a job file", hint=f"use one of {' '.join(SUFFIXES)}")
+        script = "; `honectl convert FILE` makes a job file of a script or command line"
+        more = script if suffix.lower() in SCRIPTS else ""
+        raise fault(f"{shown(suffix)} is not a suffix of a job file", hint=f"use one of {' '.join(SUFFIXES)}{more}")
     if len(data) > max_bytes:
         raise fault(
             f"the file has {len(data)} bytes; a job file may have at most {max_bytes}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +15,10 @@ ADAMW, ADAMW_8BIT = "adamw_torch_fused", "adamw_8bit"
 
 #: The names of AdamW in `training.optim` that support remainders (master_weights: compensated).
 COMPENSATED = frozenset({"adamw_torch", ADAMW, ADAMW_8BIT, "adamw_bnb_8bit"})
+
+
+#: The optimizers that step parts of weights (parallel: fsdp) as they do whole ones.
+DIVIDABLE = re.compile(r"adamw_torch(_fused)?|sgd|adagrad|rmsprop")
 
 
 EIGHT_BIT = frozenset({ADAMW_8BIT, "adamw_bnb_8bit"})

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, Self, TypedDict
 
-from honed.system import quote
+from honed.system import manual, quote
 from honed.system.error import Fix, HonedError, ModelError, SpecError, plain
 
 #: The path of a value: keys, and indices of list items.
@@ -58,11 +58,11 @@ class Problem:
 class InvalidSpecError(SpecError):
     """A job file with problems; the message has one per line."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[Problem], *, hint: str | None = None) -> None:
         told = [str(problem) for problem in problems[:MAX_PROBLEMS]]
         if len(problems) > MAX_PROBLEMS:
             told.append(f"and {len(problems) - MAX_PROBLEMS} more")
-        super().__init__("\n".join(told), hint="`man honed-job` lists all keys", fix=_together(problems))
+        super().__init__("\n".join(told), hint=hint or manual.all_keys("honed-job.5"), fix=_together(problems))
         self.problems = tuple(problems)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from honed.spec.metric_names import BUILT_IN, PREFIX, known
-from honed.spec.optimizer import ADAMW_8BIT, COMPENSATED, asked_optim
+from honed.spec.optimizer import ADAMW_8BIT, COMPENSATED, DIVIDABLE, asked_optim
 from honed.spec.problem import KeyPath, Problem, dotted, line_of, shown, told_fix
 from honed.system import quote
 from honed.system.error import Fix
@@ -507,12 +506,19 @@ def _parallel(spec: JobSpec) -> Iterator[Finding]:
             "write auto, or set resources: {gpus: 2}",
             {"parallel": "auto"},
         )
-    if spec.resources.num_ranks > 1 and spec.trial:
+    if _is_divided(spec) and spec.trial:
         yield (
             ("trial",),
-            "is not supported on several GPUs",
-            "remove it, or write resources: {gpus: 1}",
+            "runs on one GPU: with parallel: fsdp it is not supported on several GPUs",
+            "remove it, or write parallel: ddp",
             {"trial": None},
+        )
+    if spec.resources.num_ranks > 1 and training.label_smoothing_factor:
+        yield (
+            ("training", "label_smoothing_factor"),
+            "is not supported on several GPUs, where its mean would be of each GPU's tokens",
+            "remove it, or write resources: {gpus: 1}",
+            {"training.label_smoothing_factor": None},
         )
     if spec.resources.num_ranks > 1 and training.optim.endswith("_layerwise"):
         yield (
@@ -525,20 +531,12 @@ def _parallel(spec: JobSpec) -> Iterator[Finding]:
         return
     if spec.quantization == "8bit":
         yield path, "fsdp with quantization: 8bit is not supported", "write ddp, or quantization: 4bit"
-    if training.save_strategy == "best" or training.load_best_model_at_end:
-        key = "save_strategy" if training.save_strategy == "best" else "load_best_model_at_end"
-        yield (
-            ("training", key),
-            "is not supported with parallel: fsdp, whose checkpoints are written in parts that cannot be loaded as one",
-            "remove it, or write parallel: ddp",
-            {f"training.{key}": None},
-        )
-    if re.search("8bit|4bit|lomo|galore|apollo", training.optim) and not training.optim.startswith("adamw_torch_"):
+    if not DIVIDABLE.fullmatch(training.optim):
         yield (
             ("training", "optim"),
             f"{training.optim} is not supported with parallel: fsdp, which divides each weight",
-            "write adamw_torch_8bit, or adamw_torch_fused",
-            {"training.optim": "adamw_torch_8bit"},
+            "write adamw_torch_fused",
+            {"training.optim": "adamw_torch_fused"},
         )
     if spec.master_weights == "compensated":
         yield ("master_weights",), "compensated is not supported with parallel: fsdp", "write auto"
@@ -601,11 +599,6 @@ def _merge_gpus(spec: JobSpec) -> Iterator[Finding]:
             "write resources: {gpus: 0}, or remove it",
             {"resources": None},
         )
-
-
-def _evaluation_gpus(spec: JobSpec) -> Iterator[Finding]:
-    if spec.resources.num_ranks > 1:
-        yield ("resources", "gpus"), "an evaluation uses one GPU", "write gpus: 1", {"resources.gpus": 1}
 
 
 def _merge_adapter(spec: JobSpec) -> Iterator[Finding]:
@@ -731,8 +724,8 @@ RULES = (
     Rule((("media", "min_pixels"), ("media", "max_pixels"), ("media", "max_image_size")), _media),
     Rule((("lora",),), _adapted_parts),
     Rule(
-        (("parallel",), ("resources",), ("quantization",), ("master_weights",),
-         *_training("optim", "save_strategy", "load_best_model_at_end")),
+        (("parallel",), ("resources",), ("quantization",), ("master_weights",), ("trial",),
+         *_training("optim", "save_strategy", "load_best_model_at_end", "label_smoothing_factor")),
         _parallel,
     ),
     Rule(
@@ -794,7 +787,6 @@ EVALUATION_TRAINING = frozenset(
 EVALUATION_RULES = (
     Rule((("kind",), ("training",), ("eval_datasets",)), _evaluation_keys),
     Rule((("eval_datasets",), ("kind",)), _evaluated),
-    Rule((("resources",),), _evaluation_gpus),
     Rule((("predictions", "sample_frequency"),), _asked_once),
     Rule((("eval_datasets", ANY, "fraction"),), _fractions),
     Rule(tuple(("eval_datasets", ANY, key) for key in ("path", "name", "revision")), _of_hub),

@@ -71,7 +71,7 @@ def problems(error: ValidationError, model: type[BaseModel], lines: Mapping[KeyP
         path = details["loc"]
         line = next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), None)
         # Each member of a union reports an error; report the key once.
-        key = path[: 3 if _is_table_of_tables(model, path) else 2]
+        key = path[: 2 + _num_names(model, path)]
         found.setdefault(key, _problem(key, line, details, model))
     return sorted(found.values(), key=lambda problem: problem.line or 0)
 
@@ -94,6 +94,8 @@ def _hint(path: KeyPath, model: type[BaseModel]) -> str:
 
     key = str(path[-1])[:64].replace("-", "_").lower()
     section, known = str(path[0]) if len(path) > 1 else "", {name: tuple(keys(each)) for name, each in sections(model)}
+    if len(path) > 3:
+        section = f"{path[0]}.{path[1]}"
     if len(path) == 1 and (near := difflib.get_close_matches(key, known, n=1)):
         return f"did you mean [{near[0]}]?"
     if near := difflib.get_close_matches(key, known.get(section, ()), n=1):
@@ -109,7 +111,14 @@ def _hint(path: KeyPath, model: type[BaseModel]) -> str:
 def sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield each section's name and type; for a table of tables, such as [classes.NAME], the type of one of them."""
     for name, annotation in kinds(model).items():
-        yield name, section_of(annotation)
+        section = section_of(annotation)
+        yield name, section
+        yield from ((f"{name}.{key}", section_of(kinds(section)[key])) for key in tables_in(section))
+
+
+def tables_in(section: type[BaseModel]) -> list[str]:
+    """Return the keys of a section that are tables of tables, such as `profiles` of [slurm.profiles.NAME]."""
+    return [key for key, each in kinds(section).items() if _is_table_of_tables(each)]
 
 
 def section_of(annotation: Any) -> Any:
@@ -117,5 +126,14 @@ def section_of(annotation: Any) -> Any:
     return get_args(annotation)[1] if get_origin(annotation) is dict else annotation
 
 
-def _is_table_of_tables(model: type[BaseModel], path: KeyPath) -> bool:
-    return get_origin(kinds(model).get(str(path[0]))) is dict
+def _is_table_of_tables(annotation: Any) -> bool:
+    of = get_args(annotation)[1] if get_origin(annotation) is dict else None
+    return isinstance(of, type) and issubclass(of, BaseModel)
+
+
+def _num_names(model: type[BaseModel], path: KeyPath) -> int:
+    """Return how many names of tables, and of keys above them, are in a path besides its section and its key."""
+    first = kinds(model).get(str(path[0]))
+    if first is None or _is_table_of_tables(first):
+        return int(first is not None)
+    return 2 if len(path) > 1 and str(path[1]) in tables_in(first) else 0

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from honed.spec import document, problem, pydantic_errors, rule, sweep, synonym, variant
+from honed.spec import document, other_tool, problem, pydantic_errors, rule, sweep, synonym, variant
 from honed.spec.config import MAIL_ADDRESS, WEBHOOK_NAME
 from honed.spec.data_form import form_of
 from honed.spec.field import (
@@ -554,6 +554,8 @@ class ResourceSpec(Section):
     """Number of GPUs, on each node; 0 trains on the CPU."""
     nodes: Annotated[int, Ge(1), Le(MAX_NODES), Expected(f"a number of nodes, at most {MAX_NODES}")] = 1
     """Number of machines; more than one needs a cluster."""
+    profile: Annotated[str, form(r"[A-Za-z0-9_-]{1,64}"), Expected("the name of a profile")] | None = None
+    """Profile of the cluster's `[slurm.profiles]`; by default the one that the administrator has made the default."""
 
     @property
     def num_ranks(self) -> int:
@@ -609,6 +611,15 @@ class GuardSpec(Section):
     before and after training alone."""
 
 
+class HalvingSpec(Section):
+    """`halving:` of a sweep's job."""
+
+    min_steps: Annotated[int, Ge(1)]
+    """Steps of the first rung."""
+    eta: Annotated[int, Ge(2)]
+    """Reduction factor."""
+
+
 class GroupSpec(Section):
     """`group:` of a sweep's job: honed writes it."""
 
@@ -620,6 +631,8 @@ class GroupSpec(Section):
     """Job file of the sweep."""
     values: dict[str, Any] = Field(default_factory=dict)
     """Values of the keys that the sweep varies."""
+    halving: HalvingSpec | None = None
+    """Settings by which the sweep ends hopeless jobs early."""
 
 
 class NotifySpec(Section):
@@ -758,8 +771,8 @@ class JobSpec(Section):
     resources: ResourceSpec = ResourceSpec()
     """Resources that the job needs."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
-    """Division of the work between several GPUs: `ddp` keeps the whole model on each GPU and divides the rows. `fsdp`,
-    which divides the model too, is not supported yet. `auto` takes `ddp`."""
+    """Division of the work between several GPUs: `ddp` keeps the whole model on each GPU and divides the rows; `fsdp`
+    divides the model too. `auto` takes `fsdp` where the model does not fit on one GPU."""
     batch: BatchSpec = BatchSpec()
     """Size of a batch over all GPUs."""
     retry: RetrySpec = RetrySpec()
@@ -788,7 +801,7 @@ class JobSpec(Section):
     """Trackers that receive the metrics."""
     sweep: dict[str, Any] | None = None
     """Values to try, as `key: [value, …]` with dotted keys: one job for each combination. `random: N` takes N of them,
-    drawn by `seed` (0)."""
+    drawn by `seed` (0). `halving: {min_steps: N, eta: 2}` ends hopeless jobs early, by their evaluation loss."""
     group: GroupSpec | None = None
     """Group of a sweep's job; honed writes it."""
     pin: Flag = False
@@ -868,7 +881,8 @@ def validate(
         problems += rule.problems(mended, lines, except_of=touched)
     if problems:
         problems = _followed(data, problems, lines)
-        raise InvalidSpecError(sorted(problems, key=lambda each: each.line or 0))
+        problems = sorted(problems, key=lambda each: each.line or 0)
+        raise InvalidSpecError(problems, hint=other_tool.hint(data, problems))
     assert spec is not None
     spec = rule.with_batch(spec)
     if spec.kind == "merge" and "resources" not in spec.model_fields_set:

@@ -3,6 +3,7 @@
     sweep:
       training.learning_rate: [1.0e-4, 2.0e-4]
       lora.r: [8, 16]                             four jobs; with `random: 3`, three of them, drawn by `seed`
+      halving: {min_steps: 50, eta: 2}            hopeless ones are ended early, see daemon/halving.py
 
 The combinations of a file are always the same, in the same order: the last key changes fastest.
 """
@@ -37,6 +38,7 @@ class Member:
 
     document: dict[str, Any]  #: the content of its job file, without the sweep
     values: dict[str, Any]  #: dotted key → value
+    halving: dict[str, int] | None = None  #: `min_steps` and `eta`, if hopeless jobs are ended early
 
     @property
     def words(self) -> str:
@@ -50,8 +52,8 @@ def is_in(data: Mapping[str, Any]) -> bool:
 
 def first(data: Mapping[str, Any], lines: Mapping[KeyPath, int] | None = None) -> Member:
     """Return the first job of a sweep. Raises SpecError, as `members` does."""
-    values = _Asked.of(data, lines or {}).values
-    return _member(data, 1, {key: each[0] for key, each in values.items()}, lines or {})
+    asked = _Asked.of(data, lines or {})
+    return asked.member(data, 1, {key: each[0] for key, each in asked.values.items()})
 
 
 def members(data: Mapping[str, Any], lines: Mapping[KeyPath, int], *, max_jobs: int) -> list[Member]:
@@ -72,19 +74,10 @@ def members(data: Mapping[str, Any], lines: Mapping[KeyPath, int], *, max_jobs: 
     chosen = range(num_combinations)
     if asked.num_random is not None:
         chosen = sorted(random.Random(asked.seed).sample(chosen, num_jobs))  # type: ignore[assignment]
-    found = [_member(data, number, asked.combination(place), lines) for number, place in enumerate(chosen, 1)]
+    found = [asked.member(data, number, asked.combination(place)) for number, place in enumerate(chosen, 1)]
     if sum(len(json.dumps(each.document, default=str)) for each in found) > MAX_BYTES:
         raise asked.fault((), f"the job files of its {num_jobs} jobs have more than {MAX_BYTES} bytes", "use fewer")
     return found
-
-
-def _member(data: Mapping[str, Any], number: int, values: Mapping[str, Any], lines: Mapping[KeyPath, int]) -> Member:
-    document = copy.deepcopy({key: value for key, value in data.items() if key != KEY})
-    for key, value in values.items():
-        _put(document, problem.as_path(key), value, lines)
-    if isinstance(place := document.get("output_dir"), str) and "output_dir" not in values:
-        document["output_dir"] = f"{place}/{number}"
-    return Member(document, dict(values))
 
 
 def _put(content: Any, path: KeyPath, value: Any, lines: Mapping[KeyPath, int]) -> None:
@@ -112,6 +105,7 @@ class _Asked:
     values: dict[str, list[Any]]  #: dotted key → values
     num_random: int | None
     seed: int
+    halving: dict[str, int] | None
     lines: Mapping[KeyPath, int]
 
     @classmethod
@@ -119,12 +113,13 @@ class _Asked:
         section = data[KEY]
         if not isinstance(section, dict):
             raise _fault((), lines, f"expected a mapping of keys to lists of values, got {shown(section)}", _EXAMPLE)
-        rest = {key: value for key, value in section.items() if key not in ("random", "seed")}
+        rest = {key: value for key, value in section.items() if key not in ("random", "seed", "halving")}
         values: dict[str, list[Any]] = {}
         for path, given in _leaves((), rest):
             key = ".".join(map(str, path))
             if not isinstance(given, list) or not given:
-                raise _fault(path, lines, f"expected a list of values, got {shown(given)}", _EXAMPLE)
+                hint = f"jobs are ended early by {_HALVING}" if path[0] in _EARLY else _EXAMPLE
+                raise _fault(path, lines, f"expected a list of values, got {shown(given)}", hint)
             if key.partition(".")[0] in _OWN:
                 raise _fault(path, lines, "a sweep sets it itself", "remove it")
             if len({json.dumps(each, sort_keys=True, default=str) for each in given}) < len(given):
@@ -141,7 +136,16 @@ class _Asked:
             raise _fault(("seed",), lines, f"expected an integer, got {shown(seed)}", "seed: 0")
         if "seed" in section and number is None:
             raise _fault(("seed",), lines, "is only for random", "add random: 8, or remove it")
-        return cls(values, number, seed, lines)
+        return cls(values, number, seed, _halving(section.get("halving"), lines), lines)
+
+    def member(self, data: Mapping[str, Any], number: int, values: Mapping[str, Any]) -> Member:
+        """Return the job with these values."""
+        document = copy.deepcopy({key: value for key, value in data.items() if key != KEY})
+        for key, value in values.items():
+            _put(document, problem.as_path(key), value, self.lines)
+        if isinstance(place := document.get("output_dir"), str) and "output_dir" not in values:
+            document["output_dir"] = f"{place}/{number}"
+        return Member(document, dict(values), self.halving)
 
     def combination(self, place: int) -> dict[str, Any]:
         """Return the values at a place in the order of all combinations."""
@@ -155,6 +159,30 @@ class _Asked:
         return _fault(path, self.lines, message, hint)
 
 
+def _halving(given: Any, lines: Mapping[KeyPath, int]) -> dict[str, int] | None:
+    """Return the settings of `halving`; None without it. Raises SpecError for a value that is none."""
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise _fault(("halving",), lines, f"expected a mapping, got {shown(given)}", _HALVING)
+    for key in given:
+        if key not in ("min_steps", "eta"):
+            raise _fault(("halving", key), lines, "unknown key", f"it has min_steps and eta: {_HALVING}")
+    min_steps, eta = given.get("min_steps"), given.get("eta", MIN_ETA)
+    if type(min_steps) is not int or not 1 <= min_steps <= MAX_STEPS:
+        what = "is missing" if min_steps is None else f"expected a number of steps, got {shown(min_steps)}"
+        raise _fault(("halving", "min_steps"), lines, what, _HALVING)
+    if type(eta) is not int or not MIN_ETA <= eta <= MAX_ETA:
+        why = f"expected a number from {MIN_ETA} to {MAX_ETA}, got {shown(eta)}"
+        raise _fault(("halving", "eta"), lines, why, "eta: 2 lets the better half go on")
+    return {"min_steps": min_steps, "eta": eta}
+
+
+#: Names of `halving` in other tools.
+_EARLY = {"early_terminate", "early_stopping", "stop", "asha", "hyperband", "pruner", "scheduler"}
+_HALVING = "halving: {min_steps: 50, eta: 2}"
+#: The reduction factor of `halving`, and the highest first rung.
+MIN_ETA, MAX_ETA, MAX_STEPS = 2, 16, 10**9
 _EXAMPLE = "sweep: {training.learning_rate: [1.0e-4, 2.0e-4]}"
 
 
@@ -170,6 +198,11 @@ def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
             yield from _leaves((*path, key), each)
     elif path:
         yield path, value
+
+
+def halving_fault(lines: Mapping[KeyPath, int], key: str, message: str, hint: str) -> SpecError:
+    """Return the error for a sweep whose jobs `halving` cannot end."""
+    return _fault(("halving", *filter(None, [key])), lines, message, hint)
 
 
 def lines_of(member: Member, lines: Mapping[KeyPath, int]) -> dict[KeyPath, int]:

@@ -635,6 +635,14 @@ def _data_files(asked: Asked) -> Advice:
     return Advice("write a data set with its path for each file, or put them into one directory")
 
 
+#: Where a tracker's project or experiment is named instead.
+_TRACKED_AS = {
+    "wandb": "; WANDB_PROJECT in honed's environment names the project",
+    "mlflow": "; MLFLOW_EXPERIMENT_NAME in honed's environment names the experiment",
+    "trackio": "; training.project names the project",
+}
+
+
 def _tracker(name: str) -> Synonym:
     def advise(asked: Asked) -> Advice:
         if is_off(asked.value):
@@ -642,7 +650,7 @@ def _tracker(name: str) -> Synonym:
         there = asked.data.get("report_to")
         there = [there] if isinstance(there, str) else there if isinstance(there, list) else []
         wanted = [each for each in there if each in ("tensorboard", "wandb", "mlflow", "trackio") and each != name]
-        given_up = "" if is_on(asked.value) else f"; {name} then chooses {asked.key.replace('_', ' ')}"
+        given_up = "" if is_on(asked.value) else _TRACKED_AS.get(name, "")
         return Advice(
             f"write report_to: {rewritten([*wanted, name])} at the top level{given_up}"
             if asked.section
@@ -963,7 +971,8 @@ NAMES: dict[str, Synonym] = {
     **_all(_low_rank_optimizer("apollo"), "use_apollo"),
     **_all(never("this optimizer", "training.optim lists transformers' optimizers"), "use_badam", "use_adam_mini",
            "use_muon", "use_lomo", "relora", "relora_steps", "lisa_n_layers", "lisa_step_interval", "dion_lr"),
-    **_all(drop("the length of the run sets its end"), "loss_watchdog_threshold", "loss_watchdog_patience"),
+    **_all(drop("honed stops a diverged run itself: see divergence"), "loss_watchdog_threshold",
+           "loss_watchdog_patience"),
     # Data
     **_all(_data_sets("datasets"), "dataset", "dataset_name", "data", "train_file", "training_file", "train_dataset",
            "dataset_path", "data_path", "train_data_path", "train_data", "dataset_mixture", "data_files",
@@ -1050,8 +1059,9 @@ NAMES: dict[str, Synonym] = {
     **_all(by(lambda asked: Advice(f"remove it: {_ON_ANSWERS}", {}) if is_on(asked.value) else Advice(
         f"training on prompts as well is not supported yet: {_ON_ANSWERS}")), "train_on_completions",
         "train_on_responses_only", "completion_only_loss", "assistant_only_loss", "response_only"),
-    **_all(drop("honed reads the data anew for each run"), "overwrite_cache", "dataset_prepared_path",
-           "tokenized_path", "preprocessing_batch_size", "cache_dir", "prepared_dataset_path", "dataset_keep_in_memory",
+    **_all(drop("honed keeps encoded rows itself, while nothing that decides them changes"), "overwrite_cache",
+           "dataset_prepared_path", "tokenized_path", "preprocessing_batch_size", "cache_dir", "prepared_dataset_path",
+           "dataset_keep_in_memory",
            "dataset_shard_num", "dataset_shard_idx", "data_shared_file_system", "streaming_multipack_buffer_size"),
     **_all(drop("a row longer than max_length is truncated, counted and reported"),
            "excess_length_strategy", "min_sample_len",
@@ -1118,8 +1128,8 @@ NAMES: dict[str, Synonym] = {
     **_all(drop("memory and CPU limits are set by the administrator in units"), "mem", "cpus_per_task",
            "mem_per_cpu", "mem_per_gpu", "resources.mem", "resources.memory", "resources.cpus",
            "resources.cpus_per_task", "ntasks", "ntasks_per_node", "cpus"),
-    **_all(drop("honed queues jobs for one machine; class and priority set their order"), "partition", "account", "qos",
-           "constraint", "nodelist", "exclusive"),
+    **_all(drop("on a cluster, resources.profile selects the administrator's settings; else class and priority set "
+                "the order of jobs"), "partition", "account", "qos", "constraint", "nodelist", "exclusive"),
     **_all(take("notify.mail"), "mail_user", "email", "notify.email", "notify.mail_user"),
     **_all(by(_nodes, "resources"), "nnodes", "num_nodes", "num_machines", "node_count", "nodes",
            "resources.num_nodes"),
@@ -1136,9 +1146,10 @@ NAMES: dict[str, Synonym] = {
            "tensor_model_parallel_size", "expert_model_parallel_size", "expert_parallel_size", "sequence_parallel",
            "sequence_parallel_degree", "dp_shard_size", "dp_replicate_size", "cp_size", "cp_mode", "special_fsdp_type",
            "fsdp_version", "fsdp_transformer_layer_cls_to_wrap", "use_distributed_optimizer", "torchdistx_path"),
-    **_all(drop("honed writes the log: honectl logs shows it"), "disable_tqdm", "log_level", "plot_loss", "verbose",
+    **_all(drop("honed writes the log: honectl logs shows it"), "disable_tqdm", "log_level", "verbose",
            "profiler_steps", "log_on_each_node", "debug", "strict", "logging_nan_inf_filter", "is_preprocess",
            "include_effective_tokens_per_second", "print_param_status", "wandb_mode", "report_model_size"),
+    "plot_loss": drop("every report has the plots: honectl report shows its path"),
     **_all(_HUB, "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "push_dataset_to_hub",
            "hub_always_push", "hub_revision", "hf_use_auth_token", "push_to_hub_model_id", "hub_push_checkpoint"),
     "auto_find_batch_size": drop("another batch size would change the result; honed reduces it and keeps the product "

@@ -199,7 +199,7 @@ class TrainingSpec(Section):
     save_steps: Steps = 500
     """Steps between checkpoints; see also save_interval_sec."""
     save_total_limit: Count | None = None
-    """Maximum number of checkpoints to keep."""
+    """Maximum number of checkpoints to keep, and the best one; null keeps 2."""
     load_best_model_at_end: Flag = False
     """Use the best checkpoint as the result, instead of the last."""
     metric_for_best_model: str | None = None

@@ -200,7 +200,7 @@ def has_acls(directory: Path) -> bool:
     return True
 
 
-def job_user(job_dir: Path) -> int | None:
+def job_user(job_dir: Path | int) -> int | None:
     """Return the user whom a job's directory lets write by its ACL: its worker's. None if honed-job runs it."""
     acl = acl_of(job_dir)
     found = [] if acl is None else [uid for uid, permissions in acl.users.items() if permissions & WRITE]

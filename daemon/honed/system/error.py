@@ -19,6 +19,7 @@
     ├── InterruptedRunError   interrupted          transient
     ├── KilledError           killed               transient
     ├── EnvironmentInvalidError environment_invalid
+    ├── ClusterRefusedError   cluster_refused
     ├── DegradedError         degraded
     └── InternalError         error
 
@@ -96,6 +97,12 @@ class HonedError(Exception):
         """Put text around the message, such as its position."""
         self.said, self.message = (f"{before}{text}{after}" for text in (self.said, self.message))
         self.evidence = self.evidence and f"{before}{self.evidence}{after}"
+
+    def without(self, before: str) -> None:
+        """Remove text from the beginning of the message, such as its position."""
+        self.said, self.message, self.evidence = (
+            text.removeprefix(before) for text in (self.said, self.message, self.evidence)
+        )
 
     def as_dict(self) -> ErrorRecord:
         """Return the record; `evidence` and `fix` only if they are not empty."""
@@ -253,6 +260,13 @@ class EnvironmentInvalidError(HonedError):
     exit_status = 72  #: EX_OSFILE
 
 
+class ClusterRefusedError(HonedError):
+    """The cluster will never take such a job; the message has its words."""
+
+    code = "cluster_refused"
+    exit_status = 79
+
+
 class DegradedError(HonedError):
     """A fault of the machine, such as a full disk, keeps honed from answering a request."""
 
@@ -295,6 +309,7 @@ BY_CODE: dict[str, type[HonedError]] = {
         InterruptedRunError,
         KilledError,
         EnvironmentInvalidError,
+        ClusterRefusedError,
         NotPermittedError,
         InternalError,
     )

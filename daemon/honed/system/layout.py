@@ -296,10 +296,16 @@ class AttemptLayout(NamedTuple):
 
     @property
     def pulse_path(self) -> Path:
-        """The worker's current phase; touched at each sign of life, see worker/pulse.py. That of the first of several
-        ranks; the others have `pulse.1` and so on.
-        """
-        return self.dir / "pulse"
+        """The worker's current phase; touched at each sign of life, see worker/pulse.py."""
+        return self.pulse_of(0)
+
+    def pulse_of(self, rank: int) -> Path:
+        """The same of one of several ranks, numbered over all nodes."""
+        return self.dir / (f"pulse.{rank}" if rank else "pulse")
+
+    def alive_of(self, rank: int) -> Path:
+        """Written while the process of one of several ranks runs; see worker/parallel.py."""
+        return self.dir / "ranks" / f"alive.{rank}"
 
     @property
     def exit_path(self) -> Path:

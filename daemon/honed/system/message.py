@@ -26,6 +26,8 @@ SUCCEEDED = "73d48b0f3317449b8a3eb9c6998b7332"
 CANCELLED = "c759fd8f6ce44f0f9d252c265942999c"
 HELD = "30b36169d2354a00bd058db653dbbb36"
 PREEMPTED = "0da993b4c0524e67a677fbe040858191"
+STOPPED_EARLY = "1e1022571e5f487883df05646418bc67"
+EDITED = "eda5f9564c4341728c025e7b7dbc86cb"
 
 # Deliveries.
 SEND_TROUBLE = "e0667d14dedd4c4abfba1687512da374"
@@ -53,6 +55,7 @@ BY_ERROR = {
     "interrupted": "39f45bc572bd488b9b73533540ba5818",
     "killed": "d28b1d4f69084e50921f2e91dce8e281",
     "environment_invalid": "21b351d0277d47d79d2fcab1eea24aac",
+    "cluster_refused": "22f086c1f2894aefa7e5e54fdcf17360",
     "error": "1309030d35e449caa2442b3c1f6c8c59",
     "not_permitted": "dbad8421069948a49b43daaa4f2aac6d",
     "usage": "5b58aff6b6e44d97b47234122bdfbaa4",

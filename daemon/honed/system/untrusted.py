@@ -1,4 +1,4 @@
-"""Safe reading of files in a job's directory, which its worker can change, by programs with more permissions.
+"""Safe access to files in a job's directory, which its worker can change, by programs with more permissions.
 
 Whoever can write `attempts/<n>/events.jsonl` can replace it, or a directory above it, by a link to another user's file,
 by a pipe that blocks whoever opens it, or by an endless file.
@@ -67,6 +67,22 @@ def read_plain(path: Path, *, max_bytes: int = MAX_BYTES, num_names: int = NUM_N
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return data
+
+
+def write_plain(path: Path, data: bytes, *, mode: int = 0o644, num_names: int = NUM_NAMES) -> None:
+    """Replace a file durably and atomically; a link in the last `num_names` names of its path is not followed. Raises
+    OSError."""
+    new = f".{path.name}.new"
+    with directory(path, num_names=num_names) as directory_fd:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new, dir_fd=directory_fd)
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=directory_fd)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        os.rename(new, path.name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+        os.fsync(directory_fd)
 
 
 def sync_plain(path: Path, *, num_names: int = NUM_NAMES) -> None:

@@ -62,11 +62,9 @@ def train(words: Sequence[str], *, spare: Job | None = None) -> int:
     _set_defaults()
     attempt_layout = JobLayout(arguments.job_dir.resolve()).attempt(arguments.attempt)
     ranks = Ranks.of(attempt_layout.dir)
-    pulse_path = attempt_layout.pulse_path
     if not ranks.is_zero:
-        os.environ.pop("NOTIFY_SOCKET", None)  # systemd hears rank 0, which waits for a rank that is frozen
-        pulse_path = pulse_path.with_name(f"{pulse_path.name}.{ranks.rank}")
-    pulse = Pulse(path=pulse_path)
+        os.environ.pop("NOTIFY_SOCKET", None)  # systemd hears rank 0, honed the others
+    pulse = ranks.pulse = Pulse(path=attempt_layout.pulse_of(ranks.rank))
     timeout = os.environ.get("HONED_STOP_TIMEOUT_SEC")
     stop = Stop(pulse.beat, pulse.enter, timeout_sec=float(timeout) if timeout else None)
     gate = Gate(JobLayout(arguments.job_dir.resolve()), arguments.attempt, beat=stop.check, kept=pulse.variables)

@@ -25,7 +25,7 @@ from honed.job.ahead import MAX_BYTES, STAGED_VARIABLE, Pass
 from honed.system import untrusted, usage
 from honed.system.error import InterruptedRunError
 from honed.system.layout import JobLayout
-from honed.worker.background import MAX_OOM_SCORE_ADJ, SESSION_NICE, be_nice, set_oom_score_adj
+from honed.worker.background import Background
 
 #: Seconds between looks at the gate: the device idles for half of it on average.
 LOOK_INTERVAL_SEC = 0.05
@@ -71,8 +71,7 @@ class Gate:
         self._look: _Look | None = None  # the one that is under way
         if self.is_closed:
             environment[NVML_CHECK] = "1"
-            be_nice(SESSION_NICE)
-            self._oom_score_adj = set_oom_score_adj(MAX_OOM_SCORE_ADJ)
+            self._background = Background()
             threading.Thread(target=self._hurry, name="gate", daemon=True).start()
 
     @property
@@ -92,8 +91,7 @@ class Gate:
             if (found := self._pass()) is not None:
                 self._environment.update(found.environment)
                 self._wanted = None
-                be_nice(0)
-                set_oom_score_adj(self._oom_score_adj)
+                self._background.end()
                 self._look_last(warn)
             elif time.monotonic() >= look_at:
                 if (now := self._seen_now(LOOK_INTERVAL_SEC)) is not None:
@@ -144,16 +142,15 @@ class Gate:
         if changed and is_over:
             print(f"{changed[0]} has changed: the worker begins again", file=sys.stderr, flush=True)
             self._wanted = None
-            be_nice(0)
-            set_oom_score_adj(self._oom_score_adj)
+            self._background.end()
             self._again({**self._environment, **self._kept, **staged})
 
     def _hurry(self) -> None:
         """Yield to other work no longer once the device waits for this worker."""
         while self.is_closed and self._pass() is None:
             time.sleep(HURRY_INTERVAL_SEC)
-        while not be_nice(0):  # the kernel takes a few such wishes a second, of all users together
-            time.sleep(HURRY_INTERVAL_SEC)
+        if self.is_closed:
+            self._background.hurry()
 
     def _check_wanted(self) -> None:
         """Raise InterruptedRunError once the job's directory is gone: nobody would ever open the gate."""

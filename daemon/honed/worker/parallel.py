@@ -1,8 +1,10 @@
 """The ranks of a run: processes that train one model together, each on its own device. Most runs have one.
 
     attempts/<n>/ranks/rendezvous    where they meet (torch's FileStore): ranks of one machine need no port
+                                     those of several machines meet at rank 0 (rendezvous.py)
     attempts/<n>/ranks/error.json    the first error of any rank, with which all end
     attempts/<n>/ranks/lost.json     a rank died by a signal (written by the shim): the others leave no result
+    attempts/<n>/ranks/alive.<rank>  how many calls to the others this rank has made; written while its process runs
 
 Rank 0 alone writes events, checkpoints, outputs and the result. What a clock, a signal or a disk decides is agreed
 where all ranks pass: at the boundary between two steps, at the end of a round of predictions. All calls but `fail` and
@@ -11,6 +13,9 @@ where all ranks pass: at the boundary between two steps, at the end of a round o
 An error on one rank leaves the others in a call that never returns, or that reports a lost connection. So each rank
 writes its error to a file before it ends, and a thread of the others looks for it: if the rank does not end by itself
 in GRACE_SEC, the thread ends it, on rank 0 with that error as the result.
+
+The same thread gives the signs of life of a rank that waits for another, but for rank 0: where nobody progresses, its
+pulse stops. `alive` tells honed which rank it is that the others wait for (run/pulse.py).
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from honed.job.event import EventWriter
+from honed.job.event import ENDED, EventWriter
 from honed.system.error import (
     BY_CODE,
     DiskShortError,
@@ -36,10 +41,14 @@ from honed.system.error import (
     KilledError,
     said,
 )
+from honed.worker import rendezvous
+from honed.worker.pulse import Pulse
 from honed.worker.stop import Stop
 
 #: Seconds between looks for another rank's error, and those that this rank has to end by itself after one.
 LOOK_INTERVAL_SEC, GRACE_SEC = 0.2, 3.0
+#: Seconds between two signs of life of a rank that waits, and writes of `alive`.
+ALIVE_INTERVAL_SEC = 0.6
 #: Seconds for which a rank that lost its connection looks for the reason, and one that failed waits for the result.
 REASON_SEC, RESULT_SEC = 4.0, 6.0
 #: The last resort, far above what rank 0 may take for an export: a frozen rank is found by its pulse.
@@ -55,6 +64,13 @@ class LostRankError(KilledError):
     """Another rank is gone, or has failed with an error of its own."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A request of rank 0 to the ranks that wait for its result."""
+
+    what: Any
+
+
 @dataclass
 class Ranks:
     """This process's place among the ranks of its run."""
@@ -63,6 +79,11 @@ class Ranks:
     world: int = 1
     local_rank: int = 0
     dir: Path | None = None  #: what the ranks share
+    meet_at: str = ""  #: the address of rank 0's machine; empty if it is this one for all
+    is_out_of_step: bool = False  #: rank 0 has failed in a call that the others are still in
+    pulse: Pulse | None = None
+    num_calls: int = 0  #: to the others, and steps: the rank with the fewest is the one that they wait for
+    _waits: bool = False  #: for another rank
     _has_noticed: bool = False  #: this rank ends by itself
     _end: Callable[[HonedError | None], None] = field(default=lambda _error: None)
 
@@ -72,7 +93,8 @@ class Ranks:
         world = int(environment.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls()
-        return cls(int(environment["RANK"]), world, int(environment["LOCAL_RANK"]), attempt_dir / "ranks")
+        meet_at = environment.get(rendezvous.VARIABLE, "")
+        return cls(int(environment["RANK"]), world, int(environment["LOCAL_RANK"]), attempt_dir / "ranks", meet_at)
 
     @property
     def is_zero(self) -> bool:
@@ -90,28 +112,41 @@ class Ranks:
         from torch import distributed
 
         assert self.dir is not None
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo")
+        if not self.meet_at:
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, "lo")
         has_cuda = torch.cuda.is_available()
         if has_cuda:
             torch.cuda.set_device(self.local_rank)
         try:
-            distributed.init_process_group(
-                "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
-                store=distributed.FileStore(str(self.dir / "rendezvous"), self.world),
-                rank=self.rank,
-                world_size=self.world,
-                timeout=TIMEOUT,
-            )
+            with self._waiting():
+                distributed.init_process_group(
+                    "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
+                    store=self._store(),
+                    rank=self.rank,
+                    world_size=self.world,
+                    timeout=TIMEOUT,
+                )
             self.barrier()
         except RuntimeError as error:
             if _is_lost(error) and (self._lost or self._first_error() is not None):
                 raise
+            over, hint = "the loopback interface", "check that the interface lo is up, and that no drop-in of "
+            hint += "honed-job@.service forbids it"
+            if self.meet_at:
+                over = f"the network, where rank 0 is {self.meet_at}"
+                hint = "check that nodes reach each other's ports; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set"
             raise EnvironmentInvalidError(
-                f"the {self.world} processes of the job cannot reach each other over the loopback interface: "
-                f"{said(error)}",
-                hint="check that the interface lo is up, and that no drop-in of honed-job@.service forbids it",
+                f"the {self.world} processes of the job cannot reach each other over {over}: {said(error)}", hint=hint
             ) from error
+
+    def _store(self) -> Any:
+        from torch import distributed
+
+        assert self.dir is not None
+        if self.meet_at:
+            return rendezvous.store(self.dir, self.meet_at, rank=self.rank, world=self.world, timeout=TIMEOUT)
+        return distributed.FileStore(str(self.dir / "rendezvous"), self.world)
 
     # --- what every rank calls --------------------------------------------------------------------------------------
 
@@ -127,7 +162,8 @@ class Ranks:
         from torch import distributed
 
         found = torch.tensor(values, dtype=torch.float64)
-        distributed.all_reduce(found)
+        with self._waiting():
+            distributed.all_reduce(found)
         return [float(value) for value in found]
 
     def gather(self, value: T) -> list[T]:
@@ -137,7 +173,8 @@ class Ranks:
         from torch import distributed
 
         found: list[Any] = [None] * self.world
-        distributed.all_gather_object(found, value)
+        with self._waiting():
+            distributed.all_gather_object(found, value)
         return found
 
     def broadcast(self, value: T) -> T:
@@ -147,7 +184,8 @@ class Ranks:
         from torch import distributed
 
         kept: list[Any] = [value if self.is_zero else None]
-        distributed.broadcast_object_list(kept, src=0)
+        with self._waiting():
+            distributed.broadcast_object_list(kept, src=0)
         return kept[0]
 
     def check(self, stop: Stop) -> None:
@@ -160,21 +198,31 @@ class Ranks:
         """Wait until all ranks are here."""
         self.agree(False)
 
-    def by_zero(self, act: Callable[[], T]) -> T:
-        """Have rank 0 do something, and return its result on all ranks, or raise its error."""
+    def by_zero(self, act: Callable[[], T], help_with: Callable[[Any], None] = lambda _what: None) -> T:
+        """Have rank 0 do something, and return its result on all ranks, or raise its error.
+
+        Meanwhile the others do `help_with` what rank 0 broadcasts as `Asked`.
+        """
         if not self.are_several:
             return act()
         if not self.is_zero:
-            value, problem = self.broadcast((None, None))
+            found: Any = self.broadcast(None)
+            while isinstance(found, Asked):
+                help_with(found.what)
+                found = self.broadcast(None)
+            value, problem = found
             if problem is not None:
                 raise problem
-            return value  # type: ignore[return-value]
+            return value
         try:
             value = act()
         except HonedError as error:
-            self.broadcast((None, error.with_traceback(None)))
+            if not self.is_out_of_step:
+                self.broadcast((None, error.with_traceback(None)))
             raise
         except Exception as error:
+            if self.is_out_of_step:
+                raise
             self.broadcast((None, LostRankError(f"rank 0 failed: {type(error).__name__}")))
             raise
         self.broadcast((value, None))
@@ -195,6 +243,18 @@ class Ranks:
             raise InternalError(
                 f"ranks 0 and {other} would begin with different weights", hint="requeue the job, and report it"
             )
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Call the others: until they answer, the silence is not this rank's."""
+        self.num_calls += 1
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+        if self.pulse is not None and not self.is_zero:
+            self.pulse.resume()
 
     # --- errors -----------------------------------------------------------------------------------------------------
 
@@ -252,11 +312,21 @@ class Ranks:
 
     def _look(self) -> None:
         assert self.dir is not None
+        told_at, path = 0.0, self.dir / f"alive.{self.rank}"
         while not self._lost and not (self.dir / "error.json").exists():
+            if time.monotonic() - told_at >= ALIVE_INTERVAL_SEC:
+                told_at = time.monotonic()
+                self._tell_alive(path)
             time.sleep(LOOK_INTERVAL_SEC)
         time.sleep(GRACE_SEC)
         if not self._has_noticed:
             self._end(None if self._lost else self._first_error())
+
+    def _tell_alive(self, path: Path) -> None:
+        with contextlib.suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:  # a full disk
+            file.write(b"%-20d" % self.num_calls)
+        if self._waits and self.pulse is not None and not self.is_zero:
+            self.pulse.touch()
 
 
 class Unwritten(EventWriter):
@@ -269,10 +339,19 @@ class Unwritten(EventWriter):
         self._tell(kind, data)
 
     def close(self) -> None:
-        pass
+        self._tell("stage", {"stage": ENDED})
 
 
 ALONE = Ranks()
+
+
+def alone(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that trains alone, on the first of this one's devices."""
+    left_out = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HONED_NUM_RANKS"}
+    kept = {name: value for name, value in environment.items() if name not in left_out}
+    if "CUDA_VISIBLE_DEVICES" in kept:
+        kept["CUDA_VISIBLE_DEVICES"] = kept["CUDA_VISIBLE_DEVICES"].partition(",")[0]
+    return kept
 
 
 def told_repeats(trainer: Any, ranks: Ranks) -> Iterator[str]:

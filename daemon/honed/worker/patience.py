@@ -41,6 +41,10 @@ class Patience:
         self._rounds[self.phase] += 1
         self.phase = phase
 
+    def resume(self, now: float) -> None:
+        """Go on after a silence that says nothing of this process."""
+        self._heard_at = now
+
     @property
     def limit_sec(self) -> float | None:
         """The limit for the current phase; None where too little is known of it."""

@@ -1,6 +1,7 @@
 """Signs of life of a run besides its events: that it progresses, its phase, and how long it may be silent.
 
     attempts/<n>/pulse   {"phase", "limit_sec"}; touched at each sign of life, for honed       (this module writes)
+    attempts/<n>/pulse.1, …     the same of the other ranks, where there are several
     the unit's socket    readiness, progress and watchdog, where the worker is a systemd unit
 
 They come from the events and from the checks of the stop flag, which every stage makes between two batches; so only
@@ -74,6 +75,16 @@ class Pulse:
         self._told_sec = None
         self._send(*self._watchdog(), "WATCHDOG=1")
 
+    def touch(self) -> None:
+        """Give honed a sign of life, as a thread of a rank does that waits for another; a frozen process has none."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+    def resume(self) -> None:
+        """Go on after a wait for another rank, which was no silence of this one."""
+        self._patience.resume(self._clock())
+
     def tell(self, kind: str, data: Mapping[str, Any]) -> None:
         """Send an event as a status line for `systemctl status`."""
         match kind:
@@ -116,9 +127,7 @@ class Pulse:
 
     def _send(self, *lines: str) -> None:
         self._beat_at = self._clock()
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                os.utime(self._path)
+        self.touch()
         if self._watchdog_sec is None:
             return
         text = "\n".join(" ".join(line.split()) for line in lines)

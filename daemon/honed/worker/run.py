@@ -22,6 +22,7 @@ from honed.inputs import modality, score
 from honed.job import trial
 from honed.job.event import EventWriter, has_begun
 from honed.plan import pace, position
+from honed.plan import parallel as division_plan
 from honed.system import durable, installed
 from honed.system.error import (
     DatasetError,
@@ -42,12 +43,13 @@ from honed.worker import cause, imports, parallel
 from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
 from honed.worker.gate import Gate, read_ahead
-from honed.worker.model import audit, cast, load, merge, torchvision
+from honed.worker.model import audit, cast, division, load, merge, torchvision
 from honed.worker.model.card import Facts
 from honed.worker.parallel import ALONE, Ranks, Unwritten
 from honed.worker.rows import mask
 from honed.worker.stop import Stop
 from honed.worker.train import checkpoint, disk_reserve, examiner, prediction, tracker
+from honed.worker.train.together import TogetherPredictor
 
 #: Seconds between log lines on the progress of a merge in the export.
 MERGE_TOLD_INTERVAL_SEC = 30.0
@@ -144,8 +146,6 @@ def run(
 def _check_ranks(job: Assignment, ranks: Ranks) -> None:
     """Raise SpecError for what several ranks cannot do yet."""
     planned = job.plan.parallel
-    if planned.mode == "fsdp":
-        raise SpecError("parallel: fsdp is not supported yet", hint="parallel: ddp, if the model fits one GPU")
     if planned.num_ranks != ranks.world and not job.is_trial:
         raise SpecError(
             f"the job is planned for {planned.num_ranks} processes, but {ranks.world} were started",
@@ -155,9 +155,7 @@ def _check_ranks(job: Assignment, ranks: Ranks) -> None:
         return
     if job.backend != "transformers":
         raise SpecError(f"backend: {job.backend} trains on one GPU only", hint="backend: transformers")
-    if job.spec.trial:
-        raise SpecError("trial: not supported on more than one GPU", hint="remove trial, or set resources.gpus to 1")
-    if job.spec.kind != "sft":
+    if job.spec.kind == "merge":
         raise SpecError(f"kind: {job.spec.kind} runs on one GPU only", hint="resources: {gpus: 1}")
 
 
@@ -179,6 +177,8 @@ def explain(problem: Exception, job: str = "ID") -> HonedError:
             return cause.explain(problem, job)
 
 
+#: The form of a checkpoint, by its `is_divided`.
+_DIVISION = {True: "in parts, with parallel: fsdp", False: "whole, without fsdp"}
 _MEMORY_HINT = (
     "use a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length"
 )
@@ -200,7 +200,13 @@ class _Story:
         self.memory: dict[str, int] = {}  #: bytes really held, as in the event `memory`
 
     def try_first(self, job: Assignment, attempt: int) -> None:
-        """Run the job's trial, if the job asks for one and does not resume from a checkpoint."""
+        """Run the job's trial, if the job asks for one and does not resume from a checkpoint.
+
+        Of several ranks, the first runs it, on its own device: whether a job learns does not depend on their number.
+        The others wait for it where they join.
+        """
+        if not self._ranks.is_zero:
+            return
         has_begun = any(job.layout.checkpoints_dir.glob("checkpoint-*"))
         if not job.spec.trial or (has_begun and job.spec.trial != "only"):
             return
@@ -245,6 +251,14 @@ class _Story:
                 f"the checkpoint is of {progress.num_ranks} processes, and the run continues with {ranks.world}: its "
                 "figures will not be bit-identical, because the random numbers of each process differ",
             )
+        is_divided = job.plan.parallel.mode == "fsdp"
+        if resumed and progress.is_divided != is_divided:
+            raise SpecError(
+                f"{resumed.path.name} was written {_DIVISION[progress.is_divided]}, but the job is now planned "
+                f"{_DIVISION[is_divided]}",
+                hint=f"set parallel: {'fsdp' if progress.is_divided else 'ddp'} and the number of GPUs as before, or "
+                "submit the job again",
+            )
         job.check_inputs()
         if self._gate.is_closed:
             self._gate.watch(job.files())
@@ -279,11 +293,6 @@ class _Story:
                 is_ahead=self._gate.is_closed,
             )
         )
-        if ranks.are_several and data.media is not None:
-            raise SpecError(
-                "resources.gpus: rows with images, videos or sounds are trained on one GPU only",
-                hint="set resources.gpus to 1",
-            )
         if resumed and progress.data_hashes not in ({}, data.hashes):
             self._log(
                 "warning", "the data files changed after the checkpoint: the run continues with their current content"
@@ -295,6 +304,9 @@ class _Story:
             self._log("warning", text)
         for level, text in chat.advice.notes(data.train.examples) if "messages" in data.train.kinds else ():
             self._log(level, text)
+        if is_divided and data.media is not None:  # not every row was inspected before
+            words = f"parallel: fsdp: {division_plan.WITH_MEDIA}"
+            raise SpecError(words, hint="write parallel: ddp", fix={"parallel": "ddp"})
         config = load.load_config(job)
         position.check_rows(spec, config.model_type, config.to_dict(), data.longest)
         was_ahead = self._gate.is_closed
@@ -322,9 +334,11 @@ class _Story:
         # An adapter's wrapper of the embeddings has their weight, not their num_embeddings.
         num_embeddings = loaded.model.get_input_embeddings().weight.shape[0]
         datas.check_ids(data, chat.tokenizer, num_embeddings, job.base_model_path)
-        predictor = prediction.Predictor(
+        together = {"ranks": ranks} if is_divided else {}
+        predictor = (TogetherPredictor if is_divided else prediction.Predictor)(
             chat,
             precision,
+            **together,
             max_new_tokens=spec.predictions.max_new_tokens,
             stop=stop,
             warn=lambda text: self._log("warning", text),
@@ -373,12 +387,15 @@ class _Story:
                 ranks=ranks,
             )
         predictor.optimizer = lambda: trainer.optimizer
+        if is_evaluation:  # a training ends between two steps
+            predictor.is_late = lambda: trainer.is_late
         memory = usage.Usage(events)
         trainer.add_callback(memory)
-        memory.built(trainer.model)
         auditor.model(trainer.model, "built", mended=trainer.mended)
         auditor.trainer(trainer)
         ranks.check_equal(trainer.model)
+        trainer.divide()
+        memory.built(trainer.model)
         for text in parallel.told_repeats(trainer, ranks):
             self._log("info", text)
 
@@ -390,8 +407,10 @@ class _Story:
         )
 
         if is_evaluation:
-            self._evaluate(exam, trainer)
-            self.memory = memory.trained(trainer.model)
+            try:
+                self._evaluate(exam, trainer)
+            finally:
+                self.memory = memory.trained(trainer.model)
             if job.shared_rows_dir is None:
                 shutil.rmtree(job.rows_dir, ignore_errors=True)
             return
@@ -438,10 +457,6 @@ class _Story:
         self.remark = exam.remark(trainer.state, figures) if regression is None else ""
         trainer.check_weights()
         self._stage("export")
-        if why := cast.cast(trainer.model, precision, trainer.optimizer):
-            self._log("warning", why)
-        elif precision.save_dtype is not None:
-            auditor.saved(trainer.model)
         from honed.worker.model import export
 
         facts: Facts = {
@@ -461,11 +476,23 @@ class _Story:
                 self._log("info", f"merged {number} of {count} tensors")
 
         try:
-            self.artifacts, fault = ranks.by_zero(
-                lambda: export.export(
-                    job, trainer.model, loaded.tokenizer, facts, progress=merging, is_regressed=regression is not None
+            with division.whole(trainer.model, is_zero=ranks.is_zero) as is_here:
+                if is_here:
+                    if why := cast.cast(trainer.model, precision, trainer.optimizer):
+                        self._log("warning", why)
+                    elif precision.save_dtype is not None:
+                        auditor.saved(trainer.model)
+                self.artifacts, fault = ranks.by_zero(
+                    lambda: export.export(
+                        job,
+                        trainer.model,
+                        loaded.tokenizer,
+                        facts,
+                        progress=merging,
+                        is_regressed=regression is not None,
+                        is_divided=is_divided,
+                    )
                 )
-            )
         except InterruptedRunError:
             trainer.save()  # the merge was stopped; the training before it must not be repeated
             raise
@@ -486,12 +513,14 @@ class _Story:
             shutil.rmtree(job.rows_dir, ignore_errors=True)  # no later attempt needs them
 
     def _evaluate(self, exam: examiner.Examiner, trainer: Any) -> None:
-        """Measure the model as at the end of a training: the evaluation, and a round of predictions."""
+        """Measure the model as at the end of a training: the evaluation, and a round of predictions; as far as there is
+        time."""
         self._stage("evaluate")
         exam.show()
         trainer.measure()
         self.metrics = exam.end(trainer.model, trainer.state, 0)
         self._stop.check()
+        trainer.check_measured(*self._ranks.broadcast((exam.num_answered, exam.num_questions)))
 
     def _load_metrics(self, job: Assignment) -> None:
         """Load the administrator's metrics that the job names, which may fail; they could use the device."""

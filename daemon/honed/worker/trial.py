@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from honed.job.trial import Findings
 from honed.system import durable
 from honed.system.error import KilledError, from_dict
 from honed.system.layout import JobLayout
+from honed.worker import parallel
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
 
@@ -46,7 +48,12 @@ def run(
     tell("info", f"starting with a trial: {trial.NUM_ROWS} rows, a few steps")
     # Its output goes to worker.log, as ours does.
     command = [sys.executable, "-m", "honed.worker", str(layout.dir), str(attempt), "--backend", job.backend]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)  # noqa: PLW1509
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        env=parallel.alone(os.environ),
+        preexec_fn=_die_with_parent,  # noqa: PLW1509
+    )
     try:
         meanwhile()
         _follow(process, place.events_path, tell, stop)

@@ -13,15 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from honed.check import datacheck, preflight
+import gpus
+from honed.check import datacheck, placecheck, preflight
 from honed.check.preflight import Verdict
 from honed.daemon.arrivals.checker import Checker
+from honed.plan.plan import Plan
 from honed.run.helper import READY, STAGE_BYTES, ChildHelper, children
 from honed.run.helper_slot import MAX_ANSWER_BYTES, START_TIMEOUT_SEC
 from honed.run.reply import Answer, Passed, Refused
@@ -585,6 +588,32 @@ def test_rows_that_do_not_fit_in_host_memory_are_told(desk: Desk) -> None:
     assert ".jsonl" in raised.value.hint
 
 
+def test_each_rank_needs_host_memory_beside_its_device(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Device("cuda", "GPU", 0, "GPU-0", (9, 0), 80 * 2**30, 80 * 2**30)
+    gpus.variables(desk.path / "gpus", 4)
+    monkeypatch.syspath_prepend(desk.path / "gpus")
+
+    def planned(num_gpus: int) -> Plan:
+        spec_path = desk.write(resources={"gpus": num_gpus})
+        made = preflight.check(spec_path, layout=desk.layout, config=Config(), device=gpu).plan
+        assert made is not None
+        return made
+
+    made = planned(4)
+    parts = placecheck.host_parts(made)
+    assert parts["libraries"] == 4 * placecheck.PROCESS_BYTES
+    assert parts["rows"] > made.rows.memory_bytes
+    machine = Device("cpu", "CPU", total_bytes=sum(parts.values()) - 1)
+    monkeypatch.setattr("honed.check.placecheck.cpu", lambda: machine)
+    told = r"4 processes on one machine need about .* of host memory \(libraries .*, rows .*\), but"
+    with pytest.raises(MemoryShortError, match=told) as raised:
+        planned(4)
+    assert "resources.gpus" in raised.value.hint
+    assert planned(2).parallel.num_ranks == 2
+    divided = placecheck.host_parts(replace(made, parallel=replace(made.parallel, mode="fsdp")))
+    assert divided["weights"] == 4 * made.model.num_parameters * 2  # bfloat16
+
+
 def test_a_merged_model_and_every_checkpoint_count_for_the_disk(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     def needed(**keys: Any) -> int:
         """Return the number of bytes needed: the smallest free disk space that is enough."""
@@ -1059,6 +1088,7 @@ def test_the_stages_are_told_in_their_order(desk: Desk) -> None:
         "memory",
         "output directory",
         "disk",
+        "cluster",
     ]
     assert max(map(len, stages)) <= STAGE_BYTES
 

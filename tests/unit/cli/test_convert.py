@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from honed.cli import convert, foreign
 from honed.spec import problem, spec
 from honed.spec.config import Config
 from honed.system.device import Device
-from honed.system.error import HonedError, SpecError
+from honed.system.error import HonedError, SpecError, UsageError
 from honed.system.layout import Layout
 from zoo import plain, settings
 from zoo.settings import FILES
@@ -109,9 +111,115 @@ def test_a_converted_file_says_the_same_as_the_original(place: Path) -> None:
 
 def test_check_names_convert_for_a_file_of_another_tool(place: Path) -> None:
     for name, tool in (("axolotl_qlora.yml", "axolotl"), ("llamafactory_lora.yaml", "llamafactory")):
-        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(place / "root"), "check", str(place / name)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert f"settings of {tool}: honectl convert" in " ".join((done.stdout + done.stderr).split())
+        for verb in ("check", "submit", "plan"):
+            done = honectl(place, verb, str(place / name))
+            assert f"settings of {tool}: `honectl convert {place / name}`" in done, verb
+    (place / "train.sh").write_text("trl sft --model_name_or_path model\n")
+    assert "honectl convert" in honectl(place, "check", str(place / "train.sh"))
+    ours = place / "ours.yaml"
+    ours.write_text("base_model: /a\ndatasets: [{path: /b.jsonl}]\nlearning_rat: 1\n")
+    assert "honectl convert" not in honectl(place, "check", str(ours))
+
+
+def honectl(place: Path, *words: str) -> str:
+    """Return all that honectl prints, in one line."""
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(place / "root"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "1000"})
+    return " ".join((done.stdout + done.stderr).split())
+
+
+def words_of(value: Any) -> list[str]:
+    return (
+        [str(each) for each in value]
+        if isinstance(value, list)
+        else [json.dumps(value) if isinstance(value, dict) else str(value)]
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["trl_minimal.yaml", "trl_peft.yaml", "llamafactory_lora.yaml", "llamafactory_full.yaml"]
+)
+def test_a_command_line_says_the_same_as_a_file_of_its_settings(name: str, place: Path) -> None:
+    keys = yaml.safe_load((place / name).read_text())
+    words = ["CUDA_VISIBLE_DEVICES=0", *("trl sft" if "trl" in name else "llamafactory-cli train").split()]
+    for key, value in keys.items():
+        words += (
+            [f"--{key}"] if value is True else [f"--no_{key}"] if value is False else [f"--{key}", *words_of(value)]
+        )
+    script = place / f"{name}.sh"
+    script.write_text("#!/bin/bash\nset -e\n" + " \\\n  ".join(map(shlex.quote, words)) + " 2>&1 | tee log\n")
+    assert convert.converted(script).data == convert.converted(place / name).data
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        (
+            "axolotl train axolotl_lora.yml --micro-batch-size 4 --launcher accelerate",
+            {"training.per_device_train_batch_size": 4},
+        ),
+        (
+            "accelerate launch --num_processes 1 -m axolotl.cli.train axolotl_lora.yml --learning-rate=1e-5",
+            {"training.learning_rate": 1e-5},
+        ),
+        (
+            "cd . && llamafactory-cli train llamafactory_lora.yaml learning_rate=3e-6 cutoff_len=99 >log 2>&1",
+            {"training.learning_rate": 3e-6, "training.max_length": 99},
+        ),
+        (
+            "python -m torch.distributed.run trl/scripts/sft.py --config trl_minimal.yaml --learning_rate 7e-6",
+            {"training.learning_rate": 7e-6},
+        ),
+        (
+            'M=./model; D=rows\ntrl sft --model $M --dataset "${D}.jsonl" --use_peft --lora_r ${R:-8} # so',
+            {"lora.r": 8, "training.learning_rate": None},
+        ),
+    ],
+)
+def test_what_a_command_line_says_overrides_the_file_that_it_names(
+    text: str, keys: dict[str, Any], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    made = convert.converted(text)
+    assert not made.missing
+    assert made.data["base_model"] == str(place / "model")
+    assert spec.validate(made.data)
+    for key, value in keys.items():
+        assert problem.at(made.data, problem.as_path(key)) == value
+    assert "Converted from the command line" in convert.rendered(made, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("trl dpo --model_name_or_path a/b", "trl dpo: DPO is not supported yet"),
+        ("python train.py --lr 1", "it starts train.py"),
+        ("echo trl", "no command in it"),
+        ("axolotl train", "without its settings file"),
+        ("axolotl train absent.yml", "absent.yml: no such file"),
+    ],
+)
+def test_a_command_line_that_trains_nothing_here_is_refused_in_words(text: str, words: str) -> None:
+    with pytest.raises((SpecError, UsageError)) as refused:
+        convert.converted(text)
+    assert words in refused.value.message
+    assert refused.value.hint or "not supported" in words
+
+
+def test_a_value_that_only_the_shell_knows_is_named_and_nothing_runs(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"trl sft --model_name_or_path a/b --dataset_name c/d --seed $(touch {tmp_path}/ran) --max_steps $N\n"
+    )
+    made = convert.converted(script)
+    assert "the shell computes it ($N)" in made.lost["max_steps"]
+    assert "max_steps" not in made.data.get("training", {})
+    assert "seed" in made.lost
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_command_line_without_quotes_is_told_of_them(place: Path) -> None:
+    assert "in quotes: honectl convert 'trl sft" in honectl(place, "convert", "trl", "sft", "--model_name_or_path", "a")
 
 
 def test_a_typo_is_taken_as_the_nearest_key_and_said(place: Path) -> None:

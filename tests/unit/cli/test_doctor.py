@@ -370,3 +370,21 @@ def test_the_commands_are_those_of_this_kind_of_instance(tmp_path: Path, monkeyp
     assert commands.of(own).log.startswith("journalctl --user ")
     spoken = [doctor._daemon(each).hint + doctor._permissions(each).hint for each in (own, Layout(root))]
     assert not [words for words in spoken if "honed-submit" in words or "systemctl start" in words]
+
+
+def test_a_training_environment_of_another_version_of_the_package_is_a_warning(tmp_path: Path) -> None:
+    prefix, here = tmp_path / "honed", tmp_path / "environments"
+    (prefix / "training").mkdir(parents=True)
+    (prefix / "training/requirements.txt").write_text("torch\n")
+    code = (
+        "from honed.cli import setup\n"
+        f"sys.prefix = {str(prefix)!r}\n"
+        f"training.DIR, training.CURRENT = Path({str(here)!r}), Path({str(here)!r}, 'current')\n"
+        "name = f'cpu-{setup._digest(training.recipe_dir())}'\n"
+        "training.packages_of(training.DIR / name).mkdir(parents=True)\n"
+        "training.CURRENT.symlink_to(name)\n"
+        "print(doctor._training()[0].status)\n"
+        "Path(sys.prefix, 'training/requirements.txt').write_text('torch>2\\n')\n"
+        "print(doctor._training()[0].status)\n"
+    )
+    assert ask_with(tmp_path / "site", code).split() == ["ok", "warning"]

@@ -69,7 +69,7 @@ class Room(House):
         placement = Placement(
             path, lambda: self.config, attempts, availability, probe=lambda _gpus: [GPU], clock=lambda: self.now
         )  # type: ignore[arg-type]
-        plans = Plans(self.spool, self.backlog, placement, nothing)
+        plans = Plans(self.spool, self.backlog, placement, nothing, nothing)
         self.selection = Selection(
             self.spool,
             lambda: self.config,

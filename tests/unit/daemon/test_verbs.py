@@ -66,6 +66,8 @@ USES = {
     "hold": Use(Right.OWNER, OWN, becomes=State.HELD),
     "release": Use(Right.OWNER, OWN, State.HELD, becomes=State.QUEUED),
     "requeue": Use(Right.OWNER, OWN, State.FAILED, becomes=State.QUEUED),
+    "edit": Use(Right.OWNER, OWN, arguments={"id": "1", "data": FILE["data"]}),
+    "edited": CHANGES,
     "pin": CHANGES,
     "unpin": CHANGES,
     "pause": Use(Right.ADMINISTRATOR, THEIRS, arguments={}),

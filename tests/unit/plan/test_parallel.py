@@ -24,6 +24,8 @@ from zoo import plain
 
 GIB, MIB = 2**30, 2**20
 GPU = Device("cuda", "NVIDIA H100", 0, "GPU-0", (9, 0), 80 * GIB, 80 * GIB)
+NO_RESERVE = Config.model_validate({"device": {"reserve_bytes": 0}})
+WITH_8BIT = Installed({"torch": "2.13.0"}, frozenset({"torch", "bitsandbytes"}))
 UNSLOTH = Installed(
     {"torch": "2.13.0", "unsloth": "2026.10.9", "unsloth_zoo": "2026.10.9"},
     frozenset({"torch", "unsloth", "unsloth_zoo"}),
@@ -33,18 +35,6 @@ UNSLOTH = Installed(
 @pytest.fixture
 def model(tmp_path: Path) -> BaseModelInfo:
     return basemodel.inspect(plain.write_base_model(tmp_path / "model"))
-
-
-@pytest.fixture
-def divides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the worker divide models."""
-    monkeypatch.setattr(parallel, "SUPPORTED", frozenset({"none", "ddp", "fsdp"}))
-
-
-@pytest.fixture
-def does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the worker keep models whole."""
-    monkeypatch.setattr(parallel, "SUPPORTED", frozenset({"none", "ddp"}))
 
 
 def spec_of(gpus: int = 1, **keys: Any) -> JobSpec:
@@ -93,36 +83,85 @@ def test_unsloth_trains_on_one_gpu(model: BaseModelInfo) -> None:
         make(model, 2, backend="unsloth")
 
 
-@pytest.mark.usefixtures("divides")
 def test_a_model_that_fits_on_no_card_is_divided(model: BaseModelInfo) -> None:
     whole = make(model, 2, lora=None).memory
     short = replace(GPU, total_bytes=whole.total_bytes - 1)
     made = plan.make(
         spec_of(2, lora=None, master_weights="float32", training={"optim": "adamw_torch"}), model, short,
-        config=Config.model_validate({"device": {"reserve_bytes": 0}}), installed=UNSLOTH,
+        config=NO_RESERVE, installed=UNSLOTH,
     )  # fmt: skip
     assert made.parallel.mode == "fsdp"
     assert made.memory.optimizer_bytes < whole.optimizer_bytes
     assert "divided" in made.parallel.reasons["mode"]
 
 
-@pytest.mark.usefixtures("does_not_divide")
-def test_what_the_worker_cannot_do_is_neither_chosen_nor_accepted(model: BaseModelInfo) -> None:
-    with pytest.raises(SpecError, match="fsdp is not supported yet"):
-        make(model, 2, parallel="fsdp")
+def test_a_job_whose_best_rung_fits_only_divided_is_divided(model: BaseModelInfo) -> None:
+    best = make(model, 2, lora=None).memory
+    short = replace(GPU, total_bytes=best.total_bytes - 1)
+    made = plan.make(spec_of(2, lora=None), model, short, config=NO_RESERVE, installed=WITH_8BIT)
+    assert (made.parallel.mode, made.precision.master_weights, made.num_passed) == ("fsdp", "float32", 0)
+    assert "only with weights or an optimizer that are rounded" in made.parallel.reasons["mode"]
+
+
+def test_a_divided_model_is_computed_under_autocast_and_the_plan_says_so(model: BaseModelInfo) -> None:
+    keys = {"lora": None, "dtype": "bfloat16", "master_weights": "float32"}
+    made = make(model, 2, parallel="fsdp", **keys)
+    assert made.precision.bf16
+    assert "FSDP's own mixed precision, which is not autocast, is not used" in made.precision.reasons["bf16"]
+    assert "FSDP" not in make(model, 2, parallel="ddp", **keys).precision.reasons["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "config", "words"),
+    [
+        ({}, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "8-bit weights"),
+        ({}, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "weights as uint8"),
+        ({"dtype": "float16"}, {}, "GradScaler"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name_and_never_chosen(
+    tmp_path: Path, keys: dict[str, Any], config: dict[str, Any], words: str
+) -> None:
+    model = basemodel.inspect(plain.write_base_model(tmp_path / "model"))
+    method = "bitsandbytes" if config else None
+    model = replace(model, config=model.config | config, is_quantized=bool(config), quantization_method=method)
+    with pytest.raises(SpecError, match=words) as caught:
+        make(model, 2, parallel="fsdp", **keys)
+    assert caught.value.fix == {"parallel": "ddp"}
     small = replace(GPU, total_bytes=MIB)
-    assert make(model, 2, small).parallel.mode == "ddp"
+    assert make(model, 2, small, **keys).parallel.mode == "ddp"
 
 
-@pytest.mark.usefixtures("divides")
-def test_more_gpus_are_a_remedy_where_they_are_there(model: BaseModelInfo) -> None:
+def test_rows_with_media_are_not_divided(model: BaseModelInfo) -> None:
+    assert parallel.modes(spec_of(2), model, GPU) == ("ddp", "fsdp")
+    assert parallel.modes(spec_of(2), model, GPU, has_media=True) == ("ddp",)
+    with pytest.raises(SpecError, match="images, videos or sounds"):
+        parallel.modes(spec_of(2, parallel="fsdp"), model, GPU, has_media=True)
+
+
+def test_4_bit_weights_may_be_divided_if_they_are_packed_into_floating_numbers(model: BaseModelInfo) -> None:
+    whole, part = (make(model, 2, parallel=mode, quantization="4bit").memory for mode in ("ddp", "fsdp"))
+    assert part.weights_bytes == pytest.approx(whole.weights_bytes / 2, abs=1)
+    assert part.total_bytes >= whole.weights_bytes  # each device quantizes all of it first
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
+    packed = replace(
+        model,
+        config={**model.config, "quantization_config": stored},
+        is_quantized=True,
+        quantization_method="bitsandbytes",
+    )
+    assert parallel.why_whole(spec_of(2), packed) == ""
+
+
+def test_more_gpus_are_a_remedy_where_they_are_there(tmp_path: Path) -> None:
+    model = basemodel.inspect(plain.write_base_model(tmp_path / "model", num_layers=16))
     keys = {"lora": None, "training": {"per_device_train_batch_size": 1, "max_length": 8, "optim": "adamw_torch"}}
     keys |= {"master_weights": "float32"}
-    spec, no_reserve = spec_of(**keys), Config.model_validate({"device": {"reserve_bytes": 0}})
+    spec = spec_of(**keys)
 
     def estimate(changed: JobSpec, total: int = 0) -> Any:
         device = replace(GPU, total_bytes=total)
-        return plan.make(changed, model, device, config=no_reserve, installed=UNSLOTH).memory
+        return plan.make(changed, model, device, config=NO_RESERVE, installed=UNSLOTH).memory
 
     on_two = estimate(spec_of(4, **keys, parallel="fsdp"))
     short = replace(GPU, total_bytes=on_two.total_bytes)
@@ -130,7 +169,7 @@ def test_more_gpus_are_a_remedy_where_they_are_there(model: BaseModelInfo) -> No
         remedy.check(
             spec, estimate(spec, short.total_bytes), short, lambda one: estimate(one, short.total_bytes), num_devices=4
         )
-    assert "with parallel: fsdp" in caught.value.hint
+    assert "resources: {gpus: 4} with parallel: fsdp" in caught.value.hint
 
 
 def test_more_gpus_than_the_machine_has_are_refused() -> None:
@@ -155,10 +194,13 @@ def test_devices_are_alike_by_generation_and_memory() -> None:
         ({"gpus": 1, "parallel": "fsdp"}, "between several GPUs"),
         ({"gpus": 0, "parallel": "fsdp"}, "trains on the CPU"),
         ({"parallel": "fsdp", "quantization": "8bit"}, "8bit is not supported"),
-        ({"parallel": "fsdp", "eval_split": 0.1, "training": {"load_best_model_at_end": True}}, "loaded as one"),
-        ({"parallel": "fsdp", "training": {"optim": "adamw_8bit"}}, "adamw_torch_8bit"),
+        ({"parallel": "fsdp", "training": {"optim": "adamw_8bit"}}, "adamw_8bit is not supported with parallel: fsdp"),
+        ({"parallel": "fsdp", "trial": True}, "not supported on several GPUs"),
+        ({"parallel": "fsdp", "lora": None, "master_weights": "compensated"}, "not supported with parallel: fsdp"),
         ({"training": {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, "lora": None},
          "on several GPUs"),
+        ({"parallel": "fsdp", "trial": True}, "not supported on several GPUs"),
+        ({"training": {"label_smoothing_factor": 0.1}}, "is not supported on several GPUs"),
         ({"batch": {"effective": 9}}, "not a multiple"),
         ({"batch": {"effective": 32},
           "training": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}}, "is not 16"),

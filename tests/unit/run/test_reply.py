@@ -102,7 +102,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 #: Keys of later versions.
 _LATER = (
-    r'"rows":\{[^{}]*\},|"(class|label|sweep|group)":null,|,"nodes":1(?=\})|,"parallel":"auto","batch":\{"effective":null\}'
+    r'"rows":\{[^{}]*\},|"(class|label|sweep|group)":null,|,"nodes":1(,"profile":null)?(?=\})|,"parallel":"auto","batch":\{"effective":null\}'
     r'|"exchange_bytes":0,"num_ranks":1,|,"parallel":\{"mode"[^{}]*\{[^{}]*\}\}'
 )
 

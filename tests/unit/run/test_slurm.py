@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from honed.job import fence
+from honed.run import slurm_request
 from honed.run.choice import why_no_slurm
 from honed.spec import config
 from honed.system.error import InterruptedRunError, SpecError
@@ -49,3 +50,36 @@ def test_a_worker_whose_start_was_settled_puts_nothing_into_place(
     path.write_text('{"start": 2}')
     with pytest.raises(InterruptedRunError):
         fence.require_current()
+
+
+def test_one_profile_is_the_default_and_each_has_honeds_options_for_itself(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    layout.config_path.parent.mkdir(parents=True)
+    layout.config_path.write_text("[slurm.profiles.a]\ndefault = true\n[slurm.profiles.b]\ndefault = true\n")
+    with pytest.raises(SpecError, match=r"slurm\.profiles: a and b are the default"):
+        config.load(layout)
+    layout.config_path.write_text('[slurm.profiles.a]\noptions = ["--requeue"]\n')
+    with pytest.raises(SpecError, match=r"slurm\.profiles\.a\.options.*--requeue is honed's own"):
+        config.load(layout)
+    layout.config_path.write_text('[slurm.profiles.a]\npartitoin = "x"\n')
+    with pytest.raises(SpecError, match=r"slurm\.profiles\.a\.partitoin.*unknown key.*did you mean partition"):
+        config.load(layout)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_for_ever"),
+    [
+        ("sbatch: error: Batch job submission failed: Invalid partition name specified", True),
+        ("sbatch: error: invalid partition specified: nope", True),
+        ("Batch job submission failed: Invalid account or account/partition combination specified", True),
+        ("sbatch: unrecognized option '--foo=1'", True),
+        ("Batch job submission failed: Requested node configuration is not available", True),
+        ("Batch job submission failed: Unable to contact slurm controller (connect failure)", False),
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", False),
+        ("Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size …)", False),
+        ("sbatch did not end within 30 s", False),
+        ("", False),
+    ],
+)
+def test_only_what_no_waiting_changes_is_a_refusal(words: str, is_for_ever: bool) -> None:
+    assert slurm_request.is_refusal(words) is is_for_ever

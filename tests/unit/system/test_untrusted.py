@@ -90,3 +90,25 @@ def test_a_file_that_somebody_holds_open_beside_it_is_not_written_to(tmp_path: P
         held.write("theirs")
         held.flush()
         assert json.loads(path.read_bytes()) == {"number": 1}
+
+
+@pytest.mark.parametrize("what", ["a link", "a pipe"])
+def test_what_is_planted_in_place_of_a_file_is_replaced(tmp_path: Path, what: str) -> None:
+    attempt = Layout(tmp_path).job(7).attempt(1)
+    attempt.dir.mkdir(parents=True)
+    PLANTED[what](attempt.exit_path)
+    (attempt.dir / f".{attempt.exit_path.name}.new").symlink_to(tmp_path / "elsewhere")
+    untrusted.write_plain(attempt.exit_path, b'{"start": 2}')
+    assert read_exit_record(attempt, 2) == {"start": 2}
+    assert list(attempt.dir.iterdir()) == [attempt.exit_path]
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("what", ["a directory", "a directory that is a link"])
+def test_nothing_is_written_through_a_directory_that_is_planted(tmp_path: Path, what: str) -> None:
+    attempt = Layout(tmp_path).job(7).attempt(1)
+    attempt.dir.mkdir(parents=True)
+    PLANTED.get(what, _linked_directory)(attempt.exit_path)
+    with pytest.raises(OSError, match=r"exit\.json"):
+        untrusted.write_plain(attempt.exit_path, b'{"start": 2}')
+    assert not [path for path in tmp_path.rglob("exit.json") if path.is_file() and b"2" in path.read_bytes()]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from honed.job import trial
-from honed.job.plan_file import PlanFile
+from honed.job.plan_file import Parallel, PlanFile
 from honed.system.error import InternalError
 from honed.system.layout import Layout
 from honed.worker import assignment as assignments
@@ -36,7 +36,12 @@ def test_the_plan_of_an_assignment_is_the_file(tmp_path: Path) -> None:
 def test_a_trials_plan_is_the_jobs_made_small() -> None:
     plan = PlanFile.read(PLANS / "adapter.plan.json")
     made = trial.reduced(plan, Path("/o"))
-    changed = {"spec": made.spec, "output_dir": "/o", "is_trial": True}
+    changed = {
+        "spec": made.spec,
+        "output_dir": "/o",
+        "is_trial": True,
+        "parallel": Parallel().as_dict(),
+    }  # on one device
     assert json.dumps(made.document) == json.dumps(plan.document | changed)
     assert made.is_trial
     assert made.spec["training"]["lr_scheduler_type"] == "constant"

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from honed.daemon.arrivals.checkers import Checkers
 from honed.daemon.arrivals.checks import Checks, Pending
@@ -146,11 +147,11 @@ class Acceptance:
             elif is_sweep:
                 self._spread(pending, answer)
             elif answer.references or answer.spec.get("depends_on"):
-                self.naming.add(pending, answer, _job(pending, answer))
+                self.naming.add(pending, answer, self._job(pending, answer))
             else:
                 self._checks.add_checked(pending, answer)
         checked = self._checks.take_checked()
-        return [*late, *self._accept([(*each, _job(*each)) for each in checked])]
+        return [*late, *self._accept([(*each, self._job(*each)) for each in checked])]
 
     def _spread(self, pending: Pending, answer: Passed) -> None:
         """Turn a sweep into the arrivals of its jobs, each of which is checked by itself."""
@@ -176,7 +177,7 @@ class Acceptance:
         free = []
         for pending, answer, job in checked:
             try:
-                self._check_against_others(job)
+                self.check_against_others(job)
             except HonedError as error:
                 locate(error, answer)
                 self._rejection.reject(pending.claim, error)
@@ -206,11 +207,15 @@ class Acceptance:
             return self._arrivals.accepted(claim)
         return None
 
+    def _job(self, pending: Pending, answer: Passed) -> Job:
+        return _job(pending, answer, is_of_cluster=self.config.jobs.runner == "slurm")
+
     def plan_of(self, job: Job, answer: Passed) -> PlanFile:
         """Return the content of plan.json."""
         return answer.plan.accepted(job, answer.spec, self._spool.layout.root)
 
-    def _check_against_others(self, job: Job) -> None:
+    def check_against_others(self, job: Job) -> None:
+        """Raise SpecError if a job's output directory is that of another unfinished job."""
         ours = Path(os.path.realpath(job.output_dir))  # Path.resolve raises where a link leads to itself
         other = self._spool.catalog.owner_of(str(ours))
         if other is not None and other.id != job.id:  # itself, where its entry's last sync has failed
@@ -237,7 +242,7 @@ def _tell_accepted(job: Job, answer: Passed) -> None:
         log.warning("job %d (%s): %s", job.id, job.name, warning, extra=about(job))
 
 
-def _job(pending: Pending, answer: Passed) -> Job:
+def _job(pending: Pending, answer: Passed, *, is_of_cluster: bool = False) -> Job:
     spec = answer.spec
     return Job(
         id=pending.claim.id,
@@ -245,21 +250,32 @@ def _job(pending: Pending, answer: Passed) -> Job:
         submitted_at=time.time(),
         source=pending.claim.name,
         uid=pending.copy.uid,
-        output_dir=answer.output_dir,
-        priority=spec.get("priority", 0),
-        job_class=spec.get("class"),
-        max_attempts=spec["retry"]["max_attempts"],
-        num_gpus=spec["resources"]["gpus"],
-        depends_on=tuple(map(str, spec.get("depends_on") or ())),
+        is_of_cluster=is_of_cluster,
         is_pinned=bool(spec.get("pin")),
-        notify=spec.get("notify"),
         arrived_at=pending.claim.arrived_at,
-        time_limit_sec=spec.get("time_limit_sec"),
         group=spec.get("group"),
-        model=str(spec.get("base_model") or ""),
-        data=tuple(str(each["path"]) for each in spec.get("datasets") or spec.get("eval_datasets") or ()),
         state=State.HELD if pending.claim.is_held else State.QUEUED,
+        depends_on=tuple(map(str, spec.get("depends_on") or ())),
+        **facts_of(answer),
     )
+
+
+def facts_of(answer: Passed) -> dict[str, Any]:
+    """Return the facts of an entry that are those of the job file, whenever it came."""
+    spec = answer.spec
+    return {
+        "output_dir": answer.output_dir,
+        "priority": spec.get("priority", 0),
+        "job_class": spec.get("class"),
+        "max_attempts": spec["retry"]["max_attempts"],
+        "num_gpus": spec["resources"]["gpus"] * spec["resources"].get("nodes", 1),
+        "num_nodes": spec["resources"].get("nodes", 1),
+        "profile": spec["resources"].get("profile"),
+        "notify": spec.get("notify"),
+        "time_limit_sec": spec.get("time_limit_sec"),
+        "model": str(spec.get("base_model") or ""),
+        "data": tuple(str(each["path"]) for each in spec.get("datasets") or spec.get("eval_datasets") or ()),
+    }
 
 
 def _planted(job: Job, problem: OSError) -> HonedError:

@@ -154,6 +154,15 @@ class Naming:
             self._last_waiting = 0
         return accepted + accept(ready)
 
+    def named_now(self, job: Job, answer: Passed) -> Job:
+        """Return an accepted job, depending on the jobs that its new file names. Raises SpecError for a name that no
+        job has by now."""
+        found = {name: self._named(name, job) for name in named_jobs(answer)}
+        for name, other in found.items():
+            if other is None:
+                raise self._unknown(name, job, _key_of(name, answer))
+        return self._with_inputs(job, answer, {name: other for name, other in found.items() if other})
+
     def _waiting_in_turn(self) -> list[int]:
         """Return the waiting arrivals, first those that the last pass did not reach."""
         numbers = list(self._waiting)

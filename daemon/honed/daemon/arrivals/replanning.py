@@ -1,4 +1,6 @@
-"""Second checks of accepted jobs: whose inputs other jobs have made by now, or that are to run on another device."""
+"""Second checks of accepted jobs: whose inputs other jobs have made by now, that are to run on another device, or whose
+job file is edited.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +58,11 @@ class Replanning:
             self._asked[job.id] = functools.partial(self._submit, job, made, device)
             self.ask(job.id)
 
+    def check_edit(self, job: Job, path: Path) -> None:
+        """Have a job's new file checked as if it arrived now; `take_done` returns the answer."""
+        self._asked[job.id] = functools.partial(self._submit_edit, job, path)
+        self.ask(job.id)
+
     def ask(self, number: int) -> None:
         """Ask the helper, for the first time or once more."""
         self._asked[number]()
@@ -73,6 +80,9 @@ class Replanning:
         """Return the answers that have come since the last call."""
         done, self._done = self._done, []
         return done
+
+    def _submit_edit(self, job: Job, path: Path) -> None:
+        self._checkers.submit(job.id, path, self._config(), uid=job.uid)
 
     def _submit(self, job: Job, made: dict[str, Path], device: Device | None) -> None:
         files = self._spool.job_layout(job.id)

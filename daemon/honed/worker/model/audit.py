@@ -26,6 +26,7 @@ from honed.inputs import modality
 from honed.job.event import EventWriter
 from honed.job.plan_file import Precision
 from honed.system.error import PrecisionError
+from honed.worker.model.division import class_of
 
 _ADAPTER = re.compile(r"\blora_|\bmodules_to_save\b|\btrainable_tokens_")
 _NORM = re.compile(r"norm|\bln_|layernorm", re.IGNORECASE)
@@ -161,7 +162,7 @@ def role(name: str, parameter: Any) -> str:
     """Return a parameter's role: base, quantized, adapter, norm, vision, audio, projector or meta."""
     if parameter.device.type == "meta":
         return "meta"
-    if type(parameter).__name__ in _QUANTIZED or not parameter.is_floating_point():
+    if class_of(parameter) in _QUANTIZED or not parameter.is_floating_point():
         return "quantized"
     if _ADAPTER.search(name):
         return "adapter"
@@ -174,7 +175,7 @@ def count(model: Any) -> tuple[Count, ...]:
     """Count parameters by role, dtype and device. bitsandbytes packs two 4-bit ones into a byte."""
     found: Counter[tuple[str, str, str]] = Counter()
     for name, parameter in model.named_parameters():
-        is_packed = type(parameter).__name__ == "Params4bit" and not parameter.is_floating_point()
+        is_packed = class_of(parameter) == "Params4bit"
         number = parameter.numel() * parameter.element_size() * 2 if is_packed else parameter.numel()
         found[role(name, parameter), str(_name(parameter.dtype)), str(parameter.device)] += number
     return tuple(Count(*key, number) for key, number in sorted(found.items()))
@@ -274,8 +275,10 @@ def _check_quantized_share(model: Any) -> None:
     plain, quantized = {}, 0
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
-        if type(weight).__name__ in _QUANTIZED:
-            quantized += weight.numel() * (2 if weight.dtype == torch.uint8 else 1)  # two 4-bit ones in a byte
+        if class_of(weight) == "Params4bit":
+            quantized += weight.numel() * weight.element_size() * 2  # two in a byte
+        elif class_of(weight) in _QUANTIZED:
+            quantized += weight.numel()
         elif type(module) is torch.nn.Linear and module is not head and role(f"{name}.weight", weight) == "base":
             plain[name] = weight.numel()
     if sum(plain.values()) > quantized:
@@ -286,7 +289,7 @@ def _check_quantized_share(model: Any) -> None:
 
 
 def _quantization(model: Any) -> str:
-    found = {_QUANTIZED[kind] for each in model.parameters() if (kind := type(each).__name__) in _QUANTIZED}
+    found = {_QUANTIZED[kind] for each in model.parameters() if (kind := class_of(each)) in _QUANTIZED}
     return "none" if not found else "4bit" if "4bit" in found else "8bit"
 
 

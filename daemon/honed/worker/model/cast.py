@@ -7,11 +7,13 @@ model's user will have. The master weights are put back bit for bit, so that tra
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from honed.job.plan_file import Precision
+from honed.worker.model import division
 
 #: Weights that a warning names.
 MAX_NAMED = 3
@@ -40,6 +42,7 @@ def as_saved(model: Any, precision: Precision, optimizer: Any = None) -> Iterato
 
     from honed.worker.train.optimizer import master
 
+    division.settle(model)
     kept: list[tuple[Any, Any]] = []
     is_compensated, is_kept = precision.master_weights == "compensated", bool(overflowing(model, precision))
     # A weight without a remainder is the same number in float32.
@@ -48,15 +51,29 @@ def as_saved(model: Any, precision: Precision, optimizer: Any = None) -> Iterato
         yield
         return
     computed = getattr(torch, computed_dtype(precision))
-    try:
+    divided: dict[int, Callable[[Any], Any]] = {}
+    with contextlib.ExitStack() as stack:
+        stack.callback(_put_back, kept)
         for tensor, dtype in _targets(model, str(precision.save_dtype)):
+            used = torch.float32 if dtype == torch.float32 else computed
+            if division.part_of(tensor) is not tensor:
+                divided[id(tensor)] = functools.partial(_rounded, dtype=dtype, used=used)
+                continue
             numbers = tensor.data if is_kept else master(tensor, optimizer).to(dtype)
             kept.append((tensor, tensor.data))
-            tensor.data = numbers.to(torch.float32 if dtype == torch.float32 else computed)
+            tensor.data = numbers.to(used)
+        if divided:
+            stack.enter_context(division.cast_in_use(model, divided))
         yield
-    finally:
-        for tensor, data in kept:
-            tensor.data = data
+
+
+def _put_back(kept: list[tuple[Any, Any]]) -> None:
+    for tensor, data in kept:
+        tensor.data = data
+
+
+def _rounded(numbers: Any, *, dtype: Any, used: Any) -> Any:
+    return numbers.to(dtype).to(used)
 
 
 def cast(model: Any, precision: Precision, optimizer: Any = None) -> str:
@@ -94,7 +111,11 @@ def overflowing(model: Any, precision: Precision) -> list[str]:
     if precision.save_dtype != "float16":
         return []
     largest = torch.finfo(torch.float16).max
-    return [name for name, each in model.named_parameters() if each.numel() and bool((each.abs() > largest).any())]
+    return [
+        name
+        for name, each in model.named_parameters()
+        if each.numel() and bool(division.gathered((each.abs() > largest).any()))
+    ]
 
 
 def _is_cast(precision: Precision) -> bool:

@@ -23,7 +23,7 @@ from honed.job.plan_file import Identity
 from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import card, generation, merge
+from honed.worker.model import card, division, generation, merge
 from honed.worker.model.card import Facts
 from honed.worker.model.load import load_config
 
@@ -41,11 +41,13 @@ def export(
     *,
     progress: Callable[[int, int], None],
     is_regressed: bool = False,
+    is_divided: bool = False,
 ) -> tuple[dict[str, str], Exception | None]:
     """Write everything, sync it, and rename it into place.
 
     Returns the artifacts, name to path, and the error of a merge that failed, if any: the adapter is kept then.
-    `progress` is called with (done, of) during the merge.
+    `progress` is called with (done, of) during the merge. What was gathered from several ranks (`is_divided`) is
+    compared with the files.
 
     Before the rename there is nothing at `output_dir`; after it, everything. An earlier attempt's output is replaced.
     The output of a regressed run goes beside `output_dir`, so that nobody who waits for an output takes it for one.
@@ -55,6 +57,8 @@ def export(
     with beside(target) as made:
         with generation.savable(model):
             model.save_pretrained(made)
+        if is_divided:
+            division.check_saved(model, made)
         generation.restore(assignment.base_model_path, made)
         tokenizer.save_pretrained(made)
         _copy_processor(assignment.base_model_path, made)

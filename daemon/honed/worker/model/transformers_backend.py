@@ -51,15 +51,17 @@ def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None
     precision = assignment.precision
     config = trained_config(config)
     options: dict[str, Any] = {}
+    is_divided = assignment.plan.parallel.mode == "fsdp"
     empty = check_complete(assignment, config)
     own = getattr(config, "quantization_config", None)
     if not own:
-        options["quantization_config"] = quantization_config(precision, empty)
+        options["quantization_config"] = quantization_config(precision, empty, is_divided=is_divided)
     elif isinstance(own, dict) and precision.compute_dtype is not None:
         own["bnb_4bit_compute_dtype"] = precision.compute_dtype  # the stored dtype is that of another machine
     if assignment.spec.adapter:
         adapters.check_fits(empty, Path(assignment.spec.adapter))
-    if torch.cuda.is_available():
+    # A divided model reaches the device layer by layer. A 4-bit one is quantized there, and fits whole.
+    if torch.cuda.is_available() and (not is_divided or precision.quantization != "none"):
         options["device_map"] = {"": int(os.environ.get("LOCAL_RANK", "0"))}
     if not assignment.plan.checkpoint.is_pickled:
         options["use_safetensors"] = True  # no pickle that appeared after the check
@@ -143,8 +145,10 @@ def model_class(config: Any) -> Any:
     return AutoModelForMultimodalLM if hears else AutoModelForCausalLM
 
 
-def quantization_config(precision: Precision, model: Any = None) -> Any:
+def quantization_config(precision: Precision, model: Any = None, *, is_divided: bool = False) -> Any:
     """Return bitsandbytes' config as planned, or None.
+
+    A weight that is to be divided is packed into numbers of the other weights' dtype: FSDP2 cannot divide bytes.
 
     Vision and audio encoders and projectors are not quantized: they are a small part of the weights, and no adapter of
     the language model makes up for their loss. `model` shows which modules they are; it may be on meta.
@@ -164,6 +168,7 @@ def quantization_config(precision: Precision, model: Any = None) -> Any:
                 bnb_4bit_use_double_quant=True,
                 bnb_4bit_compute_dtype=getattr(torch, precision.compute_dtype or precision.load_dtype),
                 llm_int8_skip_modules=skipped,
+                **({"bnb_4bit_quant_storage": getattr(torch, precision.load_dtype)} if is_divided else {}),
             )
         case "8bit":
             return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)

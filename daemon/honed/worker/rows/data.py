@@ -160,7 +160,7 @@ class Data:
             told.append(f"{lost}; {self.advice}")
         if asked := sum((rows.mismatches for rows in both), Mismatches()).told(num_shown, self.advice_on_asking):
             told.append(asked)
-        if self.num_dropped:
+        if self.num_dropped > num_broken + num_too_long:  # those are named below
             num_cut_off = sum(rows.num_cut_off for rows in both)
             longer = (
                 f"; {num_cut_off} of them because they are too long: increase training.max_length"
@@ -175,7 +175,7 @@ class Data:
                 f"learned; the longest has {max(rows.longest_uncut for rows in both)}"
             )
         if num_broken:
-            told.append(f"{num_broken} rows have an unusable file: {_listed(broken, num_broken)}")
+            told.append(f"{num_broken} rows are skipped because of an unusable file: {_listed(broken, num_broken)}")
         if num_too_long:
             told.append(
                 f"{num_too_long} rows are skipped because truncation would cut their images, videos or sounds: "

@@ -60,6 +60,7 @@ class Progress:
     predicts_evenly: bool = False  #: predictions are of each held-out data set; not in a run of an earlier version
     num_ranks: int = 1  #: processes that trained together
     running_losses: list[float] = field(default_factory=list)  #: of each rank, where there are several
+    is_divided: bool = False  #: each rank has written its part, as in parts.py
     evaluates_by_length: bool = False  #: as in evaluation.py; a run begun by an earlier version keeps TRL's means
 
     @classmethod

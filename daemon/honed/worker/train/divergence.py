@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 from honed.job.plan_file import Precision
 from honed.spec.spec import DivergenceSpec
 from honed.system.error import DivergedError
+from honed.worker.model import division
 
 #: Consecutive losses or gradients that are not numbers, after which the run has diverged.
 MAX_BAD = 2
@@ -150,11 +151,13 @@ def suspicion(precision: Precision, model_type: str) -> str:
 
 
 def not_finite(parameters: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the names of the trained weights that hold values which are not finite."""
+    """Return the names of the trained weights that hold values which are not finite; of parts, this rank's own."""
     import torch
 
     return [
         name
         for name, parameter in parameters
-        if parameter.requires_grad and parameter.is_floating_point() and not bool(torch.isfinite(parameter).all())
+        if parameter.requires_grad
+        and parameter.is_floating_point()
+        and not bool(torch.isfinite(division.part_of(parameter.detach())).all())
     ]

@@ -8,7 +8,7 @@ rows have groups (data sets, tags), those of one kind share a batch, and the sam
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from honed.text.maskcheck import IGNORED
-from honed.worker.parallel import ALONE, Ranks
+from honed.worker.parallel import ALONE, Ranks, real_rows
 from honed.worker.rows.data import Data, Rows
 from honed.worker.rows.group import Groups
 from honed.worker.train.checkpoint import Progress
@@ -77,6 +77,27 @@ class Kinds:
         return made
 
 
+class Timely:
+    """The batches of an evaluation, up to a moment: those that come after it are left out."""
+
+    def __init__(self, loader: Any, is_late: Callable[[], bool]) -> None:
+        self._loader, self._is_late = loader, is_late
+        self.num_batches = 0  #: that were measured
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            if self._is_late():
+                return
+            self.num_batches += 1
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
 class TokenMeans:
     """The losses of an evaluation's batches, and the number of tokens in each."""
 
@@ -85,22 +106,34 @@ class TokenMeans:
         self._ranks = ranks
         self._losses: list[Any] = []
         self._counts: list[Any] = []
-        self._batches: list[list[int]] = []
+        self._batches: list[list[int]] = []  #: of all ranks
+        self._every: list[tuple[int, float]] = []  #: tokens and loss of each of them, after `weigh`
 
     def batches(self, size: int) -> list[list[int]] | None:
-        """Return the rows of each batch; None where any batches of that size will do."""
+        """Return the rows of each batch of this rank; None where any batches of that size will do.
+
+        The batches are those of one process, dealt to the ranks in turn; the first fills what is missing.
+        """
         if self._kinds is None:
             return None
         self._batches = self._kinds.batches(size)
-        return self._batches
+        missing = -len(self._batches) % self._ranks.world
+        return [*self._batches, *self._batches[:1] * missing][self._ranks.rank :: self._ranks.world]
+
+    def num_real(self, num_rows: int, size: int) -> int:
+        """Return how many rows of this rank's next batch are not repeated ones, which come last in it."""
+        if self._kinds is None:
+            return real_rows(num_rows, size, self.num_batches, self._ranks)
+        place = self.num_batches * self._ranks.world + self._ranks.rank
+        return len(self._batches[place]) if place < len(self._batches) else 0
 
     def of_groups(self, name: str) -> dict[str, float]:
-        """Return the loss of each group of rows, under `name/group`."""
-        if self._kinds is None or len(self._batches) != len(self._losses) or None in self._losses:
+        """Return the loss of each group of rows, under `name/group`; after `weigh`."""
+        if self._kinds is None:
             return {}
         counted = [
-            (self._kinds.groups.kinds[int(self._kinds.codes[batch[0]])], float(loss), int(count))
-            for batch, loss, count in zip(self._batches, self._losses, self._counts, strict=True)
+            (self._kinds.groups.kinds[int(self._kinds.codes[batch[0]])], loss, count)
+            for batch, (count, loss) in zip(self._batches, self._every, strict=False)  # as many as were measured
         ]
         found = {}
         for group in self._kinds.groups.names:
@@ -110,7 +143,7 @@ class TokenMeans:
         return found
 
     def begin(self) -> None:
-        self._losses, self._counts = [], []
+        self._losses, self._counts, self._every = [], [], []
 
     @property
     def num_batches(self) -> int:
@@ -139,6 +172,7 @@ class TokenMeans:
         total = sum(counts)
         if not total or not has_losses:
             return
+        self._every = every
         shares = [count / total for count in counts]
 
         def mean(values: list[Any]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from honed.inputs import score
 from honed.job import learning, trial
@@ -20,9 +20,13 @@ from honed.worker.train.budget import Budget
 from honed.worker.train.checkpoint import Progress
 from honed.worker.train.guard import Guard, Scorer
 from honed.worker.train.prediction import Predictor, Question
+from honed.worker.train.together import TogetherPredictor
 
 #: Share by which eval_loss may end above its start without a warning.
 LOSS_TOLERANCE = 0.01
+
+
+T = TypeVar("T")
 
 
 def named_metrics(spec: JobSpec) -> list[str]:
@@ -89,6 +93,11 @@ class Examiner:
         # Of all attempts up to the checkpoint, by step: no round is made twice.
         self._scores = {int(step): scores for step, scores in progress.scores.items()}
         self._needs_scores = chooser is not None
+        self.num_answered = 0  #: questions of the last round for which there was time
+
+    @property
+    def num_questions(self) -> int:
+        return len(self._questions)
 
     @property
     def longest(self) -> int:
@@ -105,12 +114,12 @@ class Examiner:
         self.show()
         self._progress.figures_before |= self.predict(model, state)
         if (guard := self.guard) is not None:
-            self._ranks.by_zero(lambda: guard.begin(model))
+            self._by_zero(lambda: guard.begin(model), model)
 
     def watch(self, model: Any, state: Any) -> bool:
         """Have the guard measure at an evaluation, and tell whether it ends the training."""
         guard = self.guard
-        return guard is not None and self._ranks.by_zero(lambda: guard.watch(model, state))
+        return guard is not None and self._by_zero(lambda: guard.watch(model, state), model)
 
     def regression(self, figures: dict[str, float]) -> HonedError | None:
         """Return the guard's error for the final metrics, if there is one."""
@@ -121,9 +130,15 @@ class Examiner:
         """Make a round at this step, and return its scores.
 
         No round is made if there was one at this step, or if it may wait and the time for predictions is used up. Of
-        several ranks, the first alone asks the model.
+        several ranks, the first alone asks the model, unless it is divided.
         """
-        return self._ranks.by_zero(lambda: self._predict(model, state, may_wait))
+        return self._by_zero(lambda: self._predict(model, state, may_wait), model)
+
+    def _by_zero(self, act: Callable[[], T], model: Any) -> T:
+        """Have rank 0 act, and the others answer its questions with it where they have a part of the model each."""
+        if isinstance(self._predictor, TogetherPredictor):
+            return self._ranks.by_zero(act, self._predictor.helper(model))
+        return self._ranks.by_zero(act)
 
     def _predict(self, model: Any, state: Any, may_wait: bool) -> dict[str, float]:
         step = state.global_step
@@ -144,7 +159,10 @@ class Examiner:
             for n, (question, text) in enumerate(zip(self._questions, answers.texts, strict=True))
             if text is not None
         ]
-        scores = self._scorer.score(answers.texts, self._questions, self._metrics)
+        asked = [place for place in range(len(answers.texts)) if place not in answers.unasked]
+        self.num_answered = len(asked)
+        texts, questions = [answers.texts[place] for place in asked], [self._questions[place] for place in asked]
+        scores = self._scorer.score(texts, questions, self._metrics)
         self._events.emit(
             "predictions", step=step, epoch=float(epoch), num_failed=answers.num_failed, rows=rows, scores=scores
         )
@@ -161,7 +179,7 @@ class Examiner:
 
     def end(self, model: Any, state: Any, step: int) -> dict[str, float]:
         """Measure after the last step, with the model as it was at `step`, the best or the last; return its metrics."""
-        return self._ranks.by_zero(lambda: self._end(model, state, step))
+        return self._by_zero(lambda: self._end(model, state, step), model)
 
     def _end(self, model: Any, state: Any, step: int) -> dict[str, float]:
         epochs = [entry.get("epoch", 0.0) for entry in state.log_history if entry.get("step") == step]

@@ -26,6 +26,7 @@ from honed.plan import loss as losses
 from honed.system.error import LossError, said
 from honed.text.chat import IGNORED
 from honed.worker.assignment import Assignment
+from honed.worker.model import division
 from honed.worker.model.load import is_out_of_memory
 from honed.worker.rows.data import Data
 from honed.worker.train.checkpoint import Progress
@@ -318,7 +319,8 @@ def _autocast(model: Any, job: Assignment) -> Iterator[None]:
         yield
         return
     own = model.__dict__.get("forward")
-    cast = torch.autocast(model.device.type, dtype=torch.bfloat16 if job.precision.bf16 else torch.float16)
+    dtype = torch.bfloat16 if job.precision.bf16 else torch.float16
+    cast = torch.autocast(model.device.type, dtype, cache_enabled=not division.is_divided(model))
     try:
         model.forward = convert_outputs_to_fp32(cast(model.forward))
         yield

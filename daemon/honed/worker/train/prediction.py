@@ -24,7 +24,7 @@ from honed.plan.precision import HALF
 from honed.spec.spec import SampleSpec
 from honed.system.error import BY_CODE, HonedError, InternalError, said
 from honed.text.chat import ChatFormat
-from honed.worker.model import cast, generation
+from honed.worker.model import cast, division, generation
 from honed.worker.model.load import is_out_of_memory
 from honed.worker.rows.group import Groups
 from honed.worker.rows.processor import Processor
@@ -54,10 +54,11 @@ class Answers:
 
     texts: list[str | None]
     fault: HonedError | None = None  #: of the first that failed
+    unasked: frozenset[int] = frozenset()  #: places of the questions for which no time was left
 
     @property
     def num_failed(self) -> int:
-        return sum(text is None for text in self.texts)
+        return sum(text is None for text in self.texts) - len(self.unasked)
 
 
 def choose(
@@ -136,7 +137,9 @@ class Computing:
         import torch
 
         if self._matched_dtype is not None:
-            return torch.autocast(model.device.type, dtype=getattr(torch, self._matched_dtype))
+            # The cache would keep a copy of each layer of a divided model beyond its own pass.
+            kept = not division.is_divided(model)
+            return torch.autocast(model.device.type, getattr(torch, self._matched_dtype), cache_enabled=kept)
         takes_half = self.precision.attn_implementation == "flash_attention_2"
         if takes_half and self.dtype not in HALF and self._trainers_dtype is not None:
             return torch.autocast(model.device.type, dtype=getattr(torch, self._trainers_dtype))
@@ -300,10 +303,13 @@ class Predictor:
         self._faults = Faults(warn, self._computing.may_match)
         #: The trainer's optimizer, which may keep a part of the weights; None before there is one.
         self.optimizer: Callable[[], Any] = lambda: None
+        #: True once the time of the run is over: no further batch is asked.
+        self.is_late: Callable[[], bool] = lambda: False
         self._tokenizer = chat.tokenizer
         self._stop_ids = chat.stop_token_ids
         self._max_new_tokens = max_new_tokens
         self._stop = stop
+        self._generating: dict[str, Any] = {}  #: further arguments of `generate`
 
     def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
         """Answer every question, with None for an answer that failed.
@@ -325,15 +331,23 @@ class Predictor:
             order = list(range(len(questions)))
             if len(order) > size:  # the longest first: if memory runs out, then at once
                 order.sort(key=lambda place: questions[place].length, reverse=True)
+            unasked = frozenset[int]()
             for start in range(0, len(order), size):
-                self._stop.check()
+                if self._is_over():
+                    unasked = frozenset(order[start:])
+                    break
                 if self._sample is not None or self._is_bases:  # by position: samples are the same in each round
                     torch.manual_seed((self._sample.seed if self._sample is not None else 0) + start)
                 places = order[start : start + size]
                 answers = self._ask_batch(model, [questions[place] for place in places])
                 for place, text in zip(places, answers, strict=True):
                     texts[place] = text
-        return Answers(texts, self._faults.first)
+        return Answers(texts, self._faults.first, unasked)
+
+    def _is_over(self) -> bool:
+        """Raise InterruptedRunError once asked to stop; return True once no time is left."""
+        self._stop.check()
+        return self.is_late()
 
     def _ask_batch(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
         try:
@@ -365,7 +379,7 @@ class Predictor:
         )
         if generation.stop_strings(model):  # generate searches for them in the text
             inputs["tokenizer"] = self._tokenizer
-        output = model.generate(**inputs, generation_config=config)
+        output = model.generate(**inputs, generation_config=config, **self._generating)
         return [self._decode(row) for row in output[:, width:].tolist()]
 
     def _drawing(self) -> dict[str, Any]:

@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import AutocastKwargs
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PrinterCallback
 from transformers.optimization import GreedyLR
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import SFTConfig, SFTTrainer
 
@@ -32,20 +34,20 @@ from honed.plan import loss
 from honed.spec import metric_names
 from honed.spec.optimizer import EIGHT_BIT
 from honed.spec.training import TrainingSpec
-from honed.system import durable
+from honed.system import durable, manual
 from honed.system.error import InterruptedRunError, SpecError, TimeLimitError, said
 from honed.text.maskcheck import IGNORED
 from honed.worker.assignment import Assignment
-from honed.worker.model import generation
+from honed.worker.model import division, generation
 from honed.worker.model.audit import Auditor
-from honed.worker.parallel import ALONE, Ranks, real_rows
+from honed.worker.parallel import ALONE, Ranks
 from honed.worker.rows.collator import Collator
 from honed.worker.rows.data import Data
 from honed.worker.stop import Stop
-from honed.worker.train import checkpoint, optimizer
+from honed.worker.train import checkpoint, optimizer, parts
 from honed.worker.train.callback import RunCallback, is_epoch_end
 from honed.worker.train.checkpoint import Progress
-from honed.worker.train.evaluation import TokenMeans, by_length, kinds_by_length
+from honed.worker.train.evaluation import Timely, TokenMeans, by_length, kinds_by_length
 from honed.worker.train.prediction import random_state_kept
 from honed.worker.train.sealing import Sealing
 
@@ -120,7 +122,7 @@ def arguments(
     try:
         made = SFTConfig(**{**_promised(), **defaults, **asked, **settled})
     except (TypeError, ValueError) as error:
-        raise SpecError(f"training: {said(error)}", hint="`man honed-job` lists all keys") from error
+        raise SpecError(f"training: {said(error)}", hint=manual.all_keys("honed-job.5")) from error
     if made.world_size > 1 and made.device.type == "cpu":
         vars(made)["_setup_devices"] = torch.device("cpu")  # of several ranks it has a number, which torch.load rejects
     return made
@@ -208,6 +210,13 @@ class TimeLimit:
             hint="its checkpoint is kept; submit the job again with a higher time_limit_sec",
         )
 
+    def error_of(self, measured: str) -> TimeLimitError:
+        """Return the error of an evaluation, of which a part was `measured`."""
+        return TimeLimitError(
+            f"time limit of {self._seconds:g} s reached after {measured}",
+            hint="what it has measured is kept; submit the job again with a higher time_limit_sec",
+        )
+
 
 class _Before:
     """The values that SFTTrainer, or Unsloth's, changes while it is built."""
@@ -257,6 +266,7 @@ class Trainer(SFTTrainer):
     """One attempt's trainer."""
 
     control: Any
+    _timely: Timely | None = None  #: the batches of an evaluation job
 
     def __init__(
         self,
@@ -274,6 +284,7 @@ class Trainer(SFTTrainer):
         ranks: Ranks = ALONE,
     ) -> None:
         self._ranks = ranks
+        self.is_divided = assignment.plan.parallel.mode == "fsdp"
         self._states: list[dict[str, Any]] = []  #: of each rank, for the checkpoint that is being written
         self._assignment = assignment
         self._auditor = auditor
@@ -281,12 +292,14 @@ class Trainer(SFTTrainer):
         self._stop = stop
         self._progress = progress
         self._limit = TimeLimit(assignment.spec.time_limit_sec, progress.elapsed_sec)
-        kinds = None if ranks.are_several else kinds_by_length(data, args, progress)
+        kinds = kinds_by_length(data, args, progress)
         self._means = TokenMeans(kinds, ranks)
         if kinds is None and progress.predicts_evenly and data.groups is not None and data.groups.names:
-            why = "a model on several GPUs has" if ranks.are_several else "rows that are packed or shuffled have"
-            events.log("info", f"{why} no evaluation loss by data set and tag, only scores")
+            events.log(
+                "info", "rows that are packed or shuffled have no evaluation loss by data set and tag, only scores"
+            )
         self._sealing = Sealing(stop.beat)
+        self._num_step_tokens = 0  #: trained on in the present step, by all ranks
         self._saved_step = resumed_step  #: of the last checkpoint in its place
         self._callback = callback
         self._resumed_path: str | None = None
@@ -311,10 +324,22 @@ class Trainer(SFTTrainer):
         for text in _changed(assignment, self.args):
             events.log("warning", text)
 
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Leave a model in main memory that reaches the device in parts."""
+        if not self.is_divided:
+            super()._move_model_to_device(model, device)
+
+    def divide(self) -> None:
+        """Divide the model between the ranks, if the plan says so: from now on each has a part of every weight."""
+        if self.is_divided:
+            division.divide(self.model, self.args.device)
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         made = super().create_optimizer(*args, **kwargs)
         if self._is_compensated and _name_of(self.args) in EIGHT_BIT:
             optimizer.keep_embeddings_wide(self.model)
+        stepped = [each for group in self.optimizer.param_groups for each in group["params"]]
+        assert not self.is_divided or all(map(division.is_part, stepped))
         return made
 
     # --- the boundary between two steps -----------------------------------------------------------------------------
@@ -388,9 +413,7 @@ class Trainer(SFTTrainer):
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._ranks.are_several and "attention_mask" in inputs:
-            num_real = real_rows(
-                len(self.eval_dataset), self.args.eval_batch_size, self._means.num_batches, self._ranks
-            )
+            num_real = self._means.num_real(len(self.eval_dataset), self.args.eval_batch_size)
             inputs["labels"][num_real:] = IGNORED  # the others are rows that accelerate repeats
         self._means.count(inputs["labels"])
         found = super().prediction_step(model, inputs, *args, **kwargs)
@@ -413,20 +436,28 @@ class Trainer(SFTTrainer):
         return output
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = self._eval_loader(*args, **kwargs)
+        if self._assignment.spec.kind == "evaluate":  # a training ends between two steps
+            self._timely = loader = Timely(loader, lambda: any(self._ranks.agree(self.is_late)))
+        return loader
+
+    def _eval_loader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super().get_eval_dataloader(*args, **kwargs)
         if (batches := self._means.batches(self.args.eval_batch_size)) is None:
             return loader
-        return self.accelerator.prepare(
-            DataLoader(
-                loader.dataset,
-                batch_sampler=batches,
-                collate_fn=loader.collate_fn,
-                num_workers=loader.num_workers,
-                pin_memory=loader.pin_memory,
-                multiprocessing_context=loader.multiprocessing_context,
-                prefetch_factor=loader.prefetch_factor,
-            )
+        own = DataLoader(
+            loader.dataset,
+            batch_sampler=batches,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
         )
+        if not self._ranks.are_several:
+            return self.accelerator.prepare(own)
+        device = self.accelerator.device  # the batches are dealt to the ranks already
+        return prepare_data_loader(own, device, num_processes=1, process_index=0, put_on_device=True)
 
     def _may_judge(self, metrics: dict[str, float]) -> bool:
         """Tell whether an evaluation judges the model: not if it goes by answers that failed, without a score."""
@@ -449,6 +480,12 @@ class Trainer(SFTTrainer):
         return is_best
 
     def _prepare_for_training(self, max_steps: Any, dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        if self.is_divided:  # accelerate adds its autocast alone
+            division.settle(self.model)  # the optimizer is to get the parts
+            # The cache of casts would keep a copy of each layer beyond the layer's own pass.
+            self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
+            self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+            self.model._is_accelerate_prepared = True
         prepared = super()._prepare_for_training(max_steps, dataloader, resume_from_checkpoint)
         self._auditor.trainer(self)  # the last check before the first step
         self._resumed_path = resume_from_checkpoint
@@ -462,9 +499,22 @@ class Trainer(SFTTrainer):
             num_batches = len(self.get_train_dataloader())
         return math.ceil(self.args.num_train_epochs * math.ceil(num_batches / self.args.gradient_accumulation_steps))
 
+    @property
+    def is_late(self) -> bool:
+        """True once the time limit is reached."""
+        return self._limit.is_reached
+
     def measure(self) -> None:
-        """Evaluate a model that is not trained, as at the end of a training."""
+        """Evaluate a model that is not trained, as at the end of a training, as far as there is time."""
         self._evaluate(None, None, skip_scheduler=True)
+
+    def check_measured(self, num_answered: int, num_questions: int) -> None:
+        """Raise TimeLimitError if the time was over before everything was measured."""
+        measured, num_batches = (self._timely.num_batches, len(self._timely)) if self._timely is not None else (0, 0)
+        if measured < num_batches or num_answered < num_questions:
+            raise self._limit.error_of(
+                f"{measured} of {num_batches} batches and {num_answered} of {num_questions} predictions"
+            )
 
     def final_step(self) -> int:
         """Return the step of the model with which training has ended; evaluate the last step if necessary."""
@@ -480,9 +530,20 @@ class Trainer(SFTTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        num_tokens = int(sum((batch["labels"][..., 1:] != IGNORED).sum() for batch in batches))
-        self._progress.num_trained_tokens += int(self._ranks.sum(num_tokens)[0])
+        num_tokens = sum(map(_num_trained, batches))
+        self._num_step_tokens = int(self._ranks.sum(num_tokens)[0])
+        self._progress.num_trained_tokens += self._num_step_tokens
         return batches, num_items
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of a batch. Some models take the mean over its own tokens, however many the step has: of
+        several ranks, it counts by their number. Other models are told how many the step has.
+        """
+        if self.model_accepts_loss_kwargs or not (self._ranks.are_several and self.model.training):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        num_batches = self._ranks.world * self.current_gradient_accumulation_steps  # whose mean is taken
+        share = _num_trained(inputs) * num_batches / max(1, self._num_step_tokens)
+        return super().compute_loss(model, inputs, *args, **kwargs) * share
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -509,7 +570,7 @@ class Trainer(SFTTrainer):
         if best and (best == step or (checkpoints_dir / f"checkpoint-{best}").is_dir()):
             self.state.best_model_checkpoint = str(checkpoints_dir / f"checkpoint-{best}")
         best_path = self.state.best_model_checkpoint
-        self._run_dir = new_dir = checkpoint.new_dir(checkpoints_dir)
+        self._run_dir = new_dir = self._run_dir or checkpoint.new_dir(checkpoints_dir)
         made = new_dir / f"checkpoint-{step}"
         try:
             with generation.savable(self.model), self._without_barrier():
@@ -545,6 +606,34 @@ class Trainer(SFTTrainer):
         finally:
             self.args.save_strategy = strategy
 
+    def begin_parts(self) -> Path:
+        """Make the directory of a checkpoint to which each rank adds its part, and return it."""
+        self._run_dir = checkpoint.new_dir(self._assignment.layout.checkpoints_dir)
+        made = self._run_dir / f"checkpoint-{self.state.global_step}"
+        made.mkdir()
+        return made
+
+    def write_part(self, made: Path) -> None:
+        """Write this rank's part of a checkpoint."""
+        parts.write(made, self.model, self.optimizer, self._ranks)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self.is_divided:  # else the parts are there
+            super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_divided:
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            torch.save(self.lr_scheduler.state_dict(), f"{output_dir}/{SCHEDULER_NAME}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.is_divided or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            parts.load_optimizer(Path(checkpoint), self.optimizer, self._ranks)
+            self.lr_scheduler.load_state_dict(torch.load(f"{checkpoint}/{SCHEDULER_NAME}", weights_only=True))
+
     def store_flos(self) -> None:
         if not self._ranks.are_several:
             super().store_flos()
@@ -568,6 +657,7 @@ class Trainer(SFTTrainer):
     def _remember(self) -> None:
         """Keep the state that transformers and TRL leave out of a checkpoint, or lose when they resume from it."""
         self._progress.num_ranks = self._ranks.world
+        self._progress.is_divided = self.is_divided
         self._progress.running_losses = [state["running_loss"] for state in self._states]
         self._progress.elapsed_sec = self._limit.elapsed_sec()
         self._progress.has_ended = self.control.should_training_stop
@@ -594,7 +684,10 @@ class Trainer(SFTTrainer):
 
         peft loads adapters as float32. They are cast back before the optimizer is made, whose state follows them.
         """
-        super()._load_from_checkpoint(*args, **kwargs)
+        if self.is_divided:
+            parts.load_weights(Path(str(args[0])), self.model, self._ranks)
+        else:
+            super()._load_from_checkpoint(*args, **kwargs)
         self._auditor.model(self.model, "resumed")
 
     def _load_best_model(self) -> None:
@@ -608,11 +701,19 @@ class Trainer(SFTTrainer):
                 f"{path.name}, the best checkpoint, is damaged ({why}): using the model of the last step instead",
             )
             return
-        super()._load_best_model()
+        if self.is_divided:
+            parts.load_weights(path, self.model, self._ranks)
+        else:
+            super()._load_best_model()
         if self._is_compensated:
             optimizer.take_remainders(self.optimizer, path / "optimizer.pt")
         self._has_best = True
         self._auditor.model(self.model, "restored")
+
+
+def _num_trained(batch: Any) -> int:
+    """Return the number of tokens of a batch that are trained on."""
+    return int((batch["labels"][..., 1:] != IGNORED).sum())
 
 
 def _keep_figures(trainer: Any, progress: Progress) -> None:

@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from honed.job.event import EventWriter
+from honed.worker.model import division
 
 #: Parameters that peft added to a model, by their names.
 _ADDED = re.compile(r"\.lora_|\.modules_to_save\.|\.trainable_tokens_")
@@ -52,6 +53,7 @@ class Usage(TrainerCallback):
 
 
 def _model_bytes(model: Any) -> dict[str, int]:
+    division.settle(model)
     weights: list[Any] = [buffer for _, buffer in model.named_buffers()]
     adapter: list[Any] = []
     for name, parameter in model.named_parameters():
@@ -60,6 +62,7 @@ def _model_bytes(model: Any) -> dict[str, int]:
         weights += _tensors(vars(parameter))  # bitsandbytes attaches its scales to the parameter
     for module in model.modules():
         weights += _tensors(vars(getattr(module, "state", None) or object)) if _is_8bit(module) else []
+        weights += _tensors(module.__dict__.get("quant_state"))  # the scales of a divided 4-bit weight
     return {"weights_bytes": num_bytes(weights), "adapter_bytes": num_bytes(adapter)}
 
 
@@ -84,9 +87,12 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def num_bytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes of the storages behind tensors, each counted once; those on the meta device hold nothing."""
+    """Return the bytes of the storages behind tensors, each counted once; those on the meta device hold nothing.
+
+    Of a divided tensor, this rank's part counts.
+    """
     storages = {}
-    for tensor in tensors:
+    for tensor in map(division.part_of, tensors):
         if tensor.device.type != "meta":
             storage = tensor.untyped_storage()
             storages[tensor.device, storage.data_ptr()] = storage.nbytes()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,7 @@ class WatchedTrainer(Trainer):
             raise lost
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._ranks.num_calls += 1  # its backward pass adds up the gradients of all
         loss = super().training_step(*args, **kwargs)
         self._losses.append(loss.detach())
         return loss
@@ -80,7 +83,8 @@ class WatchedTrainer(Trainer):
     def check_weights(self) -> None:
         """Raise DivergedError if a trained weight is not a number, PrecisionError if one was cast."""
         self._auditor.unchanged(self.model)
-        if names := divergence.not_finite(self.model.named_parameters()):
+        own = divergence.not_finite(self.model.named_parameters())
+        if names := sorted({name for names in self._ranks.gather(own) for name in names}) if self.is_divided else own:
             raise self._divergence.lost_weights(names, self.state.global_step)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -140,7 +144,9 @@ class WatchedTrainer(Trainer):
         self.check_weights()
         with self._stop.phase("save"):
             self.gather_states()
-            if self._ranks.is_zero:
+            if self.is_divided:
+                self._save_parts(model, trial)
+            elif self._ranks.is_zero:
                 self._settled()
                 began = time.monotonic()
                 self._write(model, trial)
@@ -148,6 +154,46 @@ class WatchedTrainer(Trainer):
                 while self._is_best and not self._settled():  # no later step can stand in for the best one
                     self._write(model, trial)
             self.state.best_model_checkpoint = self._ranks.broadcast(self.state.best_model_checkpoint)
+
+    def _save_parts(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint of which each rank has a part: all begin again while one finds no room for its own.
+
+        Raises DiskShortError on all ranks, with none of it left.
+        """
+        began = time.monotonic()
+
+        def begin() -> Path:
+            self._settled()
+            self._reserve()
+            return self.begin_parts()
+
+        def end() -> Exception | None:
+            try:
+                super(WatchedTrainer, self)._save_checkpoint(model, trial)
+            except (OSError, RuntimeError) as problem:  # torch.save reports only that it failed
+                return problem
+            return None
+
+        while True:
+            made = self._ranks.by_zero(begin)
+            problem: Exception | None = None
+            try:
+                self.write_part(made)
+            except (OSError, RuntimeError) as failed:
+                problem = failed
+            problems = [each for each in self._ranks.gather(problem) if each is not None]
+            if not problems and (failed_on_zero := self._ranks.by_zero(end)) is not None:
+                problems = [failed_on_zero]
+            if problems:
+                self._ranks.by_zero(functools.partial(self._give_up_parts, made, problems[0]))
+            elif not self._is_best or self._ranks.by_zero(self._settled):  # no later step can stand in for the best one
+                break
+        self._write_sec = time.monotonic() - began
+
+    def _give_up_parts(self, made: Path, problem: Exception) -> None:
+        self._run_dir = None
+        shutil.rmtree(made.parent, ignore_errors=True)
+        self._make_room(problem)
 
     @property
     def _is_best(self) -> bool:
@@ -163,16 +209,20 @@ class WatchedTrainer(Trainer):
 
     def _write(self, model: Any, trial: Any) -> None:
         """Write a checkpoint; remove older ones if there is no room. Raises DiskShortError, with none of it left."""
-        checkpoints_dir = self._assignment.layout.checkpoints_dir
-        is_whole = self._assignment.precision.adapter_dtype is None
-        written = disk_reserve.written_bytes(self.model, self.optimizer, is_whole=is_whole)
-        self._needed_bytes = disk_reserve.needed_bytes(checkpoints_dir, written)
-        disk_reserve.make(checkpoints_dir, self._needed_bytes, keep=self._needed(), tell=self._tell)
+        self._reserve()
         while True:
             try:
                 return super()._save_checkpoint(model, trial)
             except Exception as problem:  # noqa: BLE001 - raised again unless room helps
                 self._make_room(problem)
+
+    def _reserve(self) -> None:
+        """Ensure that there is room for a checkpoint, by removing older ones. Raises DiskShortError."""
+        checkpoints_dir = self._assignment.layout.checkpoints_dir
+        is_whole = self._assignment.precision.adapter_dtype is None
+        written = disk_reserve.written_bytes(self.model, self.optimizer, is_whole=is_whole)
+        self._needed_bytes = disk_reserve.needed_bytes(checkpoints_dir, written)
+        disk_reserve.make(checkpoints_dir, self._needed_bytes, keep=self._needed(), tell=self._tell)
 
     def _make_room(self, problem: Exception) -> None:
         """Make room after a checkpoint found none; raise any other problem, and DiskShortError if there is none.

@@ -1,0 +1,202 @@
+"""`honectl edit`: another job file for a job that waits, from an editor, from --set or from a file.
+
+An editor's text is kept where it was written until honed has taken it: a refusal names that place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from honed.cli import again, draft, submission, terminal
+from honed.cli.instance import Instance
+from honed.job.comparison import differences, spec_of
+from honed.job.editing import obstacle
+from honed.spec import document, relative
+from honed.system import untrusted
+from honed.system.error import EnvironmentInvalidError, HonedError, UsageError, from_dict
+
+if TYPE_CHECKING:
+    from honed.check.preflight import Verdict
+    from honed.job.shape import Shown
+
+#: Editors of those who have set neither VISUAL nor EDITOR, the first that is there.
+EDITORS = ("editor", "nano", "vi")
+
+
+def edit(instance: Instance, options: argparse.Namespace) -> int:
+    """Change the job file of a job that waits."""
+    job = instance.show(options.id)
+    if (refusal := obstacle(job["id"], job["name"], job["state"])) is not None:
+        raise refusal
+    if not instance.is_up:
+        raise EnvironmentInvalidError(
+            "honed is not running, and it checks an edit before it makes it", hint="start it first"
+        )
+    path = instance.layout.job(job["id"]).spec_path
+    was = untrusted.read_plain(path, num_names=1)
+    if options.set:
+        text = _in_format(again.changed(again.content_of(instance, job), options.set), path.suffix)
+        try:
+            return _make(instance, options, job, was, text, Path.cwd())
+        except HonedError as error:
+            raise again.in_options(error, options.set) from error
+    if options.file:
+        return _make(instance, options, job, was, _from_file(options.file, path.suffix), options.file.absolute().parent)
+    return _in_editor(instance, options, job, was, path.suffix)
+
+
+def _make(instance: Instance, options: argparse.Namespace, job: Shown, was: bytes, text: bytes, place: Path) -> int:
+    """Have a job get this file. Raises the error with which the check or honed refuses it."""
+    text, _ = relative.absolute(text, _suffix(instance, job), place)
+    if text == was:
+        _say(options, job, "unchanged", {}, None)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
+        copy = Path(directory) / f"job-{job['id']}{_suffix(instance, job)}"
+        copy.write_bytes(text)
+        verdict = draft.check_one(instance, copy)
+    instance.edit(job["id"], text, was=was)
+    state = _settled(instance, job)
+    now = instance.show(str(job["id"]))
+    _say(options, now, state, differences([spec_of(job), spec_of(now)]), verdict)
+    return 0
+
+
+def _settled(instance: Instance, job: Shown) -> str:
+    """Wait for honed's verdict on an edit. Returns `edited`, or `checking` if that takes long, as a fetch does. Raises
+    the error of a refusal."""
+    deadline = time.monotonic() + submission.VERDICT_TIMEOUT_SEC
+    while (found := instance.edited(job["id"]))["state"] == "checking" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if found["error"] is not None:
+        error = from_dict(found["error"])
+        error.is_refusal = True
+        raise error
+    if found["state"] == "unknown" and len(instance.show(str(job["id"]))["edited_at"]) == len(job["edited_at"]):
+        raise EnvironmentInvalidError(
+            "honed was started again before it had made the edit, and checks it now", hint=f"honectl show {job['id']}"
+        )
+    return "checking" if found["state"] == "checking" else "edited"
+
+
+def _say(
+    options: argparse.Namespace, job: Shown, state: str, changes: dict[str, list[Any]], verdict: Verdict | None
+) -> None:
+    warnings = list(verdict.warnings) if verdict is not None else []
+    if options.json:
+        told = {"id": job["id"], "name": job["name"], "state": state, "changes": changes, "warnings": warnings}
+        terminal.console.print_json(json.dumps(told))
+        return
+    words = {
+        "unchanged": "nothing changed",
+        "checking": "honed still checks the edit, or fetches what it names; the job does not start before",
+    }
+    terminal.say(f"job {job['id']} ({job['name']}): {words.get(state, 'edited')}")
+    for key, (old, new) in changes.items():
+        terminal.say(f"  {key}: {_value(old)} → {_value(new)}")
+    for warning in warnings:
+        terminal.say(f"  warning: {warning}", style="yellow")
+
+
+def _value(value: Any) -> str:
+    return terminal.plain("–" if value is None else json.dumps(value, ensure_ascii=False), limit=60)
+
+
+# -- the text ----------------------------------------------------------------------------------------------------------
+
+
+def _suffix(instance: Instance, job: Shown) -> str:
+    return instance.layout.job(job["id"]).spec_path.suffix
+
+
+def _in_format(content: dict[str, Any], suffix: str) -> bytes:
+    """Return a job file of this content in the format of the job's own. Raises UsageError for TOML."""
+    match suffix:
+        case ".json":
+            return (json.dumps(content, ensure_ascii=False, indent=2) + "\n").encode()
+        case ".toml":
+            raise UsageError(
+                "the job file is TOML, which honectl reads and does not write",
+                hint="change it in an editor: honectl edit ID; or give a .toml file: --file FILE",
+            )
+        case _:
+            return again.to_text(content)
+
+
+def _from_file(path: Path, suffix: str) -> bytes:
+    """Return a file's text, or its content in the format of the job's own file."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    if {path.suffix, suffix} in ({suffix}, {".yaml", ".yml"}):
+        return data
+    return _in_format(document.parse(data, path.suffix).data, suffix)
+
+
+def _in_editor(instance: Instance, options: argparse.Namespace, job: Shown, was: bytes, suffix: str) -> int:
+    """Let a person change the text until it is taken, or until they give up; then it is kept."""
+    if options.json:
+        raise UsageError("--json is for programs, which use no editor", hint="use --set KEY=VALUE or --file FILE")
+    command = _editor()
+    directory = Path(tempfile.mkdtemp(prefix="honectl-edit-"))
+    path = directory / f"job-{job['id']}{suffix}"
+    path.write_bytes(was)
+    while True:
+        status = subprocess.run([*command, str(path)], check=False).returncode
+        try:
+            text = path.read_bytes()
+            if status:
+                raise UsageError(f"the editor ended with status {status}, so nothing was changed")
+            done = _make(instance, options, job, was, text, Path.cwd())
+        except (HonedError, OSError) as error:
+            if isinstance(error, HonedError) and not _is_kept(path, was):
+                shutil.rmtree(directory)
+                raise
+            refused = error if isinstance(error, HonedError) else UsageError(f"{path}: {error.strerror}")
+            if status or not _asks_again(refused):
+                kept = f"your text is in {path}: correct it, then honectl edit {job['id']} --file {path}"
+                refused.hint = f"{refused.hint}; {kept}" if refused.hint else kept
+                raise refused from None
+        else:
+            shutil.rmtree(directory)
+            return done
+
+
+def _is_kept(path: Path, was: bytes) -> bool:
+    """Return True if there is a text that would be lost."""
+    with contextlib.suppress(OSError):
+        return path.read_bytes() != was
+    return False
+
+
+def _asks_again(error: HonedError) -> bool:
+    """Print why a text was refused, and ask a person on a terminal to change it. Returns False if they do not."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    terminal.complain(error, prefix="honectl: ")
+    print("Edit it again? [Y/n] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in {"", "y", "yes"}
+
+
+def _editor() -> list[str]:
+    """Return the command of the person's editor."""
+    for name in ("VISUAL", "EDITOR"):
+        if command := shlex.split(os.environ.get(name, "")):
+            return command
+    if (found := next(filter(None, map(shutil.which, EDITORS)), None)) is None:
+        raise EnvironmentInvalidError(
+            "there is no editor: VISUAL and EDITOR are not set", hint="set one, or use --set KEY=VALUE or --file FILE"
+        )
+    return [found]

@@ -1,0 +1,102 @@
+"""The early end of hopeless jobs of a sweep: asynchronous successive halving (ASHA), by evaluation loss.
+
+    sweep: {…, halving: {min_steps: 50, eta: 2}}     rungs at 50, 100, 200, … steps
+
+A job reaches a rung with its first evaluation at or after that step. Of the n jobs of its sweep that have reached the
+rung by then, itself included, the best n / eta go on (rounded up; equal losses count alike); if it is not one of them,
+it writes a checkpoint and ends as `stopped_early`. Those that went on earlier stay: jobs of a sweep mostly run one
+after another, so nothing waits for the others. The last step is no rung.
+
+Each decision follows from the evaluations in honed.db and their times, and is made again after a restart.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+
+from honed.daemon.attempts import Attempts
+from honed.job.database import Database, Evaluation
+from honed.job.job import Cut, Halving, Job, Stop
+from honed.job.spool import Spool
+
+#: Rungs of one job, at most.
+MAX_RUNGS = 30
+
+
+class Halvings:
+    """The sweeps' decisions on their running jobs."""
+
+    def __init__(self, spool: Spool, database: Database, attempts: Attempts) -> None:
+        self._spool = spool
+        self._database = database
+        self._attempts = attempts
+        self._seen: dict[int, tuple[int, int]] = {}  # job number → offset of its events, and its evaluations
+
+    def tend(self) -> None:
+        """Stop the running jobs that a rung has ended. Raises OSError if the machine prevents it; it is tried again
+        then."""
+        self._seen = {number: seen for number, seen in self._seen.items() if number in self._attempts.running}
+        for running in self._attempts.running.values():
+            job = running.job
+            if (halving := _halving(job)) is None or job.stop in {Stop.HALVE, Stop.HOLD, Stop.CANCEL}:
+                continue
+            offset, num_known = self._seen.get(job.id, (-1, 0))
+            if offset == running.following.offset:
+                continue
+            try:
+                own, num_steps = self._database.evaluations([job.id])[job.id], self._database.num_steps(job.id)
+                if num_steps is None:  # told with the loss of the first steps
+                    continue
+                cut = self._cut(job, halving, num_steps) if len(own) > num_known else None
+            except sqlite3.Error:  # it is built again, and the job is looked at again with its next event
+                continue
+            if cut is not None:
+                running.stop(Stop.HALVE, cut=cut)
+            self._seen[job.id] = running.following.offset, len(own)
+
+    def _cut(self, job: Job, halving: Halving, num_steps: float) -> Cut | None:
+        assert job.group is not None
+        number = job.group["id"]
+        # Of the same user: anybody may write a group into a job file.
+        in_sweep = (each for each in self._spool.catalog if each.group and each.group["id"] == number)
+        ours = [each.id for each in in_sweep if each.uid == job.uid]
+        return cut_of(job.id, self._database.evaluations(ours), halving, num_steps=num_steps)
+
+
+def _halving(job: Job) -> Halving | None:
+    """Return the settings by which a job may be ended early; None without them, and once it has been."""
+    return job.group.get("halving") if job.group and job.cut is None else None
+
+
+def rungs(halving: Halving, last_step: float) -> Iterator[int]:
+    """Yield the steps of the rungs before the last step."""
+    step = halving["min_steps"]
+    for _ in range(MAX_RUNGS):
+        if step >= last_step:
+            return
+        yield step
+        step *= halving["eta"]
+
+
+def cut_of(
+    job_id: int, evaluations: Mapping[int, Sequence[Evaluation]], halving: Halving, *, num_steps: float
+) -> Cut | None:
+    """Return the first rung that ends a job, which makes `num_steps`; None if it goes on. `evaluations`: of the jobs of
+    its sweep, by number."""
+    for number, step in enumerate(rungs(halving, num_steps), 1):
+        reached = {each: found for each in evaluations if (found := _at(evaluations[each], step)) is not None}
+        if (own := reached.get(job_id)) is None or own.step >= num_steps:
+            return None
+        # Those that came first; two in the same millisecond in the order of their numbers.
+        earlier = {each: found for each, found in reached.items() if (found.time, each) <= (own.time, job_id)}
+        num_better = sum(found.eval_loss < own.eval_loss for found in earlier.values())
+        num_kept = -(-len(earlier) // halving["eta"])
+        if num_better >= num_kept:
+            return Cut(number, own.step, own.eval_loss, num_better + 1, len(earlier), num_kept)
+    return None
+
+
+def _at(evaluations: Sequence[Evaluation], step: int) -> Evaluation | None:
+    """Return a job's evaluation at a rung: its first one there, also if it was repeated after a resume."""
+    return next((each for each in evaluations if each.step >= step), None)

@@ -1,0 +1,123 @@
+"""A checkpoint of a divided model: each rank writes and reads its own part, and nothing is gathered.
+
+    checkpoint-N/part-<rank>-of-<world>.pt    parts of the trained weights, and of the optimizer's states
+
+The parts of one tensor, in the order of the ranks, are the tensor. So a run with another number of ranks reads all
+files and takes its own part of each tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from honed.system.error import PrecisionError
+from honed.worker.model import division
+from honed.worker.parallel import Ranks
+
+_NAME = re.compile(r"part-(\d+)-of-(\d+)\.pt")
+
+
+def write(directory: Path, model: Any, optimizer: Any, ranks: Ranks) -> None:
+    """Write this rank's part of a checkpoint, and sync it."""
+    division.settle(model)
+    state = optimizer.state_dict()
+    found = {
+        "weights": {name: division.part_of(weight.detach()).cpu() for name, weight in _kept(model)},
+        "buffers": {name: buffer.cpu() for name, buffer in _buffers(model)},
+        "groups": state["param_groups"],
+        "states": {
+            number: {
+                name: division.part_of(each.detach()).cpu() if torch.is_tensor(each) else each
+                for name, each in one.items()
+            }
+            for number, one in state["state"].items()
+        },
+    }
+    path = directory / f"part-{ranks.rank}-of-{ranks.world}.pt"
+    torch.save(found, path)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def load_weights(directory: Path, model: Any, ranks: Ranks) -> None:
+    """Load the trained weights of a checkpoint. Raises PrecisionError for one of another dtype."""
+    division.settle(model)
+    pieces = _read(directory, ranks)
+    for name, weight in _kept(model):
+        part = division.part_of(weight.detach())
+        found = _taken([piece["weights"][name] for piece in pieces], weight, ranks)
+        if found.dtype != part.dtype:
+            raise PrecisionError(
+                f"{directory.name} has {name} in {found.dtype}, but it is trained in {part.dtype}",
+                hint="submit the job again: it begins from its base model",
+            )
+        part.copy_(found)
+    for name, buffer in _buffers(model):
+        buffer.copy_(pieces[0]["buffers"][name])
+
+
+def load_optimizer(directory: Path, optimizer: Any, ranks: Ranks) -> None:
+    """Load the optimizer's states of a checkpoint, once the weights are loaded."""
+    pieces = _read(directory, ranks)
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    numbers = [number for group in pieces[0]["groups"] for number in group["params"]]
+    states: dict[int, dict[str, Any]] = {}
+    for number, weight in zip(numbers, weights, strict=True):
+        if number not in pieces[0]["states"]:
+            continue
+        states[number] = {
+            name: _state([piece["states"][number][name] for piece in pieces], weight, ranks)
+            for name in pieces[0]["states"][number]
+        }
+    optimizer.load_state_dict({"state": states, "param_groups": pieces[0]["groups"]})
+
+
+def _state(found: list[Any], weight: Any, ranks: Ranks) -> Any:
+    """Return one state of one weight: as divided as the weight if it has its shape."""
+    first = found[0]
+    if not torch.is_tensor(first) or first.dim() != weight.dim():
+        return first
+    return division.as_whole(weight, _taken(found, weight, ranks))
+
+
+def _taken(found: list[Any], weight: Any, ranks: Ranks) -> Any:
+    """Return this rank's part of a tensor from its parts in a checkpoint: one, if there are as many as ranks."""
+    if len(found) == 1:
+        return found[0]
+    whole = torch.cat(found)
+    size = math.ceil(weight.shape[0] / ranks.world)
+    return whole[ranks.rank * size : (ranks.rank + 1) * size]
+
+
+def _read(directory: Path, ranks: Ranks) -> list[dict[str, Any]]:
+    """Return this rank's own part, or all parts in order where there is another number of them."""
+    names = sorted((int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name)))
+    paths = [path for _, path in names]
+    if len(paths) == ranks.world:
+        paths = [paths[ranks.rank]]
+    return [torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in paths]
+
+
+def _kept(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is trained: the rest is the base model's."""
+    return ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+
+
+def _buffers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the buffers that belong to a model's state, whole on every rank."""
+    passing = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return ((name, buffer) for name, buffer in model.named_buffers() if name not in passing)

@@ -1,0 +1,33 @@
+"""An edit of a job that waits takes a few file operations. Each of them is the last one, or fails: the job has its old
+file or its new one, wholly, and never starts with half of each."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from crash import edits
+from crash.scene import ERRORS, KILL, Hit, spread
+
+
+@pytest.mark.timeout(2_000)
+@pytest.mark.parametrize("fault", [KILL, *ERRORS])
+def test_honed_hit_while_it_edits_a_job_leaves_the_old_file_or_the_new_one(
+    strace: None, tmp_path: Path, is_whole: bool, fault: str
+) -> None:
+    points = edits.points_of(tmp_path)
+    assert len(points) > 30
+    chosen, broken = points if is_whole else spread(points[[KILL, *ERRORS].index(fault) :], 8), {}
+    for point in chosen:
+        root = tmp_path / re.sub(r"\W+", "-", str(point))
+        edits.prepare(root)
+        hit = Hit(point, fault)
+        is_done = edits.run(root, before=("strace", *hit.arguments))
+        if found := edits.violations(root, is_done=is_done):
+            broken[str(hit)] = found
+        shutil.rmtree(root)
+    print(f"{fault}: {len(chosen)} of {len(points)} points, {len(broken)} violations")
+    assert broken == {}

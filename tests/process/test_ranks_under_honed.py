@@ -1,0 +1,180 @@
+"""A job on two GPUs under the real daemon, with two real ranks: from incoming/ to succeeded/, whatever is killed.
+
+The GPUs are handed in (tests/gpus.py), the ranks train on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import RankInstance, wait_for
+
+from honed.job import query
+from honed.job.job import Attempt, Job, State
+from zoo.model import build_checkpoint, write_facts
+
+NUM_STEPS, SAVE_STEPS = 40, 4
+#: A checkpoint of rank 0 takes a moment, so that a kill can hit it; so does each step.
+SLOW = """
+import time
+from honed.worker.train import checkpoint
+from honed.worker.train.watched import WatchedTrainer
+seal, step = checkpoint.seal, WatchedTrainer.training_step
+def sealed(path, *args, **kwargs):
+    time.sleep(0.3)
+    seal(path, *args, **kwargs)
+def slow_step(self, *args, **kwargs):
+    time.sleep(0.1)
+    return step(self, *args, **kwargs)
+checkpoint.seal, WatchedTrainer.training_step = sealed, slow_step
+"""
+#: Rank 0 takes its time over predictions, with signs of life.
+SLOW_PREDICTIONS = """
+import time
+from honed.worker.train.examiner import Examiner
+predict = Examiner._predict
+def slow(self, *args, **kwargs):
+    end = time.monotonic() + 12.0
+    while time.monotonic() < end:
+        self._predictor._stop.check()
+        time.sleep(0.1)
+    return predict(self, *args, **kwargs)
+Examiner._predict = slow
+"""
+
+
+def keys(instance: RankInstance, **training: Any) -> dict[str, Any]:
+    model, rows = instance.root / "llama", instance.root / "facts.jsonl"
+    return {
+        "base_model": str(model if model.exists() else build_checkpoint(model, "llama")),
+        "datasets": [{"path": str(rows if rows.exists() else write_facts(rows, 24))}],
+        "dtype": "float32",
+        "lora": {"r": 4, "lora_dropout": 0.2},
+        "resources": {"gpus": 2},
+        "predictions": {"sample_frequency": "off"},
+        "retry": {"max_attempts": 20},
+        "training": {
+            "max_steps": NUM_STEPS,
+            "save_steps": SAVE_STEPS,
+            "per_device_train_batch_size": 2,
+            "eval_strategy": "no",
+            **training,
+        },
+    }
+
+
+def is_there(instance: RankInstance, name: str, number: int, condition: Callable[[Job, Path], bool]) -> Job:
+    """Wait for a condition of an attempt's directory, and return the job."""
+
+    def reached() -> Job | None:
+        job = instance.job(name)
+        assert job is None or not job.state.is_final, (job, instance.log[-3000:])
+        if job is None or job.state is not State.RUNNING or job.attempt.number != number:
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            return job if condition(job, instance.layout.job(job.id).attempt(number).dir) else None
+        return None
+
+    return wait_for(reached, what=f"attempt {number} of {name}")
+
+
+def has_trained(steps: int) -> Callable[[Job, Path], bool]:
+    return lambda _job, attempt: (attempt / "events.jsonl").read_bytes().count(b'"event": "step"') >= steps
+
+
+def is_saving(job: Job, attempt: Path) -> bool:
+    return any((attempt.parents[1] / "checkpoints").glob(".new*/*"))
+
+
+def ended(instance: RankInstance, name: str, number: int) -> Attempt | None:
+    """Return an attempt that has ended."""
+    job = instance.job(name)
+    found = job.attempts[number - 1] if job is not None and len(job.attempts) >= number else None
+    return found if found is not None and found.ended_at else None
+
+
+def are_gone(pids: list[int]) -> None:
+    wait_for(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()], what="the end of all processes")
+
+
+def test_a_job_on_two_gpus_is_trained_by_two_ranks_and_any_kill_costs_only_steps(ranked: RankInstance) -> None:
+    ranked.configure("[jobs]\npoll_interval_sec = 0.05\nretry_delay_sec = 0\n")
+    ranked.environment |= {"HONED_TEST_RANK_0": SLOW, "HONED_TEST_RANK_1": SLOW}
+    ranked.start()
+    ranked.drop("calm", name="calm", **keys(ranked))
+    first = is_there(ranked, "calm", 1, has_trained(2))
+    assert first.attempt.devices == ("GPU-0", "GPU-1")
+    assert len(set(ranked.pids(first))) == 3
+    shown = ranked.show("calm")
+    assert (shown["plan"]["parallel"]["mode"], shown["plan"]["parallel"]["num_ranks"]) == ("ddp", 2)
+    assert ranked.wait_state("calm", State.SUCCEEDED, State.FAILED).error is None, ranked.log[-3000:]
+
+    ranked.drop("hit", name="hit", **keys(ranked))
+    hits: list[tuple[str, Callable[[Job, Path], bool]]] = [
+        ("rank 1", lambda _job, attempt: "worker_pids" in json.loads((attempt / "lock").read_bytes())),
+        ("rank 0", has_trained(2)),
+        ("rank 1", is_saving),
+        ("shim", has_trained(5)),
+        ("rank 0", is_saving),
+        ("rank 1", lambda _job, attempt: b'"stage": "export"' in (attempt / "events.jsonl").read_bytes()),
+    ]
+    for number, (target, moment) in enumerate(hits, 1):
+        job = is_there(ranked, "hit", number, moment)
+        pids = ranked.pids(job)
+        if number == 4:  # its workers go on, and the next daemon takes them over
+            ranked.kill(signal.SIGKILL)
+            ranked.start()
+            job = is_there(ranked, "hit", number, has_trained(8))
+            assert ranked.pids(job) == pids
+        began = time.monotonic()
+        os.kill(pids[{"rank 0": 0, "rank 1": 1, "shim": 2}[target]], signal.SIGKILL)
+        are_gone(pids)
+        assert time.monotonic() - began < 10.0, (target, number)
+    done = ranked.wait_state("hit", State.SUCCEEDED, State.FAILED)
+    assert done.error is None, ranked.log[-3000:]
+    outcomes = [each.outcome for each in done.attempts]
+    assert outcomes[:-1] == ["killed"] * (len(outcomes) - 1)
+    assert outcomes[-1] == "succeeded"
+    calm, hit = (query.losses(ranked.spool, ranked.layout, name) for name in ("calm", "hit"))
+    assert set(hit) == set(calm)  # steps after the last checkpoint appear twice
+    weights = [(Path(ranked.layout.job(n).output_dir) / "adapter_model.safetensors").read_bytes() for n in (1, 2)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.timeout(900)
+def test_a_frozen_rank_is_named_and_one_that_waits_for_another_is_left_alone(ranked: RankInstance) -> None:
+    ranked.configure(
+        "[jobs]\npoll_interval_sec = 0.05\nretry_delay_sec = 0\nstall_timeout_sec = 120\nmin_stall_timeout_sec = 6\n"
+    )
+    ranked.environment |= {"HONED_TEST_RANK_0": SLOW_PREDICTIONS}
+    ranked.start()
+    asked = keys(ranked, max_steps=60) | {
+        "eval_split": 0.25,
+        "predictions": {"num_samples": 1, "max_new_tokens": 2},
+    }
+    ranked.drop("it", name="it", **asked)
+
+    def both_know(job: Job, attempt: Path) -> bool:
+        limits = [json.loads((attempt / name).read_bytes())["limit_sec"] for name in ("pulse", "pulse.1")]
+        return all(limits) and has_trained(12)(job, attempt)
+
+    for number, rank in ((1, 1), (2, 0)):
+        job = is_there(ranked, "it", number, both_know)
+        os.kill(ranked.pids(job)[rank], signal.SIGSTOP)
+        has_ended = wait_for(lambda number=number: ended(ranked, "it", number), what="its end")
+        assert has_ended.outcome == "stalled"
+        assert f"rank {rank} of 2 gave no sign of life for" in ranked.log, ranked.log[-3000:]
+        log = (ranked.layout.job(job.id).attempt(number).dir / "worker.log").read_text(errors="replace")
+        assert log.count("Fatal Python error: ") >= 2  # the stacks of both
+    # In the end rank 1 waits for twelve seconds, in training, while rank 0 asks the model.
+    done = ranked.wait_state("it", State.SUCCEEDED, State.FAILED)
+    assert done.error is None, ranked.log[-3000:]
+    assert [each.outcome for each in done.attempts] == ["stalled", "stalled", "succeeded"], ranked.log[-3000:]
