@@ -118,6 +118,7 @@ def main() -> int:
     num_ranks = 1 if is_spread else int(os.environ.get("HONED_NUM_RANKS", "1"))
     if num_ranks > 1 or is_spread:
         make_shared(f"{attempt_dir}/ranks")
+    if is_spread:
         append(f"{attempt_dir}/ranks/orders", b"")
     if num_ranks > 1:
         os.environ.update(as_rank(0, num_ranks))
