@@ -1,7 +1,7 @@
 """Checks of a job for a Slurm cluster: its profile, and whether Slurm would take it.
 
 Slurm is asked with `sbatch --test-only`, which submits nothing. A clear refusal is the job's fault or the
-configuration's; no answer, and a refusal while nodes are down, say nothing about either.
+configuration's; no answer, and a lack of nodes that may be there later, say nothing about either.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from honed.run import slurm_client
-from honed.run.slurm_request import NO_SUCH_NODES, Request, is_lack_of_nodes, is_refusal, try_out
+from honed.run.slurm_request import NO_SUCH_NODES, Request, is_refusal, may_have_nodes, try_out
 from honed.spec.config import Config, SlurmConfig
 from honed.spec.spec import JobSpec
 from honed.system.error import ClusterRefusedError, EnvironmentInvalidError, NotPermittedError, SpecError
@@ -90,11 +90,6 @@ def ask(job_spec: JobSpec, config: Config, progress: Callable[[str], None] = lam
 
 def _answer(wanted: Request, slurm: SlurmConfig) -> tuple[str, bool]:
     """Return Slurm's objection, empty for none, and whether it holds for ever."""
-    words = ""
-    for _ in range(2):  # a node may have come back between the two questions
-        words = try_out(wanted, slurm)
-        if NO_SUCH_NODES not in words.lower():
-            return words, is_refusal(words)
-        if is_lack_of_nodes(wanted, slurm):
-            return words, False
-    return words, True
+    words = try_out(wanted, slurm)
+    is_lack = NO_SUCH_NODES in words.lower() and may_have_nodes(wanted, slurm)
+    return words, is_refusal(words) and not is_lack
