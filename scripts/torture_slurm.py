@@ -115,6 +115,7 @@ class Torture:
                 self.faults.append(fault)
             if time.monotonic() - told_at > 30:
                 told_at = time.monotonic()
+                self.cluster.mend()  # Slurm drains a node whose processes it could not kill in time
                 print(f"{self.made.total()} faults, {len(self.dropped)} jobs dropped", flush=True)
         return self.make_peace()
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
+import browser
 import pytest
 from harness import DEADLINE_SEC, Instance, wait_for
 from test_web import Web, drain, serving
@@ -178,6 +182,53 @@ def test_another_user_gets_nothing_with_a_stolen_link_or_cookie(instance: Instan
         assert told.startswith("403 False")
         assert "only for programs of the user who started honed-web" in told
         assert web.ask("/api/jobs/1", Cookie=cookie)[0] == 200
+
+
+class Elsewhere(http.server.BaseHTTPRequestHandler):
+    """A page at another port of 127.0.0.1, which notes the cookies that it gets."""
+
+    cookies: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.cookies.append(self.headers.get("Cookie", ""))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>elsewhere</title>")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")
+def test_a_browser_with_the_link_sees_live_pages_and_a_page_of_another_port_does_not(
+    instance: Instance, tmp_path: Path
+) -> None:
+    drain(instance)
+    with (
+        own(instance, "--no-open") as web,
+        browser.opened(tmp_path / "profile") as chromium,
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as elsewhere,
+    ):
+        threading.Thread(target=elsewhere.serve_forever, daemon=True).start()
+        chromium.ask("Page.navigate", url=f"{web.address}/login?token={web.token}")
+        here = "document.readyState + location.href"
+        wait_for(lambda: chromium.value(here) == f"complete{web.address}/", what="the list")
+        assert "succeed" in chromium.value("document.body.innerText")
+        told = "window.told = ''; new EventSource('/api/jobs/1/events').addEventListener('ended', () => told = 'ended')"
+        chromium.value(told)
+        wait_for(lambda: chromium.value("told") == "ended", what="the event of the job")
+
+        address = f"http://127.0.0.1:{elsewhere.server_address[1]}/"
+        chromium.visit(address, width=1280)
+        # A cookie knows no port: the page has it, but it is of no use there.
+        assert any(f"honed-{web.port}=" in each for each in Elsewhere.cookies)
+        for mode in ("no-cors", "cors"):
+            fetch = f"fetch('{web.address}/api/jobs/1', {{mode: '{mode}', credentials: 'include'}})"
+            chromium.value(f"window.told = ''; {fetch}.then(one => told = 'read ' + one.type, () => told = 'refused')")
+            wait_for(lambda: chromium.value("told"), what="an answer")
+            assert chromium.value("told") == "refused", mode
+        elsewhere.shutdown()
 
 
 def test_a_page_of_another_port_gets_nothing_with_the_owners_browser(instance: Instance) -> None:

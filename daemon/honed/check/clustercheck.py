@@ -7,6 +7,7 @@ configuration's; no answer, and a refusal while nodes are down, say nothing abou
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from honed.run import slurm_client
 from honed.run.slurm_request import NO_SUCH_NODES, Request, are_all_nodes_up, is_refusal, try_out
@@ -17,7 +18,7 @@ from honed.system.layout import Layout
 
 #: Seconds for which an answer holds: jobs of a sweep are alike, and a controller that is down is not asked by each.
 ANSWER_SEC = 60.0
-_answers: dict[tuple[str, ...], tuple[float, str]] = {}
+_answers: dict[tuple[str, ...], tuple[float, str, bool]] = {}
 
 
 def profile(job_spec: JobSpec, config: Config) -> SlurmConfig | None:
@@ -63,25 +64,37 @@ def require_user(layout: Layout, config: Config, uid: int) -> None:
         raise NotPermittedError(problem, hint="submit it as a user of the cluster")
 
 
-def ask(job_spec: JobSpec, config: Config) -> list[str]:
+def ask(job_spec: JobSpec, config: Config, progress: Callable[[str], None] = lambda _stage: None) -> list[str]:
     """Ask Slurm whether it would take a job; returns a warning if it has not answered. Raises ClusterRefusedError."""
     if (asked := profile(job_spec, config)) is None:
         return []
+    progress("cluster")
     resources = job_spec.resources
     num_gpus = resources.gpus if asked.gpu_bytes and job_spec.kind != "merge" else 0
     wanted = Request(resources.nodes, num_gpus, resources.profile, job_spec.time_limit_sec)
     key = tuple(wanted.options(config.slurm))
-    asked_at, words = _answers.get(key, (0.0, ""))
-    if not asked_at or time.monotonic() - asked_at > ANSWER_SEC:
-        words = try_out(wanted, config.slurm)
-        _answers[key] = (time.monotonic(), words)
-    if not words:
-        return []
-    is_down = NO_SUCH_NODES in words.lower() and not are_all_nodes_up(asked)
-    if is_refusal(words) and not is_down:
+    known = _answers.get(key)
+    if known is None or time.monotonic() - known[0] > ANSWER_SEC:
+        known = _answers[key] = (time.monotonic(), *_answer(wanted, config.slurm, asked))
+    _, words, is_final = known
+    if is_final:
         named = f"profile {resources.profile}" if resources.profile else "[slurm]"
         raise ClusterRefusedError(
             f"Slurm refuses the job: {words}", hint=f"correct resources in the job file, or {named} in honed.toml"
         )
-    said = "has no such nodes now, and some are down" if is_down else "did not answer"
+    if not words:
+        return []
+    said = "has no such nodes now, but some are down" if is_refusal(words) else "did not answer"
     return [f"resources: Slurm was asked whether it would take the job, and {said}: {words}"]
+
+
+def _answer(wanted: Request, slurm: SlurmConfig, asked: SlurmConfig) -> tuple[str, bool]:
+    """Return Slurm's objection, empty for none, and whether it holds for ever."""
+    words = ""
+    for _ in range(2):  # a node may have come back between the two questions
+        words = try_out(wanted, slurm)
+        if NO_SUCH_NODES not in words.lower():
+            return words, is_refusal(words)
+        if not are_all_nodes_up(asked):
+            return words, False
+    return words, True

@@ -313,12 +313,11 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     progress("disk")
     warnings += placecheck.check_apart(job_spec, output_dir, model)
     placecheck.check_room(job_spec, made, layout, output_dir)
-    progress("cluster")
     return Verdict(
         job_spec,
         made,
         output_dir,
-        [*made.warnings, *warnings, *(clustercheck.ask(job_spec, config) if asked.has_network else [])],
+        [*made.warnings, *warnings, *(clustercheck.ask(job_spec, config, progress) if asked.has_network else [])],
         adapter.path if adapter else None,
         commit=modelcheck.commit(job_spec, model),
         is_sampled=looked.is_sampled,

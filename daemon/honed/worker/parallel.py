@@ -210,11 +210,10 @@ class Ranks:
             while isinstance(found, Asked):
                 help_with(found.what)
                 found = self.broadcast(None)
-            made, problem = found
+            value, problem = found
             if problem is not None:
                 raise problem
-            result: T = made
-            return result
+            return value
         try:
             value = act()
         except HonedError as error:

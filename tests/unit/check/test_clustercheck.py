@@ -90,6 +90,8 @@ def test_a_lack_of_nodes_is_no_refusal_while_some_are_down(sbatch: Path) -> None
     sinfo.chmod(0o755)
     (warning,) = clustercheck.ask(job(nodes=2), cluster())
     assert "some are down" in warning
+    assert clustercheck.ask(job(nodes=2), cluster()) == [warning]
+    clustercheck._answers.clear()
     sinfo.write_text("#!/bin/sh\nprintf 'idle\\nallocated\\n'\n")
     with pytest.raises(ClusterRefusedError):
         clustercheck.ask(job(nodes=2), cluster())

@@ -298,7 +298,7 @@ VALUES: list[tuple[str, Any, dict[str, Any] | None, str]] = [
     ("gres", "gpu:h100:1", {"resources.gpus": 1}, ""),
     ("gres", "gpu:8", {"resources.gpus": 8}, ""),
     ("mem", "64G", {}, "memory and CPU limits"),
-    ("partition", "a100", {}, "one machine"),
+    ("partition", "a100", {}, "resources.profile"),
     ("mail-user", "a@example.org", {"notify.mail": "a@example.org"}, ""),
     ("dependency", "afterok:12:13", {"depends_on": ["12", "13"]}, ""),
     ("dependency", "afterany:12", None, "waits for jobs that succeed"),

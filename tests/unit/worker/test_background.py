@@ -44,8 +44,11 @@ print(json.dumps(found))
 def followed(user: str) -> list[list[int]]:
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, user],
-        check=True, capture_output=True, text=True, start_new_session=True,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
     return list(json.loads(found.stdout))
 
 
