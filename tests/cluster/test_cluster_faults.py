@@ -13,12 +13,11 @@ from nodes import why_not
 SCRIPT = Path(__file__).parents[2] / "scripts/torture_slurm.py"
 
 
-@pytest.mark.timeout(3_000)
-def test_no_job_is_lost_or_done_twice_whatever_fails(tmp_path: Path, is_whole: bool) -> None:
+@pytest.mark.timeout(900)
+def test_no_job_is_lost_or_done_twice_whatever_fails(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
-    number = 60 if is_whole else 6
-    command = [sys.executable, str(SCRIPT), "--faults", str(number), "--seed", "5", "--keep", str(tmp_path / "it")]
+    command = [sys.executable, str(SCRIPT), "--faults", "6", "--seed", "5", "--keep", str(tmp_path / "it")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     print(ended.stdout)

@@ -59,7 +59,9 @@ def require_user(layout: Layout, config: Config, uid: int) -> None:
     if config.jobs.runner != "slurm" or not layout.is_of_system:
         return
     if problem := slurm_client.why_not(layout):
-        raise EnvironmentInvalidError(problem, hint="an administrator enables it: systemctl enable --now honed-slurm.socket")
+        raise EnvironmentInvalidError(
+            problem, hint="an administrator enables it: systemctl enable --now honed-slurm.socket"
+        )
     if problem := slurm_client.why_not_as(uid):
         raise NotPermittedError(problem, hint="submit it as a user of the cluster")
 
