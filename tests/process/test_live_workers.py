@@ -39,6 +39,11 @@ def start_slow(instance: Instance, name: str) -> tuple[Job, int]:
     return job, worker_pid(instance.layout.job(job.id))
 
 
+def let_end(instance: Instance) -> None:
+    """Let the job `until-40` take its last step: until then its worker lives, however slow the machine is."""
+    (instance.layout.job(1).dir / "go").touch()
+
+
 def worker_pid(files: JobLayout) -> int:
     return int(json.loads((files.attempt(1).dir / "lock").read_text())["worker_pid"])
 
@@ -89,13 +94,13 @@ def its_plan(_instance: Instance, files: JobLayout) -> None:
 
 @pytest.mark.parametrize(
     ("more", "name"),
-    [(entry_alone, "slow-100"), (its_copy, "slow-100"), (its_plan, "job-1")],
+    [(entry_alone, "until-40"), (its_copy, "until-40"), (its_plan, "job-1")],
     ids=["entry", "copy", "plan"],
 )
 def test_a_worker_whose_entry_is_damaged_is_followed_on_its_device_to_its_end(
     instance: Instance, more: Callable[[Instance, JobLayout], None], name: str
 ) -> None:
-    job, pid = start_slow(instance, "slow-100")
+    job, pid = start_slow(instance, "until-40")
     files = instance.layout.job(job.id)
     instance.kill(signal.SIGKILL)
     cut(instance.layout.spool_dir / "running/1.json")
@@ -111,6 +116,7 @@ def test_a_worker_whose_entry_is_damaged_is_followed_on_its_device_to_its_end(
     assert rebuilt.attempt.device == "cpu"
     assert degraded(instance)
     assert (instance.layout.spool_dir / "corrupt/1.running.json.reason").exists()
+    let_end(instance)
     done = instance.wait_state(name, State.SUCCEEDED)
     assert [attempt.outcome for attempt in done.attempts] == ["succeeded"]
     other = instance.wait_state("succeed.other", State.SUCCEEDED)
@@ -132,7 +138,7 @@ def test_it_can_be_cancelled_and_the_way_out_is_told(instance: Instance) -> None
 
 def test_one_that_waits_and_whose_worker_lives_is_not_started_a_second_time(instance: Instance) -> None:
     """As a backup of the spool that was put back, or a person's hand, leaves it."""
-    _job, pid = start_slow(instance, "slow-100")
+    _job, pid = start_slow(instance, "until-40")
     instance.kill(signal.SIGKILL)
     running = instance.layout.spool_dir / "running/1.json"
     entry = json.loads(running.read_text())
@@ -141,20 +147,22 @@ def test_one_that_waits_and_whose_worker_lives_is_not_started_a_second_time(inst
     instance.start()
     assert len(workers(instance)) == 1
     assert is_alive(pid)
-    done = instance.wait_state("slow-100", State.SUCCEEDED)
+    let_end(instance)
+    done = instance.wait_state("until-40", State.SUCCEEDED)
     assert [attempt.number for attempt in done.attempts] == [1]
 
 
 def test_a_damaged_entry_of_a_job_that_waits_costs_no_other_and_says_how_to_submit_it_again(
     instance: Instance,
 ) -> None:
-    start_slow(instance, "slow-100")
+    start_slow(instance, "until-40")
     instance.drop("succeed.waits")
     instance.wait_state("succeed.waits", State.QUEUED)
     instance.kill(signal.SIGKILL)
     cut(instance.layout.spool_dir / "queued/2.json")
     instance.start()
-    instance.wait_state("slow-100", State.SUCCEEDED)
+    let_end(instance)
+    instance.wait_state("until-40", State.SUCCEEDED)
     corrupt = instance.layout.spool_dir / "corrupt"
     assert degraded(instance)
     reason = (corrupt / "2.queued.json.reason").read_text()
@@ -171,7 +179,7 @@ def test_whoever_waits_for_honed_to_be_ready_reads_that_it_is_degraded(instance:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
         told.bind(str(instance.root / "notify"))
         told.settimeout(60)
-        start_slow(instance, "slow-100")
+        start_slow(instance, "until-40")
         instance.kill(signal.SIGKILL)
         cut(instance.layout.spool_dir / "running/1.json")
         instance.environment["NOTIFY_SOCKET"] = str(instance.root / "notify")

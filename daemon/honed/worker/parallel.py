@@ -224,8 +224,9 @@ class Ranks:
                 help_with(found.what)
                 found = self.broadcast(None)
             match found:
-                case (value, None):
-                    return value
+                case (made, None):
+                    result: T = made
+                    return result
                 case (None, Exception() as problem):
                     raise problem
             raise message.refusal("rank 0", "it is not the result of what the other ranks wait for")
