@@ -140,7 +140,7 @@ def exit_of(record: Mapping[str, Any] | None) -> Exit:
 
 
 def _ended(record: Mapping[str, Any]) -> Moment | None:
-    wall, monotonic, boot = _seconds(record, "ended_at"), _seconds(record, "ended_monotonic"), record.get("boot_id")
+    wall, monotonic, boot = seconds(record, "ended_at"), seconds(record, "ended_monotonic"), record.get("boot_id")
     if wall is None:
         return None
     if monotonic is None or not isinstance(boot, str):
@@ -148,9 +148,10 @@ def _ended(record: Mapping[str, Any]) -> Moment | None:
     return Moment(wall, monotonic, boot)
 
 
-def _seconds(record: Mapping[str, Any], key: str) -> float | None:
+def seconds(record: Mapping[str, Any], key: str) -> float | None:
+    """Return a number of seconds of a record that its worker's user could have written; None if it is none."""
     value = record.get(key)
-    return value if isinstance(value, int | float) and 0 <= value <= MAX_TIME else None
+    return value if isinstance(value, int | float) and value is not True and 0 <= value <= MAX_TIME else None
 
 
 def _ended_in_shutdown(record: Mapping[str, Any]) -> bool:

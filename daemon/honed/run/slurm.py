@@ -18,6 +18,7 @@ instance never does: it asks the helper, which runs them as the job's submitter 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -40,6 +41,7 @@ from honed.run.runner import (
     exit_of,
     read_exit_record,
     read_lock_record,
+    seconds,
 )
 from honed.run.slurm_batch import Handed
 from honed.run.slurm_client import Client
@@ -57,6 +59,10 @@ log = logging.getLogger(__name__)
 GONE_SEC = 10.0
 #: Seconds before a job that Slurm does not know is submitted again, for the first time and at most.
 AGAIN_SEC, MAX_AGAIN_SEC = 10.0, 300.0
+#: Seconds before a command that ends a job is sent once more, if it was not carried out.
+ASK_SEC = 2.0
+#: Seconds after which a job that Slurm calls over, or that was told to end, ends whoever holds its lock.
+LOCK_SEC = 300.0
 #: Refusals in a row that end a start: a controller that has just begun may not know its nodes.
 NUM_REFUSALS = 2
 #: The time that is left to a worker, and its profile, in what is handed to the runner as its environment.
@@ -81,6 +87,9 @@ class _Job:
     gone_at: float | None = None  #: since when Slurm says that it is over, or knows nothing of it
     asked: list[list[str]] = field(default_factory=list)  #: the commands that end it
     is_asked: bool = False
+    asking: Backoff = field(default_factory=lambda: Backoff(ASK_SEC, MAX_AGAIN_SEC))
+    ask_at: float = 0.0  #: not before, once more
+    began_at: float | None = None
 
 
 class SlurmRunner:
@@ -98,12 +107,14 @@ class SlurmRunner:
     ) -> None:
         self._layout = layout
         self._config = config
-        self._command = list(command or [sys.executable, "-m", "honed.worker"])
+        self._command = list(command or [sys.executable, "-P", "-m", "honed.worker"])
         self._clock = clock
         self._prefix = f"honed-{_instance(layout)}-"
         #: Jobs of the shared instance run as their submitters, by the helper.
         self._is_shared = layout.is_of_system
-        self._desk = Desk(self._prefix, Client().ask if self._is_shared else run_here, clock=clock)
+        self._desk = Desk(
+            self._prefix, Client().ask if self._is_shared else run_here, is_shared=self._is_shared, clock=clock
+        )
         self._jobs: dict[int, _Job] = {}
 
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
@@ -163,11 +174,12 @@ class SlurmRunner:
             handed = read(files)
         except (OSError, ValueError):
             handed = None
-        if handed is None or (handed.number, handed.start) != (number, start):
+        name = f"{self._prefix}{job_id}-{number}-{start}"
+        if handed is None or (handed.number, handed.start, handed.name) != (number, start, name):
             attempt = files.attempt(number)
             if not read_lock_record(attempt, start) and read_exit_record(attempt, start) is None:
                 return False  # an intent is durable before it is handed over
-            handed = Handed(number, start, f"{self._prefix}{job_id}-{number}-{start}", "cpu")
+            handed = Handed(number, start, name, "cpu")
             handed.write(files)
         try:
             command = self._submission(job_id, handed)
@@ -185,7 +197,8 @@ class SlurmRunner:
         return [each for each in found if each is not None]
 
     def _live(self, name: str) -> Live | None:
-        """Return the worker of a Slurm job; None if its end is recorded."""
+        """Return the worker of a Slurm job; None if its end is recorded, or if it is not honed that has submitted it:
+        a submitter can give their own jobs any name."""
         try:
             job_id, number, start = map(int, name.removeprefix(self._prefix).split("-"))
         except ValueError:
@@ -193,10 +206,12 @@ class SlurmRunner:
         files = self._layout.job(job_id)
         if not files.dir.is_dir() or read_exit_record(files.attempt(number), start) is not None:
             return None
-        device = None
+        handed = None
         with contextlib.suppress(OSError, ValueError):
-            device = read(files).device
-        return Live(job_id, (number, start), device)
+            handed = read(files)
+        if self._is_shared and (handed is None or handed.name != name):  # an intent is durable before any submission
+            return None
+        return Live(job_id, (number, start), handed.device if handed is not None else None)
 
     def is_supervised(self, job_id: int) -> bool:  # noqa: ARG002
         return False
@@ -206,8 +221,10 @@ class SlurmRunner:
 
     def began(self, job_id: int) -> Moment | None:
         job = self._jobs[job_id]
-        at = read_lock_record(job.attempt, job.handed.start).get("started_at")
-        return Moment(float(at)) if isinstance(at, int | float) else None
+        at = seconds(read_lock_record(job.attempt, job.handed.start), "started_at")
+        if at is not None:  # its submitter can write it: it is never later than it was once, and never to come
+            job.began_at = min(at, time.time(), job.began_at or at)
+        return Moment(job.began_at) if job.began_at is not None else None
 
     def is_machine_going_down(self) -> bool:
         return False
@@ -235,7 +252,7 @@ class SlurmRunner:
         """Hand over the commands that end a job, once nothing of it is under way."""
         if job.asked and self._desk.answer(job.handed.name) is not None:
             self._desk.run(job.handed.name, job.asked, environment=environment())
-            job.asked = []
+            job.asked, job.ask_at = [], self._clock() + job.asking.next_sec()
 
     def poll(self, job_id: int) -> Exit | None:
         job = self._jobs[job_id]
@@ -250,7 +267,10 @@ class SlurmRunner:
         if answer is None:
             return None
         if answer.commands and answer.commands[0] != job.argv and answer.fault and not job.asked:
-            job.asked = answer.commands  # not heard, perhaps: once more
+            if self._clock() >= job.ask_at:
+                job.asked = answer.commands  # not heard, perhaps: once more
+        elif not job.handed.slurm_id and (number := answer.said.partition(";")[0].strip()).isdecimal():
+            self._note(job_id, Seen(number, "", "", ""))
         self._send(job)
         snapshot = self._desk.snapshot
         if snapshot is None or snapshot.began < max(job.submitted_at, answer.at):
@@ -278,7 +298,9 @@ class SlurmRunner:
             return self._again(job_id, job, fault, "cancelled" if is_withdrawn else "does not know")
         if not is_lost and snapshot.began - job.gone_at < GONE_SEC:
             return None
-        if (record := _settle(job, seen, is_lost=is_lost)) is None:
+        # A submitter can hold the lock for ever, without a worker.
+        is_over = snapshot.began - job.gone_at >= LOCK_SEC and (bool(seen) or job.is_asked)
+        if (record := _settle(job, seen, is_lost=is_lost, waits=not (is_lost or is_over))) is None:
             return None
         return self._ended(job_id, record)
 
@@ -334,14 +356,16 @@ def _is_explained(job: _Job, now: float, snapshot: Snapshot | None) -> bool:
     return all(each.is_over or each.reason == NODE_DOWN for each in snapshot.jobs.get(job.handed.name, ()))
 
 
-def _settle(job: _Job, seen: Sequence[Seen], *, is_lost: bool, refusal: str = "") -> dict[str, Any] | None:
+def _settle(
+    job: _Job, seen: Sequence[Seen], *, is_lost: bool, waits: bool = True, refusal: str = ""
+) -> dict[str, Any] | None:
     """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
     on a lost node puts nothing into place. None if the worker lives, as far as its lock shows."""
     with contextlib.ExitStack() as stack:
         try:
             fd = untrusted.open_plain(job.attempt.dir / "lock", flags=os.O_CREAT | os.O_RDWR, mode=0o664)
             stack.callback(os.close, fd)
-            if not is_lost:
+            if waits:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
@@ -364,8 +388,14 @@ def _settle(job: _Job, seen: Sequence[Seen], *, is_lost: bool, refusal: str = ""
 
 
 def read(job: JobLayout) -> Handed:
-    """Read start.json. Raises ValueError or OSError if there is none of Slurm's."""
-    return slurm_batch.parse(job.start_path.read_bytes())
+    """Read start.json. Raises ValueError or OSError if there is none of Slurm's, or if it is not honed's own: the
+    submitter may write into the directory."""
+    fd = untrusted.open_plain(job.start_path, num_names=2)
+    with os.fdopen(fd, "rb") as file:
+        info = os.fstat(fd)
+        if info.st_uid != os.geteuid() or info.st_nlink != 1:
+            raise PermissionError(errno.EPERM, "not a file of honed's own", str(job.start_path))
+        return slurm_batch.parse(file.read(untrusted.MAX_BYTES))
 
 
 def _tag(job_id: int, handed: Handed) -> str:

@@ -6,12 +6,14 @@ and so does the helper of the shared one (slurm_helper.py), which takes only the
 
 from __future__ import annotations
 
-import json
 import re
+import secrets
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from pydantic import ConfigDict, TypeAdapter
 
 from honed.run.process import SHIM
 from honed.run.slurm_request import Request, srun
@@ -21,8 +23,11 @@ from honed.system.layout import JobLayout
 
 #: The name of a start: honed-INSTANCE-JOB-ATTEMPT-START.
 NAME = re.compile(r"honed-([0-9a-f]{8})-([1-9][0-9]{0,17})-([1-9][0-9]{0,8})-([1-9][0-9]{0,8})")
-#: Lists jobs, one a line: number, state, nodes, user, name, reason of waiting.
-LISTING = ("squeue", "--noheader", "--states=all", "--format=%A|%T|%N|%U|%j|%r")
+#: What a list of jobs says of each: number, state, nodes, user, reason of waiting, and last its name, which anybody
+#: chooses.
+_LISTED = re.compile(
+    r"([0-9]{1,18})\|([A-Z_]{1,30})\|([^|\s]{0,4000})\|([0-9]{1,10})\|([^|\n]{0,500})\|([^|\n]{1,200})"
+)
 #: The ways to end a job or its worker, as options of scancel. A signal reaches the batch step, which is the shim.
 ENDS = {
     "withdraw": ("--state=PENDING",),
@@ -34,8 +39,34 @@ ENDS = {
 
 
 @dataclass(frozen=True)
+class Listed:
+    """A job, as Slurm lists it."""
+
+    slurm_id: str
+    state: str
+    nodes: str
+    uid: int
+    reason: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Listed | None:
+        """Parse a list's entry; None for one that is not a job of ours."""
+        found = _LISTED.fullmatch(text)
+        if found is None or NAME.fullmatch(found[6]) is None:
+            return None
+        slurm_id, state, nodes, uid, reason, name = found.groups()
+        return cls(slurm_id, state, nodes, int(uid), "".join(c if c.isprintable() else " " for c in reason), name)
+
+    def __str__(self) -> str:
+        return f"{self.slurm_id}|{self.state}|{self.nodes}|{self.uid}|{self.reason}|{self.name}"
+
+
+@dataclass(frozen=True)
 class Handed:
     """The content of start.json: a start that was handed to Slurm, or is about to be."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     number: int
     start: int
@@ -56,15 +87,31 @@ class Handed:
         durable.write_json(job.start_path, self.__dict__, mode=0o644)
 
 
+_START: TypeAdapter[Handed] = TypeAdapter(Handed)
+
+
 def parse(data: bytes) -> Handed:
     """Parse start.json. Raises ValueError if it is none of Slurm's."""
-    raw = json.loads(data)
     try:
-        if not isinstance(raw["name"], str):
-            raise ValueError("start.json: the name is not a text")
-        return Handed(**raw)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not a start file of a Slurm job: {error!r}") from error
+        return _START.validate_json(data, strict=True)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a start file of a Slurm job: {str(error)[:200]}") from error
+
+
+def listing(mark: str, *options: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command that lists jobs, and its environment. Each job begins with `mark`, which nobody can know: a
+    job's name may have line ends, and would pass for another job."""
+    return ["squeue", "--noheader", "--states=all", *options], {"SQUEUE_FORMAT": f"{mark}%A|%T|%N|%U|%r|%j"}
+
+
+def listed(text: str, mark: str) -> list[Listed]:
+    """Parse the output of `listing`."""
+    found = (Listed.parse(part.removesuffix("\n")) for part in text.split(mark)[1:])
+    return [each for each in found if each is not None]
+
+
+def new_mark() -> str:
+    return secrets.token_hex(16)
 
 
 def submission(job: JobLayout, handed: Handed, config: SlurmConfig) -> list[str]:

@@ -88,6 +88,7 @@ def why_not(layout: Layout, path: Path = SOCKET_PATH) -> str:
 
 def why_not_as(uid: int) -> str:
     """Return why jobs of a user cannot run on the cluster; empty if they can."""
-    if not access.is_person(uid):
+    ours = {person.uid for name in (access.DAEMON_USER, access.WORKERS_USER) if (person := access.person(name))}
+    if not access.is_person(uid) or uid in ours:
         return f"jobs run as their submitters on the cluster, and those of {access.user_name(uid)} may not"
     return ""

@@ -12,10 +12,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from honed.run import slurm_batch
+from honed.run.slurm_batch import Listed
 from honed.run.slurm_request import run
 
 log = logging.getLogger(__name__)
@@ -64,13 +65,18 @@ class Answer:
     commands: list[list[str]] = field(default_factory=list)
     fault: str = ""
     at: float = 0.0
+    said: str = ""  #: by sbatch: the job's number
 
 
 class Desk:
-    """The commands of one instance, which `run` carries out. `clock` is monotonic seconds."""
+    """The commands of one instance, which `run` carries out, or has the helper carry out (`is_shared`). `clock` is
+    monotonic seconds."""
 
-    def __init__(self, prefix: str, run: Run, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, prefix: str, run: Run, *, is_shared: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._prefix = prefix
+        self._is_shared = is_shared
         self._run = run
         self._clock = clock
         self._waiting: queue.SimpleQueue[tuple[str, list[list[str]], Mapping[str, str]]] = queue.SimpleQueue()
@@ -96,31 +102,32 @@ class Desk:
     def _work(self) -> None:
         while True:
             name, commands, environment = self._waiting.get()
-            faults = [fault for each in commands if (fault := self._run(each, environment)[1])]
-            self._answers[name] = Answer(commands, "; ".join(faults), self._clock())
+            told = [self._run(each, environment) for each in commands]
+            faults = [fault for _, fault in told if fault]
+            self._answers[name] = Answer(commands, "; ".join(faults), self._clock(), "".join(said for said, _ in told))
 
     def _list(self) -> None:
-        is_own = self._run is run_here
-        command = [*slurm_batch.LISTING, f"--user={os.geteuid()}"] if is_own else ["list"]
         while True:
-            began = self._clock()
-            text, fault = self._run(command, os.environ)
+            began, mark = self._clock(), slurm_batch.new_mark()
+            command, variables = slurm_batch.listing(mark, f"--user={os.geteuid()}")
+            if self._is_shared:
+                command = ["list"]
+            text, fault = self._run(command, {**os.environ, **variables})
             if fault != self.fault:
                 self.fault = fault
                 log.log(
                     logging.WARNING if fault else logging.INFO, "Slurm %s", f"fails: {fault}" if fault else "answers"
                 )
             if not fault:
-                self.snapshot = Snapshot(began, self._parsed(text))
-            time.sleep(LIST_INTERVAL_SEC if is_own else SHARED_INTERVAL_SEC)
+                jobs = map(Listed.parse, text.split("\n")) if self._is_shared else slurm_batch.listed(text, mark)
+                self.snapshot = Snapshot(began, self._by_name(jobs))
+            time.sleep(SHARED_INTERVAL_SEC if self._is_shared else LIST_INTERVAL_SEC)
 
-    def _parsed(self, text: str) -> dict[str, tuple[Seen, ...]]:
+    def _by_name(self, jobs: Iterable[Listed | None]) -> dict[str, tuple[Seen, ...]]:
         found: dict[str, tuple[Seen, ...]] = {}
-        for line in text.splitlines():
-            fields = line.split("|", 5)
-            if len(fields) == 6 and fields[4].startswith(self._prefix):
-                slurm_id, state, nodes, _uid, name, reason = fields
-                found[name] = (*found.get(name, ()), Seen(slurm_id, state, reason, nodes))
+        for each in jobs:
+            if each is not None and each.name.startswith(self._prefix):
+                found[each.name] = (*found.get(each.name, ()), Seen(each.slurm_id, each.state, each.reason, each.nodes))
         return found
 
 

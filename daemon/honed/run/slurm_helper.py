@@ -43,12 +43,16 @@ from honed.system.access import Person
 from honed.system.error import HonedError
 from honed.system.layout import JobLayout, Layout
 
+#: Seconds for the directory of an attempt.
+MKDIR_SEC = 5.0
 #: Bytes of a request.
 MAX_REQUEST_BYTES = 256
 #: JOB-ATTEMPT-START.
 _START = re.compile(r"([1-9][0-9]{0,17})-([0-9]{1,9})-([0-9]{1,9})")
 #: What the daemon may put into a worker's environment.
-_VARIABLE = re.compile(r"HONED_[A-Z_]+|HF_[A-Z_]+|CUDA_VISIBLE_DEVICES|TOKENIZERS_PARALLELISM|PYTHONUNBUFFERED")
+_VARIABLE = re.compile(
+    r"HONED_[A-Z_]+|HF_HOME|HF_HUB_OFFLINE|CUDA_VISIBLE_DEVICES|TOKENIZERS_PARALLELISM|PYTHONUNBUFFERED"
+)
 _UCRED = struct.Struct("3i")
 
 
@@ -79,8 +83,9 @@ class Helper:
             case ["submit", start, *profile] if len(profile) <= 1:
                 return self._submit(self._find(start), "".join(profile))
             case [verb, start] if verb in slurm_batch.ENDS:
-                found = self._find(start)
-                return _run(slurm_batch.ending(verb, found.handed.name, found.who.uid), found.who)
+                # Without start.json, which the submitter can remove.
+                who = self._submitter(*self._numbers(start)[:1])
+                return _run(slurm_batch.ending(verb, f"honed-{self._instance()}-{start}", who.uid), who)
         raise RefusedError("not a request")
 
     def _submit(self, start: _Start, profile: str) -> tuple[str, str]:
@@ -93,27 +98,26 @@ class Helper:
             script = slurm_batch.script(job, handed, self._worker)
         except (TypeError, AttributeError, KeyError) as error:
             raise RefusedError(f"{job.start_path}: {error}") from error
-        made = _run(["mkdir", "-p", "--", str(job.attempt(handed.number).dir)], start.who)
+        # Both end before the daemon gives the answer up.
+        made = _run(["mkdir", "-p", "--", str(job.attempt(handed.number).dir)], start.who, timeout_sec=MKDIR_SEC)
         return made if made[1] else _run(command, start.who, stdin=script)
 
     def _list(self) -> tuple[str, str]:
         """List the jobs that bear a job's name and are its submitter's: anybody can name theirs so."""
         # As root: a cluster may hide the jobs of other users from everybody else (PrivateData=).
-        told, fault = run_here(slurm_batch.LISTING, _environment())
+        mark = slurm_batch.new_mark()
+        command, variables = slurm_batch.listing(mark)
+        told, fault = run_here(command, {**_environment(), **variables})
         owners: dict[int, int | None] = {}
-        lines = []
-        for line in told.splitlines():
-            fields = line.split("|")
-            named = slurm_batch.NAME.fullmatch(fields[4]) if len(fields) > 4 else None
-            if named is None:
-                continue
-            job_id = int(named[2])
+        found = []
+        for each in slurm_batch.listed(told, mark):
+            job_id = int(each.name.split("-")[2])
             if job_id not in owners:
                 with self._as_daemon():
                     owners[job_id] = access.job_user(self._layout.job(job_id).dir)
-            if fields[3] == str(owners[job_id]):
-                lines.append(line)
-        return "\n".join(lines), fault
+            if each.uid == owners[job_id]:
+                found.append(str(each))
+        return "\n".join(found), fault
 
     def _options(self, profile: str) -> SlurmConfig:
         """Return the administrator's options, which have this profile. Raises RefusedError unless they are root's
@@ -134,28 +138,46 @@ class Helper:
     # -- the start ----------------------------------------------------------------------------------------------------
 
     def _find(self, tag: str) -> _Start:
+        job_id, number, start = self._numbers(tag)
+        who, job = self._submitter(job_id), self._layout.job(job_id)
+        try:
+            with self._as_daemon():
+                handed = slurm_batch.parse(self._read(job.start_path))
+        except (OSError, ValueError) as error:
+            raise RefusedError(f"job {job_id}: {error}") from error
+        if (handed.number, handed.start, handed.name) != (number, start, f"honed-{self._instance()}-{tag}"):
+            raise RefusedError(f"{job.start_path}: not this start's")
+        return _Start(job, handed, who)
+
+    def _numbers(self, tag: str) -> tuple[int, int, int]:
         if (found := _START.fullmatch(tag)) is None:
             raise RefusedError("not the number of a start")
         job_id, number, start = map(int, found.groups())
-        job = self._layout.job(job_id)
+        return job_id, number, start
+
+    def _instance(self) -> str:
+        try:
+            with self._as_daemon():
+                return self._read(self._layout.state_dir / "slurm-instance").decode("ascii").strip()
+        except (OSError, ValueError) as error:
+            raise RefusedError(f"the instance's name in Slurm: {error}") from error
+
+    def _submitter(self, job_id: int) -> Person:
+        """Return a running job's submitter. Raises RefusedError."""
         try:
             with self._as_daemon():
                 entry_path = Entries(self._layout.spool_dir).path(job_id, State.RUNNING)
                 entry = Job.from_json(self._read(entry_path), State.RUNNING)
-                handed = slurm_batch.parse(self._read(job.start_path))
-                uid = self._user(job)
+                uid = self._user(self._layout.job(job_id))
         except (OSError, ValueError) as error:
             raise RefusedError(f"job {job_id}: {error}") from error
-        named = slurm_batch.NAME.fullmatch(handed.name)
-        if (handed.number, handed.start) != (number, start) or named is None or named.group(2, 3, 4) != found.groups():
-            raise RefusedError(f"{job.start_path}: not this start's")
         if why := slurm_client.why_not_as(entry.uid):
             raise RefusedError(f"job {job_id}: {why}")
         if entry.id != job_id or entry.uid != uid:
             raise RefusedError(f"job {job_id}: its entry and its directory do not name the same submitter")
         if not access.is_known(uid) or (who := access.person(uid)) is None:
             raise RefusedError(f"job {job_id}: its submitter, user {uid}, is not known to this machine")
-        return _Start(job, handed, who)
+        return who
 
     def _user(self, job: JobLayout) -> int | None:
         """Return the user whom a job's directory lets write."""
@@ -187,13 +209,13 @@ class Helper:
             os.setgroups([])
 
 
-def _run(command: Sequence[str], who: Person, *, stdin: str = "") -> tuple[str, str]:
+def _run(command: Sequence[str], who: Person, *, stdin: str = "", timeout_sec: float = COMMAND_SEC) -> tuple[str, str]:
     """Run a command as a user, with all their groups and no environment of ours."""
     found = pwd.getpwuid(who.uid)
     own: dict[str, Any] = {"user": who.uid, "group": found.pw_gid, "extra_groups": sorted(who.gids)}
     variables = {"HOME": found.pw_dir, "USER": found.pw_name, "LOGNAME": found.pw_name, "SHELL": found.pw_shell}
     environment = {**_environment(), **variables}
-    return run(command, environment, timeout_sec=COMMAND_SEC, stdin=stdin, umask=0o007, cwd="/", **own)
+    return run(command, environment, timeout_sec=timeout_sec, stdin=stdin, umask=0o007, cwd="/", **own)
 
 
 def _environment() -> dict[str, str]:
@@ -248,7 +270,7 @@ def _tell(line: Any, output: str, fault: str) -> None:
 
 def main() -> int:
     """Run the `honed-slurm` command, with its connection as standard input."""
-    worker = [sys.executable, "-m", "honed.worker"]
+    worker = [sys.executable, "-P", "-m", "honed.worker"]  # not from the job's directory
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         return serve(socket.socket(fileno=os.dup(0)), Layout(Path("/")), worker=worker)
     return 0

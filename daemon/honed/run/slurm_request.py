@@ -6,6 +6,7 @@ what no waiting changes counts as one; all else (a controller that is down, a li
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from honed.spec.config import SlurmConfig
 SLACK_SEC = 300.0
 #: Seconds for one question whether Slurm would take a job.
 TRY_SEC = 10.0
+#: Seconds that a killed command has to end.
+KILL_SEC = 1.0
 #: Parts of refusals, in lower case.
 REFUSALS = (
     *("invalid partition", "invalid account", "invalid qos", "invalid feature specification", "invalid wckey"),
@@ -93,21 +96,26 @@ def run(
     """Run a command; `who` is the user, as subprocess.run takes one. Returns its output, and its fault, empty if there
     was none."""
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             env=variables,
-            timeout=timeout_sec,
-            input=stdin,
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            check=False,
             **who,
         )
-    except subprocess.TimeoutExpired:
-        return "", f"{command[0]} did not end within {timeout_sec:.0f} s"
     except OSError as error:
         return "", f"{command[0]}: {error.strerror}"
-    if done.returncode == 0:
-        return done.stdout, ""
-    return "", " ".join(done.stderr.split())[:300] or f"{command[0]} ended with status {done.returncode}"
+    try:
+        output, words = process.communicate(stdin, timeout=timeout_sec)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        # One that hangs in a file system does not end then either, and is left.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_SEC)
+        return "", f"{command[0]} did not end within {timeout_sec:.0f} s"
+    if process.returncode == 0:
+        return output, ""
+    return "", " ".join(words.split())[:300] or f"{command[0]} ended with status {process.returncode}"

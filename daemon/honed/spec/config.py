@@ -112,6 +112,7 @@ _SLURM_OWN = {
     *("signal", "comment", "kill-on-invalid-dep", "gpus", "gpus-per-node", "gpus-per-task", "gres", "begin", "hold"),
     *("ntasks-per-gpu", "ntasks-per-core", "ntasks-per-socket", "no-kill", "quiet", "verbose", "version", "help"),
     *("usage", "input", "get-user-env", "export-file", "clusters", "deadline", "time-min", "batch", "immediate"),
+    *("container", "container-id", "nodefile", "gpus-per-socket", "tres-per-task", "reboot"),
 }
 
 
@@ -125,7 +126,9 @@ def _slurm_option(value: str) -> str:
         raise ValueError("write an option of sbatch as --name or --name=value")
     if found[1] in _SLURM_OWN:
         raise ValueError(f"--{found[1]} is honed's own")
-    if other := next((key for key in _SLURM_KEYS if found[1] == key), None):
+    if own := min((each for each in _SLURM_OWN if each.startswith(found[1])), default=None):
+        raise ValueError(f"--{found[1]}: sbatch may take it for --{own}, which is honed's own")
+    if other := next((key for key in _SLURM_KEYS if key.startswith(found[1])), None):
         raise ValueError(f"--{found[1]} has a key of its own: {other}")
     return value
 

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from honed.job import fence
-from honed.run import slurm_request
+from honed.run import slurm, slurm_batch, slurm_request
 from honed.run.choice import why_no_slurm
+from honed.run.runner import read_lock_record, seconds
+from honed.run.slurm_batch import Handed, Listed
 from honed.spec import config
 from honed.system.error import InterruptedRunError, SpecError
-from honed.system.layout import Layout
+from honed.system.layout import AttemptLayout, JobLayout, Layout
 
 
 def test_the_shared_instance_runs_no_jobs_on_a_cluster() -> None:
     assert "one user's own" in why_no_slurm(Layout(Path("/")))
 
 
-@pytest.mark.parametrize("option", ["--requeue", "--job-name=x", "-p main", "--mem=1G\n--requeue", "mem=1G"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--requeue",
+        "--job-name=x",
+        "-p main",
+        "--mem=1G\n--requeue",
+        "mem=1G",
+        "--requ",
+        "--arra=0-3",
+        "--part=x",
+        "--container=c",
+    ],
+)
 def test_an_option_that_is_honeds_own_is_refused(tmp_path: Path, option: str) -> None:
     layout = Layout(tmp_path)
     layout.config_path.parent.mkdir(parents=True)
@@ -83,3 +100,78 @@ def test_one_profile_is_the_default_and_each_has_honeds_options_for_itself(tmp_p
 )
 def test_only_what_no_waiting_changes_is_a_refusal(words: str, is_for_ever: bool) -> None:
     assert slurm_request.is_refusal(words) is is_for_ever
+
+
+MARK = "5f" * 16
+
+
+@pytest.mark.parametrize("end", ["\n", "\v", "\x1c", "\x85", "\u2028"])
+def test_no_name_of_a_job_passes_for_another_job(end: str) -> None:
+    forged = f"x{end}901|RUNNING|node1|1001|None|honed-0123abcd-5-99-1"
+    text = (
+        f"{MARK}7|RUNNING|node1|1000|None|{forged}\n"
+        f"{MARK}8|PENDING||1002|Priority|honed-0123abcd-6-1-1\n"
+        f"{MARK}9|RUNNING|node1|1000|a|b|honed-0123abcd-5-1-1\n"
+        f"{MARK}9|RUNNING|node1|me|None|honed-0123abcd-5-1-1\n"
+    )
+    assert slurm_batch.listed(text, MARK) == [
+        Listed("8", "PENDING", "", 1002, "Priority", "honed-0123abcd-6-1-1"),
+    ]
+    (only,) = slurm_batch.listed(text, MARK)
+    assert Listed.parse(str(only)) == only
+
+
+def test_a_start_file_counts_if_it_is_honeds_own(tmp_path: Path) -> None:
+    job = JobLayout(tmp_path / "7")
+    job.dir.mkdir()
+    handed = Handed(1, 2, "honed-0123abcd-7-1-2", "cpu", time_left_sec=60)
+    handed.write(job)
+    assert slurm.read(job) == handed
+    (tmp_path / "other").hardlink_to(job.start_path)
+    with pytest.raises(PermissionError, match="not a file of honed's own"):
+        slurm.read(job)
+    job.start_path.unlink()
+    os.mkfifo(job.start_path)
+    with pytest.raises(OSError, match="not a regular file"):
+        slurm.read(job)
+    job.start_path.unlink()
+    job.start_path.symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic"):
+        slurm.read(job)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to a user")
+def test_a_start_file_of_a_submitter_does_not_count(tmp_path: Path) -> None:
+    job = JobLayout(tmp_path)
+    Handed(1, 2, "honed-0123abcd-7-1-2", "cpu").write(job)
+    os.chown(job.start_path, 1000, -1)
+    with pytest.raises(PermissionError, match="not a file of honed's own"):
+        slurm.read(job)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[" * 100_000, "[]", "{}", '{"number": 1}'),
+        '{"number": 1, "start": 1, "name": "n", "device": [1]}',
+        '{"number": 1, "start": 1, "name": "n", "device": "cpu", "environment": {"A": 1}}',
+        '{"number": 1, "start": 1, "name": "n", "device": "cpu", "more": 1}',
+    ],
+    ids=lambda text: text[:60],
+)
+def test_a_start_file_that_was_changed_is_an_error_of_its_own(text: str) -> None:
+    with pytest.raises(ValueError, match="not a start file of a Slurm job"):
+        slurm_batch.parse(text.encode())
+
+
+@pytest.mark.parametrize("written", ["9" * 400, "1e999", "-1e300", '"now"', "true", "NaN"])
+def test_a_begin_that_nobody_could_have_seen_is_none(tmp_path: Path, written: str) -> None:
+    (tmp_path / "lock").write_text(f'{{"start": 1, "started_at": {written}}}')
+    assert seconds(read_lock_record(AttemptLayout(tmp_path), 1), "started_at") is None
+
+
+def test_a_command_that_leaves_a_child_with_its_pipes_is_given_up(tmp_path: Path) -> None:
+    began = time.monotonic()
+    said = slurm_request.run(["sh", "-c", "trap '' TERM; sleep 60"], {}, timeout_sec=0.2)
+    assert said == ("", "sh did not end within 0 s")
+    assert time.monotonic() - began < 10
