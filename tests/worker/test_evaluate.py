@@ -158,6 +158,9 @@ def test_an_evaluation_ends_by_itself_at_its_time_limit_with_what_it_has(
     assert ("eval_loss" in ended.metrics) is bool(batch)
     told = ended.of("evaluation")[-1]["metrics"]
     assert ended.metrics.get("eval_loss") == told.get("eval_loss")
+    if 0 < batch < 4:  # the speed is that of the rows that were measured
+        assert told["eval_samples_per_second"] * told["eval_runtime"] == pytest.approx(2 * batch, rel=0.1)
+        assert not any(name.startswith("eval_loss/") for name in told)
     assert sum(len(each["rows"]) for each in ended.of("predictions")) == question
     assert ("predictions/exact_match" in ended.metrics) is bool(question)
     if batch == 9:  # the evaluation was whole
