@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from honed.cli import terminal
 from honed.job.job import MAX_PRIORITY, STOPPED_EARLY, State
 from honed.job.progress import duration, figure
-from honed.system import message
 from honed.system.error import UsageError
 
 if TYPE_CHECKING:
@@ -228,7 +227,6 @@ def ordered(rows: Iterable[Row], key: str) -> list[Row]:
 #: The columns with few values, and functions that return all of them.
 Known = Mapping[str, Callable[[], Iterable[str]]]
 STATES = (*(state.value for state in State), "staged")
-OUTCOMES = (State.SUCCEEDED.value, State.CANCELLED.value, STOPPED_EARLY, *message.BY_ERROR)
 #: Columns of seconds, and the units in which they are written.
 _DURATIONS = ("elapsed", "eta")
 _UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
@@ -238,8 +236,14 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
 def test(filters: Sequence[str], known: Known) -> Callable[[Row], bool]:
     """Return the test of a job by every filter. Raises UsageError for a filter that cannot be read, or that no job
     could meet: `known` has the values of columns besides the states."""
-    tests = [_test(text, {"state": lambda: STATES, "outcome": lambda: OUTCOMES, **known}) for text in filters]
+    tests = [_test(text, {"state": lambda: STATES, "outcome": _outcomes, **known}) for text in filters]
     return lambda row: all(each(row) for each in tests)
+
+
+def _outcomes() -> list[str]:
+    from honed.system import message
+
+    return [State.SUCCEEDED.value, State.CANCELLED.value, STOPPED_EARLY, *message.BY_ERROR]
 
 
 def _test(text: str, known: Known) -> Callable[[Row], bool]:
