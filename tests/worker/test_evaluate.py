@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from honed.worker.rows.group import Groups
+from honed.worker.train.evaluation import Kinds, TokenMeans
 from honed.worker.train.prediction import Predictor
 from honed.worker.train.watched import WatchedTrainer
 from worker.conftest import Ended, MakeJob
@@ -166,3 +170,19 @@ def test_an_evaluation_ends_by_itself_at_its_time_limit_with_what_it_has(
     if batch == 9:  # the evaluation was whole
         monkeypatch.undo()
         assert make_job(**keys).run().metrics["eval_loss"] == ended.metrics["eval_loss"]
+
+
+def test_a_group_of_which_rows_were_not_measured_has_no_loss() -> None:
+    """Four rows in batches of one: both of `first` and one of `second` are measured before the time is over."""
+    kinds = (frozenset({"first"}), frozenset({"second"}))
+    codes = np.array([0, 0, 1, 1])
+    groups = Groups(("first", "second"), frozenset(), kinds, codes, codes.astype(np.int32))
+    means = TokenMeans(Kinds(groups, codes))
+    assert means.batches(1) == [[0], [1], [2], [3]]
+    means.begin()
+    for loss in (1.0, 3.0, 5.0):
+        means.count(torch.tensor([[-100, 1, 1]]))
+        means.add(torch.tensor(loss))
+    means.weigh({"eval_loss": 3.0}, "eval_loss", {})
+    assert means.num_measured(1) == 3
+    assert means.of_groups("eval_loss") == {"eval_loss/first": 2.0}

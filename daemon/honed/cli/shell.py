@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 
 #: What stands for the output of a command, or for arithmetic.
 COMPUTED = "$computed"
+#: Characters of a variable, which could double itself with each line.
+MAX_VALUE = 64 * 1024
 #: Scripts within scripts: a variable may hold an `eval` of itself.
 MAX_DEPTH = 5
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(\[[@*]\])?(?::?[-=]([^}]*))?\})")
 _NAMED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _PLAIN = re.compile(r"[^\s\\'\"$`;&|()<>]+")
+_QUOTED = re.compile(r"[^\\\"$`]+")
 _SPECIAL = re.compile(r"\$(?:\w+|[@*?#$!])")
 _SIGN = re.compile(r"<<<|<<-|&>>|;;&|<<|>>|[<>]&|&>|>\||&&|\|\||\|&|;;|;&|\(\)|.")
 _SIGNS = ";&|()<>\n"
@@ -134,9 +137,9 @@ class _Lexer:
     def _skip_documents(self) -> None:
         for end in self._ends:
             while self._at < len(self._text):
-                line, _, _ = self._text[self._at :].partition("\n")
-                self._at += len(line) + 1
-                if line.strip() == end:
+                start, after = self._at, self._text.find("\n", self._at)
+                self._at = len(self._text) if after < 0 else after + 1
+                if self._text[start : self._at].strip() == end:
                     break
         self._ends = []
 
@@ -187,8 +190,9 @@ class _Lexer:
             elif here in "$`" and (found := self._special()) is not None:
                 made.append(Piece(found, '"'))
             else:
-                made.append(Piece(here, "'"))
-                self._at += 1
+                match = _QUOTED.match(self._text, self._at)
+                self._at = match.end() if match else self._at + 1
+                made.append(Piece(match[0] if match else here, "'"))
         raise _UnfinishedError
 
     def _special(self) -> str | None:
@@ -385,7 +389,7 @@ class _Shell:
             return None
         before = self.values.get(match[1], []) if match[2] else []
         text = "".join(self._text(each) for each in (Piece(token[0].text[match.end() :]), *token[1:]))
-        return match[1], None if before is None else ["".join([*before, text])]
+        return match[1], None if before is None or len(text) > MAX_VALUE else ["".join([*before, text])]
 
     def _set(self, name: str, value: list[str] | None) -> None:
         self.values[name] = value
