@@ -32,8 +32,10 @@ def main() -> int:
         file.write(json.dumps({**named, "attempt": number, "pid": os.getpid()}) + "\n")
     if rank == 0:
         held = be_the_only_one(job_dir, attempt_dir / "exit.json")  # noqa: F841 - until we end
-    threading.Thread(target=leave_with, args=(attempt_dir / "ranks/lost.json",), daemon=True).start()
     name = json.loads((job_dir / "plan.json").read_bytes())["job"]["name"]
+    grace_sec = 1.0 if name == "hang" else 0.0  # it may be writing its stacks
+    leave = (attempt_dir / "ranks/lost.json", grace_sec)
+    threading.Thread(target=leave_with, args=leave, daemon=True).start()
     if name.endswith(f".fall-{rank}") and number == 1:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -66,11 +68,11 @@ def be_the_only_one(job_dir: Path, exit_path: Path) -> int:
     return fd
 
 
-def leave_with(path: Path) -> None:
+def leave_with(path: Path, grace_sec: float) -> None:
     """End without a result once another rank was lost."""
     while not path.exists():
-        time.sleep(0.05)
-    time.sleep(1)  # it may be writing its stacks
+        time.sleep(0.005)  # sooner than it is asked to stop, and obeys
+    time.sleep(grace_sec)
     os._exit(87)
 
 

@@ -23,7 +23,7 @@ def ranks(cluster: ClusterInstance, name: str, number: int) -> list[dict[str, An
     if job is None:
         return []
     files = [cluster.layout.job(job.id).dir / f"rank-{rank}.txt" for rank in range(number)]
-    return [json.loads(path.read_text().splitlines()[-1]) for path in files if path.exists()]
+    return [json.loads(path.read_text().splitlines()[-1]) for path in files if path.exists() and path.stat().st_size]
 
 
 def all_begun(cluster: ClusterInstance, name: str, number: int) -> list[dict[str, Any]]:

@@ -149,6 +149,27 @@ def test_a_job_on_two_gpus_is_trained_by_two_ranks_and_any_kill_costs_only_steps
     assert weights[0] == weights[1]
 
 
+def test_a_divided_model_is_trained_under_honed_and_survives_a_rank_killed_inside_a_save(ranked: RankInstance) -> None:
+    ranked.configure("[jobs]\npoll_interval_sec = 0.05\nretry_delay_sec = 0\n")
+    ranked.environment |= {"HONED_TEST_RANK_0": SLOW, "HONED_TEST_RANK_1": SLOW}
+    ranked.start()
+    asked = keys(ranked, max_steps=12) | {"parallel": "fsdp", "quantization": "4bit", "dtype": "bfloat16"}
+    ranked.drop("parts", name="parts", **asked)
+    job = is_there(ranked, "parts", 1, is_saving)
+    pids = ranked.pids(job)
+    os.kill(pids[1], signal.SIGKILL)
+    are_gone(pids)
+    done = ranked.wait_state("parts", State.SUCCEEDED, State.FAILED)
+    assert done.error is None, ranked.log[-3000:]
+    assert [each.outcome for each in done.attempts] == ["killed", "succeeded"]
+    shown = ranked.show("parts")
+    assert (shown["plan"]["parallel"]["mode"], shown["plan"]["memory"]["num_ranks"]) == ("fsdp", 2)
+    assert {step for step, _ in query.losses(ranked.spool, ranked.layout, "parts")} == set(range(1, 13))
+    kept = ranked.layout.job(done.id).dir / "checkpoints/checkpoint-12"
+    assert {path.name for path in kept.glob("part-*")} == {"part-0-of-2.pt", "part-1-of-2.pt"}
+    assert (Path(done.output_dir) / "adapter_model.safetensors").exists()
+
+
 @pytest.mark.timeout(900)
 def test_a_frozen_rank_is_named_and_one_that_waits_for_another_is_left_alone(ranked: RankInstance) -> None:
     ranked.configure(

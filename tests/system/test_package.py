@@ -178,7 +178,7 @@ def test_an_upgrade_leaves_a_running_job_to_its_version_and_its_environment(
     )
     # A queued job waits for an environment, too.
     machine.run("honectl", "pause")
-    drop(machine, "anna", "long", 30)
+    drop(machine, "anna", "long", 150)
     wait_for_job(machine, "long", "queued")
     machine.run("mv", "/opt/honed-env/current", "/srv/current")
     machine.run("honectl", "resume")
@@ -215,7 +215,7 @@ def test_an_upgrade_leaves_a_running_job_to_its_version_and_its_environment(
     machine.run("kill", "-CONT", str(pid))
     job = wait_for_job(machine, "long", "succeeded")
     assert [attempt["number"] for attempt in job["attempts"]] == [1]
-    assert steps(machine, LONG) == list(range(1, 31))
+    assert steps(machine, LONG) == list(range(1, 151))
     said = machine.run("honed-setup", "--remove-old")
     assert f"remove {first}" in said
     assert f"remove {environment}" in said

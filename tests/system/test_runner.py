@@ -223,9 +223,10 @@ def test_a_staged_unit_ends_with_its_job_and_one_that_somebody_stops_costs_no_at
 
 
 def test_a_job_that_ends_while_honed_is_stopped_is_settled_when_it_comes_back(honed: Honed) -> None:
-    job = honed.drop("slow-20")
+    job = honed.drop("until-20")
     honed.wait_step(job)
     honed.machine.run("systemctl", "stop", "honed")
+    honed.machine.run("touch", f"/var/lib/honed/jobs/{job}/go")
     honed.machine.wait_property(f"honed-job@{job}", "ActiveState", "inactive")
     honed.machine.run("systemctl", "start", "honed")
     assert honed.wait(job, "succeeded", "failed")["outcome"] == "succeeded"

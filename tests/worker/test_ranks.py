@@ -484,3 +484,66 @@ def test_a_trial_runs_on_the_first_device_and_its_job_on_both(make_job: MakeJob)
     alone = Run(over_two(make_job(**with_keys(trial="only"))))
     assert alone.end().status == 0, alone.log[-4000:]
     assert not alone.job.output_dir.exists()
+
+
+PEER = """
+import json, os, pathlib, sys
+import torch
+from torch import distributed
+from honed.worker.parallel import Ranks
+
+rank, shared = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+ranks = Ranks(rank, 2, rank, shared)
+ranks.join()
+
+
+class Bad:
+    def __reduce__(self):
+        return os.mkdir, (str(shared / "ran"),)
+
+
+def told(call):
+    try:
+        return call()
+    except Exception as error:
+        return f"{error.code}: {error.message}"
+
+
+told_all = [told(lambda: ranks.gather({"a": (1, None)})), told(lambda: ranks.broadcast("b" if rank == 0 else None))]
+if rank == 0:
+    told(lambda: distributed.all_gather_object([None, None], Bad()))
+    told(lambda: distributed.broadcast_object_list([Bad()], src=0))
+    told(lambda: distributed.broadcast_object_list([Bad()], src=0))
+    told(lambda: distributed.broadcast_object_list([Bad()], src=0))
+    distributed.broadcast(torch.tensor([1 << 50]), src=0)
+    ranks.barrier()
+else:
+    told_all += [
+        told(lambda: ranks.gather("x")),
+        told(lambda: ranks.broadcast(None)),
+        told(lambda: ranks.by_zero(lambda: 1)),
+        told(lambda: distributed.broadcast_object_list([None], src=0)),
+        told(lambda: ranks.broadcast(None)),
+    ]
+    ranks.barrier()
+(shared / f"told.{rank}").write_text(json.dumps(told_all))
+os._exit(0)  # as a worker does: gloo's threads may abort a process that ends while the other is gone
+"""
+
+
+def test_a_rank_reads_what_others_send_as_data_and_refuses_a_pickle(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PEER, str(rank), str(tmp_path)],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        for rank in (0, 1)
+    ]
+    assert [each.wait(WORKER_TIMEOUT_SEC) for each in ranks] == [0, 0]
+    same, text, *refused = json.loads((tmp_path / "told.1").read_text())
+    assert (same, text) == ([{"a": [1, None]}] * 2, "b")
+    foreign = "environment_invalid: rank 0 sent a message that is none of honed's: "
+    assert [each.startswith(foreign) for each in refused] == [True, True, True, False, True]
+    assert "unpickle" in refused[3]
+    assert str(1 << 50) in refused[4]
+    assert not (tmp_path / "ran").exists()

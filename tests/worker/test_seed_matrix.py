@@ -269,6 +269,17 @@ def test_what_only_a_gpu_can_show_is_listed_until_one_has_shown_it() -> None:
             planned=bf16 | flash,
             seen=under,
         ),
+        *(
+            gpu_matrix.Row(
+                cell("transformers", "m", "auto", "none", "lora", mode),
+                gpu_matrix.FINISHED,
+                4,
+                planned=bf16,
+                seen=under,
+                has_output=True,
+            )
+            for mode in ("ddp", "fsdp")
+        ),
     ]
     assert shown(on_cuda, *rest) == (0, number)
     halved = {"parameters": {"trained bfloat16": 1}, "device": "cuda", "autocast": "off"}

@@ -1,7 +1,7 @@
 """Checks of a job for a Slurm cluster: its profile, and whether Slurm would take it.
 
 Slurm is asked with `sbatch --test-only`, which submits nothing. A clear refusal is the job's fault or the
-configuration's; no answer, and a refusal while nodes are down, say nothing about either.
+configuration's; no answer, and a lack of nodes that may be there later, say nothing about either.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from honed.run import slurm_client
-from honed.run.slurm_request import NO_SUCH_NODES, Request, are_all_nodes_up, is_refusal, try_out
+from honed.run.slurm_request import NO_SUCH_NODES, Request, is_refusal, may_have_nodes, try_out
 from honed.spec.config import Config, SlurmConfig
 from honed.spec.spec import JobSpec
 from honed.system.error import ClusterRefusedError, EnvironmentInvalidError, NotPermittedError, SpecError
@@ -59,7 +59,9 @@ def require_user(layout: Layout, config: Config, uid: int) -> None:
     if config.jobs.runner != "slurm" or not layout.is_of_system:
         return
     if problem := slurm_client.why_not(layout):
-        raise EnvironmentInvalidError(problem, hint="an administrator can enable it; see docs/cluster.md")
+        raise EnvironmentInvalidError(
+            problem, hint="an administrator enables it: systemctl enable --now honed-slurm.socket"
+        )
     if problem := slurm_client.why_not_as(uid):
         raise NotPermittedError(problem, hint="submit it as a user of the cluster")
 
@@ -75,7 +77,7 @@ def ask(job_spec: JobSpec, config: Config, progress: Callable[[str], None] = lam
     key = tuple(wanted.options(config.slurm))
     known = _answers.get(key)
     if known is None or time.monotonic() - known[0] > ANSWER_SEC:
-        known = _answers[key] = (time.monotonic(), *_answer(wanted, config.slurm, asked))
+        known = _answers[key] = (time.monotonic(), *_answer(wanted, config.slurm))
     _, words, is_final = known
     if is_final:
         named = f"profile {resources.profile}" if resources.profile else "[slurm]"
@@ -84,17 +86,12 @@ def ask(job_spec: JobSpec, config: Config, progress: Callable[[str], None] = lam
         )
     if not words:
         return []
-    said = "has no such nodes now, but some are down" if is_refusal(words) else "did not answer"
+    said = "has no such nodes now" if is_refusal(words) else "did not answer"
     return [f"resources: Slurm was asked whether it would take the job, and {said}: {words}"]
 
 
-def _answer(wanted: Request, slurm: SlurmConfig, asked: SlurmConfig) -> tuple[str, bool]:
+def _answer(wanted: Request, slurm: SlurmConfig) -> tuple[str, bool]:
     """Return Slurm's objection, empty for none, and whether it holds for ever."""
-    words = ""
-    for _ in range(2):  # a node may have come back between the two questions
-        words = try_out(wanted, slurm)
-        if NO_SUCH_NODES not in words.lower():
-            return words, is_refusal(words)
-        if not are_all_nodes_up(asked):
-            return words, False
-    return words, True
+    words = try_out(wanted, slurm)
+    is_lack = NO_SUCH_NODES in words.lower() and may_have_nodes(wanted, slurm)
+    return words, is_refusal(words) and not is_lack

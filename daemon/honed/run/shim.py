@@ -12,7 +12,7 @@ shim asks systemd for more time, up to $HONED_STOP_TIMEOUT_SEC. It ends as the w
 shows the actual result.
 
 START counts the worker starts of one attempt (a fallback makes a second). If exit.json for this START already exists,
-another process has settled it, and nothing is started.
+another process has settled it, and nothing is started; nor on a cluster if the lock file names this START.
 
 As `shim.py --spare COMMAND...` it starts a worker without a job (worker/spare.py), and waits on its standard input, a
 socket, for a job that the worker is given. It ends with that socket: with the daemon that holds the other end.
@@ -109,7 +109,7 @@ def main() -> int:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return 1
-    if has_ended(attempt_dir, start):
+    if has_ended(attempt_dir, start) or ("HONED_FENCE" in os.environ and has_begun(lock_fd, start)):
         return 1
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{attempt_dir}/result.json")  # noqa: PTH108 - pathlib would double the shim's start
@@ -118,6 +118,7 @@ def main() -> int:
     num_ranks = 1 if is_spread else int(os.environ.get("HONED_NUM_RANKS", "1"))
     if num_ranks > 1 or is_spread:
         make_shared(f"{attempt_dir}/ranks")
+    if is_spread:
         append(f"{attempt_dir}/ranks/orders", b"")
     if num_ranks > 1:
         os.environ.update(as_rank(0, num_ranks))
@@ -595,6 +596,13 @@ def out_of_memory_kills(sysfs: str = "/sys/fs/cgroup", proc: str = "/proc") -> t
                 if words[:1] == [b"oom_kill"]:
                     return path, int(words[1])
     return "", 0
+
+
+def has_begun(lock_fd: int, start: int) -> bool:
+    """Tell whether a shim of this START was killed: on a cluster, a second job of it may have waited for that."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return bool(json.loads(os.pread(lock_fd, 4096, 0))["start"] == start)
+    return False
 
 
 def has_ended(attempt_dir: str, start: int) -> bool:

@@ -28,11 +28,8 @@ REFUSALS = (
     *("requested time limit is invalid", "group not permitted to use this partition", "access/permission denied"),
     *("requested reservation is invalid", "unrecognized option", "invalid option", "invalid license", "invalid --"),
 )
-#: The refusal that may only mean that a node is down, and the states of nodes that are not.
-NO_SUCH_NODES, UP = (
-    "requested node configuration is not available",
-    ("idle", "mixed", "alloc", "comp", "resv", "reserv"),
-)
+#: The refusal that may only mean that nodes are missing now.
+NO_SUCH_NODES = "requested node configuration is not available"
 
 
 @dataclass(frozen=True)
@@ -66,13 +63,13 @@ def is_refusal(words: str) -> bool:
     return any(part in lowered for part in REFUSALS)
 
 
-def are_all_nodes_up(config: SlurmConfig) -> bool:
-    """Tell whether Slurm has all nodes of the configured partition: of a job that needs one that is down or not yet
-    known, `sbatch --test-only` says that there are no such nodes."""
-    partition = [f"--partition={config.partition}"] if config.partition else []
-    command = ["sinfo", "--noheader", "--Node", "--format=%T", *partition]
-    states = run(command, environment(), timeout_sec=TRY_SEC)[0].split()
-    return bool(states) and all(each.startswith(UP) and not each.endswith("*") for each in states)
+def may_have_nodes(request: Request, config: SlurmConfig) -> bool:
+    """Tell whether the nodes that Slurm does not have may only be missing now: where one is down, and for seconds after
+    its own start, `sbatch --test-only` says that there are none, whatever states sinfo tells."""
+    partition = config.profile(request.profile).partition
+    command = ["sinfo", "--noheader", "--Node", "--format=%N", *([f"--partition={partition}"] if partition else [])]
+    names = set(run(command, environment(), timeout_sec=TRY_SEC)[0].split())
+    return not names or request.num_nodes <= len(names)
 
 
 def environment() -> dict[str, str]:

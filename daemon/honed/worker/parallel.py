@@ -32,16 +32,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from honed.job.event import ENDED, EventWriter
-from honed.system.error import (
-    BY_CODE,
-    DiskShortError,
-    EnvironmentInvalidError,
-    HonedError,
-    InternalError,
-    KilledError,
-    said,
-)
-from honed.worker import rendezvous
+from honed.system.error import EnvironmentInvalidError, HonedError, InternalError, said
+from honed.worker import message, rendezvous
+from honed.worker.message import LostRankError
 from honed.worker.pulse import Pulse
 from honed.worker.stop import Stop
 
@@ -60,10 +53,7 @@ _LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 T = TypeVar("T")
 
 
-class LostRankError(KilledError):
-    """Another rank is gone, or has failed with an error of its own."""
-
-
+@message.carry
 @dataclass(frozen=True)
 class Asked:
     """A request of rank 0 to the ranks that wait for its result."""
@@ -112,6 +102,7 @@ class Ranks:
         from torch import distributed
 
         assert self.dir is not None
+        vars(distributed.distributed_c10d)["_tensor_to_object"] = _refuse_pickle
         if not self.meet_at:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, "lo")
@@ -170,23 +161,45 @@ class Ranks:
         """Return the value of each rank, on all of them."""
         if not self.are_several:
             return [value]
+        import torch
         from torch import distributed
 
-        found: list[Any] = [None] * self.world
+        own = torch.frombuffer(bytearray(message.dump(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         with self._waiting():
-            distributed.all_gather_object(found, value)
+            distributed.all_gather(lengths, torch.tensor([len(own)]))
+            for rank, length in enumerate(lengths):
+                message.check_length(int(length), f"rank {rank}")
+            longest = max(map(int, lengths))
+            told = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
+            distributed.all_gather(told, torch.nn.functional.pad(own, (0, longest - len(own))))
+        found: list[T] = []
+        for rank, (each, length) in enumerate(zip(told, lengths, strict=True)):
+            found.append(message.load(each[: int(length)].numpy().tobytes(), f"rank {rank}"))
+            message.check_alike(found[-1], value, f"rank {rank}")
         return found
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value, on all ranks."""
         if not self.are_several:
             return value
+        import torch
         from torch import distributed
 
-        kept: list[Any] = [value if self.is_zero else None]
+        own = message.dump(value) if self.is_zero else b""
+        length = torch.tensor([len(own)])
         with self._waiting():
-            distributed.broadcast_object_list(kept, src=0)
-        return kept[0]
+            distributed.broadcast(length, src=0)
+            message.check_length(int(length), "rank 0")
+            told = torch.zeros(int(length), dtype=torch.uint8)
+            if self.is_zero:
+                told = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+            distributed.broadcast(told, src=0)
+        if self.is_zero:
+            return value
+        found: T = message.load(told.numpy().tobytes(), "rank 0")
+        message.check_alike(found, value, "rank 0")
+        return found
 
     def check(self, stop: Stop) -> None:
         """Give a sign of life, and raise InterruptedRunError on all ranks once one of them was asked to stop."""
@@ -210,16 +223,18 @@ class Ranks:
             while isinstance(found, Asked):
                 help_with(found.what)
                 found = self.broadcast(None)
-            made, problem = found
-            if problem is not None:
-                raise problem
-            result: T = made
-            return result
+            match found:
+                case (made, None):
+                    result: T = made
+                    return result
+                case (None, Exception() as problem):
+                    raise problem
+            raise message.refusal("rank 0", "it is not the result of what the other ranks wait for")
         try:
             value = act()
         except HonedError as error:
             if not self.is_out_of_step:
-                self.broadcast((None, error.with_traceback(None)))
+                self.broadcast((None, error))
             raise
         except Exception as error:
             if self.is_out_of_step:
@@ -279,7 +294,7 @@ class Ranks:
         if not _is_lost(problem):
             if self._lost:
                 return None
-            _write_once(self.dir / "error.json", _record(self.rank, error))
+            _write_once(self.dir / "error.json", {"rank": self.rank, **message.error_record(error)})
         deadline = time.monotonic() + REASON_SEC
         while time.monotonic() < deadline:
             if (found := self._first_error()) is not None:
@@ -305,11 +320,7 @@ class Ranks:
             record = json.loads((self.dir / "error.json").read_bytes())
         except (OSError, ValueError):
             return None
-        kind = BY_CODE.get(str(record["code"]), InternalError)
-        error = kind(record["said"], hint=record["hint"], fix=record["fix"], evidence=record["evidence"])
-        if isinstance(error, DiskShortError):
-            error.needed_bytes = int(record["needed_bytes"])
-        return error
+        return message.error_of(record)
 
     def _look(self) -> None:
         assert self.dir is not None
@@ -381,17 +392,12 @@ def real_rows(num_rows: int, batch_size: int, place: int, ranks: Ranks) -> int:
     return max(0, min(num_rows - begin, batch_size))
 
 
-def _record(rank: int, error: HonedError) -> dict[str, Any]:
-    needed_bytes = error.needed_bytes if isinstance(error, DiskShortError) else 0
-    return {
-        "rank": rank,
-        "code": error.code,
-        "said": error.said,
-        "hint": error.hint,
-        "fix": error.fix,
-        "evidence": error.evidence,
-        "needed_bytes": needed_bytes,
-    }
+def _refuse_pickle(*_args: Any) -> Any:
+    """Stand in for torch's unpickling of what another rank sends: whoever reaches the ports could run code by it."""
+    raise InternalError(
+        "a library would unpickle what another rank sends, which honed does not allow",
+        hint="report it, with the log of the job's worker",
+    )
 
 
 def _write_once(path: Path, record: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +238,8 @@ class _Story:
         job.layout.checkpoints_dir.mkdir(exist_ok=True)  # its mode is the umask's: honed may be in our group
         durable.sync_dir(job.layout.dir)
         resumed, set_aside = ranks.by_zero(lambda: checkpoint.find(job.layout.checkpoints_dir, beat=stop.check))
+        if resumed and not ranks.is_zero:  # no path is taken from the network
+            resumed = replace(resumed, path=job.layout.checkpoints_dir / f"checkpoint-{int(resumed.step)}")
         for item in set_aside:
             self._log("warning", f"{item.name} is damaged ({item.why}) and was renamed to {item.path.name}")
         if set_aside and resumed is None:

@@ -83,18 +83,15 @@ def test_no_answer_is_a_warning_and_is_not_waited_for_again(sbatch: Path, words:
     assert len((sbatch / "asked").read_text().splitlines()) == 1
 
 
-def test_a_lack_of_nodes_is_no_refusal_while_some_are_down(sbatch: Path) -> None:
+def test_a_lack_of_nodes_is_a_refusal_only_beyond_those_that_there_are(sbatch: Path) -> None:
     says(sbatch, "allocation failure: Requested node configuration is not available")
     sinfo = sbatch / "bin/sinfo"
-    sinfo.write_text("#!/bin/sh\nprintf 'idle\\ndown*\\n'\n")
+    sinfo.write_text("#!/bin/sh\nprintf 'node1\\nnode2\\n'\n")
     sinfo.chmod(0o755)
     (warning,) = clustercheck.ask(job(nodes=2), cluster())
-    assert "some are down" in warning
-    assert clustercheck.ask(job(nodes=2), cluster()) == [warning]
-    clustercheck._answers.clear()
-    sinfo.write_text("#!/bin/sh\nprintf 'idle\\nallocated\\n'\n")
+    assert "no such nodes now" in warning
     with pytest.raises(ClusterRefusedError):
-        clustercheck.ask(job(nodes=2), cluster())
+        clustercheck.ask(job(nodes=3), cluster())
 
 
 def test_a_job_that_slurm_would_take_gets_no_word(sbatch: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from honed.job import fence
 from honed.system import durable
+from honed.worker import message
 from honed.worker.train import digest
 from honed.worker.train.divergence import Kept
 
@@ -33,6 +34,7 @@ _DAMAGED = re.compile(r"checkpoint-(\d+)\.damaged.*")
 _OLD = re.compile(r"\.checkpoint-(\d+)\.old")
 
 
+@message.carry
 @dataclass
 class Progress:
     """State that a run must keep besides the trainer's own."""
@@ -70,6 +72,7 @@ class Progress:
         return cls(**{name: value for name, value in found.items() if name in known})
 
 
+@message.carry
 @dataclass(frozen=True)
 class Checkpoint:
     """One whole checkpoint."""
@@ -79,6 +82,7 @@ class Checkpoint:
     progress: Progress = field(default_factory=Progress)
 
 
+@message.carry
 @dataclass(frozen=True)
 class SetAside:
     """A checkpoint that was not whole."""
@@ -102,6 +106,11 @@ def new_dir(checkpoints_dir: Path) -> Path:
         shutil.rmtree(path)
     path.mkdir()
     return path
+
+
+def place_of_new(checkpoints_dir: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is written."""
+    return checkpoints_dir / _NEW / f"checkpoint-{step}"
 
 
 def seal(path: Path, progress: Progress, *, beat: Callable[[], None] = _no_beat) -> None:

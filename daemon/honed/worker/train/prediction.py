@@ -24,13 +24,17 @@ from honed.plan.precision import HALF
 from honed.spec.spec import SampleSpec
 from honed.system.error import BY_CODE, HonedError, InternalError, said
 from honed.text.chat import ChatFormat
+from honed.worker import message
 from honed.worker.model import cast, division, generation
 from honed.worker.model.load import is_out_of_memory
 from honed.worker.rows.group import Groups
 from honed.worker.rows.processor import Processor
 from honed.worker.stop import Stop
 
+message.carry(Media)
 
+
+@message.carry
 @dataclass(frozen=True)
 class Question:
     """A prompt for the model, and the expected answer."""

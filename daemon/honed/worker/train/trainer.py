@@ -612,12 +612,11 @@ class Trainer(SFTTrainer):
         finally:
             self.args.save_strategy = strategy
 
-    def begin_parts(self) -> Path:
-        """Make the directory of a checkpoint to which each rank adds its part, and return it."""
-        self._run_dir = checkpoint.new_dir(self._assignment.layout.checkpoints_dir)
-        made = self._run_dir / f"checkpoint-{self.state.global_step}"
-        made.mkdir()
-        return made
+    def begin_parts(self) -> None:
+        """Make the directory of a checkpoint to which each rank adds its part."""
+        checkpoints_dir = self._assignment.layout.checkpoints_dir
+        self._run_dir = checkpoint.new_dir(checkpoints_dir)
+        checkpoint.place_of_new(checkpoints_dir, self.state.global_step).mkdir()
 
     def write_part(self, made: Path) -> None:
         """Write this rank's part of a checkpoint."""

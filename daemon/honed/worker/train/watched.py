@@ -161,11 +161,12 @@ class WatchedTrainer(Trainer):
         Raises DiskShortError on all ranks, with none of it left.
         """
         began = time.monotonic()
+        made = checkpoint.place_of_new(self._assignment.layout.checkpoints_dir, self.state.global_step)
 
-        def begin() -> Path:
+        def begin() -> None:
             self._settled()
             self._reserve()
-            return self.begin_parts()
+            self.begin_parts()
 
         def end() -> Exception | None:
             try:
@@ -175,7 +176,7 @@ class WatchedTrainer(Trainer):
             return None
 
         while True:
-            made = self._ranks.by_zero(begin)
+            self._ranks.by_zero(begin)
             problem: Exception | None = None
             try:
                 self.write_part(made)
