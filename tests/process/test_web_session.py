@@ -120,6 +120,7 @@ def test_a_browser_is_given_a_file_that_leads_to_the_link(instance: Instance) ->
         assert asked.read_text() == path.as_uri()
         assert path.stat().st_mode & 0o777 == 0o600
         assert f"url={web.address}/login?token={web.token}" in path.read_text()
+        wait_for(lambda: "open the link above by hand" in web.log, what="the way without that file")
         assert web.end() == 0
     assert not path.exists()
 
@@ -180,7 +181,9 @@ def test_another_user_gets_nothing_with_a_stolen_link_or_cookie(instance: Instan
         assert ask("/api/jobs", cookie) == ask("/api/jobs")
         told = ask(f"/login?token={web.token}")
         assert told.startswith("403 False")
-        assert "only for programs of the user who started honed-web" in told
+        assert "only for programs of the user who started honed-web (uid 0)" in told
+        assert "comes from a process of uid 65534" in told
+        assert "web.token_file" in told
         assert web.ask("/api/jobs/1", Cookie=cookie)[0] == 200
 
 

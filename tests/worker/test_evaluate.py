@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from honed.worker.rows.group import Groups
+from honed.worker.train.evaluation import Kinds, TokenMeans
 from honed.worker.train.prediction import Predictor
 from honed.worker.train.watched import WatchedTrainer
 from worker.conftest import Ended, MakeJob
@@ -158,8 +162,27 @@ def test_an_evaluation_ends_by_itself_at_its_time_limit_with_what_it_has(
     assert ("eval_loss" in ended.metrics) is bool(batch)
     told = ended.of("evaluation")[-1]["metrics"]
     assert ended.metrics.get("eval_loss") == told.get("eval_loss")
+    if 0 < batch < 4:  # the speed is that of the rows that were measured
+        assert told["eval_samples_per_second"] * told["eval_runtime"] == pytest.approx(2 * batch, rel=0.1)
+        assert not any(name.startswith("eval_loss/") for name in told)
     assert sum(len(each["rows"]) for each in ended.of("predictions")) == question
     assert ("predictions/exact_match" in ended.metrics) is bool(question)
     if batch == 9:  # the evaluation was whole
         monkeypatch.undo()
         assert make_job(**keys).run().metrics["eval_loss"] == ended.metrics["eval_loss"]
+
+
+def test_a_group_of_which_rows_were_not_measured_has_no_loss() -> None:
+    """Four rows in batches of one: both of `first` and one of `second` are measured before the time is over."""
+    kinds = (frozenset({"first"}), frozenset({"second"}))
+    codes = np.array([0, 0, 1, 1])
+    groups = Groups(("first", "second"), frozenset(), kinds, codes, codes.astype(np.int32))
+    means = TokenMeans(Kinds(groups, codes))
+    assert means.batches(1) == [[0], [1], [2], [3]]
+    means.begin()
+    for loss in (1.0, 3.0, 5.0):
+        means.count(torch.tensor([[-100, 1, 1]]))
+        means.add(torch.tensor(loss))
+    means.weigh({"eval_loss": 3.0}, "eval_loss", {})
+    assert means.num_measured(1) == 3
+    assert means.of_groups("eval_loss") == {"eval_loss/first": 2.0}

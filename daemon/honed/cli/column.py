@@ -3,6 +3,7 @@
 --sort score            by a column, the smallest first; --sort=-score: the largest first
 --filter KEY=VALUE      equal, regardless of case        --filter KEY~TEXT    contains
 --filter KEY>NUMBER     also <, >= and <=                --filter KEY!=VALUE  differs
+--filter elapsed>1.5h   a duration: 40, 40s, 5 min, 1.5h or 2d
 
 A filter that no job could ever meet is refused, with the nearest value.
 """
@@ -20,7 +21,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from honed.cli import terminal
-from honed.job.job import MAX_PRIORITY, State
+from honed.job.job import MAX_PRIORITY, STOPPED_EARLY, State
 from honed.job.progress import duration, figure
 from honed.system.error import UsageError
 
@@ -79,6 +80,10 @@ def outcome(row: Row) -> str:
     return ", ".join(filter(None, [ended, remark, "pinned" if row.get("is_pinned") else ""]))
 
 
+def _code(row: Row) -> tuple[str, ...]:
+    return (row["outcome"],) if row["outcome"] else ()
+
+
 def _score(row: Row) -> float | None:
     return score["value"] if (score := row.get("score")) else None
 
@@ -119,12 +124,19 @@ def _sweep_names(row: Row) -> tuple[str, ...]:
     return (str(group["id"]), group["name"].lower()) if (group := row.get("group")) else ()
 
 
+def _user_names(row: Row) -> tuple[str, ...]:
+    try:
+        return (pwd.getpwuid(row["uid"]).pw_name.lower(),)
+    except KeyError:  # of another machine, or removed
+        return ()
+
+
 COLUMNS: dict[str, Column] = {
     "id": Column("id", lambda row: row["id"], lambda row: str(row["id"]), is_right=True),
     "name": _column("name", lambda row: row["name"], limit=40),
     "sweep": Column("sweep", _swept, _plain(_swept, limit=60), words=_sweep_names),
-    "state": _column("state", terminal.state_words),
-    "outcome": _column("outcome", outcome),
+    "state": Column("state", terminal.state_words, _plain(terminal.state_words), words=lambda row: (row["state"],)),
+    "outcome": Column("outcome", outcome, _plain(outcome), words=_code),
     "priority": Column("priority", lambda row: row["priority"], _priority, is_right=True),
     "class": _column("class", lambda row: row["class"]),
     "model": Column(
@@ -149,7 +161,7 @@ COLUMNS: dict[str, Column] = {
     "submitted": Column(
         "submitted (UTC)", lambda row: row["submitted_at"], lambda row: row["submitted_at"][:16].replace("T", " ")
     ),
-    "user": Column("user", lambda row: row["uid"], lambda row: str(row["uid"]), is_right=True),
+    "user": Column("user", lambda row: row["uid"], lambda row: str(row["uid"]), is_right=True, words=_user_names),
     "source": _column("file", lambda row: row["source"], limit=40),
     "why": Column(
         "waiting because", terminal.why_waiting, lambda row: terminal.plain(terminal.why_waiting(row), limit=60)
@@ -215,13 +227,23 @@ def ordered(rows: Iterable[Row], key: str) -> list[Row]:
 #: The columns with few values, and functions that return all of them.
 Known = Mapping[str, Callable[[], Iterable[str]]]
 STATES = (*(state.value for state in State), "staged")
+#: Columns of seconds, and the units in which they are written.
+_DURATIONS = ("elapsed", "eta")
+_UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
 
 
 def test(filters: Sequence[str], known: Known) -> Callable[[Row], bool]:
     """Return the test of a job by every filter. Raises UsageError for a filter that cannot be read, or that no job
     could meet: `known` has the values of columns besides the states."""
-    tests = [_test(text, {"state": lambda: STATES, **known}) for text in filters]
+    tests = [_test(text, {"state": lambda: STATES, "outcome": _outcomes, **known}) for text in filters]
     return lambda row: all(each(row) for each in tests)
+
+
+def _outcomes() -> list[str]:
+    from honed.system import message  # noqa: PLC0415 - a list without filters does without it
+
+    return [State.SUCCEEDED.value, State.CANCELLED.value, STOPPED_EARLY, *message.BY_ERROR]
 
 
 def _test(text: str, known: Known) -> Callable[[Row], bool]:
@@ -233,6 +255,9 @@ def _test(text: str, known: Known) -> Callable[[Row], bool]:
         )
     column, sign, value = named(found["key"]), found["sign"], found["value"].strip().lower()
     name = next(name for name, each in COLUMNS.items() if each is column)
+    if sign in ("=", "!=") and value.startswith("="):
+        hint = f"write one =: --filter '{found['key']}{sign}{value.lstrip('=').strip()}'"
+        raise UsageError(f"--filter {text!r}: no {name} begins with =", hint=hint)
     is_number = column.is_right or name == "score"
     if sign in _OPERATORS and not is_number:
         hint = f"use = or ~: --filter '{name}~{found['value']}'"
@@ -243,10 +268,15 @@ def _test(text: str, known: Known) -> Callable[[Row], bool]:
             bound = float(value)
         except ValueError:
             hint = f"use ~ for text: --filter '{found['key']}~{found['value']}'"
+            if name in _DURATIONS:
+                hint = f"write a number of seconds, or with a unit: --filter '{name}{sign}90 min', 1.5h or 2d"
             raise UsageError(f"--filter {text!r} compares with something that is not a number", hint=hint) from None
         if sign in _OPERATORS:
             return lambda row: isinstance(has := column.value(row), int | float) and _OPERATORS[sign](has, bound)
-    if name in known and value and not (name == "sweep" and sign == "~"):  # a part of a sweep's values may be any text
+        if name in _DURATIONS:  # equal as far as the column shows
+            return lambda row: _is_about(column.value(row), bound) is (sign == "=")
+    is_any_text = name in ("sweep", "outcome") and (sign == "~" or " " in value)  # values of a sweep, or a remark
+    if name in known and value and not is_any_text:
         _check_known(text, name, value, [each.lower() for each in known[name]()], is_part=sign == "~")
     if sign == "~":
         return lambda row: any(value in word for word in (*_words(column, row), *column.words(row)))
@@ -255,7 +285,9 @@ def _test(text: str, known: Known) -> Callable[[Row], bool]:
 
 
 def _as_number(name: str, value: str) -> str:
-    """Return the number that a word stands for: a user's name, or the head of the queue."""
+    """Return the number that a word stands for: a user's name, the head of the queue, or the seconds of a duration."""
+    if name in _DURATIONS and (parts := _DURATION.fullmatch(value)) and parts[2] in _UNITS:
+        return str(float(parts[1]) * _UNITS[parts[2]])
     if name == "priority" and value == "head":
         return str(MAX_PRIORITY)
     if name == "user" and not value.isdecimal():
@@ -300,6 +332,10 @@ def _is(column: Column, row: Row, value: str) -> bool:
         except ValueError:
             return False
     return value in (*_words(column, row), *column.words(row))
+
+
+def _is_about(has: Value, seconds: float) -> bool:
+    return isinstance(has, int | float) and (has == seconds or duration(has) == duration(seconds))
 
 
 def _words(column: Column, row: Row) -> tuple[str, str]:

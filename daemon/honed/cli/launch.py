@@ -10,12 +10,12 @@ The settings are those of the file that is named, if there is one, with those of
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from honed.cli import shell
 from honed.spec import document, synonym
 from honed.system.error import HonedError, SpecError
 
@@ -27,16 +27,12 @@ HINT = (
 #: Bytes of a script.
 MAX_BYTES = 256 * 1024
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
 _SETTINGS = (".yaml", ".yml", ".json")
-#: What the shell computes, innermost first; the number before a redirection.
-_COMPUTED = re.compile(r"\$\([^()]*\)|\$\(\([^()]*\)\)|`[^`]*`")
-_NUMBERED = re.compile(r"(?<=\s)[0-9](?=>)")
-#: Characters that are words of the shell's own.
-_SIGNS = ";&|()<>"
-_HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)")
-#: Options of launchers that say how many devices train.
-_DEVICES = {"--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node", "--nproc"}
+#: Options of launchers, and variables, that say how many devices train, or machines.
+_DEVICES = {"num_processes", "nproc_per_node", "nproc", "num_gpus", "include", "NPROC_PER_NODE"}
+_MACHINES = {"nnodes", "num_machines", "num_nodes", "nodes", "NNODES"}
+_IN_ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE", "NNODES", "FORCE_TORCHRUN")
+_BATCH = "the batch of a step is as many times larger"
 #: Other names of TRL's options: abbreviations that it accepts, or that are written by habit.
 _OF_TRL = {"model": "model_name_or_path", "model_name": "model_name_or_path", "dataset": "dataset_name"}
 
@@ -73,20 +69,14 @@ def read(path: Path) -> Launch:
 
 def find(text: str, place: Path, name: str) -> Launch:
     """Find the training that a text starts in a directory; `name` is the text's, for errors."""
-    variables: dict[str, str] = {}
     found: list[Launch] = []
     scripts: list[str] = []
-    for command in _commands(text):
-        words = [_expanded(word, variables) for word in command]
-        if words[0] == "export":
-            del words[0]
-        while words and (match := _ASSIGNMENT.fullmatch(words[0])):
-            variables[match[1]] = match[2]
-            del words[0]
+    for command in shell.commands(text):
+        words = command.words
         if words[:1] == ["cd"] and len(words) == 2 and "$" not in words[1]:
             place = place / Path(words[1]).expanduser()
         elif (start := _start(words)) is not None:
-            found.append(_launch(*start, words, place))
+            found.append(_launch(*start, command, place))
         else:
             scripts += [word for word in words if word.endswith(".py")]
     if not found:
@@ -98,56 +88,6 @@ def find(text: str, place: Path, name: str) -> Launch:
     if others:
         first.notes.append(("other commands", f"{len(others)} more that start a training: convert each by itself"))
     return first
-
-
-# -- the shell --------------------------------------------------------------------------------------------------------
-
-
-def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each simple command."""
-    pending, until = "", ""
-    for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
-        if until:  # within a here-document
-            until = "" if line.strip() == until else until
-            continue
-        pending = f"{pending}\n{line}" if pending else line
-        try:
-            words = _words(pending)
-        except ValueError:  # a quote that ends on a later line
-            continue
-        if here := _HEREDOC.search(pending):
-            until = here[1]
-        pending = ""
-        command: list[str] = []
-        is_redirected = False
-        for word in [*words, ";"]:
-            if not set(word) <= set(_SIGNS):
-                command += [] if is_redirected else [word]
-                is_redirected = False
-            elif is_redirected := bool(set(word) & set("<>")):
-                pass  # the next word is a file, or the number of one
-            elif command:
-                yield command
-                command = []
-
-
-def _words(line: str) -> list[str]:
-    while (computed := _COMPUTED.sub("$computed", line)) != line:
-        line = computed
-    lexer = shlex.shlex(_NUMBERED.sub("", line), posix=True, punctuation_chars=_SIGNS)
-    lexer.whitespace_split = True
-    lexer.commenters = "#"
-    return list(lexer)
-
-
-def _expanded(word: str, variables: dict[str, str]) -> str:
-    """Put in the values of variables that the script sets, and defaults; others stay as they are written."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        return variables.get(name, match[3] if match[3] is not None else match[0])
-
-    return _VARIABLE.sub(value, word)
 
 
 # -- the tools --------------------------------------------------------------------------------------------------------
@@ -186,13 +126,9 @@ def _start(words: Sequence[str]) -> tuple[str, int] | None:
     return None
 
 
-def _launch(tool: str, start: int, words: Sequence[str], place: Path) -> Launch:
-    made = Launch(tool, place=place)
-    for number, word in enumerate(words[:start]):
-        option, _, value = word.partition("=")
-        count = value or (words[number + 1] if number + 1 < start else "")
-        if option in _DEVICES and count.isdecimal() and int(count) > 1:
-            made.notes.append((option, f"write resources: {{gpus: {count}}} for as many GPUs"))
+def _launch(tool: str, start: int, command: shell.Command, place: Path) -> Launch:
+    words = command.words
+    made = Launch(tool, place=place, notes=[*_counts([*command.before, *words[:start]], command.variables)])
     rest = [*words[start:]]
     while rest:
         word = rest.pop(0)
@@ -201,7 +137,7 @@ def _launch(tool: str, start: int, words: Sequence[str], place: Path) -> Launch:
             continue
         key, sign, text = word[2:].partition("=")
         values = [text] if sign else []
-        while not sign and rest and not re.match(r"--?[A-Za-z]", rest[0]):
+        while not sign and rest and not re.match(r"--?[A-Za-z]|\$([@*]|\{\w+\[)", rest[0]):
             if tool != "trl" and values and (rest[0].endswith(_SETTINGS) or _ASSIGNMENT.fullmatch(rest[0])):
                 break
             values.append(rest.pop(0))
@@ -217,6 +153,42 @@ def _launch(tool: str, start: int, words: Sequence[str], place: Path) -> Launch:
     return made
 
 
+def _counts(words: Sequence[str], variables: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
+    """Yield a note for each number of devices and machines that is said before a training, or in the environment."""
+    said: dict[str, str | None] = {}
+    for number, word in enumerate(words):
+        option, sign, value = word.partition("=")
+        name = option.removeprefix("--").replace("-", "_") if option.startswith("--") else option if sign else ""
+        said |= {name: value if sign else "".join(words[number + 1 : number + 2])} if name else {}
+    said = {**{name: variables[name] for name in _IN_ENVIRONMENT if name in variables}, **said}
+    machines = next((count for name, count in said.items() if name in _MACHINES and _number(count)), None)
+    if _DEVICES & said.keys() or "CUDA_VISIBLE_DEVICES" in said:
+        said.pop("FORCE_TORCHRUN", None)
+    if _DEVICES & said.keys():
+        said.pop("CUDA_VISIBLE_DEVICES", None)
+    for name, count in said.items():
+        if name not in _DEVICES | _MACHINES and name not in _IN_ENVIRONMENT:
+            continue
+        num = _number(count)
+        if name == "CUDA_VISIBLE_DEVICES":
+            num = None if count is None or "$" in count else count.count(",") + 1
+        elif name == "FORCE_TORCHRUN":
+            num = None
+        elif name == "num_processes" and num and machines:  # accelerate counts those of all machines
+            num //= _number(machines) or 1
+        if num is None or num > 1:
+            key, things = ("nodes", "machines of a cluster") if name in _MACHINES else ("gpus", "GPUs")
+            yield _option(name), f"write resources: {{{key}: {num or 'N'}}} for as many {things}; {_BATCH}"
+
+
+def _number(count: str | None) -> int | None:
+    return int(count) if count is not None and count.isascii() and count.isdecimal() else None
+
+
+def _option(name: str) -> str:
+    return name if name.isupper() else f"--{name}"
+
+
 def _take_plain(made: Launch, word: str) -> None:
     """Take a word that is no option: the settings file, or KEY=VALUE."""
     match = _ASSIGNMENT.fullmatch(word)
@@ -224,6 +196,8 @@ def _take_plain(made: Launch, word: str) -> None:
         _take(made, match[1], [match[2]])
     elif word.endswith(_SETTINGS) and made.config is None:
         made.config = made.place / Path(word).expanduser()
+    elif "$" in word:
+        made.notes.append((word, "the shell computes it: write what it stands for"))
     else:
         made.notes.append((word, "no option and no settings file"))
 

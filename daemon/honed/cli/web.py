@@ -74,3 +74,9 @@ def _open(layout: Layout, link: Link) -> None:
     durable.write(path, page.encode(), mode=0o600)
     if not webbrowser.open(path.as_uri()):
         print("No browser could be opened: open the link yourself.", file=sys.stderr)
+    else:  # a browser of a snap or a flatpak may be kept from the file, and nobody learns of it
+        print(
+            "If the browser says that it cannot read the page, open the link above by hand.",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -41,7 +41,7 @@ from honed.job.shape import (
 )
 from honed.job.spool import Spool
 from honed.system import untrusted
-from honed.system.error import NotPermittedError, UsageError, plain
+from honed.system.error import NotPermittedError, TimeLimitError, UsageError, plain
 from honed.system.layout import JobLayout, Layout
 
 #: Digits of a job's number.
@@ -361,8 +361,13 @@ def summary(job: Job, progress: Progress = NO_PROGRESS, score: Score | None = No
         "model": job.model or None,
         "data": list(job.data),
         "elapsed_sec": job.elapsed_sec(time.time()),
-        "score": score,
+        "score": None if _is_of_a_part(job, progress) else score,
     }
+
+
+def _is_of_a_part(job: Job, progress: Progress) -> bool:
+    """Tell whether a job's figures are of a part of the rows: an evaluation, at step 0, that its time limit ended."""
+    return job.outcome == TimeLimitError.code and not progress["step"]
 
 
 def _waiting_for(job: Job) -> Wait | None:

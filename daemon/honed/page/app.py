@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import sqlite3
 import time
@@ -133,8 +134,10 @@ class Web:
         if token is not None and self.session is not None and self.session.opens(token):
             if not request.state.holder.is_of_owner:
                 error = NotPermittedError(
-                    "this link is only for programs of the user who started honed-web, and of root",
-                    hint="for a proxy: put a token in web.token_file",
+                    "this link is only for programs of the user who started honed-web "
+                    f"(uid {os.getuid()}) and of root, and this request comes from {request.state.holder.origin}",
+                    hint="for WSL, containers, proxies and a honed-web that runs under sudo: put a token in "
+                    "web.token_file of honed.toml, start honed-web again, and enter the token as the password",
                 )
                 return said(403, error, scope=request.scope)
             # A page that goes on by itself, since with a redirect the request would still be that of another site, and

@@ -80,6 +80,10 @@ class Holder(Protocol):
         """True over TCP if the client is a process of the user as whom honed-web runs, or of root."""
 
     @property
+    def origin(self) -> str:
+        """A phrase for the client over TCP."""
+
+    @property
     def is_waiting(self) -> bool:
         """True if it waits for a request, and everything has been sent."""
 

@@ -90,8 +90,17 @@ class Connection(H11Protocol):
     @cached_property
     def is_of_owner(self) -> bool:
         """True over TCP if the client runs as our own user or as root, as the one of an ssh tunnel may."""
-        client, ours = (self.transport.get_extra_info(name) for name in ("peername", "sockname"))
-        return bool(client) and loopback.is_of(client[:2], ours[:2], {0, os.getuid()})
+        return bool(self.transport.get_extra_info("peername")) and loopback.is_of(*self._ends, {0, os.getuid()})
+
+    @property
+    def origin(self) -> str:
+        """A phrase for the client over TCP, as far as the kernel knows it."""
+        return loopback.in_words(*self._ends)
+
+    @property
+    def _ends(self) -> tuple[loopback.Endpoint, loopback.Endpoint]:
+        client, ours = (self.transport.get_extra_info(name)[:2] for name in ("peername", "sockname"))
+        return client, ours
 
     @property
     def is_waiting(self) -> bool:

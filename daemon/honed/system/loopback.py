@@ -39,6 +39,12 @@ def user_of(client: Endpoint, ours: Endpoint) -> int | None:
     return None
 
 
+def in_words(client: Endpoint, ours: Endpoint) -> str:
+    """Return a phrase for the client's end of a connection: its user, or that no process here holds it."""
+    user = user_of(client, ours)
+    return "no process that this machine's kernel lists" if user is None else f"a process of uid {user}"
+
+
 def _in_words(end: Endpoint, table: str) -> str:
     """Return an end of a connection in a table's form: the address in words of 32 bits as this machine reads them."""
     address = ipaddress.ip_address(end[0].partition("%")[0])

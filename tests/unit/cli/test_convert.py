@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from honed.check import preflight
-from honed.cli import convert, foreign
+from honed.cli import convert, foreign, launch
 from honed.spec import problem, spec
 from honed.spec.config import Config
 from honed.system.device import Device
@@ -216,6 +216,65 @@ def test_a_value_that_only_the_shell_knows_is_named_and_nothing_runs(tmp_path: P
     assert "max_steps" not in made.data.get("training", {})
     assert "seed" in made.lost
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "notes"),
+    [
+        ("deepspeed --num_gpus 4", {"--num_gpus": "{gpus: 4}"}),
+        ("CUDA_VISIBLE_DEVICES=0,1,2,3", {"CUDA_VISIBLE_DEVICES": "{gpus: 4}"}),
+        ("export CUDA_VISIBLE_DEVICES=0,1\n", {"CUDA_VISIBLE_DEVICES": "{gpus: 2}"}),
+        ("CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 1 -m", {}),
+        ("FORCE_TORCHRUN=1 NNODES=2", {"NNODES": "{nodes: 2}", "FORCE_TORCHRUN": "{gpus: N}"}),
+        ("torchrun --nnodes 2 --nproc-per-node=gpu -m", {"--nnodes": "{nodes: 2}", "--nproc_per_node": "{gpus: N}"}),
+        ("torchrun --nproc_per_node $SLURM_GPUS -m", {"--nproc_per_node": "{gpus: N}"}),
+        (
+            "accelerate launch --num_processes 8 --num_machines 2 -m",
+            {"--num_processes": "{gpus: 4}", "--num_machines": "{nodes: 2}"},
+        ),
+        ("CUDA_VISIBLE_DEVICES=0 accelerate launch --num_processes 1 -m", {}),
+    ],
+)
+def test_the_number_of_devices_and_machines_is_never_dropped_in_silence(before: str, notes: dict[str, str]) -> None:
+    started = launch.find(f"{before} trl sft --model_name_or_path a/b --dataset_name c/d", Path("/"), "it")
+    assert [key for key, _ in started.notes] == [*notes]
+    assert all(f"resources: {notes[key]}" in why for key, why in started.notes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cat <<< hello\n{}",
+        "x=$((1<<3))\n{}",
+        "# see <<EOF, don't\n{}",
+        "cat <<'EOF' > it.yaml\ntrl sft --seed 2\nEOF\n{}",
+        'ARGS="--model_name_or_path a/b --max_length 8"; trl sft $ARGS',
+        'ARGS=(\n  --model_name_or_path "a/b"  # which\n)\nARGS+=(--max_length 8)\ntrl sft "${{ARGS[@]}}"',
+        "srun -n 1 bash -c 'cd /; {}'",
+        "main() {{ M=a/b; trl sft --model_name_or_path $M --max_length 8; }}; main",
+        "if true; then\n  {} 2>&1 | tee log\nfi",
+    ],
+)
+def test_an_ordinary_script_is_read_as_the_shell_would(text: str) -> None:
+    started = launch.find(text.format("trl sft --model_name_or_path a/b --max_length 8"), Path("/"), "it")
+    assert (started.data, started.notes) == ({"model_name_or_path": "a/b", "max_length": 8}, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "M=a\nif [ $1 ]; then M=b; fi\n{} $M",
+        "M=a\ncase $1 in x) M=b;; esac\n{} $M",
+        'M=a\n[ -n "$1" ] && M=b\n{} "$M"',
+        "for M in a b; do {} $M; done",
+        "M=a\n{} '$M'",
+        "X='eval $X'; eval $X; {} $M",
+    ],
+)
+def test_a_value_that_depends_on_what_runs_is_named(text: str) -> None:
+    started = launch.find(text.format("trl sft --model_name_or_path"), Path("/"), "it")
+    assert started.data == {}
+    assert started.notes == [("model_name_or_path", "the shell computes it ($M): write its value")]
 
 
 def test_a_command_line_without_quotes_is_told_of_them(place: Path) -> None:

@@ -7,10 +7,12 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from honed.job import views
+from honed.job import query, views
 from honed.job.database import Database
 from honed.job.event import Event, Reading
-from honed.job.job import Attempt, Job
+from honed.job.job import Attempt, Job, State
+from honed.job.query import NO_PROGRESS
+from honed.job.shape import Score
 
 #: The contract: a name or a column that is missing here breaks somebody's dashboard.
 CONTRACT = {
@@ -102,3 +104,11 @@ def test_a_database_of_an_earlier_honed_gets_the_views(tmp_path: Path) -> None:
         db.execute("DROP VIEW metrics_v1")
     Database(path).close()
     assert rows(path, "SELECT * FROM metrics_v1") == []
+
+
+def test_figures_of_a_part_of_the_rows_are_no_score() -> None:
+    score: Score = {"name": "eval_loss", "value": 1.5}
+    late = dataclasses.replace(JOB, state=State.FAILED, outcome="time_limit")
+    assert query.summary(late, NO_PROGRESS, score)["score"] is None
+    assert query.summary(late, {**NO_PROGRESS, "step": 4.0}, score)["score"] == score  # a training: that was whole
+    assert query.summary(JOB, NO_PROGRESS, score)["score"] == score

@@ -30,6 +30,7 @@ class Holder:
         self.is_waiting = is_waiting
         self.is_streaming = is_streaming
         self.is_of_owner = False
+        self.origin = ""
         self.has_given_way = False
 
     def give_way(self, kind: Kind) -> None:

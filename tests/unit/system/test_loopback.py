@@ -37,6 +37,8 @@ def test_the_user_of_a_client_is_known_as_long_as_it_is_connected(
             assert loopback.is_of(peer[:2], ours, {os.getuid()})
             assert not loopback.is_of(peer[:2], ours, {os.getuid() + 1})
             assert not loopback.is_of((peer[0], 1), ours, {os.getuid()})
+            assert loopback.in_words(peer[:2], ours) == f"a process of uid {os.getuid()}"
+            assert loopback.in_words((peer[0], 1), ours) == "no process that this machine's kernel lists"
             client.close()
             # What is left of it in the kernel belongs to nobody; it is listed as root's.
             assert loopback.user_of(peer[:2], ours) is None

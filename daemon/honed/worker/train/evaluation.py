@@ -94,6 +94,11 @@ class Timely:
     def __len__(self) -> int:
         return len(self._loader)
 
+    @property
+    def is_cut(self) -> bool:
+        """True if batches were left out."""
+        return self.num_batches < len(self)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
@@ -127,16 +132,28 @@ class TokenMeans:
         place = self.num_batches * self._ranks.world + self._ranks.rank
         return len(self._batches[place]) if place < len(self._batches) else 0
 
+    def num_measured(self, size: int) -> int:
+        """Return the number of rows that all ranks have measured, of an evaluation that ended before its last batch."""
+        num = self.num_batches * self._ranks.world
+        return sum(map(len, self._batches[:num])) if self._kinds is not None else num * size
+
     def of_groups(self, name: str) -> dict[str, float]:
-        """Return the loss of each group of rows, under `name/group`; after `weigh`."""
+        """Return the loss of each group of rows, under `name/group`, that was measured wholly; after `weigh`."""
         if self._kinds is None:
             return {}
         counted = [
             (self._kinds.groups.kinds[int(self._kinds.codes[batch[0]])], loss, count)
             for batch, (count, loss) in zip(self._batches, self._every, strict=False)  # as many as were measured
         ]
+        left = {
+            group
+            for batch in self._batches[len(self._every) :]
+            for group in self._kinds.groups.kinds[int(self._kinds.codes[batch[0]])]
+        }
         found = {}
         for group in self._kinds.groups.names:
+            if group in left:
+                continue
             ours = [(loss, count) for groups, loss, count in counted if group in groups and count]
             if total := sum(count for _, count in ours):
                 found[f"{name}/{group}"] = sum(loss * (count / total) for loss, count in ours)

@@ -433,6 +433,8 @@ class Trainer(SFTTrainer):
         if self._progress.evaluates_by_length:
             self._means.weigh(output.metrics, "eval_loss", self._metrics["eval"])
             output.metrics.update(self._means.of_groups("eval_loss"))
+        if self._timely is not None and self._timely.is_cut:  # transformers would reckon its speed by all rows
+            output = output._replace(num_samples=self._means.num_measured(self.args.eval_batch_size))
         return output
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
