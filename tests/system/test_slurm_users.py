@@ -180,7 +180,7 @@ def test_a_restarted_honed_takes_a_job_over_and_believes_no_other_of_its_name(ru
     running.run(*forged, user="berta", environment={"SLURM_CONF": SLURM_CONF})
     listed = "import sys; from honed.run.slurm_client import Client; print(Client().ask(['list'], {})[0])"
     lines = running.run(PYTHON, "-c", listed, user="honed").splitlines()
-    assert [line.split("|")[3] for line in lines if f"-{job_id}-1-1|" in line] == [
+    assert [line.split("|")[3] for line in lines if line.endswith(f"-{job_id}-1-1")] == [
         running.run("id", "-u", "anna").strip()
     ]
     running.run("systemctl", "kill", "--signal=KILL", "honed")
@@ -267,6 +267,7 @@ class Forged:
         self.uids = {name: int(machine.run("id", "-u", name)) for name in ("anna", "berta", "honed", "honed-job")}
         self.dir, self.entry = machine.host_path(f"{JOBS}/900"), machine.host_path(f"{RUNNING}/900.json")
         self.start = self.dir / "start.json"
+        self.instance = machine.read("/var/lib/honed/slurm-instance").strip()
         machine.sh(f"rm -rf {JOBS}/900 {RUNNING}/900.json; mkdir -p {JOBS}/900 {RUNNING}")
         self.write(self.uids["anna"])
 
@@ -275,7 +276,7 @@ class Forged:
         attempt = Attempt(1, "transformers", 1.0, device="cpu")
         job = Job(900, "forged", 1.0, "forged.json", uid, "/tmp", attempts=(attempt,), state=State.RUNNING)
         self.entry.write_bytes(job.to_json())
-        handed = Handed(1, 1, "honed-0123abcd-900-1-1", "cpu", backend="transformers", environment={})
+        handed = Handed(1, 1, f"honed-{self.instance}-900-1-1", "cpu", backend="transformers", environment={})
         self.start.write_bytes(json.dumps({**handed.__dict__, **changes}).encode())
         for path in (self.dir, self.entry, self.start):
             os.chown(path, self.uids["honed"], -1)
@@ -343,6 +344,8 @@ def test_a_strange_request_is_refused(forged: Forged) -> None:
     ):
         assert ask(forged.machine, *request.split()).startswith("refused: "), request
     assert not [name for _, name in queue(forged.machine) if name.startswith("900-")]
+    forged.start.unlink()
+    assert forged.ask("cancel") == ""  # its submitter cannot keep it from ending
 
 
 def test_options_that_others_than_root_can_change_are_refused(forged: Forged) -> None:

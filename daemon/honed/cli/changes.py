@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from honed.cli import members, terminal
 from honed.cli.instance import Instance
-from honed.job.job import State
+from honed.job.job import STOPPED_EARLY, State
 from honed.job.shape import ChangedRow
 from honed.system.error import HonedError, UsageError
 
@@ -52,6 +53,10 @@ def _each(instance: Instance, verb: str, reference: str) -> list[str]:
     if not (jobs := members.of(instance, reference)):
         return [reference]
     found = [str(job["id"]) for job in jobs if job["state"] in GROUP_VERBS[verb]]
+    if verb == "requeue" and (early := [str(job["id"]) for job in jobs if job["outcome"] == STOPPED_EARLY]):
+        note = f"sweep {reference}: {len(early)} jobs that it stopped early stay as they are; name one to continue it"
+        print(terminal.plain(note), file=sys.stderr)
+        found = [each for each in found if each not in early]
     if not found:
         raise UsageError(f"sweep {reference}: none of its {len(jobs)} jobs is {' or '.join(GROUP_VERBS[verb])}")
     return found

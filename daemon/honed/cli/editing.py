@@ -65,7 +65,8 @@ def _make(instance: Instance, options: argparse.Namespace, job: Shown, was: byte
     with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
         copy = Path(directory) / f"job-{job['id']}{_suffix(instance, job)}"
         copy.write_bytes(text)
-        verdict = draft.check_one(instance, copy)
+        # honed checks it as the job's owner; what that user may read, another need not.
+        verdict = draft.check_one(instance, copy) if job["uid"] == os.getuid() else None
     instance.edit(job["id"], text, was=was)
     state = _settled(instance, job)
     now = instance.show(str(job["id"]))

@@ -291,9 +291,11 @@ class Dispatch:
 
     def plan_deferred(self) -> None:
         """Take new plans, and have jobs planned whose inputs exist by now."""
-        self.plans.settle()
-        if not self._is_stopping():
-            self.plans.ask_deferred()
+        try:
+            self.plans.settle()
+        finally:
+            if not self._is_stopping():
+                self.plans.ask_deferred()
 
     def vacate(self) -> None:
         """Preempt the jobs on devices whose hours have ended, or that were drained at once, and those that have to make

@@ -33,7 +33,7 @@ from honed.run.reply import Answer, Passed, Refused
 from honed.spec import problem
 from honed.system import durable, message
 from honed.system.control import Request
-from honed.system.error import EnvironmentInvalidError, HonedError, SpecError, UsageError, said
+from honed.system.error import EnvironmentInvalidError, HonedError, InternalError, SpecError, UsageError, said
 from honed.system.log import about
 
 log = logging.getLogger(__name__)
@@ -144,11 +144,24 @@ class Editing:
                 self._edits.drop(path)
                 error: HonedError | None = UsageError(f"job {number} is gone")
             else:
-                error = self._settle(found, path, answer)
+                error = self._settled(found, path, answer)
             del self._answers[number], self._pending[number]
             self._verdicts[number] = error
             while len(self._verdicts) > MAX_VERDICTS:
                 del self._verdicts[next(iter(self._verdicts))]
+
+    def _settled(self, job: Job, path: Path, answer: Answer) -> HonedError | None:
+        """Make one edit, or drop it. Returns the reason of a refusal; an error of ours is one, too, and stops no
+        other's edit. Raises OSError if the machine prevents it."""
+        try:
+            return self._settle(job, path, answer)
+        except Exception as error:
+            if durable.machine_fault(error):
+                raise
+            log.exception("job %d (%s): its edit failed", job.id, job.name, extra=about(job))
+            if not job.is_being_edited:
+                self._edits.drop(path)
+            return InternalError(f"the edit failed: {said(error)}", hint="journalctl -u honed has the error")
 
     def _settle(self, job: Job, path: Path, answer: Answer) -> HonedError | None:
         """Make one edit, or drop it. Returns the reason of a refusal."""
@@ -230,8 +243,19 @@ class Editing:
 
 def _sections(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Return the top-level keys that differ, for the journal: deeper ones may be a user's own words."""
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    return ", ".join(keys) or "no value changed"
+    return ", ".join(_changed(before, after)) or "no value changed"
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the top-level keys that differ."""
+    return [key for key in {**before, **after} if _stated(before.get(key)) != _stated(after.get(key))]
+
+
+def _stated(value: Any) -> Any:
+    """Return a value without keys that are not set: a file of an earlier honed has none of the later keys."""
+    if isinstance(value, Mapping):
+        return {key: _stated(each) for key, each in value.items() if each is not None}
+    return [_stated(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _check_kept(job: Job, before: Mapping[str, Any], answer: Passed) -> None:
@@ -245,9 +269,9 @@ def _check_kept(job: Job, before: Mapping[str, Any], answer: Passed) -> None:
         raise SpecError(f"kind: stays {before['kind']} in an edit", hint="submit the other job, and cancel this one")
     if (spec.get("name") or job.name) != job.name:
         raise SpecError(f"name: stays {job.name} in an edit", hint=f"{again}: --name NAME")
-    if spec.get("group") != job.group:
+    if _stated(spec.get("group")) != _stated(job.group):
         raise SpecError("group: honed writes it, and it stays in an edit", hint="leave it as it is")
-    for key in [key for key in {**before, **spec} if before.get(key) != spec.get(key)] if job.attempts else ():
+    for key in _changed(before, spec) if job.attempts else ():
         if key not in ALWAYS:
             raise SpecError(
                 f"{key}: the job has run before, and would resume from a checkpoint that belongs to the present value",

@@ -98,8 +98,10 @@ def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[
     match job.stop:
         case Stop.CANCEL:
             return State.CANCELLED, {"outcome": "cancelled", "error": None, "stop": None}
-        case Stop.HALVE:
+        case Stop.HALVE if outcome.code in {"interrupted", "killed"}:
             return State.CANCELLED, {"outcome": STOPPED_EARLY, "error": None, "stop": None}
+        case Stop.HALVE:  # hopeless, and so not tried again
+            return State.FAILED, {"outcome": outcome.code, "error": problem, "stop": None}
         case Stop.HOLD if outcome.code in {"interrupted", "killed"}:
             return State.HELD, {"outcome": "interrupted", "error": None, "stop": None}
         case Stop.PREEMPT | Stop.SHUTDOWN if outcome.code in {"interrupted", "killed"}:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from honed.run.process import SHIM
 from honed.run.slurm_request import Request, srun
@@ -94,8 +94,10 @@ def parse(data: bytes) -> Handed:
     """Parse start.json. Raises ValueError if it is none of Slurm's."""
     try:
         return _START.validate_json(data, strict=True)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not a start file of a Slurm job: {str(error)[:200]}") from error
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"not a start file of a Slurm job: {where or 'it'}: {first['msg'].lower()}") from None
 
 
 def listing(mark: str, *options: str) -> tuple[list[str], dict[str, str]]:

@@ -144,7 +144,7 @@ class Helper:
             with self._as_daemon():
                 handed = slurm_batch.parse(self._read(job.start_path))
         except (OSError, ValueError) as error:
-            raise RefusedError(f"job {job_id}: {error}") from error
+            raise RefusedError(f"{job.start_path}: {error}") from error
         if (handed.number, handed.start, handed.name) != (number, start, f"honed-{self._instance()}-{tag}"):
             raise RefusedError(f"{job.start_path}: not this start's")
         return _Start(job, handed, who)

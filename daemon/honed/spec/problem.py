@@ -167,8 +167,8 @@ _NO_QUOTES = re.compile(r"(?!(?i:true|false|null)$|[\d.]+e?[\d.+-]*$|0[xob]|\d{4
 
 
 def as_path(key: str) -> KeyPath:
-    """Convert a dotted key to a path."""
-    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+    """Convert a dotted key to a path; a number that no list can reach stays a text."""
+    return tuple(int(part) if part.isdecimal() and len(part) <= 18 else part for part in key.split("."))
 
 
 def _last_first(path: KeyPath) -> tuple[Any, ...]:

@@ -157,8 +157,12 @@ def test_every_outcome_leads_somewhere_that_there_is_a_move_to(code: str, stop: 
     assert changes["stop"] is None
     if code == "succeeded":
         assert state is State.SUCCEEDED
-    elif stop in {Stop.CANCEL, Stop.HALVE}:
-        assert (state, changes["outcome"]) == (State.CANCELLED, "cancelled" if stop is Stop.CANCEL else "stopped_early")
+    elif stop is Stop.CANCEL:
+        assert (state, changes["outcome"]) == (State.CANCELLED, "cancelled")
+    elif stop is Stop.HALVE:
+        is_stopped = code in {"interrupted", "killed"}
+        assert state is (State.CANCELLED if is_stopped else State.FAILED)
+        assert (changes["outcome"], changes["error"] is None) == ("stopped_early" if is_stopped else code, is_stopped)
     elif code == "interrupted":
         assert state is (State.QUEUED if stop in {Stop.PREEMPT, Stop.SHUTDOWN} else State.HELD)
         assert "num_failures" not in changes, "a clean stop uses up no attempt"

@@ -121,3 +121,9 @@ def test_a_value_is_written_as_a_job_file_has_it(value: Any, text: str) -> None:
     assert written(value) == text
     read = document.parse(f"a: {text}\n".encode(), ".yaml").data["a"]
     assert read == value
+
+
+def test_a_number_that_no_list_reaches_is_a_text() -> None:
+    digits = "9" * 5000  # int() refuses more than 4,300
+    assert problem.as_path(f"a.{digits}.7") == ("a", digits, 7)
+    assert problem.at({"a": [1]}, problem.as_path(f"a.{digits}")) is None
