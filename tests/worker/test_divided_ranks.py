@@ -47,10 +47,10 @@ def check_output(job: WorkerJob, dtype: torch.dtype) -> None:
 
 
 def check_memory(one: Ended, two: Ended) -> None:
-    """Compare what one process held with what each rank holds of it: half, as the plan estimates."""
+    """Compare what one process held with what each rank holds of it: half, and of 4-bit weights all scales."""
     for name in ("weights_bytes", "adapter_bytes", "gradient_bytes", "optimizer_bytes"):
         if whole := one.of("memory")[-1][name]:
-            assert two.of("memory")[-1][name] == pytest.approx(whole / 2, rel=0.05), name
+            assert two.of("memory")[-1][name] == pytest.approx(whole / 2, rel=0.1), name
 
 
 @pytest.mark.parametrize(

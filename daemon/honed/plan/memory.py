@@ -124,6 +124,8 @@ def _of_rank(
         case "fsdp":
             names = ("weights_bytes", "adapter_bytes", "gradient_bytes", "optimizer_bytes", "paged_bytes")
             shares = {name: math.ceil(getattr(whole, name) / num_ranks) for name in names}
+            scale_bytes = parameter.scale_bytes(model, loaded, choices)
+            shares["weights_bytes"] = math.ceil((whole.weights_bytes - scale_bytes) / num_ranks) + scale_bytes
             part = replace(whole, **shares, num_ranks=num_ranks)
             exchange_bytes = _gathered_bytes(whole, model, choices, loaded)
             if choices.quantization == "4bit":  # it is quantized on each device before it is divided

@@ -210,10 +210,11 @@ class Ranks:
             while isinstance(found, Asked):
                 help_with(found.what)
                 found = self.broadcast(None)
-            value, problem = found
+            made, problem = found
             if problem is not None:
                 raise problem
-            return value
+            result: T = made
+            return result
         try:
             value = act()
         except HonedError as error:

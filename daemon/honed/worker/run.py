@@ -224,7 +224,7 @@ class _Story:
 
     def tell(self, job: Assignment, attempt: int) -> None:  # noqa: PLR0915 - a linear sequence stays in one piece
         """Run all stages; each begins with a check of the stop flag."""
-        started = time.time()
+        started, began = time.time(), time.monotonic()
         events, stop, spec, precision, ranks = self._events, self._stop, job.spec, job.precision, self._ranks
         events.emit("started", pid=os.getpid(), versions=versions(job.backend), backend=job.backend)
         if self._origin:
@@ -271,6 +271,7 @@ class _Story:
 
                 self._pass_gate()
                 self._stage("prepare")  # its turn has come
+                began = time.monotonic()
         with imports.quick():
             backend.import_libraries()
             if not (self._gate.is_closed and imports.asks_device(job)):
@@ -312,7 +313,7 @@ class _Story:
         was_ahead = self._gate.is_closed
         if was_ahead:
             self._pass_gate()
-            started = time.time()
+            started, began = time.time(), time.monotonic()
 
         self._stage("load")
         if was_ahead:
@@ -408,7 +409,7 @@ class _Story:
 
         if is_evaluation:
             try:
-                self._evaluate(exam, trainer)
+                self._evaluate(exam, trainer, began)
             finally:
                 self.memory = memory.trained(trainer.model)
             if job.shared_rows_dir is None:
@@ -512,12 +513,12 @@ class _Story:
         if job.shared_rows_dir is None:  # else honed takes them first, and removes them
             shutil.rmtree(job.rows_dir, ignore_errors=True)  # no later attempt needs them
 
-    def _evaluate(self, exam: examiner.Examiner, trainer: Any) -> None:
+    def _evaluate(self, exam: examiner.Examiner, trainer: Any, began: float) -> None:
         """Measure the model as at the end of a training: the evaluation, and a round of predictions; as far as there is
         time."""
         self._stage("evaluate")
         exam.show()
-        trainer.measure()
+        trainer.measure(began)
         self.metrics = exam.end(trainer.model, trainer.state, 0)
         self._stop.check()
         trainer.check_measured(*self._ranks.broadcast((exam.num_answered, exam.num_questions)))

@@ -1088,7 +1088,6 @@ def test_the_stages_are_told_in_their_order(desk: Desk) -> None:
         "memory",
         "output directory",
         "disk",
-        "cluster",
     ]
     assert max(map(len, stages)) <= STAGE_BYTES
 

@@ -141,7 +141,7 @@ def test_rows_with_media_are_not_divided(model: BaseModelInfo) -> None:
 
 def test_4_bit_weights_may_be_divided_if_they_are_packed_into_floating_numbers(model: BaseModelInfo) -> None:
     whole, part = (make(model, 2, parallel=mode, quantization="4bit").memory for mode in ("ddp", "fsdp"))
-    assert part.weights_bytes == pytest.approx(whole.weights_bytes / 2, abs=1)
+    assert whole.weights_bytes / 2 < part.weights_bytes < whole.weights_bytes  # the scales are whole on each
     assert part.total_bytes >= whole.weights_bytes  # each device quantizes all of it first
     stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
     packed = replace(

@@ -504,8 +504,12 @@ class Trainer(SFTTrainer):
         """True once the time limit is reached."""
         return self._limit.is_reached
 
-    def measure(self) -> None:
-        """Evaluate a model that is not trained, as at the end of a training, as far as there is time."""
+    def measure(self, began: float) -> None:
+        """Evaluate a model that is not trained, as at the end of a training, as far as there is time.
+
+        It is counted from `began`, in monotonic seconds: an evaluation has no checkpoint that would outlive its loss.
+        """
+        self._limit = TimeLimit(self._assignment.spec.time_limit_sec, time.monotonic() - began)
         self._evaluate(None, None, skip_scheduler=True)
 
     def check_measured(self, num_answered: int, num_questions: int) -> None:
