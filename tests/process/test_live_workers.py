@@ -24,9 +24,10 @@ from honed.system.layout import JobLayout
 
 @pytest.fixture
 def instance(instance: Instance) -> Instance:
-    """Its shims are processes of their own, as the machine shows them: none is forked from a warm one."""
+    """Its shims are processes of their own, as the machine shows them: none is forked from a warm one, and none is of a
+    job that waits."""
     instance.is_warm = False
-    instance.configure("[spool]\nsettle_sec = 0.3\nrescan_interval_sec = 0.3\n")
+    instance.configure("[spool]\nsettle_sec = 0.3\nrescan_interval_sec = 0.3\n[jobs]\nstage_ahead = false\n")
     return instance
 
 
