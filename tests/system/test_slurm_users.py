@@ -186,7 +186,17 @@ def test_a_restarted_honed_takes_a_job_over_and_believes_no_other_of_its_name(ru
     running.run("systemctl", "kill", "--signal=KILL", "honed")
     running.run("touch", f"{JOBS}/{job_id}/go", user="anna")
     wait_state(running, "until-5", "succeeded")
-    running.run("scancel", "--user=berta", environment={"SLURM_CONF": SLURM_CONF})
+    # Nor one of its own submitter's: it would count as a worker that lives, and no other job could start.
+    running.run("rm", f"{JOBS}/{job_id}/attempts/1/exit.json", user="anna")
+    for start in ("1-1", "99-1"):
+        forged[2] = f"--job-name=honed-{instance}-{job_id}-{start}"
+        running.run(*forged, user="anna", environment={"SLURM_CONF": SLURM_CONF})
+    running.run("systemctl", "restart", "honed")
+    drop(running, "anna", "succeed.late")
+    wait_state(running, "succeed.late", "succeeded")
+    assert jobs(running)["until-5"]["state"] == "succeeded"
+    for user in ("anna", "berta"):
+        running.run("scancel", f"--user={user}", environment={"SLURM_CONF": SLURM_CONF})
 
 
 def test_a_submitter_who_withdraws_a_waiting_job_holds_it(running: Machine) -> None:

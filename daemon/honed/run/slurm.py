@@ -209,7 +209,9 @@ class SlurmRunner:
         handed = None
         with contextlib.suppress(OSError, ValueError):
             handed = read(files)
-        if self._is_shared and (handed is None or handed.name != name):  # an intent is durable before any submission
+        if self._is_shared and (
+            handed is None or handed.name != name or handed.is_over
+        ):  # an intent is durable before any submission
             return None
         return Live(job_id, (number, start), handed.device if handed is not None else None)
 
@@ -325,6 +327,7 @@ class SlurmRunner:
     def _ended(self, job_id: int, record: dict[str, Any]) -> Exit:
         began, snapshot = self.began(job_id), self._desk.snapshot
         job = self._jobs.pop(job_id)
+        self._write(job_id, replace(job.handed, is_over=True))
         self._desk.forget(job.handed.name)
         seen = snapshot.jobs.get(job.handed.name, ()) if snapshot is not None and not job.is_asked else ()
         by_slurm = any(each.state in STOPPED_BY_SLURM or each.reason == NODE_DOWN for each in seen)
@@ -342,8 +345,17 @@ class SlurmRunner:
             nodes=seen.nodes or job.handed.nodes,
         )
         if told != job.handed:
-            told.write(self._layout.job(job_id))
+            self._write(job_id, told)
             job.handed = told
+
+    def _write(self, job_id: int, handed: Handed) -> None:
+        """Write start.json, if its submitter has not put something else there."""
+        try:
+            handed.write(self._layout.job(job_id))
+        except OSError as error:
+            if durable.machine_fault(error):
+                raise
+            log.warning("job %d: start.json cannot be written: %s", job_id, error)
 
 
 def _is_explained(job: _Job, now: float, snapshot: Snapshot | None) -> bool:

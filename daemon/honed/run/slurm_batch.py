@@ -82,6 +82,7 @@ class Handed:
     nodes: str = ""
     backend: str = ""  #: empty: it cannot be submitted again
     environment: dict[str, str] = field(default_factory=dict)
+    is_over: bool = False  #: it has ended: a job of its name is none of honed's
 
     def write(self, job: JobLayout) -> None:
         durable.write_json(job.start_path, self.__dict__, mode=0o644)

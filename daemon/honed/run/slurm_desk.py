@@ -112,7 +112,7 @@ class Desk:
             command, variables = slurm_batch.listing(mark, f"--user={os.geteuid()}")
             if self._is_shared:
                 command = ["list"]
-            text, fault = self._run(command, {**os.environ, **variables})
+            text, fault = self._run(command, {**_environment(), **variables})
             if fault != self.fault:
                 self.fault = fault
                 log.log(
@@ -129,6 +129,10 @@ class Desk:
             if each is not None and each.name.startswith(self._prefix):
                 found[each.name] = (*found.get(each.name, ()), Seen(each.slurm_id, each.state, each.reason, each.nodes))
         return found
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
 
 
 def run_here(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:

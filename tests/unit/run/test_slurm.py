@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from honed.run import slurm, slurm_batch, slurm_request
 from honed.run.choice import why_no_slurm
 from honed.run.runner import read_lock_record, seconds
 from honed.run.slurm_batch import Handed, Listed
+from honed.run.slurm_desk import Seen, Snapshot
 from honed.spec import config
 from honed.system.error import InterruptedRunError, SpecError
 from honed.system.layout import AttemptLayout, JobLayout, Layout
@@ -175,3 +177,25 @@ def test_a_command_that_leaves_a_child_with_its_pipes_is_given_up(tmp_path: Path
     said = slurm_request.run(["sh", "-c", "trap '' TERM; sleep 60"], {}, timeout_sec=0.2)
     assert said == ("", "sh did not end within 0 s")
     assert time.monotonic() - began < 10
+
+
+def test_a_job_of_slurm_is_a_worker_of_ours_if_honed_has_recorded_that_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Layout, "is_of_system", property(lambda _: True))
+    layout = Layout(tmp_path)
+    runner = slurm.SlurmRunner(layout, config.SlurmConfig)
+    job, prefix = layout.job(7), f"honed-{(layout.state_dir / 'slurm-instance').read_text().strip()}-7"
+    job.dir.mkdir(parents=True)
+    handed = Handed(1, 1, f"{prefix}-1-1", "cpu")
+
+    def live(*starts: str) -> list[tuple[int, int] | None]:
+        seen = {f"{prefix}-{start}": (Seen("5", "PENDING", "None", ""),) for start in starts}
+        runner._desk.snapshot = Snapshot(0.0, seen)
+        return [each.attempt for each in runner.live()]
+
+    assert live("1-1") == []
+    handed.write(job)
+    assert live("1-1", "99-1") == [(1, 1)]
+    replace(handed, is_over=True).write(job)
+    assert live("1-1") == []
