@@ -180,7 +180,7 @@ def test_of_a_job_that_has_run_only_what_no_checkpoint_depends_on_is_edited(inst
     before = instance.wait_state("slow-60", State.HELD)
     plan = instance.show("slow-60")["plan"]
     refused = edit(instance, "slow-60", "--set", "training.seed=2")
-    assert "training: the job has run before, and would resume from a checkpoint" in refused.stderr
+    assert "training: the job has run before, and what it may resume from" in refused.stderr
     assert "priority, retry, time_limit_sec can be edited" in refused.stderr
     assert edit(instance, "slow-60", "--set", "priority=5", "--set", "retry.max_attempts=7").returncode == 0
     after = job_of(instance, "slow-60")

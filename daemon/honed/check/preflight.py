@@ -224,6 +224,17 @@ def _check_halving(job_spec: JobSpec, member: Member, parsed: Document) -> None:
             "it compares the evaluation losses of the jobs, and they are not evaluated",
             "add eval_split: 0.05, or eval_datasets, and training.eval_steps",
         )
+    if other_rows := [key for key in member.values if key.partition(".")[0] in ("eval_split", "eval_datasets")]:
+        raise sweep.halving_fault(
+            parsed.lines,
+            "",
+            f"it compares evaluation losses, and {other_rows[0]} gives the jobs different rows to evaluate on",
+            "remove it, or evaluate all jobs on the same rows",
+        )
+    if job_spec.eval_strategy == "epoch" and last <= 0 and job_spec.training.num_train_epochs <= 1:
+        raise sweep.halving_fault(
+            parsed.lines, "", "the only evaluation is at the last step", "add training.eval_steps, or train longer"
+        )
     if 0 < last <= first:
         raise sweep.halving_fault(
             parsed.lines,

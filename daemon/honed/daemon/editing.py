@@ -274,7 +274,7 @@ def _check_kept(job: Job, before: Mapping[str, Any], answer: Passed) -> None:
     for key in _changed(before, spec) if job.attempts else ():
         if key not in ALWAYS:
             raise SpecError(
-                f"{key}: the job has run before, and would resume from a checkpoint that belongs to the present value",
+                f"{key}: the job has run before, and what it may resume from belongs to the present value",
                 hint=f"{', '.join(ALWAYS)} can be edited; {again}",
             )
     for key in job.group["values"] if job.group else ():

@@ -770,6 +770,22 @@ def test_a_spec_survives_the_way_through_the_helper(desk: Desk, daemon: Daemon) 
     assert answer.spec["training"] == {"learning_rate": 2e-4, "num_train_epochs": 3}
 
 
+@pytest.mark.parametrize(
+    ("swept", "training", "words"),
+    [
+        ({"eval_split": [0.1, 0.3]}, {}, "eval_split gives the jobs different rows"),
+        ({"lora.r": [2, 4]}, {"num_train_epochs": 1, "eval_strategy": "epoch"}, "the only evaluation is at the last"),
+        ({"lora.r": [2, 4]}, {"eval_strategy": "no"}, "they are not evaluated"),
+        ({"lora.r": [2, 4]}, {"max_steps": 2}, "is not before the last step"),
+    ],
+)
+def test_halving_that_could_not_work_is_refused(
+    desk: Desk, swept: dict[str, Any], training: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SpecError, match=words):
+        desk.check(sweep={**swept, "halving": {"min_steps": 2}}, lora={"r": 2}, eval_split=0.2, training=training)
+
+
 def test_the_helper_reads_the_rows_of_a_sweep_once(desk: Desk, daemon: Daemon) -> None:
     text = "x" * 100_000
     desk.rows.write_text(f'{{"text": "{text}"}}\n' * 200)
