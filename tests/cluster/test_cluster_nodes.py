@@ -58,15 +58,15 @@ def test_a_job_of_two_nodes_has_a_rank_on_each_gpu(cluster: ClusterInstance) -> 
     cluster.configure(GPUS)
     cluster.pretend_cuda()
     cluster.start()
-    cluster.drop("succeed", name="succeed", resources={"gpus": 2, "nodes": 2})
-    job = ended(cluster, "succeed", State.SUCCEEDED)
-    found = ranks(cluster, "succeed", 4)
+    cluster.drop("slow-30", name="slow-30", resources={"gpus": 2, "nodes": 2})
+    job = ended(cluster, "slow-30", State.SUCCEEDED)
+    found = ranks(cluster, "slow-30", 4)
     assert [each["SLURMD_NODENAME"] for each in found] == ["node1", "node1", "node2", "node2"]
     assert [each["LOCAL_RANK"] for each in found] == ["0", "1", "0", "1"]
     assert {each["WORLD_SIZE"] for each in found} == {"4"}
     assert {each["gpus"] for each in found} == {"0,1"}
     assert len(cluster.starts(job)) == 1
-    told = cluster.honectl("show", "succeed").stdout
+    told = cluster.honectl("show", "slow-30").stdout
     assert "Slurm job" in told
     assert "node[1-2]" in told
 

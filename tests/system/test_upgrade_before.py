@@ -19,7 +19,7 @@ pytestmark = pytest.mark.systemd
 REPOSITORY = Path(__file__).parents[2]
 #: What scripts/install reads.
 INSTALLED = ("pyproject.toml", "constraints.txt", "README.md", "daemon", "docs", "etc", "scripts", "units")
-NUM_STEPS = 100
+NUM_STEPS = 400
 #: The directories of the machine's instance and of anna's own, whose jobs are children of its honed.
 SYSTEM, OWN = "", "/srv/own"
 

@@ -326,6 +326,8 @@ class SlurmRunner:
 
     def _ended(self, job_id: int, record: dict[str, Any]) -> Exit:
         began, snapshot = self.began(job_id), self._desk.snapshot
+        if snapshot is not None and (last := snapshot.jobs.get(self._jobs[job_id].handed.name)):
+            self._note(job_id, last[0])
         job = self._jobs.pop(job_id)
         self._write(job_id, replace(job.handed, is_over=True))
         self._desk.forget(job.handed.name)
