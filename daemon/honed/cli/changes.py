@@ -54,9 +54,17 @@ def _each(instance: Instance, verb: str, reference: str) -> list[str]:
         return [reference]
     found = [str(job["id"]) for job in jobs if job["state"] in GROUP_VERBS[verb]]
     if verb == "requeue" and (early := [str(job["id"]) for job in jobs if job["outcome"] == STOPPED_EARLY]):
-        note = f"sweep {reference}: {len(early)} jobs that it stopped early stay as they are; name one to continue it"
-        print(terminal.plain(note), file=sys.stderr)
+        stay = (
+            "1 job that it stopped early stays" if len(early) == 1 else f"{len(early)} jobs that it stopped early stay"
+        )
         found = [each for each in found if each not in early]
+        if not found:
+            raise UsageError(
+                f"sweep {reference}: no job failed or was cancelled but the {len(early)} that it stopped early",
+                hint=f"honectl requeue {' '.join(early)}",
+            )
+        note = f"sweep {reference}: {stay} as {'it is' if len(early) == 1 else 'they are'}; name one to continue it"
+        print(terminal.plain(note), file=sys.stderr)
     if not found:
         raise UsageError(f"sweep {reference}: none of its {len(jobs)} jobs is {' or '.join(GROUP_VERBS[verb])}")
     return found

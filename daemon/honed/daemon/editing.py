@@ -159,7 +159,8 @@ class Editing:
             if durable.machine_fault(error):
                 raise
             log.exception("job %d (%s): its edit failed", job.id, job.name, extra=about(job))
-            if not job.is_being_edited:
+            now = self._spool.job(job.id)
+            if now is None or not now.is_being_edited:  # else it is committed, and made once honed starts again
                 self._edits.drop(path)
             return InternalError(f"the edit failed: {said(error)}", hint="journalctl -u honed has the error")
 
@@ -254,7 +255,8 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 def _stated(value: Any) -> Any:
     """Return a value without keys that are not set: a file of an earlier honed has none of the later keys."""
     if isinstance(value, Mapping):
-        return {key: _stated(each) for key, each in value.items() if each is not None}
+        stated = {key: _stated(each) for key, each in value.items()}
+        return {key: each for key, each in stated.items() if each is not None} or None
     return [_stated(each) for each in value] if isinstance(value, list | tuple) else value
 
 
