@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -183,6 +184,8 @@ def test_a_job_of_slurm_is_a_worker_of_ours_if_honed_has_recorded_that_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Layout, "is_of_system", property(lambda _: True))
+    desk = SimpleNamespace(snapshot=None, fault="")  # the real one has threads, which outlive a test
+    monkeypatch.setattr(slurm, "Desk", lambda *_args, **_keys: desk)
     layout = Layout(tmp_path)
     runner = slurm.SlurmRunner(layout, config.SlurmConfig)
     job, prefix = layout.job(7), f"honed-{(layout.state_dir / 'slurm-instance').read_text().strip()}-7"
@@ -191,7 +194,7 @@ def test_a_job_of_slurm_is_a_worker_of_ours_if_honed_has_recorded_that_start(
 
     def live(*starts: str) -> list[tuple[int, int] | None]:
         seen = {f"{prefix}-{start}": (Seen("5", "PENDING", "None", ""),) for start in starts}
-        runner._desk.snapshot = Snapshot(0.0, seen)
+        desk.snapshot = Snapshot(0.0, seen)
         return [each.attempt for each in runner.live()]
 
     assert live("1-1") == []
