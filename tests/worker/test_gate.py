@@ -123,6 +123,7 @@ def test_no_worker_initialises_cuda_before_its_gate(make_job: MakeJob, keys: dic
             stdout=log,
             stderr=log,
             cwd=job.dir,
+            start_new_session=True,  # it lowers the nice value of its session
         )
     job.wait_for(lambda events: any(each.data.get("stage") == "staged" for each in events), process)
     touched = job.dir / "touched"
@@ -145,7 +146,9 @@ def test_no_spare_initialises_cuda(tmp_path: Path, model_type: str) -> None:
     ours.settimeout(WORKER_TIMEOUT_SEC)
     command = [sys.executable, str(Path(__file__).with_name("gatedworker.py")), "--spare", needs.to_json()]
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=theirs, stdout=log, stderr=log, cwd=tmp_path, env=environment)
+        process = subprocess.Popen(
+            command, stdin=theirs, stdout=log, stderr=log, cwd=tmp_path, env=environment, start_new_session=True
+        )
     theirs.close()
     with ours:
         assert ours.recv(64) == b"ready", (tmp_path / "log").read_text()

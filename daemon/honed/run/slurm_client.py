@@ -42,8 +42,9 @@ class Client:
         """Ask the helper. Returns the output, and the fault, empty if there was none."""
         try:
             line = self._connected()
-            line.write(" ".join(words).encode("ascii") + b"\n")
-            line.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has refused us already, and its answer can be read
+                line.write(" ".join(words).encode("ascii") + b"\n")
+                line.flush()
             if not (told := line.readline(MAX_ANSWER_BYTES)):
                 raise ConnectionResetError("it ended: journalctl -u 'honed-slurm@*'")
             answer = json.loads(told)

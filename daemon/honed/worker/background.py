@@ -27,7 +27,7 @@ RETRY_SEC = 0.5
 IO_PRIORITY = (2 << 13) | 7
 #: Numbers of ioprio_set and ioprio_get, for which the C library has no function.
 IO_CALLS = {"x86_64": (251, 252), "aarch64": (30, 31)}
-WHO_PROCESS, WHO_GROUP = 1, 2
+WHO_PROCESS = 1
 CAP_SYS_NICE = 23
 
 
@@ -40,22 +40,24 @@ class Background:
         now = os.getpriority(os.PRIO_PROCESS, 0)
         limit, _ = resource.getrlimit(resource.RLIMIT_NICE)
         self._nice = now if may_return_to(now, limit, _capabilities()) else None
-        if self._io_priority is not None:
-            _call_io(0, WHO_GROUP, IO_PRIORITY)
-        if self._nice is not None:
-            os.setpriority(os.PRIO_PGRP, 0, max(now, NICE))
+        self._set(IO_PRIORITY, max(now, NICE))
         _be_nice(NICE)
 
     def hurry(self) -> None:
         """Yield to other work no longer. A thread does what the kernel does not take at once."""
-        if self._io_priority is not None:
-            _call_io(0, WHO_GROUP, self._io_priority)
-        if self._nice is not None:
-            # Refused where the limit has changed meanwhile; the worker is slow then, and right.
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PGRP, 0, self._nice)
+        self._set(self._io_priority, self._nice)
         if not _be_nice(0):
             threading.Thread(target=_return, name="background", daemon=True).start()
+
+    def _set(self, io_priority: int | None, nice: int | None) -> None:
+        """Set the priorities of this process and its descendants, of those that could be set back."""
+        for task in _tasks():
+            if self._io_priority is not None and io_priority is not None:
+                _call_io(0, WHO_PROCESS, io_priority, task=task)
+            if self._nice is not None and nice is not None:
+                # It may be gone, or the limit may have changed: the worker is slow then, and right.
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, task, nice)
 
     def end(self) -> None:
         """Be a process as any other again."""
@@ -92,11 +94,24 @@ def _capabilities() -> int:
     return 0
 
 
-def _call_io(which: int, who: int, *priority: int) -> int | None:
-    """Call ioprio_set (0) or ioprio_get (1) for this process or its group; None where that is not possible."""
+def _tasks() -> list[int]:
+    """Return the threads of this process and of its descendants. Those that begin later inherit from them."""
+    found: list[int] = []
+    ahead = [os.getpid()]
+    while ahead:
+        with contextlib.suppress(OSError, ValueError):  # one that has ended
+            for task in Path(f"/proc/{ahead.pop()}/task").iterdir():
+                found.append(int(task.name))
+                with contextlib.suppress(OSError):  # a kernel without this file
+                    ahead += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _call_io(which: int, who: int, *priority: int, task: int = 0) -> int | None:
+    """Call ioprio_set (0) or ioprio_get (1) for a thread, this one by default; None where that is not possible."""
     if (numbers := IO_CALLS.get(platform.machine())) is None:
         return None
-    found = int(ctypes.CDLL(None, use_errno=True).syscall(numbers[which], who, 0, *priority))
+    found = int(ctypes.CDLL(None, use_errno=True).syscall(numbers[which], who, task, *priority))
     return None if found < 0 else found
 
 
