@@ -38,6 +38,9 @@ from honed.system.log import about
 
 log = logging.getLogger(__name__)
 
+#: What jobs that `halving` compares have in common.
+COMPARED = ("eval_split", "eval_datasets", "training.max_steps", "training.num_train_epochs")
+
 #: Verdicts that are kept for those who ask.
 MAX_VERDICTS = 1000
 
@@ -283,3 +286,7 @@ def _check_kept(job: Job, before: Mapping[str, Any], answer: Passed) -> None:
         path = problem.as_path(key)
         if problem.at(spec, path) != problem.at(before, path):
             raise SpecError(f"{key}: its sweep sets it, so it stays in an edit", hint=again)
+    for key in COMPARED if job.group and job.group.get("halving") else ():
+        path = problem.as_path(key)
+        if _stated(problem.at(spec, path)) != _stated(problem.at(before, path)):
+            raise SpecError(f"{key}: its sweep compares the job with others by it, so it stays in an edit", hint=again)

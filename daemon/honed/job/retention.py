@@ -2,7 +2,7 @@
 still needed.
 
 Never removed are unfinished jobs, pinned jobs, and jobs whose files are needed by an unfinished or pinned job: through
-`job:NAME`, `depends_on`, or a path into their directory.
+`job:NAME`, `depends_on`, or a path into their directory. Nor are jobs of a sweep with `halving` that has not ended.
 """
 
 from __future__ import annotations
@@ -230,7 +230,21 @@ def needed_of(needs: Needs, spool: Spool, jobs: Iterable[Job]) -> dict[int, str]
     """Return {number: reason to keep it} for all jobs that must stay."""
     jobs = list(jobs)
     hosts = output_hosts(spool.layout, jobs)
-    return hosts | needs.reasons(job for job in jobs if job.is_pinned or not job.state.is_final)
+    found = hosts | needs.reasons(job for job in jobs if job.is_pinned or not job.state.is_final)
+    return _compared(jobs) | found
+
+
+def _compared(jobs: Sequence[Job]) -> dict[int, str]:
+    """Return the ended jobs of sweeps whose others are still compared with them (`halving`), with the reason."""
+    waiting: dict[tuple[int, int], Job] = {}
+    for job in jobs:
+        if not job.state.is_final and job.group and job.group.get("halving"):
+            waiting.setdefault((job.uid, job.group["id"]), job)
+    return {
+        job.id: f"job {other.id} ({other.name}) of its sweep, which is {_why(other)}, is compared with it"
+        for job in jobs
+        if job.state.is_final and job.group and (other := waiting.get((job.uid, job.group["id"])))
+    }
 
 
 def _beyond(jobs: Iterable[Job], wish: Wish, spool: Spool, sizes: dict[int, int]) -> list[Job]:

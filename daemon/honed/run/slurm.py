@@ -45,7 +45,7 @@ from honed.run.runner import (
 )
 from honed.run.slurm_batch import Handed
 from honed.run.slurm_client import Client
-from honed.run.slurm_desk import Desk, Seen, Snapshot, run_here
+from honed.run.slurm_desk import OVER, Desk, Seen, Snapshot, run_here
 from honed.run.slurm_request import environment, is_refusal
 from honed.spec.config import SLOT, SlurmConfig
 from honed.system import durable, untrusted
@@ -209,9 +209,9 @@ class SlurmRunner:
         handed = None
         with contextlib.suppress(OSError, ValueError):
             handed = read(files)
-        if self._is_shared and (
-            handed is None or handed.name != name or handed.is_over
-        ):  # an intent is durable before any submission
+        # An intent is durable before any submission.
+        is_ours = handed is not None and handed.name == name and not handed.is_over
+        if self._is_shared and not is_ours:
             return None
         return Live(job_id, (number, start), handed.device if handed is not None else None)
 
@@ -301,7 +301,7 @@ class SlurmRunner:
         if not is_lost and snapshot.began - job.gone_at < GONE_SEC:
             return None
         # A submitter can hold the lock for ever, without a worker.
-        is_over = snapshot.began - job.gone_at >= LOCK_SEC and (bool(seen) or job.is_asked)
+        is_over = snapshot.began - job.gone_at >= LOCK_SEC and (bool(seen) or job.is_asked or job.handed.state in OVER)
         if (record := _settle(job, seen, is_lost=is_lost, waits=not (is_lost or is_over))) is None:
             return None
         return self._ended(job_id, record)
@@ -326,10 +326,11 @@ class SlurmRunner:
 
     def _ended(self, job_id: int, record: dict[str, Any]) -> Exit:
         began, snapshot = self.began(job_id), self._desk.snapshot
-        if snapshot is not None and (last := snapshot.jobs.get(self._jobs[job_id].handed.name)):
+        job = self._jobs[job_id]
+        if snapshot is not None and (last := snapshot.jobs.get(job.handed.name)):
             self._note(job_id, last[0])
-        job = self._jobs.pop(job_id)
         self._write(job_id, replace(job.handed, is_over=True))
+        del self._jobs[job_id]  # last: what fails before is tried again
         self._desk.forget(job.handed.name)
         seen = snapshot.jobs.get(job.handed.name, ()) if snapshot is not None and not job.is_asked else ()
         by_slurm = any(each.state in STOPPED_BY_SLURM or each.reason == NODE_DOWN for each in seen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,24 @@ def test_what_an_unfinished_or_pinned_job_needs_stays_by_name_by_number_and_by_p
     assert retention.why_kept(jobs[4], needed) == "it is queued"
     assert retention.why_kept(jobs[6], needed) == "it is pinned"
     assert retention.why_kept(jobs[7], needed) is None
+
+
+def test_what_a_sweep_compares_its_jobs_with_stays_until_it_has_ended(spool: Spool) -> None:
+    def group(number: int, **keys: Any) -> dict[str, Any]:
+        return {"id": number, "name": "s", "file": "s.yaml", "values": {}, **keys}
+
+    halved, plain = group(1, halving={"min_steps": 2, "eta": 2}), group(2)
+    jobs = [
+        entry(spool, 1, State.CANCELLED, group=halved),
+        entry(spool, 2, State.QUEUED, group=halved),
+        entry(spool, 3, State.SUCCEEDED, group=plain),
+        entry(spool, 4, State.QUEUED, group=plain),
+        replace(entry(spool, 5, State.SUCCEEDED, group=halved), uid=os.getuid() + 1),
+    ]
+    needed = retention.needed_of(Needs(spool, spool.layout), spool, jobs)
+    assert needed == {1: "job 2 (job2) of its sweep, which is queued, is compared with it"}
+    ended = [replace(job, state=State.SUCCEEDED) for job in jobs]
+    assert retention.needed_of(Needs(spool, spool.layout), spool, ended) == {}
 
 
 def test_a_removal_leads_nowhere_else(tmp_path: Path) -> None:
