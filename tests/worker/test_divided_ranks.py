@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from worker.conftest import Ended, MakeJob, WorkerJob
-from worker.test_ranks import BF16, END_SEC, KEYS, MEMORY, Run, over_two, with_keys
+from worker.test_ranks import BF16, END_SEC, KEYS, MEMORY, Run, assert_the_same_course, over_two, with_keys
 
 OFF = {"sample_frequency": "off"}
 KEPT = {"gradient_checkpointing": False}
@@ -182,11 +182,7 @@ def test_guards_evaluations_and_the_best_model_of_a_divided_run_are_those_of_one
     one = make_job(**asked).run()
     run = Run(divided(make_job(**asked)))
     ended = run.end()
-    assert (one.status, ended.status) == (0, 0), run.log[-3000:]
-    for kind in ("evaluation", "predictions", "guard"):
-        assert [each["step"] for each in ended.of(kind)] == [each["step"] for each in one.of(kind)]
-    assert ended.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], abs=1e-3)
-    assert ended.result["step"] == one.result["step"]
+    assert_the_same_course(one, run, ended)
     assert [each["when"] for each in ended.of("audit")] == [each["when"] for each in one.of("audit")]
 
 

@@ -336,6 +336,15 @@ def test_a_rank_that_dies_before_the_first_step_ends_the_attempt(make_job: MakeJ
     assert (run.exit["rank"], run.exit["signal"], ended.result) == (rank, signal.SIGKILL, {}), run.log[-3000:]
 
 
+def assert_the_same_course(one: Ended, run: Run, ended: Ended) -> None:
+    """Check that ranks do at each step what one process does, and end with its loss."""
+    assert (one.status, ended.status) == (0, 0), run.log[-3000:]
+    for kind in ("evaluation", "predictions", "guard"):
+        assert [each["step"] for each in ended.of(kind)] == [each["step"] for each in one.of(kind)]
+    assert ended.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], abs=1e-3)
+    assert ended.result["step"] == one.result["step"]
+
+
 def test_evaluations_a_guard_and_the_best_model_are_those_of_one_process(make_job: MakeJob) -> None:
     """What ranks do together: rounds of predictions, the guard, the best checkpoint, epochs, an interval."""
     asked = with_keys(
@@ -358,11 +367,7 @@ def test_evaluations_a_guard_and_the_best_model_are_those_of_one_process(make_jo
     one = make_job(**asked).run()
     run = Run(over_two(make_job(**asked)))
     ended = run.end()
-    assert (one.status, ended.status) == (0, 0), run.log[-3000:]
-    for kind in ("evaluation", "predictions", "guard"):
-        assert [each["step"] for each in ended.of(kind)] == [each["step"] for each in one.of(kind)]
-    assert ended.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], abs=1e-3)
-    assert ended.result["step"] == one.result["step"]
+    assert_the_same_course(one, run, ended)
 
 
 def test_a_time_limit_and_a_stop_of_all_ranks_leave_a_checkpoint(make_job: MakeJob) -> None:

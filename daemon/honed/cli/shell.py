@@ -93,14 +93,10 @@ class _Lexer:
     def tokens(self) -> Iterator[Token]:
         is_end_next = False
         while self._at < len(self._text):
+            if self._skip_blank(" \t"):
+                continue
             here = self._text[self._at]
-            if self._text.startswith("\\\n", self._at):
-                self._at += 2
-            elif here in " \t":
-                self._at += 1
-            elif here == "#":
-                self._skip_comment()
-            elif here == "\n":
+            if here == "\n":
                 self._at += 1
                 self._skip_documents()
                 yield Sign(";")
@@ -220,25 +216,30 @@ class _Lexer:
         made: list[Word] = []
         self._at += 1
         while self._at < len(self._text):
+            if self._skip_blank(" \t\n"):
+                continue
             here = self._text[self._at]
             if here == ")":
                 self._at += 1
                 return made
-            if self._text.startswith("\\\n", self._at):
-                self._at += 2
-            elif here in " \t\n":
-                self._at += 1
-            elif here == "#":
-                self._skip_comment()
-            elif here in _SIGNS or isinstance(word := self._word(), Array):
+            if here in _SIGNS or isinstance(word := self._word(), Array):
                 raise _UnfinishedError
-            else:
-                made.append(word)
+            made.append(word)
         raise _UnfinishedError
 
-    def _skip_comment(self) -> None:
-        end = self._text.find("\n", self._at)
-        self._at = end if end >= 0 else len(self._text)
+    def _skip_blank(self, blanks: str) -> bool:
+        """Skip a blank, the end of a line that goes on, or a comment, if one begins here."""
+        here = self._text[self._at]
+        if self._text.startswith("\\\n", self._at):
+            self._at += 2
+        elif here in blanks:
+            self._at += 1
+        elif here == "#":
+            end = self._text.find("\n", self._at)
+            self._at = end if end >= 0 else len(self._text)
+        else:
+            return False
+        return True
 
 
 def _end(text: str, start: int, pair: str) -> int:
