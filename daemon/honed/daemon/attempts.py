@@ -36,8 +36,15 @@ from honed.job.spool import Spool
 from honed.run import ending
 from honed.run.deadline import Deadlines
 from honed.run.outcome import Outcome, judge
-from honed.run.runner import NODES_VARIABLE, RANKS_VARIABLE, Exit, NotNowError, Runner
-from honed.run.slurm import PROFILE_VARIABLE, TIME_LEFT_VARIABLE
+from honed.run.runner import (
+    NODES_VARIABLE,
+    PROFILE_VARIABLE,
+    RANKS_VARIABLE,
+    TIME_LEFT_VARIABLE,
+    Exit,
+    NotNowError,
+    Runner,
+)
 from honed.send.outbox import Outbox
 from honed.spec.config import Config
 from honed.system import durable, error, message, untrusted

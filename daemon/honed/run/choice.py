@@ -7,12 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from honed.run import slurm_client
 from honed.run.fetcher import FetchRunner, ProcessFetchRunner
 from honed.run.process import ProcessRunner
 from honed.run.runner import Runner
 from honed.run.sender_process import is_a_unit
-from honed.run.slurm import SlurmRunner
 from honed.run.systemd import SystemdRunner, why_not
 from honed.run.systemd_fetch import UnitFetchRunner
 from honed.spec.config import Config
@@ -37,6 +35,8 @@ def choose_runner(
             raise EnvironmentInvalidError(
                 f"jobs.runner is slurm, but {problem}", hint="see cluster.md in the documentation"
             )
+        from honed.run.slurm import SlurmRunner
+
         who = "each job's submitter" if layout.is_of_system else "this instance's own user"
         log.info("workers are jobs of the Slurm cluster, and run there as %s", who)
         units = _units(layout) if layout.is_of_system else None
@@ -78,6 +78,8 @@ def _units(layout: Layout) -> Systemd | None:
 def why_no_slurm(layout: Layout) -> str:
     """Return why workers cannot be jobs of a Slurm cluster; empty if they can."""
     if layout.is_of_system:
+        from honed.run import slurm_client
+
         return slurm_client.why_not(layout)
     missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
     return f"{', '.join(missing)} cannot be found: install slurm-client" if missing else ""

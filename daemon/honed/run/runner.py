@@ -29,6 +29,8 @@ from honed.system.layout import AttemptLayout, JobLayout
 RANKS_VARIABLE = "HONED_NUM_RANKS"
 #: The number of machines of a cluster that a worker runs on, with so many ranks on each; unset for one.
 NODES_VARIABLE = "HONED_NUM_NODES"
+#: The time that is left to a worker of a cluster, and its profile, in what its runner gets as its environment.
+TIME_LEFT_VARIABLE, PROFILE_VARIABLE = "HONED_TIME_LEFT_SEC", "HONED_SLURM_PROFILE"
 #: Characters of a cluster's words.
 MAX_WORDS = 400
 

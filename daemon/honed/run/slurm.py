@@ -34,7 +34,9 @@ from honed.job.fence import VARIABLE as FENCE_VARIABLE
 from honed.run import slurm_batch
 from honed.run.runner import (
     NODES_VARIABLE,
+    PROFILE_VARIABLE,
     RANKS_VARIABLE,
+    TIME_LEFT_VARIABLE,
     Exit,
     Live,
     NotNowError,
@@ -65,8 +67,6 @@ ASK_SEC = 2.0
 LOCK_SEC = 300.0
 #: Refusals in a row that end a start: a controller that has just begun may not know its nodes.
 NUM_REFUSALS = 2
-#: The time that is left to a worker, and its profile, in what is handed to the runner as its environment.
-TIME_LEFT_VARIABLE, PROFILE_VARIABLE = "HONED_TIME_LEFT_SEC", "HONED_SLURM_PROFILE"
 #: Seconds for which Slurm may say why it has stopped a worker, before that counts as a person's wish.
 WORD_SEC = 60.0
 NODE_FAIL = "NODE_FAIL"
