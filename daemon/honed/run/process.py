@@ -121,7 +121,8 @@ class ProcessRunner:
             with contextlib.suppress(OSError, ValueError, IndexError):  # no process, gone, or no shim
                 if path.stat().st_uid == os.geteuid():  # whoever likes can name a process like a shim
                     found.append(self._live(path))
-        return [each for each in found if each is not None]
+        # A shim that has just forked is there twice, until the worker's program begins.
+        return [each for each in dict.fromkeys(found) if each is not None]
 
     def _live(self, process_dir: Path) -> Live | None:
         """Return the worker of a shim's process; None if that is another instance's, or has recorded its end. Raises
