@@ -70,8 +70,8 @@ def rerun(instance: Instance, options: argparse.Namespace) -> int:
 def in_options(error: HonedError, settings: Sequence[str]) -> HonedError:
     """Return a check's error about a job file that honectl has made: in terms of --set, without lines of that file."""
     if not isinstance(error, InvalidSpecError):
-        if error.line is not None:
-            error.without(f"line {error.line}: ")
+        if at := re.match(r"line \d+: ", error.message):  # also in honed's own answer, which has it in the text alone
+            error.without(at[0])
         return error
     given = [setting.partition("=")[0].strip() for setting in settings]
     problems, right, alone = [], dict[str, Any](), _alone(settings)
