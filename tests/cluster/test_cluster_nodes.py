@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import wait_for
 from nodes import ClusterInstance
 
@@ -82,7 +83,8 @@ def test_a_job_of_two_gpus_of_one_node_needs_no_step(cluster: ClusterInstance) -
     assert (one["gpus"], two["gpus"]) == ("0,1", "0,1")
 
 
-def test_two_nodes_train_one_model(cluster: ClusterInstance) -> None:
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_two_nodes_train_one_model(cluster: ClusterInstance, mode: str) -> None:
     """Real ranks, over gloo, which meet over the network."""
     cluster.environment |= {"HONED_TEST_REAL": "1", "OMP_NUM_THREADS": "1"}
     model = build_checkpoint(cluster.root / "tiny", "llama")
@@ -100,12 +102,14 @@ def test_two_nodes_train_one_model(cluster: ClusterInstance) -> None:
         training=training,
         predictions={"num_samples": 2, "max_new_tokens": 4},
         resources={"gpus": 0, "nodes": 2},
+        parallel=mode,
     )
     job = ended(cluster, "train", State.SUCCEEDED, deadline_sec=400)
     assert len(job.attempts) == 1
     files = cluster.layout.job(job.id)
     assert json.loads((files.attempt(1).dir / "ranks/address.json").read_text())["port"]
     assert sorted(path.name for path in files.checkpoints_dir.glob("*/rng_state_*.pth"))[-1] == "rng_state_1.pth"
+    assert len(list(files.checkpoints_dir.glob("checkpoint-4/part-*-of-2.pt"))) == (2 if mode == "fsdp" else 0)
     assert (Path(job.output_dir) / "adapter_model.safetensors").exists()
     steps = [event for event in cluster.show("train")["events"] if event["event"] == "stage"]
     assert len({event["stage"] for event in steps}) == len(steps), "one rank alone tells"

@@ -50,7 +50,7 @@ from honed.run.slurm_client import Client
 from honed.run.slurm_desk import OVER, Desk, Seen, Snapshot, run_here
 from honed.run.slurm_request import environment, is_refusal
 from honed.spec.config import SLOT, SlurmConfig
-from honed.system import durable, untrusted
+from honed.system import access, durable, untrusted
 from honed.system.backoff import Backoff
 from honed.system.clock import Moment
 from honed.system.layout import AttemptLayout, JobLayout, Layout
@@ -80,6 +80,7 @@ class _Job:
     attempt: AttemptLayout
     submitted_at: float  #: when it was last handed over
     argv: list[str]
+    uid: int = 0  #: whose commands wait for each other: the submitter's, of the shared instance
     again: Backoff = field(default_factory=lambda: Backoff(AGAIN_SEC, MAX_AGAIN_SEC))
     again_at: float = 0.0
     num_refusals: int = 0
@@ -160,13 +161,14 @@ class SlurmRunner:
     def _add(self, job_id: int, handed: Handed, command: list[str]) -> None:
         attempt = self._layout.job(job_id).attempt(handed.number)
         now = self._clock()  # a command of an earlier honed may still be under way
-        self._jobs[job_id] = _Job(handed, attempt, now, command, again_at=now + AGAIN_SEC)
+        uid = access.job_user(self._layout.job(job_id).dir) if self._is_shared else None
+        self._jobs[job_id] = _Job(handed, attempt, now, command, uid or 0, again_at=now + AGAIN_SEC)
 
     def _submit(self, job_id: int) -> None:
         job = self._jobs[job_id]
         job.submitted_at, job.gone_at = self._clock(), None
         job.again_at = job.submitted_at + job.again.next_sec()
-        self._desk.run(job.handed.name, [job.argv], environment=environment())
+        self._desk.run(job.handed.name, [job.argv], environment=environment(), uid=job.uid)
 
     def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:  # noqa: ARG002
         files = self._layout.job(job_id)
@@ -253,7 +255,7 @@ class SlurmRunner:
     def _send(self, job: _Job) -> None:
         """Hand over the commands that end a job, once nothing of it is under way."""
         if job.asked and self._desk.answer(job.handed.name) is not None:
-            self._desk.run(job.handed.name, job.asked, environment=environment())
+            self._desk.run(job.handed.name, job.asked, environment=environment(), uid=job.uid)
             job.asked, job.ask_at = [], self._clock() + job.asking.next_sec()
 
     def poll(self, job_id: int) -> Exit | None:

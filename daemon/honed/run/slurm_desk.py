@@ -1,8 +1,9 @@
 """Slurm's commands, each with a deadline, in threads of their own: where the controller does not answer, a command
 takes seconds to say so, and the daemon's loop waits for none.
 
-One thread lists the instance's jobs at intervals, a second runs what the loop asks for, in order. The commands of the
-shared instance are words to its helper (slurm_client.py).
+One thread lists the instance's jobs at intervals. Another runs what the loop asks for, in order; the shared instance
+has one for each submitter, who could stop a command that runs as them, and so delays their own jobs alone. Its commands
+are words to its helper (slurm_client.py).
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ log = logging.getLogger(__name__)
 LIST_INTERVAL_SEC, SHARED_INTERVAL_SEC = 1.0, 5.0
 #: Seconds for one command.
 COMMAND_SEC = 30.0
+#: Seconds without a command after which a submitter's thread ends.
+IDLE_SEC = 60.0
 #: Runs a command in an environment; returns its output, and its fault, empty if there was none.
 Run = Callable[[Sequence[str], Mapping[str, str]], tuple[str, str]]
+#: Commands that wait: the job's name, the commands, their environment.
+Waiting = queue.SimpleQueue[tuple[str, list[list[str]], Mapping[str, str]]]
 #: States of a job that has ended.
 OVER = frozenset(
     {
@@ -79,17 +84,21 @@ class Desk:
         self._is_shared = is_shared
         self._run = run
         self._clock = clock
-        self._waiting: queue.SimpleQueue[tuple[str, list[list[str]], Mapping[str, str]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Waiting] = {}
         self._answers: dict[str, Answer | None] = {}
         self.snapshot: Snapshot | None = None  #: the last one that Slurm gave
         self.fault = ""  #: why there is no newer one
-        for work in (self._list, self._work):
-            threading.Thread(target=work, name="slurm", daemon=True).start()
+        threading.Thread(target=self._list, name="slurm", daemon=True).start()
 
-    def run(self, name: str, commands: list[list[str]], *, environment: Mapping[str, str]) -> None:
-        """Have commands run for a job, one after the other."""
+    def run(self, name: str, commands: list[list[str]], *, environment: Mapping[str, str], uid: int = 0) -> None:
+        """Have commands run for a job, one after the other, and after those of the same submitter."""
         self._answers[name] = None
-        self._waiting.put((name, commands, environment))
+        with self._lock:
+            if (waiting := self._waiting.get(uid)) is None:
+                waiting = self._waiting[uid] = queue.SimpleQueue()
+                threading.Thread(target=self._work, args=(uid, waiting), name="slurm", daemon=True).start()
+            waiting.put((name, commands, environment))
 
     def answer(self, name: str) -> Answer | None:
         """Return the end of a job's last commands; None while they wait or run."""
@@ -99,9 +108,16 @@ class Desk:
         """Forget a job."""
         self._answers.pop(name, None)
 
-    def _work(self) -> None:
+    def _work(self, uid: int, waiting: Waiting) -> None:
         while True:
-            name, commands, environment = self._waiting.get()
+            try:
+                name, commands, environment = waiting.get(timeout=IDLE_SEC)
+            except queue.Empty:
+                with self._lock:
+                    if waiting.empty():
+                        del self._waiting[uid]
+                        return
+                continue
             told = [self._run(each, environment) for each in commands]
             faults = [fault for _, fault in told if fault]
             self._answers[name] = Answer(commands, "; ".join(faults), self._clock(), "".join(said for said, _ in told))

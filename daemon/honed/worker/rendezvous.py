@@ -10,6 +10,7 @@ ask for the address of the machine's name, which is 127.0.1.1 on many.
 from __future__ import annotations
 
 import datetime
+import errno
 import fcntl
 import json
 import os
@@ -34,7 +35,19 @@ def store(shared: Path, host: str, *, rank: int, world: int, timeout: datetime.t
 
     path = shared / "address.json"
     if rank == 0:
-        made = distributed.TCPStore(host, 0, world, is_master=True, timeout=timeout, wait_for_workers=False)
+        try:
+            listening = _listen(host)
+        except OSError as error:
+            raise RuntimeError(f"rank 0 cannot listen at {host}: {error.strerror or error}") from error
+        made = distributed.TCPStore(
+            host,
+            listening.getsockname()[1],
+            world,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
         temporary = path.with_name(f".{path.name}")
         temporary.write_text(json.dumps({"host": host, "port": made.port}))
         temporary.replace(path)
@@ -56,6 +69,21 @@ def store(shared: Path, host: str, *, rank: int, world: int, timeout: datetime.t
     return distributed.TCPStore(
         told["host"], told["port"], world, is_master=False, timeout=timeout, wait_for_workers=False
     )
+
+
+def _listen(host: str) -> socket.socket:
+    """Listen at an address of this node, and at no other: torch itself would listen at all, and asks for no name."""
+    (family, kind, _, _, address), *_ = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    made = socket.socket(family, kind)
+    try:
+        made.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            made.close()
+            raise
+        made.bind(("", 0))  # the others reach this node by an address that it does not have itself
+    made.listen()
+    return made
 
 
 def _tell(host: str, port: int) -> None:

@@ -1,0 +1,81 @@
+"""Slurm's commands, in threads of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import pytest
+
+from honed.run import slurm_desk
+from honed.run.slurm_desk import Answer, Desk
+
+ALICE, BOB = 1001, 1002
+
+
+class Slurm:
+    """Commands, which last until they are let go."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.ran: list[str] = []
+        self.changed = threading.Condition()
+
+    def run(self, command: Sequence[str], _: Mapping[str, str]) -> tuple[str, str]:
+        if command[0] in {"list", "squeue"}:
+            return "", ""
+        with self.changed:
+            self.changed.wait_for(lambda: command[0] not in self.held, 30)
+            self.ran.append(command[0])
+        return f"{command[0]} done", ""
+
+    def let_go(self, command: str) -> None:
+        with self.changed:
+            self.held.discard(command)
+            self.changed.notify_all()
+
+
+@pytest.fixture
+def slurm() -> Iterator[Slurm]:
+    made = Slurm()
+    yield made
+    for each in list(made.held):
+        made.let_go(each)
+
+
+def wait(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def said(desk: Desk, name: str) -> str:
+    wait(lambda: desk.answer(name) is not None)
+    found = desk.answer(name)
+    assert isinstance(found, Answer)
+    return found.said
+
+
+def test_a_submitter_who_stops_their_commands_delays_nobody_else(slurm: Slurm) -> None:
+    slurm.held = {"alice-1"}
+    desk = Desk("honed-", slurm.run, is_shared=True)
+    desk.run("job-1", [["alice-1"]], environment={}, uid=ALICE)
+    desk.run("job-2", [["alice-2"]], environment={}, uid=ALICE)
+    desk.run("job-3", [["bob-1"], ["bob-2"]], environment={}, uid=BOB)
+    assert said(desk, "job-3") == "bob-1 donebob-2 done"
+    assert (desk.answer("job-1"), desk.answer("job-2")) == (None, None)
+    slurm.let_go("alice-1")
+    assert said(desk, "job-2") == "alice-2 done"
+    assert slurm.ran == ["bob-1", "bob-2", "alice-1", "alice-2"]
+
+
+def test_a_thread_without_work_ends_and_another_begins(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_desk, "IDLE_SEC", 0.02)
+    before = set(threading.enumerate())
+    desk = Desk("honed-", slurm.run, is_shared=True)
+    for number in range(3):
+        desk.run(f"job-{number}", [[f"alice-{number}"]], environment={}, uid=ALICE)
+        assert said(desk, f"job-{number}") == f"alice-{number} done"
+        wait(lambda: len(set(threading.enumerate()) - before) == 1)  # that of the lists
