@@ -66,8 +66,10 @@ mode=$(cat {mode} 2>/dev/null); rm -f {mode}
 [ "$mode" = late ] && {{ echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1; }}
 exit 0
 """
-#: Jobs that are not finished at a time, while faults are left.
-MAX_WAITING = 5
+#: Steps of jobs, ten in a second, and how many jobs are not finished at a time, while faults are left.
+NUM_STEPS, MAX_WAITING = (5, 20, 60, 120), 5
+#: The same of a short run, and the faults that it leaves out: Slurm takes long to notice them.
+NUM_STEPS_SHORT, MAX_WAITING_SHORT, LONG_FAULTS = (5, 20), 3, {"node lost", "time limit"}
 #: Seconds for the undisturbed rest.
 PEACE_SEC = 600.0
 FINAL = {State.SUCCEEDED, State.FAILED, State.CANCELLED}
@@ -76,13 +78,16 @@ FINAL = {State.SUCCEEDED, State.FAILED, State.CANCELLED}
 class Torture:
     """One run."""
 
-    def __init__(self, directory: Path, *, seed: int, num_faults: int, minutes: float) -> None:
+    def __init__(self, directory: Path, *, seed: int, num_faults: int, minutes: float, is_short: bool = False) -> None:
         self.random = random.Random(seed)
         self.deadline = time.monotonic() + 60 * minutes
         self.made: collections.Counter[str] = collections.Counter()
         self.dropped: dict[str, set[State]] = {}  #: names, and the states in which each may end
-        shares = sum(FAULTS.values())
-        self.faults = [name for name, share in FAULTS.items() for _ in range(-(-num_faults * share // shares))]
+        self.num_steps = NUM_STEPS_SHORT if is_short else NUM_STEPS
+        self.max_waiting = MAX_WAITING_SHORT if is_short else MAX_WAITING
+        kinds = {name: share for name, share in FAULTS.items() if not is_short or name not in LONG_FAULTS}
+        shares = sum(kinds.values())
+        self.faults = [name for name, share in kinds.items() for _ in range(-(-num_faults * share // shares))]
         self.random.shuffle(self.faults)
         self.faults = self.faults[:num_faults]
         self.cluster = Cluster(directory / "cluster")
@@ -104,7 +109,7 @@ class Torture:
         self.hit.start()
         told_at = time.monotonic()
         while self.faults and time.monotonic() < self.deadline:
-            while len(self.unfinished()) < MAX_WAITING:
+            while len(self.unfinished()) < self.max_waiting:
                 self.drop()
             time.sleep(self.random.choice([0.0, 0.2, 1.0, 2.5]))
             fault = self.faults.pop(0)
@@ -129,7 +134,7 @@ class Torture:
 
     def drop(self, *, time_limit_sec: float | None = None) -> None:
         number = len(self.dropped) + 1
-        what = "slow-2000" if time_limit_sec else f"slow-{self.random.choice([5, 20, 60, 120])}"
+        what = "slow-2000" if time_limit_sec else f"slow-{self.random.choice(self.num_steps)}"
         nodes = 2 if self.random.random() < 0.3 else 1
         name = f"{what}.n{number}"
         self.dropped[name] = {State.FAILED} if time_limit_sec else {State.SUCCEEDED}
@@ -287,6 +292,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60.0, help="make faults for no longer than this")
+    parser.add_argument("--short", action="store_true", help="short jobs, and no faults that Slurm notices late")
     parser.add_argument("--keep", type=Path, help="a new directory for it all, kept for a look")
     options = parser.parse_args()
     if reason := why_not():
@@ -296,7 +302,13 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="honed-torture-")))
         directory.mkdir(exist_ok=True)
-        torture = Torture(directory, seed=options.seed, num_faults=options.faults, minutes=options.minutes)
+        torture = Torture(
+            directory,
+            seed=options.seed,
+            num_faults=options.faults,
+            minutes=options.minutes,
+            is_short=options.short,
+        )
         stack.callback(torture.end)
         violations = torture.run()
         print(torture.table(violations, time.monotonic() - began))
