@@ -50,8 +50,8 @@ class Cluster:
     """munged, a controller and two nodes."""
 
     def __init__(self, directory: Path) -> None:
-        if len(os.fsencode(directory / "munge/socket.lock")) >= 108:
-            raise ValueError(f"{directory}: too long for the path of a socket")
+        if len(os.fsencode(directory / "state/spool-node1/node1_9999.4294967291")) >= 108:
+            raise ValueError(f"{directory}: too long for the paths of slurmstepd's sockets")
         self.dir = directory
         self.conf = directory / "etc/slurm.conf"
         self.environment = os.environ | {"SLURM_TEST_DIR": str(directory), "SLURM_CONF": str(self.conf)}

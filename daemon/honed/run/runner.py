@@ -50,7 +50,7 @@ class Exit:
     is_machine_going_down: bool = False  #: its unit ended during a shutdown
     ran: bool = True  #: False if its unit failed before the worker's process began
     ended: Moment | None = None  #: the time; None if it was not observed
-    words: str = ""  #: why a cluster has refused it
+    words: str = ""  #: why a cluster has refused it, or where it has cancelled it
     began: Moment | None = None  #: when it began on a cluster; None elsewhere, and for one that never began
 
 

@@ -67,6 +67,8 @@ ASK_SEC = 2.0
 LOCK_SEC = 300.0
 #: Refusals in a row that end a start: a controller that has just begun may not know its nodes.
 NUM_REFUSALS = 2
+#: Launches in a row that Slurm cancels, after which a start ends: a node that cannot launch jobs does so.
+NUM_CANCELLED = 5
 #: Seconds for which Slurm may say why it has stopped a worker, before that counts as a person's wish.
 WORD_SEC = 60.0
 NODE_FAIL = "NODE_FAIL"
@@ -84,6 +86,7 @@ class _Job:
     again: Backoff = field(default_factory=lambda: Backoff(AGAIN_SEC, MAX_AGAIN_SEC))
     again_at: float = 0.0
     num_refusals: int = 0
+    num_cancelled: int = 0
     recorded_at: float | None = None  #: since when its end is recorded, and it is not known who has stopped it
     gone_at: float | None = None  #: since when Slurm says that it is over, or knows nothing of it
     asked: list[list[str]] = field(default_factory=list)  #: the commands that end it
@@ -295,27 +298,38 @@ class SlurmRunner:
             job.gone_at = snapshot.began
         is_lost = any(each.state == NODE_FAIL for each in seen)
         # Slurm itself cancels a job that got the number of one that the controller had forgotten and a node had not.
-        is_withdrawn = any(each.state == "CANCELLED" and each.nodes for each in seen)
-        is_unknown = not seen or is_withdrawn
+        withdrawn = next((each.nodes for each in seen if each.state == "CANCELLED" and each.nodes), "")
+        is_unknown = not seen or withdrawn
         if is_unknown and not job.is_asked and not read_lock_record(job.attempt, job.handed.start):
             self._note(job_id, Seen("", "", fault or "not known to Slurm", ""))
-            return self._again(job_id, job, fault, "cancelled" if is_withdrawn else "does not know")
+            return self._again(job_id, job, fault, withdrawn)
         if not is_lost and snapshot.began - job.gone_at < GONE_SEC:
             return None
         # A submitter can hold the lock for ever, without a worker.
         is_over = snapshot.began - job.gone_at >= LOCK_SEC and (bool(seen) or job.is_asked or job.handed.state in OVER)
-        if (record := _settle(job, seen, is_lost=is_lost, waits=not (is_lost or is_over))) is None:
+        end = {"service_result": "node-lost"} if is_lost else {}
+        if (record := _settle(job, seen, end=end, waits=not (is_lost or is_over))) is None:
             return None
         return self._ended(job_id, record)
 
-    def _again(self, job_id: int, job: _Job, fault: str, what: str) -> Exit | None:
-        """Submit a start again that Slurm does not have, once it is time; end one that Slurm refuses."""
+    def _again(self, job_id: int, job: _Job, fault: str, nodes: str) -> Exit | None:
+        """Submit a start again that Slurm does not have, once it is time; end one that Slurm refuses.
+
+        `nodes`: those on which Slurm has cancelled it.
+        """
         if self._clock() < job.again_at or not (job.handed.backend or _script(job.attempt).exists()):
             return None
         job.num_refusals = job.num_refusals + 1 if is_refusal(fault) else 0
+        job.num_cancelled = job.num_cancelled + 1 if nodes else 0
+        end = {}
         if job.num_refusals >= NUM_REFUSALS:
-            record = _settle(job, (), is_lost=False, refusal=fault)
+            end = {"service_result": "refused", "words": fault}
+        elif job.num_cancelled >= NUM_CANCELLED:
+            end = {"service_result": "not-launched", "words": nodes}
+        if end:
+            record = _settle(job, (), end=end)
             return self._ended(job_id, record) if record is not None else None
+        what = f"has cancelled, on {nodes}," if nodes else "does not know"
         log.warning(
             "job %d: Slurm %s %s%s: submitted again", job_id, what, job.handed.name, f" ({fault})" * bool(fault)
         )
@@ -373,9 +387,7 @@ def _is_explained(job: _Job, now: float, snapshot: Snapshot | None) -> bool:
     return all(each.is_over or each.reason == NODE_DOWN for each in snapshot.jobs.get(job.handed.name, ()))
 
 
-def _settle(
-    job: _Job, seen: Sequence[Seen], *, is_lost: bool, waits: bool = True, refusal: str = ""
-) -> dict[str, Any] | None:
+def _settle(job: _Job, seen: Sequence[Seen], *, end: Mapping[str, str], waits: bool = True) -> dict[str, Any] | None:
     """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
     on a lost node puts nothing into place. None if the worker lives, as far as its lock shows."""
     with contextlib.ExitStack() as stack:
@@ -391,11 +403,8 @@ def _settle(
         record = read_exit_record(job.attempt, job.handed.start)
         if record is None:
             states = {each.state for each in seen}
-            lost = {"service_result": "node-lost"} if is_lost else {}
-            if refusal:
-                lost = {"service_result": "refused", "words": refusal}
             asked = {"was_asked": True} if states & {"CANCELLED"} else {}
-            record = {"start": job.handed.start, "status": None, "signal": None, **lost, **asked}
+            record = {"start": job.handed.start, "status": None, "signal": None, **end, **asked}
             record |= {"was_out_of_memory": "OUT_OF_MEMORY" in states, "ended_at": time.time()}
             try:
                 untrusted.write_plain(job.attempt.exit_path, durable.as_json(record))

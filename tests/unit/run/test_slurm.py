@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from honed.job import fence
-from honed.run import slurm, slurm_batch, slurm_request
+from honed.run import outcome, slurm, slurm_batch, slurm_request
 from honed.run.choice import why_no_slurm
 from honed.run.runner import read_lock_record, seconds
 from honed.run.slurm_batch import Handed, Listed
-from honed.run.slurm_desk import Seen, Snapshot
+from honed.run.slurm_desk import Answer, Seen, Snapshot
 from honed.spec import config
 from honed.system.error import InterruptedRunError, SpecError
 from honed.system.layout import AttemptLayout, JobLayout, Layout
@@ -202,3 +202,30 @@ def test_a_job_of_slurm_is_a_worker_of_ours_if_honed_has_recorded_that_start(
     assert live("1-1", "99-1") == [(1, 1)]
     replace(handed, is_over=True).write(job)
     assert live("1-1") == []
+
+
+def test_a_node_that_cannot_launch_a_job_ends_its_start_after_some_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, submitted = [0.0], []
+    desk = SimpleNamespace(snapshot=None, fault="", forget=lambda _name: None)
+    desk.answer = lambda _name: Answer(at=now[0])
+    desk.run = lambda _name, commands, **_keys: submitted.append(commands)
+    monkeypatch.setattr(slurm, "Desk", lambda *_args, **_keys: desk)
+    layout = Layout(tmp_path)
+    runner = slurm.SlurmRunner(layout, config.SlurmConfig, clock=lambda: now[0])
+    layout.job(7).dir.mkdir(parents=True)
+    runner.start(7, 1, 1, backend="transformers", environment={})
+    ended = None
+    while ended is None and now[0] < 3_600:
+        now[0] += 1
+        (name,) = (each.handed.name for each in runner._jobs.values())
+        desk.snapshot = Snapshot(now[0], {name: (Seen("5", "CANCELLED", "None", "node7"),)})
+        ended = runner.poll(7)
+    assert ended is not None
+    assert len(submitted) == slurm.NUM_CANCELLED
+    error = outcome._died(ended)
+    assert error.code == "killed"
+    assert "cancelled the job again and again before its worker began, last on node7" in error.message
+    assert "scontrol update" in error.hint
+    assert now[0] < 600
