@@ -66,7 +66,7 @@ def test_held_out_rows_some_of_which_are_left_out_are_evaluated_on_and_the_loss_
     assert ended.status == 0, ended.result
     assert ended.of("data")[0]["num_eval"] == 1
     [told] = ended.messages("warning")
-    assert told.startswith("1 rows are skipped; the first: ")
+    assert told.startswith("1 row is skipped; the first: ")
     assert told.endswith("; 1 of them because they are too long: increase training.max_length")
 
 

@@ -111,7 +111,7 @@ def test_a_sound_of_which_the_processor_drops_the_end_is_left_out_and_named(
     counts = ended.of("data")[0]
     assert (counts["num_train"], counts["num_too_long"], counts["num_dropped"]) == (2, 1, 1)
     words = f"data set 1, row 2: {tmp_path}/long.wav: 2.5 seconds of sound, but the processor reads only the first 2"
-    assert any(text.startswith("1 rows are skipped") and words in text for text in ended.messages("warning"))
+    assert any(text.startswith("1 row is skipped") and words in text for text in ended.messages("warning"))
     refused = make_job(model=ears, rows=rows, media={"too_long": "refuse"}, **keys).run()
     assert refused.result["error"]["code"] == "dataset_invalid"
     assert refused.result["error"]["message"] == words

@@ -195,7 +195,7 @@ def test_rows_that_lose_something_are_counted_and_told_before_training(make_job:
     warned = "\n".join(ended.messages("warning"))
     assert "leaves out parts of 2 of 11 rows: reasoning in 2 (the first: data set 1, row 1, message 2: 'two" in warned
     assert "`chat_template:`" in warned
-    assert "1 rows are skipped; the first: data set 1, row 3: the chat template leaves out all" in warned
+    assert "1 row is skipped; the first: data set 1, row 3: the chat template leaves out all" in warned
     refused = make_job("llama", rows=[silenced, silenced, *[plain] * 9], lora={"r": 4}).run()
     assert refused.result["error"]["code"] == "dataset_invalid"
     assert "2 of 11 rows would train an empty answer" in refused.result["error"]["message"]

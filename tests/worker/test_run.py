@@ -106,7 +106,7 @@ def test_rows_that_are_cut_or_dropped_are_counted(make_job: MakeJob) -> None:
     assert ended.status == 0, ended.result
     [data] = ended.of("data")
     assert (data["num_train"], data["num_truncated"], data["num_dropped"]) == (3, 2, 1)
-    assert "1 rows are skipped" in " ".join(ended.messages("warning"))
+    assert "1 row is skipped" in " ".join(ended.messages("warning"))
 
 
 def test_rows_that_cannot_be_used_are_counted_and_named_those_held_out_too(make_job: MakeJob, tmp_path: Path) -> None:

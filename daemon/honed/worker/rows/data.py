@@ -167,7 +167,7 @@ class Data:
                 if num_cut_off
                 else ""
             )
-            told.append(f"{self.num_dropped} rows are skipped; the first: {self.first_dropped}{longer}")
+            told.append(f"{_rows(self.num_dropped)} skipped; the first: {self.first_dropped}{longer}")
         num_cut, num_rows = sum(r.num_truncated for r in both), sum(len(r.examples) + r.num_dropped for r in both)
         if 2 * num_cut > num_rows:
             told.append(
@@ -175,10 +175,10 @@ class Data:
                 f"learned; the longest has {max(rows.longest_uncut for rows in both)}"
             )
         if num_broken:
-            told.append(f"{num_broken} rows are skipped because of an unusable file: {_listed(broken, num_broken)}")
+            told.append(f"{_rows(num_broken)} skipped because of an unusable file: {_listed(broken, num_broken)}")
         if num_too_long:
             told.append(
-                f"{num_too_long} rows are skipped because truncation would cut their images, videos or sounds: "
+                f"{_rows(num_too_long)} skipped because truncation would cut their images, videos or sounds: "
                 + _listed(too_long, num_too_long)
             )
         return told
@@ -450,6 +450,10 @@ def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: 
 
 def _listed(named: Sequence[str], number: int) -> str:
     return "; ".join(named) + (f"; and {number - len(named)} more" if number > len(named) else "")
+
+
+def _rows(number: int) -> str:
+    return "1 row is" if number == 1 else f"{number} rows are"
 
 
 def _counts(count: dataset.Counts) -> dict[str, int]:
