@@ -70,8 +70,8 @@ exit 0
 NUM_STEPS, MAX_WAITING = (5, 20, 60, 120), 5
 #: The same of a short run, and the faults that it leaves out: Slurm takes long to notice them.
 NUM_STEPS_SHORT, MAX_WAITING_SHORT, LONG_FAULTS = (5, 20), 3, {"node lost", "time limit"}
-#: Seconds for the undisturbed rest.
-PEACE_SEC = 600.0
+#: Seconds for the undisturbed rest, and those of a short run.
+PEACE_SEC, PEACE_SEC_SHORT = 600.0, 150.0
 FINAL = {State.SUCCEEDED, State.FAILED, State.CANCELLED}
 
 
@@ -85,14 +85,14 @@ class Torture:
         self.dropped: dict[str, set[State]] = {}  #: names, and the states in which each may end
         self.num_steps = NUM_STEPS_SHORT if is_short else NUM_STEPS
         self.max_waiting = MAX_WAITING_SHORT if is_short else MAX_WAITING
-        kinds = {name: share for name, share in FAULTS.items() if not is_short or name not in LONG_FAULTS}
+        self.peace_sec = PEACE_SEC_SHORT if is_short else PEACE_SEC
+        kinds = FAULTS if not is_short else {name: 1 for name in FAULTS if name not in LONG_FAULTS}
         shares = sum(kinds.values())
         self.faults = [name for name, share in kinds.items() for _ in range(-(-num_faults * share // shares))]
         self.random.shuffle(self.faults)
         self.faults = self.faults[:num_faults]
         self.cluster = Cluster(directory / "cluster")
         self.cluster.dir.mkdir()
-        self.cluster.up()
         (directory / "honed").mkdir()
         self.hit = ClusterInstance(directory / "honed", self.cluster)
         self.hit.configure(CONFIG)
@@ -106,6 +106,7 @@ class Torture:
 
     def run(self) -> list[str]:
         """Run everything; return the violated guarantees."""
+        self.cluster.up()
         self.hit.start()
         told_at = time.monotonic()
         while self.faults and time.monotonic() < self.deadline:
@@ -234,7 +235,7 @@ class Torture:
         """Let all finish undisturbed, then check it."""
         self.mode_path.unlink(missing_ok=True)
         self.cluster.mend()
-        deadline = time.monotonic() + PEACE_SEC
+        deadline = time.monotonic() + self.peace_sec
         while self.unfinished() and time.monotonic() < deadline:
             for job in self.hit.spool.jobs(State.HELD):
                 self.hit.honectl("release", str(job.id))
@@ -299,6 +300,7 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return 2
     began = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left running
     with contextlib.ExitStack() as stack:
         directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="honed-torture-")))
         directory.mkdir(exist_ok=True)

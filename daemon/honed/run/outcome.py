@@ -118,9 +118,9 @@ def _died(ended: Exit) -> error.HonedError:
             return error.KilledError("the node of the worker was lost", hint="see sinfo -R, and the node's own log")
         case Exit(service_result="not-launched"):
             return error.KilledError(
-                f"Slurm cancelled the job again and again before its worker began, last on {ended.words}",
-                hint="the logs of slurmctld, and of slurmd on that node, say why; a node that cannot start jobs is "
-                "taken out with scontrol update nodename=NODE state=drain reason=WHY",
+                f"Slurm cancelled each of its launches before its worker began, the last on {ended.words}",
+                hint="the logs of slurmctld, and of slurmd on that node, say who or what cancelled it; a node that "
+                "cannot start jobs is taken out with scontrol update nodename=NODE state=drain reason=WHY",
             )
         case Exit(service_result="refused"):
             return error.ClusterRefusedError(

@@ -67,7 +67,7 @@ ASK_SEC = 2.0
 LOCK_SEC = 300.0
 #: Refusals in a row that end a start: a controller that has just begun may not know its nodes.
 NUM_REFUSALS = 2
-#: Launches in a row that Slurm cancels, after which a start ends: a node that cannot launch jobs does so.
+#: Launches that Slurm has cancelled, after which a start ends: where a node cannot launch jobs, Slurm cancels them.
 NUM_CANCELLED = 5
 #: Seconds for which Slurm may say why it has stopped a worker, before that counts as a person's wish.
 WORD_SEC = 60.0
@@ -82,11 +82,11 @@ class _Job:
     attempt: AttemptLayout
     submitted_at: float  #: when it was last handed over
     argv: list[str]
-    uid: int = 0  #: whose commands wait for each other: the submitter's, of the shared instance
+    lane: int  #: of commands that wait for each other: the submitter's uid, of the shared instance
     again: Backoff = field(default_factory=lambda: Backoff(AGAIN_SEC, MAX_AGAIN_SEC))
     again_at: float = 0.0
     num_refusals: int = 0
-    num_cancelled: int = 0
+    cancelled: dict[str, str] = field(default_factory=dict)  #: launches that Slurm has cancelled: ids, and their nodes
     recorded_at: float | None = None  #: since when its end is recorded, and it is not known who has stopped it
     gone_at: float | None = None  #: since when Slurm says that it is over, or knows nothing of it
     asked: list[list[str]] = field(default_factory=list)  #: the commands that end it
@@ -164,14 +164,16 @@ class SlurmRunner:
     def _add(self, job_id: int, handed: Handed, command: list[str]) -> None:
         attempt = self._layout.job(job_id).attempt(handed.number)
         now = self._clock()  # a command of an earlier honed may still be under way
-        uid = access.job_user(self._layout.job(job_id).dir) if self._is_shared else None
-        self._jobs[job_id] = _Job(handed, attempt, now, command, uid or 0, again_at=now + AGAIN_SEC)
+        lane = 0
+        if self._is_shared:  # a job whose directory cannot be looked at waits for itself alone
+            lane = access.job_user(self._layout.job(job_id).dir) or -job_id
+        self._jobs[job_id] = _Job(handed, attempt, now, command, lane, again_at=now + AGAIN_SEC)
 
     def _submit(self, job_id: int) -> None:
         job = self._jobs[job_id]
         job.submitted_at, job.gone_at = self._clock(), None
         job.again_at = job.submitted_at + job.again.next_sec()
-        self._desk.run(job.handed.name, [job.argv], environment=environment(), uid=job.uid)
+        self._desk.run(job.handed.name, [job.argv], environment=environment(), lane=job.lane)
 
     def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:  # noqa: ARG002
         files = self._layout.job(job_id)
@@ -258,7 +260,7 @@ class SlurmRunner:
     def _send(self, job: _Job) -> None:
         """Hand over the commands that end a job, once nothing of it is under way."""
         if job.asked and self._desk.answer(job.handed.name) is not None:
-            self._desk.run(job.handed.name, job.asked, environment=environment(), uid=job.uid)
+            self._desk.run(job.handed.name, job.asked, environment=environment(), lane=job.lane)
             job.asked, job.ask_at = [], self._clock() + job.asking.next_sec()
 
     def poll(self, job_id: int) -> Exit | None:
@@ -289,20 +291,21 @@ class SlurmRunner:
         """Decide by Slurm's word, where there is no exit.json."""
         seen = snapshot.jobs.get(job.handed.name, ())
         going = [each for each in seen if not each.is_over]
-        if going or seen:
-            self._note(job_id, (going or seen)[0])
         if going:
+            self._note(job_id, going[0])
             job.gone_at = None
             return None
         if job.gone_at is None:
             job.gone_at = snapshot.began
         is_lost = any(each.state == NODE_FAIL for each in seen)
         # Slurm itself cancels a job that got the number of one that the controller had forgotten and a node had not.
-        withdrawn = next((each.nodes for each in seen if each.state == "CANCELLED" and each.nodes), "")
-        is_unknown = not seen or withdrawn
+        cancelled = {each.slurm_id: each.nodes for each in seen if each.state == "CANCELLED" and each.nodes}
+        is_unknown = not seen or bool(cancelled)
         if is_unknown and not job.is_asked and not read_lock_record(job.attempt, job.handed.start):
-            self._note(job_id, Seen("", "", fault or "not known to Slurm", ""))
-            return self._again(job_id, job, fault, withdrawn)
+            job.cancelled |= cancelled
+            return self._again(job_id, job, fault, waits=snapshot.began - job.gone_at < LOCK_SEC)
+        if seen:
+            self._note(job_id, seen[0])
         if not is_lost and snapshot.began - job.gone_at < GONE_SEC:
             return None
         # A submitter can hold the lock for ever, without a worker.
@@ -312,27 +315,28 @@ class SlurmRunner:
             return None
         return self._ended(job_id, record)
 
-    def _again(self, job_id: int, job: _Job, fault: str, nodes: str) -> Exit | None:
-        """Submit a start again that Slurm does not have, once it is time; end one that Slurm refuses.
-
-        `nodes`: those on which Slurm has cancelled it.
-        """
-        if self._clock() < job.again_at or not (job.handed.backend or _script(job.attempt).exists()):
-            return None
-        job.num_refusals = job.num_refusals + 1 if is_refusal(fault) else 0
-        job.num_cancelled = job.num_cancelled + 1 if nodes else 0
+    def _again(self, job_id: int, job: _Job, fault: str, *, waits: bool) -> Exit | None:
+        """Submit a start again that Slurm does not have, once it is time; end one that Slurm refuses, or cannot launch,
+        and whose lock nobody holds (`waits`)."""
+        what = fault or "not known to Slurm"
+        nodes = [*job.cancelled.values()][-1:]
+        if nodes:
+            times = f"{len(job.cancelled)} of {NUM_CANCELLED} launches"
+            what = f"Slurm has cancelled {times}, the last on {nodes[0]}" + f"; {fault}" * bool(fault)
+        self._note(job_id, Seen("", "", what, ""))
         end = {}
-        if job.num_refusals >= NUM_REFUSALS:
-            end = {"service_result": "refused", "words": fault}
-        elif job.num_cancelled >= NUM_CANCELLED:
-            end = {"service_result": "not-launched", "words": nodes}
+        if len(job.cancelled) >= NUM_CANCELLED:
+            end = {"service_result": "not-launched", "words": nodes[0]}
+        elif self._clock() < job.again_at or not (job.handed.backend or _script(job.attempt).exists()):
+            return None
+        else:
+            job.num_refusals = job.num_refusals + 1 if is_refusal(fault) else 0
+            if job.num_refusals >= NUM_REFUSALS:
+                end = {"service_result": "refused", "words": fault}
         if end:
-            record = _settle(job, (), end=end)
+            record = _settle(job, (), end=end, waits=waits)
             return self._ended(job_id, record) if record is not None else None
-        what = f"has cancelled, on {nodes}," if nodes else "does not know"
-        log.warning(
-            "job %d: Slurm %s %s%s: submitted again", job_id, what, job.handed.name, f" ({fault})" * bool(fault)
-        )
+        log.warning("job %d: %s, submitted again: %s", job_id, job.handed.name, what)
         if not job.argv:
             with contextlib.suppress(NotNowError):  # its profile may be there again
                 job.argv = self._submission(job_id, job.handed)
@@ -403,7 +407,7 @@ def _settle(job: _Job, seen: Sequence[Seen], *, end: Mapping[str, str], waits: b
         record = read_exit_record(job.attempt, job.handed.start)
         if record is None:
             states = {each.state for each in seen}
-            asked = {"was_asked": True} if states & {"CANCELLED"} else {}
+            asked = {"was_asked": True} if states & {"CANCELLED", "PREEMPTED"} else {}
             record = {"start": job.handed.start, "status": None, "signal": None, **end, **asked}
             record |= {"was_out_of_memory": "OUT_OF_MEMORY" in states, "ended_at": time.time()}
             try:

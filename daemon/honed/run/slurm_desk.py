@@ -26,8 +26,10 @@ log = logging.getLogger(__name__)
 LIST_INTERVAL_SEC, SHARED_INTERVAL_SEC = 1.0, 5.0
 #: Seconds for one command.
 COMMAND_SEC = 30.0
-#: Seconds without a command after which a submitter's thread ends.
+#: Seconds without a command after which a lane's thread ends.
 IDLE_SEC = 60.0
+#: Lanes at most, each with a connection to the helper: beyond them, some submitters share one.
+MAX_LANES = 64
 #: Runs a command in an environment; returns its output, and its fault, empty if there was none.
 Run = Callable[[Sequence[str], Mapping[str, str]], tuple[str, str]]
 #: Commands that wait: the job's name, the commands, their environment.
@@ -91,13 +93,21 @@ class Desk:
         self.fault = ""  #: why there is no newer one
         threading.Thread(target=self._list, name="slurm", daemon=True).start()
 
-    def run(self, name: str, commands: list[list[str]], *, environment: Mapping[str, str], uid: int = 0) -> None:
-        """Have commands run for a job, one after the other, and after those of the same submitter."""
-        self._answers[name] = None
+    def run(self, name: str, commands: list[list[str]], *, environment: Mapping[str, str], lane: int = 0) -> None:
+        """Have commands run for a job, one after the other, and after those of the same lane."""
         with self._lock:
-            if (waiting := self._waiting.get(uid)) is None:
-                waiting = self._waiting[uid] = queue.SimpleQueue()
-                threading.Thread(target=self._work, args=(uid, waiting), name="slurm", daemon=True).start()
+            if lane not in self._waiting and len(self._waiting) >= MAX_LANES:
+                lane = sorted(self._waiting)[lane % MAX_LANES]
+            waiting = self._waiting.get(lane)
+            if waiting is None:
+                waiting = queue.SimpleQueue()
+                try:
+                    threading.Thread(target=self._work, args=(lane, waiting), name="slurm", daemon=True).start()
+                except RuntimeError as error:  # no more threads
+                    self._answers[name] = Answer(commands, str(error), self._clock())
+                    return
+                self._waiting[lane] = waiting
+            self._answers[name] = None
             waiting.put((name, commands, environment))
 
     def answer(self, name: str) -> Answer | None:
@@ -108,19 +118,22 @@ class Desk:
         """Forget a job."""
         self._answers.pop(name, None)
 
-    def _work(self, uid: int, waiting: Waiting) -> None:
+    def _work(self, lane: int, waiting: Waiting) -> None:
         while True:
             try:
                 name, commands, environment = waiting.get(timeout=IDLE_SEC)
             except queue.Empty:
                 with self._lock:
                     if waiting.empty():
-                        del self._waiting[uid]
+                        del self._waiting[lane]
                         return
                 continue
             told = [self._run(each, environment) for each in commands]
             faults = [fault for _, fault in told if fault]
-            self._answers[name] = Answer(commands, "; ".join(faults), self._clock(), "".join(said for said, _ in told))
+            answer = Answer(commands, "; ".join(faults), self._clock(), "".join(said for said, _ in told))
+            with self._lock:
+                if name in self._answers:  # not forgotten meanwhile
+                    self._answers[name] = answer
 
     def _list(self) -> None:
         while True:

@@ -13,12 +13,15 @@ import datetime
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import struct
 import time
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 #: The address of rank 0's node, in the environment of ranks on several machines.
 VARIABLE = "HONED_MEET_AT"
@@ -81,7 +84,8 @@ def _listen(host: str) -> socket.socket:
         if error.errno != errno.EADDRNOTAVAIL:
             made.close()
             raise
-        made.bind(("", 0))  # the others reach this node by an address that it does not have itself
+        log.warning("rank 0 listens at all addresses: %s, by which others reach this node, is none of its own", host)
+        made.bind(("", 0))
     made.listen()
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from honed.run.runner import read_lock_record, seconds
 from honed.run.slurm_batch import Handed, Listed
 from honed.run.slurm_desk import Answer, Seen, Snapshot
 from honed.spec import config
+from honed.system import access
 from honed.system.error import InterruptedRunError, SpecError
 from honed.system.layout import AttemptLayout, JobLayout, Layout
 
@@ -204,28 +206,94 @@ def test_a_job_of_slurm_is_a_worker_of_ours_if_honed_has_recorded_that_start(
     assert live("1-1") == []
 
 
-def test_a_node_that_cannot_launch_a_job_ends_its_start_after_some_tries(
+class FakeDesk:
+    """A Slurm that cancels each launch at once, and lists it for `keeps_sec`; `submits` tells whether sbatch works."""
+
+    def __init__(self, keeps_sec: float) -> None:
+        self.keeps_sec = keeps_sec
+        self.now = 0.0
+        self.fault = ""
+        self.submits = True
+        self.launched: dict[str, float] = {}  #: ids, and when
+        self.lanes: list[int] = []
+        self.name = ""
+
+    def run(self, name: str, _commands: list[list[str]], *, environment: object, lane: int) -> None:  # noqa: ARG002
+        self.name = name
+        self.lanes.append(lane)
+        if self.submits:
+            self.launched[str(100 + len(self.launched))] = self.now
+
+    def answer(self, _name: str) -> Answer:
+        return Answer(at=self.now, fault="" if self.submits else "sbatch did not end within 30 s")
+
+    def forget(self, _name: str) -> None:
+        pass
+
+    @property
+    def snapshot(self) -> Snapshot:
+        listed = [each for each, at in self.launched.items() if self.now - at < self.keeps_sec]
+        return Snapshot(self.now, {self.name: tuple(Seen(each, "CANCELLED", "None", "node7") for each in listed)})
+
+
+@pytest.fixture
+def of_fake_desk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[float], tuple[FakeDesk, slurm.SlurmRunner]]:
+    def make(keeps_sec: float) -> tuple[FakeDesk, slurm.SlurmRunner]:
+        desk = FakeDesk(keeps_sec)  # the real one has threads, which outlive a test
+        monkeypatch.setattr(slurm, "Desk", lambda *_args, **_keys: desk)
+        runner = slurm.SlurmRunner(Layout(tmp_path), config.SlurmConfig, clock=lambda: desk.now)
+        Layout(tmp_path).job(7).dir.mkdir(parents=True)
+        return desk, runner
+
+    return make
+
+
+MakeDesk = Callable[[float], tuple[FakeDesk, slurm.SlurmRunner]]
+
+
+@pytest.mark.parametrize("keeps_sec", [5.0, 300.0, 3_600.0])
+def test_a_node_that_cannot_launch_a_job_ends_its_start_after_five_launches(
+    of_fake_desk: MakeDesk, keeps_sec: float
 ) -> None:
-    now, submitted = [0.0], []
-    desk = SimpleNamespace(snapshot=None, fault="", forget=lambda _name: None)
-    desk.answer = lambda _name: Answer(at=now[0])
-    desk.run = lambda _name, commands, **_keys: submitted.append(commands)
-    monkeypatch.setattr(slurm, "Desk", lambda *_args, **_keys: desk)
-    layout = Layout(tmp_path)
-    runner = slurm.SlurmRunner(layout, config.SlurmConfig, clock=lambda: now[0])
-    layout.job(7).dir.mkdir(parents=True)
+    desk, runner = of_fake_desk(keeps_sec)
     runner.start(7, 1, 1, backend="transformers", environment={})
     ended = None
-    while ended is None and now[0] < 3_600:
-        now[0] += 1
-        (name,) = (each.handed.name for each in runner._jobs.values())
-        desk.snapshot = Snapshot(now[0], {name: (Seen("5", "CANCELLED", "None", "node7"),)})
+    while ended is None and desk.now < 3_600:
+        desk.now += 1
         ended = runner.poll(7)
     assert ended is not None
-    assert len(submitted) == slurm.NUM_CANCELLED
+    assert len(desk.launched) == slurm.NUM_CANCELLED
     error = outcome._died(ended)
     assert error.code == "killed"
-    assert "cancelled the job again and again before its worker began, last on node7" in error.message
+    assert "cancelled each of its launches before its worker began, the last on node7" in error.message
     assert "scontrol update" in error.hint
-    assert now[0] < 600
+
+
+def test_a_failing_sbatch_is_no_launch_that_was_cancelled(of_fake_desk: MakeDesk, tmp_path: Path) -> None:
+    desk, runner = of_fake_desk(3_600.0)
+    runner.start(7, 1, 1, backend="transformers", environment={})
+    desk.submits = False
+    for _ in range(3_000):
+        desk.now += 1
+        assert runner.poll(7) is None
+    assert len(desk.launched) == 1
+    told = slurm.read(Layout(tmp_path).job(7)).reason
+    assert told == "Slurm has cancelled 1 of 5 launches, the last on node7; sbatch did not end within 30 s"
+
+
+@pytest.mark.skipif(not access.has_acls(Path("/tmp")), reason="needs POSIX ACLs in /tmp")
+def test_the_commands_of_each_submitter_have_a_lane_of_their_own(
+    of_fake_desk: MakeDesk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Layout, "is_of_system", property(lambda _: True))
+    desk, runner = of_fake_desk(1.0)
+    for job_id, uid in ((7, 1001), (8, 1002), (9, 1001), (10, None)):
+        files = Layout(tmp_path).job(job_id)
+        files.dir.mkdir(parents=True, exist_ok=True)
+        if uid is not None:
+            access.set_acl(files.dir, access.Acl(7, 7, 0, {uid: 7}, {}))
+        runner.start(job_id, 1, 1, backend="transformers", environment={})
+    runner.stop(8)
+    assert desk.lanes == [1001, 1002, 1001, -10, 1002]

@@ -61,9 +61,9 @@ def said(desk: Desk, name: str) -> str:
 def test_a_submitter_who_stops_their_commands_delays_nobody_else(slurm: Slurm) -> None:
     slurm.held = {"alice-1"}
     desk = Desk("honed-", slurm.run, is_shared=True)
-    desk.run("job-1", [["alice-1"]], environment={}, uid=ALICE)
-    desk.run("job-2", [["alice-2"]], environment={}, uid=ALICE)
-    desk.run("job-3", [["bob-1"], ["bob-2"]], environment={}, uid=BOB)
+    desk.run("job-1", [["alice-1"]], environment={}, lane=ALICE)
+    desk.run("job-2", [["alice-2"]], environment={}, lane=ALICE)
+    desk.run("job-3", [["bob-1"], ["bob-2"]], environment={}, lane=BOB)
     assert said(desk, "job-3") == "bob-1 donebob-2 done"
     assert (desk.answer("job-1"), desk.answer("job-2")) == (None, None)
     slurm.let_go("alice-1")
@@ -71,11 +71,42 @@ def test_a_submitter_who_stops_their_commands_delays_nobody_else(slurm: Slurm) -
     assert slurm.ran == ["bob-1", "bob-2", "alice-1", "alice-2"]
 
 
+def test_there_are_no_more_lanes_than_connections_and_each_goes_on(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_desk, "MAX_LANES", 2)
+    before = set(threading.enumerate())
+    desk = Desk("honed-", slurm.run, is_shared=True)
+    slurm.held = {"7"}
+    for lane in (7, 8, 9, 11, 12):
+        desk.run(f"job-{lane}", [[str(lane)]], environment={}, lane=lane)
+    assert said(desk, "job-8") == "8 done"
+    assert len(set(threading.enumerate()) - before) == 3
+    slurm.let_go("7")
+    assert [said(desk, f"job-{lane}") for lane in (7, 9, 11, 12)] == ["7 done", "9 done", "11 done", "12 done"]
+
+
+def test_a_lane_without_a_thread_is_begun_anew(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk("honed-", slurm.run, is_shared=True)
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", fail)
+        desk.run("job-1", [["alice-1"]], environment={}, lane=ALICE)
+    answer = desk.answer("job-1")
+    assert answer is not None
+    assert answer.fault == "can't start new thread"
+    desk.run("job-1", [["alice-1"]], environment={}, lane=ALICE)
+    assert said(desk, "job-1") == "alice-1 done"
+
+
 def test_a_thread_without_work_ends_and_another_begins(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_desk, "IDLE_SEC", 0.02)
     before = set(threading.enumerate())
     desk = Desk("honed-", slurm.run, is_shared=True)
     for number in range(3):
-        desk.run(f"job-{number}", [[f"alice-{number}"]], environment={}, uid=ALICE)
+        desk.run(f"job-{number}", [[f"alice-{number}"]], environment={}, lane=ALICE)
         assert said(desk, f"job-{number}") == f"alice-{number} done"
         wait(lambda: len(set(threading.enumerate()) - before) == 1)  # that of the lists
