@@ -486,9 +486,14 @@ def test_an_evaluation_has_the_figures_of_one_process_also_by_data_set(make_job:
     assert "of 3 predictions" in late.result["error"]["message"]
 
 
+#: A trial begins with its imports done.
+WARM = "import subprocess, warm; subprocess.Popen = warm.warm_popen"
+
+
 def test_a_trial_runs_on_the_first_device_and_its_job_on_both(make_job: MakeJob) -> None:
     job = over_two(make_job(**with_keys(trial=True, training={"max_steps": 2, "num_train_epochs": 1})))
-    run = Run(job, CUDA_VISIBLE_DEVICES="first,second")
+    warm.address("worker")
+    run = Run(job, CUDA_VISIBLE_DEVICES="first,second", HONED_TEST_RANK_0=WARM)
     ended = run.end()
     assert ended.status == 0, run.log[-4000:]
     [found] = ended.of("trial")
@@ -496,7 +501,7 @@ def test_a_trial_runs_on_the_first_device_and_its_job_on_both(make_job: MakeJob)
     assert [each["step"] for each in ended.of("step")] == [1, 2]
     tried = read_events(job.dir / "trial/attempts/1/events.jsonl")
     assert [each.data["pid"] for each in tried if each.kind == "started"] != run.pids[:1]
-    alone = Run(over_two(make_job(**with_keys(trial="only"))))
+    alone = Run(over_two(make_job(**with_keys(trial="only"))), HONED_TEST_RANK_0=WARM)
     assert alone.end().status == 0, alone.log[-4000:]
     assert not alone.job.output_dir.exists()
 
