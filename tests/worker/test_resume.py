@@ -39,7 +39,7 @@ def evaluations(*attempts: Any) -> list[tuple[int, float]]:
         {"lora": LORA, "quantization": "4bit"},
         {"dtype": "float32"},
     ],
-    ids=["4bit", "full-fp32"],  # all others: see test_resume_matrix.py
+    ids=["4bit", "full-fp32"],  # all others: see test_matrix.py
 )
 @pytest.mark.parametrize("step", [4, 6])  # in the middle of an epoch, and at the end of one
 def test_a_job_that_is_stopped_and_resumed_is_the_undisturbed_run(make_job: MakeJob, keys: dict, step: int) -> None:

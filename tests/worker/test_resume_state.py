@@ -15,8 +15,8 @@ from honed.worker.stop import Stop
 from worker.conftest import Ended, MakeJob, WorkerJob
 from worker.cutter import LOOKS, at_step
 from worker.test_examiner import made_worse
+from worker.test_matrix import Course, assert_same, course_of, untimed
 from worker.test_resume_checkpoint import flip
-from worker.test_resume_matrix import Course, assert_same, course_of, untimed
 
 #: 12 rows, 3 held out: 9 rows in batches of 2 with accumulation 2 are 3 steps an epoch, the last of them half full.
 TRAINING = {
