@@ -525,16 +525,19 @@ def serve(bench: Bench, backend: str, numbers: list[int]) -> int:
     """Import once, then run each job in a fork, or in a new process if importing has touched the GPU."""
     assert not {"torch", "transformers"} & set(sys.modules), "a backend is imported into a clean process"
     os.chdir(bench.dir)  # Unsloth leaves a cache in the working directory
-    import_libraries(backend)
-    import torch
+    num_ranks = {number: _read(bench.layout.job(number).plan_path)["parallel"]["num_ranks"] for number in numbers}
+    is_fresh = bench.fresh
+    if not is_fresh and 1 in num_ranks.values():
+        import_libraries(backend)
+        import torch
 
-    is_fresh = bench.fresh or torch.cuda.is_initialized()
+        is_fresh = torch.cuda.is_initialized()
     for number in numbers:
         job_dir = bench.layout.job(number).dir
         (job_dir / "attempts/1").mkdir(parents=True, exist_ok=True)
         log_path = job_dir / "attempts/1/worker.log"
         command = [sys.executable, __file__, "--work", str(job_dir), backend]
-        if _read(job_dir / "plan.json")["parallel"]["num_ranks"] > 1:
+        if num_ranks[number] > 1:
             behind = [sys.executable, "-I", "-S", str(shim.__file__), str(job_dir / "attempts/1"), "1", *command]
             given = {"HONED_NUM_RANKS": "2", "CUDA_VISIBLE_DEVICES": bench.visible}
             status, peak = in_child(lambda c=behind, g=given: _replace(c, g), log_path, timeout_sec=CELL_TIMEOUT_SEC)
@@ -631,11 +634,9 @@ def run(bench: Bench, chosen: list[Cell], *, say: Callable[[str], None]) -> list
     bench.layout.state_dir.mkdir(parents=True, exist_ok=True)
     (bench.dir / "models").mkdir(exist_ok=True)
     write_data(bench.dir / "facts.jsonl", tiny=bench.tiny)
-    unbuilt = {}
-    for model in sorted({cell.model for cell in chosen}):
-        say(f"building {model}")
-        if (reason := _build(bench, model)) is not None:
-            unbuilt[model] = reason
+    models = sorted({cell.model for cell in chosen})
+    say(f"building {', '.join(models)}")
+    unbuilt = _build(bench, models)
     database = Database(bench.layout.database_path)
     numbered = dict(enumerate(chosen, start=1))
     rows: dict[int, Row] = {}
@@ -657,22 +658,36 @@ def run(bench: Bench, chosen: list[Cell], *, say: Callable[[str], None]) -> list
     return [rows[number] for number in numbered]
 
 
-def _build(bench: Bench, model: str) -> tuple[str, str] | None:
-    """Build a base model in its own process; return code and message if models of its kind are rejected."""
-    shape, directory = SHAPES[model], bench.model_dir(model)
-    log_path = bench.dir / "build.log"
-    if shape.has_vision:
-        in_child(lambda: build(directory, shape, tiny=True) or 0, log_path, timeout_sec=CELL_TIMEOUT_SEC)
-        probe = Cell("transformers", model, "bfloat16", "none", "lora")
-        refused = plan(bench, 0, probe)
+def _build(bench: Bench, models: list[str]) -> dict[str, tuple[str, str]]:
+    """Build base models; return code and message of each whose kind is rejected."""
+    unbuilt: dict[str, tuple[str, str]] = {}
+    _build_in_child(bench, [model for model in models if bench.tiny or SHAPES[model].has_vision], tiny=True)
+    for model in [each for each in models if SHAPES[each].has_vision]:
+        refused = plan(bench, 0, Cell("transformers", model, "bfloat16", "none", "lora"))
         shutil.rmtree(bench.layout.job(0).dir)
-        if refused is not None or bench.tiny:
-            return (refused.code, refused.message) if refused is not None else None
-        shutil.rmtree(directory)
-    status, _ = in_child(lambda: build(directory, shape, tiny=bench.tiny) or 0, log_path, timeout_sec=CELL_TIMEOUT_SEC)
+        if refused is not None:
+            unbuilt[model] = refused.code, refused.message
+    for model in [] if bench.tiny else [each for each in models if each not in unbuilt]:
+        shutil.rmtree(bench.model_dir(model), ignore_errors=True)
+        _build_in_child(bench, [model], tiny=False)
+    return unbuilt
+
+
+def _build_in_child(bench: Bench, models: list[str], *, tiny: bool) -> None:
+    """Build base models in a process of their own."""
+
+    def make() -> int:
+        for model in models:
+            build(bench.model_dir(model), SHAPES[model], tiny=tiny)
+        return 0
+
+    if not models:
+        return
+    log_path = bench.dir / "build.log"
+    status, _ = in_child(make, log_path, timeout_sec=CELL_TIMEOUT_SEC * len(models))
     if status:
-        raise SystemExit(f"gpu-matrix: {model} cannot be built (status {status}):\n{log_path.read_text()[-3000:]}")
-    return None
+        log = log_path.read_text()[-3000:]
+        raise SystemExit(f"gpu-matrix: {', '.join(models)} cannot be built (status {status}):\n{log}")
 
 
 # --- The table --------------------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Popen:
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
         restore_signals: bool = True,
+        preexec_fn: Callable[[], None] | None = None,  # noqa: ARG002 - not called: it ends a child with its parent
     ) -> None:
         assert restore_signals
         request = {
@@ -157,28 +158,28 @@ def run(
     return done
 
 
-def warm_children() -> bool:
-    """From now on start processes of honed's modules warm, and all others as ever. False, and nothing changes, where no
-    server is known."""
-    if ADDRESS.format("PLAIN") not in os.environ:
-        return False
-    subprocess.Popen = _popen  # type: ignore[assignment,misc]
-    return True
-
-
-def without(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that knows no server."""
-    return {key: value for key, value in environment.items() if not key.startswith(ADDRESS.format(""))}
-
-
-def _popen(command: Any, *arguments: Any, **keys: Any) -> Any:
-    """Start a process: warm where its command is `python … -m honed.…`."""
+def warm_popen(command: Any, *arguments: Any, **keys: Any) -> Any:
+    """Start a process in place of subprocess.Popen: warm where its command is `python … -m honed.…`."""
     words = [] if isinstance(command, str) else list(command)
     is_ours = words[:1] == [sys.executable] and any(word.startswith("honed.") for word in words[1:4])
     if not is_ours:
         return COLD_POPEN(command, *arguments, **keys)
     is_worker = any(word.startswith("honed.worker") for word in words[1:4])
     return (WorkerPopen if is_worker else Popen)(words, *arguments, **keys)
+
+
+def warm_children() -> bool:
+    """From now on start processes of honed's modules warm, and all others as ever. False, and nothing changes, where no
+    server is known."""
+    if ADDRESS.format("PLAIN") not in os.environ:
+        return False
+    subprocess.Popen = warm_popen  # type: ignore[assignment,misc]
+    return True
+
+
+def without(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that knows no server."""
+    return {key: value for key, value in environment.items() if not key.startswith(ADDRESS.format(""))}
 
 
 def address(kind: str) -> str:

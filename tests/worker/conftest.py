@@ -245,6 +245,12 @@ def make_job(tmp_path: Path, checkpoint_of: Callable[..., Path]) -> MakeJob:
     return make
 
 
+@pytest.fixture
+def warm_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials begin with their imports done."""
+    monkeypatch.setattr(subprocess, "Popen", warm.warm_popen)
+
+
 @pytest.fixture(scope="session")
 def learned_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("learned") / "model"

@@ -134,7 +134,7 @@ def test_no_worker_initialises_cuda_before_its_gate(make_job: MakeJob, keys: dic
     assert not touched.exists(), touched.read_text()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "no such model"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3", marks=pytest.mark.exhaustive), "no such model"])
 def test_no_spare_initialises_cuda(tmp_path: Path, model_type: str) -> None:
     needs = Needs(("wandb", "aiohttp", "torchvision", "bitsandbytes"), is_plain=True, model_type=model_type)
     environment = {

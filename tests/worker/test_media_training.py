@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw
 from honed.worker import preview
 from honed.worker.model import load
 from honed.worker.rows.collator import Collator
+from honed.worker.stop import Stop
 from worker.conftest import MakeJob, read_events
 from zoo.vision import build_vision_checkpoint
 
@@ -215,14 +216,16 @@ def test_a_picture_that_changes_is_named_by_a_loader_in_another_process(
         training={"max_steps": 400, "dataloader_num_workers": 1, "dataloader_prefetch_factor": 1},
         predictions={"sample_frequency": "off"},
     )
-    process = job.start()
-    job.wait_for(lambda events: any(event.kind == "step" for event in events), process)
-    other = tmp_path / "other.png"
-    for file in list((tmp_path / "images").iterdir()):
-        Image.new("RGB", (112, 112)).save(other)
-        other.replace(file)  # in one step: half a file would be another fault
-    ended = job.wait(process)
-    assert ended.result["error"]["code"] == "dataset_invalid", job.log()[-2000:]
+    files = list((tmp_path / "images").iterdir())
+
+    def change_after_a_step() -> None:
+        while files and any(event.kind == "step" for event in read_events(job.events_path(1))):
+            other = tmp_path / "other.png"
+            Image.new("RGB", (112, 112)).save(other)
+            other.replace(files.pop())  # in one step: half a file would be another fault
+
+    ended = job.run(stop=Stop(change_after_a_step))
+    assert ended.result["error"]["code"] == "dataset_invalid", ended.result
     message = ended.result["error"]["message"]
     assert message.startswith("data set 1, row ")
     assert message.endswith(".png has changed")

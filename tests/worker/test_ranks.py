@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +145,15 @@ def with_keys(**keys: Any) -> dict[str, Any]:
 BF16 = {"dtype": "bfloat16"}
 
 
+# By default each kind of weights and each dtype once.
 @pytest.mark.parametrize(
     ("keys", "tolerance"),
     [
         pytest.param({"dtype": "float32"}, 5e-7, id="lora-fp32"),
-        pytest.param(BF16, 3e-4, id="lora-bf16"),
+        pytest.param(BF16, 3e-4, id="lora-bf16", marks=pytest.mark.exhaustive),
         pytest.param({"lora": None, "training": {"learning_rate": 2e-4}}, 5e-7, id="full-fp32"),
-        pytest.param({"quantization": "4bit"}, 3e-4, id="4bit"),
+        pytest.param({"quantization": "4bit"}, 3e-4, id="4bit-fp32", marks=pytest.mark.exhaustive),
+        pytest.param({"quantization": "4bit", **BF16}, 3e-4, id="4bit-bf16"),
     ],
 )
 def test_two_ranks_train_what_one_process_does(make_job: MakeJob, keys: dict[str, Any], tolerance: float) -> None:
@@ -184,12 +187,41 @@ def test_two_ranks_train_what_one_process_does(make_job: MakeJob, keys: dict[str
     assert two.exit["rank"] == 0
 
 
-def test_a_run_that_is_stopped_on_one_rank_ends_on_all_and_resumes_to_the_same_bits(make_job: MakeJob) -> None:
-    asked = with_keys(lora={"r": 4, "lora_dropout": 0.2}, training={"logging_steps": 1})
-    whole = Run(over_two(make_job(**asked)))
-    whole_ended = whole.end()
-    assert whole_ended.status == 0, whole.log[-3000:]
-    job = over_two(make_job(**asked))
+DROPOUT = with_keys(lora={"r": 4, "lora_dropout": 0.2}, training={"logging_steps": 1})
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What came of a run of two ranks with dropout to which nothing happened."""
+
+    losses: dict[int, float]
+    weights: bytes
+
+
+@pytest.fixture(scope="module")
+def once() -> dict[str, Undisturbed]:
+    """What was made for the first test that needs it."""
+    return {}
+
+
+@pytest.fixture
+def undisturbed(make_job: MakeJob, once: dict[str, Undisturbed]) -> Undisturbed:
+    if not once:
+        whole = Run(over_two(make_job(**DROPOUT)))
+        ended = whole.end()
+        assert ended.status == 0, whole.log[-3000:]
+        once["run"] = Undisturbed(ended.losses, weights_of(whole))
+    return once["run"]
+
+
+def weights_of(run: Run) -> bytes:
+    return (run.job.output_dir / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_run_that_is_stopped_on_one_rank_ends_on_all_and_resumes_to_the_same_bits(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
+    job = over_two(make_job(**DROPOUT))
     first = Run(job)
     first.wait_for_step(2)
     os.kill(first.pids[1], signal.SIGTERM)
@@ -199,9 +231,8 @@ def test_a_run_that_is_stopped_on_one_rank_ends_on_all_and_resumes_to_the_same_b
     second = Run(job, 2)
     again = second.end()
     assert again.status == 0, second.log[-3000:]
-    assert {**ended.losses, **again.losses} == whole_ended.losses
-    weights = [(each.job.output_dir / "adapter_model.safetensors").read_bytes() for each in (whole, second)]
-    assert weights[0] == weights[1]
+    assert {**ended.losses, **again.losses} == undisturbed.losses
+    assert weights_of(second) == undisturbed.weights
 
 
 def test_a_checkpoint_of_two_ranks_is_continued_by_one_process_which_says_what_differs(make_job: MakeJob) -> None:
@@ -292,30 +323,9 @@ def test_a_rank_that_never_hears_of_the_others_error_is_ended_with_it(make_job: 
     assert run.took_sec < 10.0
 
 
-DROPOUT = with_keys(lora={"r": 4, "lora_dropout": 0.2})
-
-
-@pytest.fixture(scope="module")
-def once() -> dict[str, bytes]:
-    """What was made for the first test that needs it."""
-    return {}
-
-
-@pytest.fixture
-def undisturbed(make_job: MakeJob, once: dict[str, bytes]) -> bytes:
-    """The weights of a run of two ranks with dropout to which nothing happens."""
-    if not once:
-        whole = Run(over_two(make_job(**DROPOUT)))
-        assert whole.end().status == 0, whole.log[-3000:]
-        once["weights"] = weights_of(whole)
-    return once["weights"]
-
-
-def weights_of(run: Run) -> bytes:
-    return (run.job.output_dir / "adapter_model.safetensors").read_bytes()
-
-
-def test_a_full_disk_ends_all_ranks_and_the_last_checkpoint_is_continued(make_job: MakeJob, undisturbed: bytes) -> None:
+def test_a_full_disk_ends_all_ranks_and_the_last_checkpoint_is_continued(
+    make_job: MakeJob, undisturbed: Undisturbed
+) -> None:
     job = over_two(make_job(**DROPOUT))
     first = Run(job, HONED_TEST_RANK_0=FULL)
     ended = first.end()
@@ -324,7 +334,7 @@ def test_a_full_disk_ends_all_ranks_and_the_last_checkpoint_is_continued(make_jo
     second = Run(job, 2)
     again = second.end()
     assert (again.status, [each["step"] for each in again.of("resumed")]) == (0, [2])
-    assert weights_of(second) == undisturbed
+    assert weights_of(second) == undisturbed.weights
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -388,7 +398,7 @@ def test_a_time_limit_and_a_stop_of_all_ranks_leave_a_checkpoint(make_job: MakeJ
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_inside_a_save_costs_the_steps_since_the_last_checkpoint(
-    make_job: MakeJob, rank: int, undisturbed: bytes
+    make_job: MakeJob, rank: int, undisturbed: Undisturbed
 ) -> None:
     job = over_two(make_job(**DROPOUT))
     first = Run(job, **{f"HONED_TEST_RANK_{rank}": KILL_IN_SAVE})
@@ -397,7 +407,7 @@ def test_a_rank_that_is_killed_inside_a_save_costs_the_steps_since_the_last_chec
     second = Run(job, 2)
     again = second.end()
     assert (again.status, [each["step"] for each in again.of("resumed")]) == (0, [2]), second.log[-3000:]
-    assert weights_of(second) == undisturbed
+    assert weights_of(second) == undisturbed.weights
 
 
 KILL_IN_SAVE = """
@@ -476,9 +486,14 @@ def test_an_evaluation_has_the_figures_of_one_process_also_by_data_set(make_job:
     assert "of 3 predictions" in late.result["error"]["message"]
 
 
+#: A trial begins with its imports done.
+WARM = "import subprocess, warm; subprocess.Popen = warm.warm_popen"
+
+
 def test_a_trial_runs_on_the_first_device_and_its_job_on_both(make_job: MakeJob) -> None:
     job = over_two(make_job(**with_keys(trial=True, training={"max_steps": 2, "num_train_epochs": 1})))
-    run = Run(job, CUDA_VISIBLE_DEVICES="first,second")
+    warm.address("worker")
+    run = Run(job, CUDA_VISIBLE_DEVICES="first,second", HONED_TEST_RANK_0=WARM)
     ended = run.end()
     assert ended.status == 0, run.log[-4000:]
     [found] = ended.of("trial")
@@ -486,7 +501,7 @@ def test_a_trial_runs_on_the_first_device_and_its_job_on_both(make_job: MakeJob)
     assert [each["step"] for each in ended.of("step")] == [1, 2]
     tried = read_events(job.dir / "trial/attempts/1/events.jsonl")
     assert [each.data["pid"] for each in tried if each.kind == "started"] != run.pids[:1]
-    alone = Run(over_two(make_job(**with_keys(trial="only"))))
+    alone = Run(over_two(make_job(**with_keys(trial="only"))), HONED_TEST_RANK_0=WARM)
     assert alone.end().status == 0, alone.log[-4000:]
     assert not alone.job.output_dir.exists()
 

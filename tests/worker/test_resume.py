@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from honed.worker.train import checkpoint
-from worker.conftest import MakeJob, StopAtStep, WorkerJob
+from worker.conftest import Ended, MakeJob, StopAtStep, WorkerJob
 from worker.test_resume_checkpoint import flip
 
 #: 12 rows, 3 held out: 9 rows in batches of 2 with accumulation 2 are 3 steps an epoch, the last of them half full.
@@ -33,18 +35,39 @@ def evaluations(*attempts: Any) -> list[tuple[int, float]]:
     return [(item["step"], item["metrics"]["eval_loss"]) for ended in attempts for item in ended.of("evaluation")]
 
 
+@pytest.fixture(scope="module")
+def ended() -> dict[str, Ended]:
+    """A cache of undisturbed runs, by what was asked for."""
+    return {}
+
+
+@pytest.fixture
+def undisturbed_of(make_job: MakeJob, ended: dict[str, Ended]) -> Callable[..., Ended]:
+    """A function that returns the undisturbed run of a job; several tests may stop the same one."""
+
+    def run(**keys: Any) -> Ended:
+        key = json.dumps(keys, sort_keys=True)
+        if key not in ended:
+            ended[key] = make_job(**keys).run()
+            assert ended[key].status == 0, ended[key].result
+        return ended[key]
+
+    return run
+
+
 @pytest.mark.parametrize(
     "keys",
     [
         {"lora": LORA, "quantization": "4bit"},
         {"dtype": "float32"},
     ],
-    ids=["4bit", "full-fp32"],  # all others: see test_resume_matrix.py
+    ids=["4bit", "full-fp32"],  # all others: see test_matrix.py
 )
 @pytest.mark.parametrize("step", [4, 6])  # in the middle of an epoch, and at the end of one
-def test_a_job_that_is_stopped_and_resumed_is_the_undisturbed_run(make_job: MakeJob, keys: dict, step: int) -> None:
-    undisturbed = make_job(**(KEYS | keys)).run()
-    assert undisturbed.status == 0, undisturbed.result
+def test_a_job_that_is_stopped_and_resumed_is_the_undisturbed_run(
+    make_job: MakeJob, undisturbed_of: Callable[..., Ended], keys: dict, step: int
+) -> None:
+    undisturbed = undisturbed_of(**(KEYS | keys))
     job = make_job(**(KEYS | keys))
     first = job.stopped_at(step)
     assert first.status == 75
@@ -62,7 +85,7 @@ def test_a_job_that_is_stopped_and_resumed_is_the_undisturbed_run(make_job: Make
     assert steps == [item["step"] for item in undisturbed.of("predictions")]
 
 
-def test_a_stop_during_an_evaluation_is_made_up_for(make_job: MakeJob) -> None:
+def test_a_stop_during_an_evaluation_is_made_up_for(make_job: MakeJob, undisturbed_of: Callable[..., Ended]) -> None:
     class StopInEvaluation(StopAtStep):
         """A stop that is set at the second check after the step: the first one is the boundary of the step itself."""
 
@@ -75,7 +98,7 @@ def test_a_stop_during_an_evaluation_is_made_up_for(make_job: MakeJob) -> None:
             return self.num_looks > 1
 
     keys = KEYS | {"lora": LORA, "training": TRAINING | {"per_device_eval_batch_size": 1}}
-    undisturbed = make_job(**keys).run()
+    undisturbed = undisturbed_of(**keys)
     job = make_job(**keys)
     first = job.run(1, stop=StopInEvaluation(job.events_path(1), 3))
     assert first.status == 75
@@ -100,9 +123,11 @@ def test_a_run_that_had_ended_before_it_was_killed_is_not_trained_on(make_job: M
     assert (job.output_dir / "adapter_model.safetensors").exists()
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(make_job: MakeJob) -> None:
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(
+    make_job: MakeJob, undisturbed_of: Callable[..., Ended]
+) -> None:
     keys = KEYS | {"lora": LORA, "training": TRAINING | {"save_steps": 2}}
-    undisturbed = make_job(**keys).run()
+    undisturbed = undisturbed_of(**keys)
     job = make_job(**keys)
     job.stopped_at(6)
     flip(job.dir / "checkpoints/checkpoint-6/adapter_model.safetensors", 5000)
@@ -159,9 +184,11 @@ def test_sigterm_before_the_first_step_ends_a_worker_too(make_job: MakeJob) -> N
     assert not ended.losses
 
 
-def test_kill_9_is_resumed_from_the_last_whole_checkpoint(make_job: MakeJob) -> None:
-    keys = KEYS | {"lora": LORA, "training": TRAINING | {"save_steps": 2, "max_steps": 11}}
-    undisturbed = make_job(**keys).run()
+def test_kill_9_is_resumed_from_the_last_whole_checkpoint(
+    make_job: MakeJob, undisturbed_of: Callable[..., Ended]
+) -> None:
+    keys = KEYS | {"lora": LORA, "training": TRAINING | {"save_steps": 2}}
+    undisturbed = undisturbed_of(**keys)
     job = make_job(**keys)
     first = job.killed_at(5)
     assert first.status == -signal.SIGKILL

@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from worker.conftest import MakeJob
-from worker.test_resume_matrix import Course, assert_same, course_of
+from worker.test_matrix import Course, assert_same, course_of
 from worker.test_resume_state import cut, keys, resumed
 
 SOURCES = ("random", "numpy", "torch")

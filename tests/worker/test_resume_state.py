@@ -15,8 +15,8 @@ from honed.worker.stop import Stop
 from worker.conftest import Ended, MakeJob, WorkerJob
 from worker.cutter import LOOKS, at_step
 from worker.test_examiner import made_worse
+from worker.test_matrix import Course, assert_same, course_of, untimed
 from worker.test_resume_checkpoint import flip
-from worker.test_resume_matrix import Course, assert_same, course_of, untimed
 
 #: 12 rows, 3 held out: 9 rows in batches of 2 with accumulation 2 are 3 steps an epoch, the last of them half full.
 TRAINING = {
@@ -95,9 +95,16 @@ def whole_of(make_job: MakeJob, wholes: dict[str, tuple[Ended, Course]]) -> Whol
 
 
 @pytest.mark.parametrize(
-    "told", [{"logging_steps": 4}, {"logging_strategy": "epoch"}, {"logging_steps": 4, "logging_first_step": True}]
+    ("told", "step"),  # the end of an epoch, and the middle of one
+    [
+        pytest.param({"logging_steps": 4}, 6),
+        pytest.param({"logging_steps": 4}, 7, marks=pytest.mark.exhaustive),
+        pytest.param({"logging_strategy": "epoch"}, 6),
+        pytest.param({"logging_strategy": "epoch"}, 7),
+        pytest.param({"logging_steps": 4, "logging_first_step": True}, 6, marks=pytest.mark.exhaustive),
+        pytest.param({"logging_steps": 4, "logging_first_step": True}, 7),
+    ],
 )
-@pytest.mark.parametrize("step", [6, 7])  # the end of an epoch, and the middle of one
 def test_losses_that_are_told_now_and_then_are_those_of_all_their_steps(
     make_job: MakeJob, whole_of: Whole, told: dict[str, Any], step: int
 ) -> None:
@@ -107,18 +114,27 @@ def test_losses_that_are_told_now_and_then_are_those_of_all_their_steps(
     assert_same(course_of(job, cut(job, "step", step), resumed(job)), undisturbed)
 
 
+EPOCH, THREE = {"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 3}
+#: When a round is due, where the run is cut, and when it is evaluated. By default each round and cut once, and each
+#: round with both evaluations but the last.
+ROUNDS = {
+    ("epoch", "step", 6): EPOCH,
+    ("epoch", "predictions", 6): THREE,
+    ("epoch", "evaluation", 6): THREE,
+    (3, "step", 6): THREE,
+    (3, "predictions", 6): EPOCH,
+    (2, "predictions", 4): THREE,
+}
+
+
 @pytest.mark.parametrize(
-    ("frequency", "where", "step"),
+    ("frequency", "where", "step", "evaluated"),
     [
-        ("epoch", "step", 6),
-        ("epoch", "predictions", 6),
-        ("epoch", "evaluation", 6),
-        (3, "step", 6),
-        (3, "predictions", 6),
-        (2, "predictions", 4),
+        pytest.param(*cut, evaluated, marks=[] if evaluated is by_default else [pytest.mark.exhaustive])
+        for cut, by_default in ROUNDS.items()
+        for evaluated in (EPOCH, THREE)
     ],
 )
-@pytest.mark.parametrize("evaluated", [{"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 3}])
 def test_a_round_of_predictions_that_is_cut_short_is_made_up_for_and_none_is_made_twice(
     make_job: MakeJob, whole_of: Whole, frequency: str | int, where: str, step: int, evaluated: dict[str, Any]
 ) -> None:

@@ -245,6 +245,7 @@ def test_rows_of_other_content_or_length_are_another_entry(make_job: MakeJob, ch
     assert not before.keys() & after.keys()
 
 
+@pytest.mark.usefixtures("warm_trials")
 def test_a_trial_s_rows_are_the_job_s(make_job: MakeJob) -> None:
     job = make_job(trial=True, **KEYS)
     assert job.stopped_at(2).status == 75

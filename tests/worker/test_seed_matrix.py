@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,10 @@ FIVE = [
 ]
 
 
+#: Cells of two GPUs.
+PAIRS = "^transformers/Qwen3-1.7B/bfloat16/[48]bit/lora/fsdp$"
+
+
 def run_script(tmp_path: Path, only: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
     """Return the rows and the page."""
     command = [
@@ -80,10 +84,26 @@ def run_script(tmp_path: Path, only: str, *arguments: str) -> tuple[list[dict[st
     return rows, (tmp_path / "table.md").read_text()
 
 
+@dataclass(frozen=True)
+class Ran:
+    """The rows of a run of the script, its page, and its directory."""
+
+    rows: list[dict[str, Any]]
+    page: str
+    dir: Path
+
+
+@pytest.fixture(scope="module")
+def in_forks(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """The field report's matrix, and two cells of two GPUs."""
+    directory = tmp_path_factory.mktemp("in-forks")
+    return Ran(*run_script(directory, f"seed$|{PAIRS}"), directory)
+
+
 @pytest.mark.timeout(TIMEOUT_SEC + 60)
-def test_every_cell_of_the_field_reports_matrix_trains_evaluates_saves_predictions_and_exports(tmp_path: Path) -> None:
-    rows, table = run_script(tmp_path, "seed$")
-    print(table)
+def test_every_cell_of_the_field_reports_matrix_trains_evaluates_saves_predictions_and_exports(in_forks: Ran) -> None:
+    print(in_forks.page)
+    rows = [row for row in in_forks.rows if not row["cell"]["extra"]]
     assert len(rows) == 16
     refused = {}
     for row in rows:
@@ -109,11 +129,12 @@ def test_every_cell_of_the_field_reports_matrix_trains_evaluates_saves_predictio
         assert (refused[key]["code"], words in refused[key]["message"]) == ("backend_unavailable", True)
     evaluated = [
         event
-        for path in (tmp_path / "work").glob("**/events.jsonl")
+        for path in (in_forks.dir / "work").glob("**/events.jsonl")
         for event in path.open()
         if '"event": "evaluation"' in event
     ]
-    assert len(evaluated) == 2 * (len(rows) - len(refused)), "before the first step and after the last"
+    ended = [row for row in in_forks.rows if row["outcome"] == "finished"]
+    assert len(evaluated) == 2 * len(ended), "before the first step and after the last"
 
 
 @pytest.mark.skipif(not installed.look().has("unsloth"), reason="needs Unsloth")
@@ -135,9 +156,8 @@ def test_the_row_that_unsloth_would_change_is_trained_without_it_unless_it_is_na
     assert any("in bfloat16 instead of the planned float16" in reason for reason in found.backend.reasons)
 
 
-def test_cells_of_two_gpus_run_as_two_processes(tmp_path: Path) -> None:
-    rows, _ = run_script(tmp_path, "^transformers/Qwen3-1.7B/bfloat16/[48]bit/lora/fsdp$")
-    divided, refused = rows
+def test_cells_of_two_gpus_run_as_two_processes(in_forks: Ran) -> None:
+    divided, refused = [row for row in in_forks.rows if row["cell"]["extra"]]
     assert (divided["outcome"], divided["mismatches"]) == ("finished", [])
     assert (divided["has_output"], divided["num_predictions"]) == (True, 4)
     assert (refused["outcome"], refused["code"]) == ("refused", "spec_invalid")

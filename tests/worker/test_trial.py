@@ -23,6 +23,7 @@ def findings(ended: Ended) -> Findings:
     return Findings.from_dict(told)
 
 
+@pytest.mark.usefixtures("warm_trials")
 def test_a_trial_learns_its_rows_by_heart_and_tells_of_the_whole(make_job: MakeJob) -> None:
     job = make_job(
         num_rows=16,
@@ -50,6 +51,7 @@ def test_a_trial_learns_its_rows_by_heart_and_tells_of_the_whole(make_job: MakeJ
     assert "12 rows, 4 held out" in said["Training data"]
 
 
+@pytest.mark.usefixtures("warm_trials")
 def test_a_job_learns_the_same_after_a_trial_that_warns_of_it(make_job: MakeJob) -> None:
     keys: dict[str, Any] = {
         "lora": LORA | {"lora_dropout": 0.1},
@@ -88,6 +90,7 @@ def test_the_job_imports_its_libraries_during_its_trial_if_that_asks_no_device(
     assert (tmp_path / "ended-before-import").read_text() == str(not is_ahead)
 
 
+@pytest.mark.usefixtures("warm_trials")
 def test_what_ends_the_trial_ends_the_job(make_job: MakeJob) -> None:
     ended = make_job(trial=True, rows=[{"prompt": "a", "completion": ""}] * 4).run()
     assert ended.status == 65
@@ -118,6 +121,7 @@ def test_a_job_with_pictures_is_tried(make_job: MakeJob, tmp_path: Path) -> None
     assert trained.removesuffix("<|im_end|>") in {"red", "green", "blue", "yellow"}
 
 
+@pytest.mark.usefixtures("warm_trials")
 def test_the_steps_of_a_packed_jobs_trial_are_as_full_as_its_own(make_job: MakeJob) -> None:
     keys: dict[str, Any] = {
         "num_rows": 16,

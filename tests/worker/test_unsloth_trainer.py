@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,42 @@ import trl
 from honed.system.error import BackendError, OutOfMemoryError, SpecError
 from honed.worker import assignment as assignments
 from honed.worker.model.unsloth_backend import UNCUT_LENGTH, UnslothBackend, max_seq_length
-from worker.conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob, read_events
+from worker.conftest import Ended, MakeJob, WorkerJob, read_events
 
 needs_unsloth = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
 OFF = {"sample_frequency": "off"}
 
 
-def run_gpulike(*arguments: str) -> None:
-    path = os.pathsep.join(filter(None, sys.path))
-    subprocess.run(
-        [sys.executable, "-m", "worker.gpulike", *arguments],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=WORKER_TIMEOUT_SEC,
-        check=True,
-    )
+class GpuLike:
+    """Workers with Unsloth's own classes, each in a fork of one process that has imported them; see gpulike.py."""
+
+    def __init__(self, directory: Path) -> None:
+        self.dir = directory  # where Unsloth writes its classes
+        path = os.pathsep.join(filter(None, sys.path))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "worker.gpulike"],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(directory / "log").open("wb"),
+            cwd=directory,
+            text=True,
+        )
+
+    def run(self, *arguments: str | Path) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([*map(str, arguments)]) + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "0\n", (self.dir / "log").read_text()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def gpulike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuLike]:
+    started = GpuLike(tmp_path_factory.mktemp("gpulike"))
+    yield started
+    started.process.kill()
+    started.process.wait()
 
 
 # --- Unsloth's own classes --------------------------------------------------------------------------------------------
@@ -52,10 +72,7 @@ def with_defaults(job: WorkerJob, **training: Any) -> WorkerJob:
 
 
 @needs_unsloth
-def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)  # where Unsloth writes its classes
+def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(make_job: MakeJob, gpulike: GpuLike) -> None:
     # A prompt longer than max_length, which equals TRL's default: Unsloth would treat that as not set.
     predictions = {"prompts": ["word " * 300], "max_new_tokens": 2}
     keys: dict[str, Any] = {
@@ -75,11 +92,13 @@ def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
     job, plain = with_defaults(make_job(**keys, backend="unsloth"), **training), make_job(**keys)
     lowered, refused = make_job(**keys, backend="unsloth"), make_job(**keys, backend="unsloth")
     refused.change_plan(precision=refused.plan["precision"] | {"bf16": False, "fp16": True})
-    run_gpulike(str(job.dir), str(refused.dir), "UNSLOTH_MIXED_PRECISION=bfloat16", str(lowered.dir))
+    gpulike.run(job.dir)
+    gpulike.run(refused.dir)
+    gpulike.run("UNSLOTH_MIXED_PRECISION=bfloat16", lowered.dir)
 
     # Keys that the job omits have the documented defaults. Unsloth would use another learning rate, warmup, batch,
     # accumulation, optimizer, decay, seed and batch of evaluations.
-    assert (tmp_path / "unsloth_compiled_cache/UnslothSFTTrainer.py").exists()
+    assert (gpulike.dir / "unsloth_compiled_cache/UnslothSFTTrainer.py").exists()
     ended, wanted = ended_of(job), with_defaults(plain, **training).run()
     assert ended.result["outcome"] == wanted.result["outcome"] == "succeeded", (ended.result, wanted.result)
     # In bfloat16 steps differ by rounding, on some processors more than on others; other rows in a batch would make
@@ -111,10 +130,9 @@ def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
 
 @needs_unsloth
 def test_float32_weights_keep_their_autocast_under_unsloths_own_trainer_and_get_one_that_is_not_planned(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_job: MakeJob, gpulike: GpuLike
 ) -> None:
     """The reason why, on a GPU, the plan uses Unsloth for float32 weights under autocast and not for those without."""
-    monkeypatch.chdir(tmp_path)
     keys: dict[str, Any] = {
         "lora": {"r": 4},
         "dtype": "float32",
@@ -124,7 +142,8 @@ def test_float32_weights_keep_their_autocast_under_unsloths_own_trainer_and_get_
     }
     under, without = make_job(**keys), make_job(**keys)
     under.change_plan(precision=under.plan["precision"] | {"bf16": True})  # as full fine-tuning's
-    run_gpulike(str(under.dir), str(without.dir))
+    gpulike.run(under.dir)
+    gpulike.run(without.dir)
     assert ended_of(under).result["outcome"] == "succeeded", ended_of(under).result
     found = ended_of(without).result["error"]
     assert found["code"] == "precision_mismatch"
@@ -135,7 +154,7 @@ def test_float32_weights_keep_their_autocast_under_unsloths_own_trainer_and_get_
 
 @needs_unsloth
 def test_unsloth_trains_whole_weights_in_float32_where_it_is_told_to(
-    checkpoint_of: Callable[..., Path], tmp_path: Path
+    checkpoint_of: Callable[..., Path], gpulike: GpuLike, tmp_path: Path
 ) -> None:
     """Run the last preparation of Unsloth's GPU loader, with and without the parameter that the backend passes."""
     base, told_path = checkpoint_of("llama", dtype="bfloat16"), tmp_path / "told.json"
@@ -154,10 +173,8 @@ for is_mixed in (True, False):
     told.append([dtypes, os.environ["UNSLOTH_MIXED_PRECISION"], same])
 json.dump(told, open({str(told_path)!r}, "w"))
 """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "UNSLOTH_ALLOW_CPU": "1"}
-    subprocess.run(
-        [sys.executable, "-c", script], env=environment, check=True, capture_output=True, timeout=WORKER_TIMEOUT_SEC
-    )
+    (tmp_path / "prepare.py").write_text(script)
+    gpulike.run(tmp_path / "prepare.py")
     mixed, other = json.loads(told_path.read_text())
     assert mixed == [["torch.float32"], "float32", True]
     assert other == [["torch.bfloat16"], "bfloat16", True]  # by which its trainer turns autocast off

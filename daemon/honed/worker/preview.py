@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from honed.inputs import basemodel, dataset, hubdata
 from honed.inputs.row import Example
+from honed.job.needs import IMPORT_ALL_VARIABLE
 from honed.spec import spec
 from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import quote
@@ -29,6 +30,7 @@ from honed.system.error import DatasetError, HonedError, ModelError, SpecError, 
 from honed.text import asking, omission
 from honed.text.chat import ChatFormat, Encoded, MediaCutError, PreviewRow
 from honed.text.template import where
+from honed.worker import imports
 from honed.worker.assignment import Assignment
 from honed.worker.model import torchvision
 
@@ -41,7 +43,8 @@ class _Asked:
     base_model_path: Path
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, is_alone: bool = False) -> int:
+    """`is_alone`: the process is only for this, and its libraries may import less; see imports.py."""
     parser = argparse.ArgumentParser(prog="honed.worker.preview", description="Show rows as they will be trained on.")
     parser.add_argument("spec_file", type=Path)
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="number of rows (default: 5)")
@@ -49,9 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print a list of objects, or {error}")
     options = parser.parse_args(arguments)
     try:
-        rows = preview(
-            _located(spec.load(options.spec_file)), num_rows=options.rows, base_model_path=options.base_model
-        )
+        job_spec = _located(spec.load(options.spec_file))
+        if is_alone and not job_spec.trust_remote_code and IMPORT_ALL_VARIABLE not in os.environ:
+            imports.narrow([], defers=True)
+        rows = preview(job_spec, num_rows=options.rows, base_model_path=options.base_model)
     except HonedError as error:
         if options.json:
             sys.stdout.write(json.dumps({"error": error.as_dict()}) + "\n")
@@ -192,4 +196,4 @@ def _tell(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(is_alone=True))
