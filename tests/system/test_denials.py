@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from machine import Machine, wait_for
@@ -64,13 +63,9 @@ def drop(honed: Machine, user: str | None, *names: str) -> None:
         )
 
 
-def jobs(honed: Machine) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in json.loads(honed.run("honectl", "list", "--json", "--all"))}
-
-
 def accepted(honed: Machine, *names: str) -> list[int]:
     found = wait_for(
-        lambda: rows if set(names) <= set(rows := jobs(honed)) else None, what="accepted", deadline_sec=SOON_SEC
+        lambda: rows if set(names) <= set(rows := honed.jobs()) else None, what="accepted", deadline_sec=SOON_SEC
     )
     assert found is not None
     return [int(found[name]["id"]) for name in names]
@@ -116,7 +111,7 @@ def test_what_is_planted_in_a_jobs_directory_while_it_is_checked_is_the_jobs_own
     accepted(honed, "beside-1", "beside-2", "beside-3")
     wait_for(lambda: planting.poll() is not None, what="the end of the planting")
     wait_for(
-        lambda: all(name in jobs(honed) or honed.exists(f"{REJECTED}/{name}.json.reason") for name in names),
+        lambda: all(name in honed.jobs() or honed.exists(f"{REJECTED}/{name}.json.reason") for name in names),
         what="each accepted or refused",
     )
     told = [honed.try_run("cat", f"{REJECTED}/{name}.json.reason").stdout for name in names]

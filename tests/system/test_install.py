@@ -48,17 +48,14 @@ def show(machine: Machine, name: str, *, user: str = "root") -> dict[str, Any]:
 
 
 def wait_for_job(machine: Machine, name: str, *states: str) -> dict[str, Any]:
-    def reached() -> dict[str, Any] | None:
-        refused = machine.try_run("cat", f"/var/spool/honed/rejected/{name}.json.reason").stdout
-        assert not refused, refused
-        done = machine.try_run("honectl", "show", "--json", name)
-        job = json.loads(done.stdout) if done.returncode == 0 else None
-        assert job is None or job["state"] in states or job["state"] not in {"failed", "cancelled"}, job
-        return job if job and job["state"] in states else None
+    def reached() -> bool:
+        assert not (refused := machine.refusal(name)), refused
+        job = machine.jobs().get(name, {"state": None})
+        assert job["state"] in states or job["state"] not in {"failed", "cancelled"}, job
+        return job["state"] in states
 
-    found = wait_for(reached, what=f"{name} in {states}", deadline_sec=400)
-    assert found is not None
-    return found
+    wait_for(reached, what=f"{name} in {states}", deadline_sec=400)
+    return show(machine, name)
 
 
 def wait_for_step(machine: Machine, name: str, step: int) -> dict[str, Any]:

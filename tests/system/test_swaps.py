@@ -177,10 +177,8 @@ def field(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def number_of(honed: Machine, name: str) -> int | None:
-    refused = f"/var/spool/honed/rejected/{name}.json.reason"
-    assert not honed.exists(refused), honed.read(refused)
-    rows = json.loads(honed.run("honectl", "list", "--json", "--all"))
-    return max((row["id"] for row in rows if row["name"] == name), default=None)
+    assert not (refused := honed.refusal(name)), refused
+    return honed.jobs().get(name, {}).get("id")
 
 
 @pytest.mark.parametrize("kind", ["check", "work"])

@@ -88,11 +88,12 @@ def submit(honed: Machine, user: str, name: str, spec: dict[str, Any], *, until:
         stdin=json.dumps(whole),
     )
 
+    uid = int(honed.run("id", "-u", user))
+
     def reached() -> int | None:
-        refused = f"/var/spool/honed/rejected/{name}.json.reason"
-        assert not honed.exists(refused), honed.read(refused)
-        rows = json.loads(honed.run("honectl", "list", "--json", "--all", user=user))
-        return max((row["id"] for row in rows if row["name"] == name and row["state"] == until), default=None)
+        assert not (refused := honed.refusal(name)), refused
+        rows = [row for row in honed.jobs().values() if row["uid"] == uid]
+        return next((row["id"] for row in rows if row["name"] == name and row["state"] == until), None)
 
     return int(wait_for(reached, what=f"{name} {until}", deadline_sec=400) or 0)
 

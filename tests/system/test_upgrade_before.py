@@ -62,17 +62,15 @@ def drop(machine: Machine, root: str, name: str, num_steps: int, **keys: Any) ->
 
 
 def wait_for_job(machine: Machine, root: str, name: str, *states: str) -> dict[str, Any]:
-    def reached() -> dict[str, Any] | None:
-        refused = machine.try_run("cat", f"{root}/var/spool/honed/rejected/{name}.json.reason").stdout
-        assert not refused, refused
-        done = machine.try_run("honectl", "--root", root or "/", "show", "--json", name)
-        job = json.loads(done.stdout) if done.returncode == 0 else None
-        assert job is None or job["state"] in states or job["state"] not in {"failed", "cancelled"}, job
-        return job if job and job["state"] in states else None
+    def reached() -> bool:
+        assert not (refused := machine.refusal(name, root)), refused
+        job = machine.jobs(root).get(name, {"state": None})
+        assert job["state"] in states or job["state"] not in {"failed", "cancelled"}, job
+        return job["state"] in states
 
-    found = wait_for(reached, what=f"{name} in {states}", deadline_sec=600)
-    assert found is not None
-    return found
+    wait_for(reached, what=f"{name} in {states}", deadline_sec=600)
+    shown: dict[str, Any] = json.loads(machine.run("honectl", "--root", root or "/", "show", "--json", name))
+    return shown
 
 
 def steps(machine: Machine, root: str) -> list[int]:

@@ -69,7 +69,7 @@ def trained(machine: Machine, model: str) -> None:
     machine.write("/home/anna/facts.json", json.dumps(SPEC), user="anna")
     machine.run("cp", "/home/anna/facts.json", "/var/spool/honed/incoming", user="anna")
     wait_for(
-        lambda: '"succeeded"' in machine.try_run("honectl", "show", "--json", "facts").stdout,
+        lambda: machine.jobs().get("facts", {}).get("state") == "succeeded",
         what="the job",
         deadline_sec=400,
     )
