@@ -283,12 +283,6 @@ class Machine:
         """Run a line of shell that must succeed."""
         return self.run("sh", "-ec", script, user=user)
 
-    def python(self, script: str) -> None:
-        """Run a script with the packages of the tests' environment and the tests' model builders."""
-        packages = self.sh(f"echo {ENVIRONMENT}/lib/python3*/site-packages").strip()
-        environment = {"PYTHONPATH": f"{packages}:{CHECKOUT}/daemon:{CHECKOUT}/tests", "OMP_NUM_THREADS": "1"}
-        self.run(f"/usr/bin/{Path(packages).parent.name}", "-c", script, environment=environment)
-
     def popen(self, *words: str | Path, user: str | None = None, **keys: Any) -> subprocess.Popen[bytes]:
         """Start a command in the guest without waiting; the pid is nsenter's on the host, not the command's."""
         self._going_on.append(subprocess.Popen(self.command(*words, user=user), **keys))

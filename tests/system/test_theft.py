@@ -127,11 +127,10 @@ def test_a_link_that_is_turned_after_the_check_leads_a_job_to_nothing(honed: Mac
         assert told == "", key
     assert SECRET not in honed.run("journalctl", "--no-pager")
     # With berta's rights the same files are read: the word is there to be found.
-    own = submit(
-        honed, "berta", "own", {"base_model": model, "lora": {"r": 4}, "datasets": [{"path": "/srv/data/facts.jsonl"}]}
-    )
     assert SECRET in honed.sh("cat /srv/berta/datasets.jsonl /srv/berta/chat_template", user="berta")
-    assert honed.try_run("ls", f"{JOBS}/{own}/output", user="mallory").returncode != 0
+    learned = json.loads(honed.run("honectl", "show", "--json", "learn", user="berta"))["id"]
+    assert honed.run("ls", f"{JOBS}/{learned}/output", user="berta")
+    assert honed.try_run("ls", f"{JOBS}/{learned}/output", user="mallory").returncode != 0
 
 
 def steal_by_a_chain(honed: Machine, model: str) -> int:
