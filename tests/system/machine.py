@@ -42,11 +42,13 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 #: A shell's list of directories and files that can be written, but for processes, devices and measurements, and for
-#: what no other machine has: the checkout and its environment.
+#: what no other machine has: the checkout and its environment. Only what is mounted to be written is walked through.
 FIND_WRITABLE = (
-    "find / \\( -path '/proc/[0-9]*' -o -path /proc/pressure -o -path /dev/pts "
+    "awk '$6 ~ /^rw/ && $NF ~ /^rw/ { print $5 }' /proc/self/mountinfo | sort -u | while read -r place; do "
+    'find "$(printf %b "$place")" -xdev \\( -path \'/proc/[0-9]*\' -o -path /proc/pressure -o -path /dev/pts '
     f"{' '.join(f'-o -path {place}' for place in (CHECKOUT, ENVIRONMENT, HERE.parents[1], sys.prefix))} \\) -prune -o "
-    "-not -path '/dev/*' \\( -type d -o -type f \\) -writable -print -o -path '/dev/*' -type d -writable -print"
+    "-not -path '/dev/*' \\( -type d -o -type f \\) -writable -print -o -path '/dev/*' -type d -writable -print; "
+    "done 2>/dev/null | sort -u"
 )
 
 
@@ -281,12 +283,6 @@ class Machine:
         """Run a line of shell that must succeed."""
         return self.run("sh", "-ec", script, user=user)
 
-    def python(self, script: str) -> None:
-        """Run a script with the packages of the tests' environment and the tests' model builders."""
-        packages = self.sh(f"echo {ENVIRONMENT}/lib/python3*/site-packages").strip()
-        environment = {"PYTHONPATH": f"{packages}:{CHECKOUT}/daemon:{CHECKOUT}/tests", "OMP_NUM_THREADS": "1"}
-        self.run(f"/usr/bin/{Path(packages).parent.name}", "-c", script, environment=environment)
-
     def popen(self, *words: str | Path, user: str | None = None, **keys: Any) -> subprocess.Popen[bytes]:
         """Start a command in the guest without waiting; the pid is nsenter's on the host, not the command's."""
         self._going_on.append(subprocess.Popen(self.command(*words, user=user), **keys))
@@ -361,6 +357,25 @@ class Machine:
         )
         found = json.loads(self.run("/opt/honed/current/bin/python", "-P", "-c", code))
         return {each["check"]: each for each in found}
+
+    def jobs(self, root: str = "") -> dict[str, dict[str, Any]]:
+        """Return the entries of all accepted jobs by their names, each with its state; of namesakes, the latest. Looks
+        at the spool from outside: no process is started."""
+        found: dict[int, dict[str, Any]] = {}
+        for state in ("queued", "held", "running", "succeeded", "failed", "cancelled"):
+            for path in self.host_path(f"{root}/var/spool/honed/{state}").glob("*.json"):
+                try:
+                    entry = json.loads(path.read_text())
+                except FileNotFoundError:  # moved meanwhile
+                    continue
+                if entry["revision"] >= found.get(entry["id"], entry)["revision"]:
+                    found[entry["id"]] = {**entry, "state": state}
+        return {entry["name"]: entry for _, entry in sorted(found.items())}
+
+    def refusal(self, name: str, root: str = "") -> str:
+        """Return the reason for which a job file was rejected; empty where it was not."""
+        reason = self.host_path(f"{root}/var/spool/honed/rejected/{name}.json.reason")
+        return reason.read_text() if reason.exists() else ""
 
     # -- systemd ------------------------------------------------------------------------------------------------------
 

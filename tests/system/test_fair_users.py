@@ -96,12 +96,7 @@ def entries(honed: Machine) -> list[tuple[str, int, int | None]]:
 
 def number_of(honed: Machine, name: str) -> int:
     """Return the number of an accepted job."""
-
-    def found() -> int | None:
-        rows = json.loads(honed.run("honectl", "list", "--json", "--all"))
-        return next((row["id"] for row in rows if row["name"] == name), None)
-
-    return int(wait_for(found, what=f"{name} accepted") or 0)
+    return int(wait_for(lambda: honed.jobs().get(name), what=f"{name} accepted")["id"])  # type: ignore[index]
 
 
 def uid_of(honed: Machine, user: str) -> int:

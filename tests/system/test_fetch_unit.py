@@ -54,12 +54,8 @@ def test_a_gated_model_is_fetched_by_its_unit_and_trained_on(machine: Machine, m
     pid = wait_for(lambda: machine.main_pid(unit), what="the fetch")
     machine.run("systemctl", "restart", "honed")
     assert machine.main_pid(unit) in {pid, 0}
-    wait_for(lambda: "fetched" in machine.run("honectl", "list", "--json"), what="its job")
-    wait_for(
-        lambda: json.loads(machine.run("honectl", "show", "--json", "fetched"))["state"] == "succeeded",
-        what="the job's end",
-        deadline_sec=400,
-    )
+    wait_for(lambda: "fetched" in machine.jobs(), what="its job")
+    wait_for(lambda: machine.jobs()["fetched"]["state"] == "succeeded", what="the job's end", deadline_sec=400)
     assert len({entry["_PID"] for entry in machine.journal(f"_SYSTEMD_UNIT={unit}")} - {""}) <= 1
     plan = machine.read_json("/var/lib/honed/jobs/1/plan.json")
     assert plan["base_model_path"].startswith("/var/cache/honed/hub/models--lab--tiny/snapshots/")

@@ -51,7 +51,8 @@ def wait_status(honed: Machine, words: str, *, deadline_sec: float = 180) -> str
 
 
 def wait_listed(honed: Machine, name: str) -> None:
-    wait_for(lambda: name in honed.run("honectl", "list"), what=f"{name} accepted")
+    wait_for(lambda: name in honed.jobs(), what=f"{name} accepted")
+    assert name in honed.run("honectl", "list")
 
 
 def drop(honed: Machine, name: str) -> None:
@@ -64,7 +65,7 @@ def end(honed: Machine, name: str) -> None:
     """Cancel a job; one that has started is over by itself soon, as its model has no weights."""
     honed.try_run("honectl", "cancel", name)
     over = {"cancelled", "failed"}
-    wait_for(lambda: json.loads(honed.run("honectl", "show", "--json", name))["state"] in over, what=f"{name} over")
+    wait_for(lambda: honed.jobs()[name]["state"] in over, what=f"{name} over")
 
 
 def fill(honed: Machine, directory: str, *, with_job: str) -> None:

@@ -48,7 +48,7 @@ def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine
     for name in ("facts", "more"):
         machine.write(f"/var/spool/honed/incoming/{name}.json", json.dumps({"name": name, **SPEC}), user="anna")
     wait_for(
-        lambda: json.loads(machine.run("honectl", "list", "--json", "--state", "succeeded"))[1:],
+        lambda: [job["state"] for job in machine.jobs().values()] == ["succeeded", "succeeded"],
         what="both jobs",
         deadline_sec=400,
     )

@@ -130,21 +130,10 @@ def test_honectl_logs_is_a_call_of_journalctl_for_those_who_may_read_it(honed: M
 
 
 def test_a_dropper_who_may_not_read_the_journal_reads_her_jobs_own_words(honed: Machine) -> None:
-    honed.run("install", "-o", "anna", "-m", "644", "/srv/data/facts.jsonl", "/tmp/facts")
-    spec = {
-        "name": "annas",
-        "base_model": "/srv/models/tiny",
-        "datasets": [{"path": "/srv/data/facts.jsonl"}],
-        "lora": {"r": 4},
-        "time_limit_sec": 0.01,
-    }
-    honed.write("/tmp/annas.json", json.dumps(spec), user="anna")
-    honed.run("honectl", "submit", "/tmp/annas.json", user="anna")
-    wait_for(lambda: honed.sh("ls /var/spool/honed/failed").count("json") == 2, what="end", deadline_sec=400)
-    told = honed.run("honectl", "logs", "annas", user="anna")
+    told = honed.run("honectl", "logs", "short", user="anna")
     assert "-- attempt 1" in told
     assert "stage: prepare" in told
-    explained = honed.try_run("honectl", "logs", "-x", "annas", user="anna")
+    explained = honed.try_run("honectl", "logs", "-x", "short", user="anna")
     assert explained.returncode == 69
     assert "systemd-journal" in explained.stderr
 
@@ -175,7 +164,7 @@ def test_a_journald_that_was_restarted_is_found_again(honed: Machine) -> None:
 
 
 def test_doctor_finds_nothing_wrong_with_what_was_installed(honed: Machine) -> None:
-    found = {item["check"]: item for item in json.loads(honed.try_run("honectl", "doctor", "--json").stdout)}
+    found = honed.doctor()
     for check in (
         "honed.service",
         "honed-job@.service",

@@ -22,8 +22,6 @@ from honed import __version__
 pytestmark = pytest.mark.systemd
 
 REPOSITORY = Path(__file__).parents[2]
-#: What scripts/package reads.
-SOURCES = ("pyproject.toml", "constraints.txt", "daemon", "docs", "etc", "scripts", "units")
 SETUP = ("honed-setup", "--device", "cpu", "--find-links", "/srv/wheels", "--no-index")
 NEXT = "99.1.0"
 #: The number of the job `long`: the rejected file and `capitals` took one, too.
@@ -31,34 +29,37 @@ LONG = 3
 QUIET = {"DEBIAN_FRONTEND": "noninteractive"}
 
 
-def build(sources: Path, output: Path, **environment: str) -> Path:
-    command = [sources / "scripts/package", "--output", output]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return next(output.glob("*.deb"))
-
-
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = [name for name in ("dpkg-deb", "dpkg", "debconf", "deb-systemd-invoke") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)} (Debian: dpkg debconf init-system-helpers)")
-    return build(REPOSITORY, tmp_path_factory.mktemp("package"), DPKG_DEB_COMPRESSOR_TYPE="gzip")
+    output = tmp_path_factory.mktemp("package")
+    environment = {**os.environ, "DPKG_DEB_COMPRESSOR_TYPE": "gzip"}
+    command = [REPOSITORY / "scripts/package", "--output", output]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(output.glob("*.deb"))
 
 
 @pytest.fixture(scope="module")
 def next_package(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The next version, with another recipe of the training environment."""
-    sources = tmp_path_factory.mktemp("next")
-    for name in SOURCES:
-        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
-        copy(REPOSITORY / name, sources / name)
-    for name in ("pyproject.toml", "scripts/debian/changelog", "daemon/honed/__init__.py"):
-        path = sources / name
-        path.write_text(path.read_text().replace(__version__, NEXT, 1))
-    with (sources / "constraints.txt").open("a") as file:
+    """The same package as that of the next version, with another recipe of the training environment."""
+    root = tmp_path_factory.mktemp("next") / "root"
+    subprocess.run(["dpkg-deb", "--raw-extract", package, root], check=True)
+    dist = root / "usr/lib/honed/dist"
+    digest = (dist / "honed-content").read_text()
+    (honed_dir,) = dist.glob("lib/python3.*/site-packages/honed")
+    named = [root / "DEBIAN/control", root / "DEBIAN/postinst", honed_dir / "__init__.py"]
+    for path in [*named, dist / "pyvenv.cfg", *(dist / "bin").iterdir()]:
+        if not path.is_symlink():
+            path.write_text(path.read_text().replace(__version__, NEXT))
+    (dist / "honed-content").write_text(digest[::-1].strip() + "\n")
+    with (dist / "training/constraints.txt").open("a") as file:
         file.write("# the next version\n")
-    return build(sources, sources / "output", DPKG_DEB_COMPRESSOR_TYPE="none")
+    command = ["dpkg-deb", "--build", "-Znone", "--root-owner-group", root, root.with_name("next.deb")]
+    subprocess.run(command, check=True)
+    return root.with_name("next.deb")
 
 
 def write_wheel(directory: Path, name: str, version: str, **files: str) -> None:
@@ -120,6 +121,7 @@ def test_lintian_finds_no_error(package: Path) -> None:
 def test_beside_scripts_install_it_is_not_installed(machine: Machine, package: Path) -> None:
     machine.put(package, "/srv/honed.deb")
     machine.run("rm", "-f", "/usr/sbin/policy-rc.d")  # containers have one that forbids to start units
+    machine.run("rm", "-f", "/var/lib/man-db/auto-update")  # or each of dpkg's runs makes the index of all man pages
     machine.write("/opt/honed/files", "/usr/lib/systemd/system/honed.service\n")
     done = machine.try_run("dpkg", "--install", "/srv/honed.deb", environment=QUIET)
     assert done.returncode != 0

@@ -67,12 +67,8 @@ def run_job(honed: Machine, user: str, name: str, **keys: Any) -> dict[str, Any]
         stdin=text,
     )
 
-    def over() -> dict[str, Any] | None:
-        done = honed.try_run("honectl", "show", "--json", name)
-        shown = json.loads(done.stdout) if done.returncode == 0 else {"state": "not there"}
-        return shown if shown["state"] in {"succeeded", "failed"} else None
-
-    shown: dict[str, Any] = wait_for(over, what=name, deadline_sec=400)
+    wait_for(lambda: honed.jobs().get(name, {}).get("state") in {"succeeded", "failed"}, what=name, deadline_sec=400)
+    shown: dict[str, Any] = json.loads(honed.run("honectl", "show", "--json", name))
     assert shown["state"] == "succeeded", shown["error"]
     wait_for(lambda: "succeeded: loss" in page(honed, shown["id"]), what="its page")
     wait_for(lambda: f"jobs/{shown['id']}/report.html" in honed.read(INDEX), what="its line in the index")

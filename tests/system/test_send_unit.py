@@ -47,11 +47,7 @@ def test_what_a_job_learned_arrives_while_the_job_has_no_network(machine: Machin
 
     machine.wait_message("Connection refused", "--unit=honed-send")
     assert "Connection refused" in machine.property("honed-send", "StatusText")
-    wait_for(
-        lambda: json.loads(machine.run("honectl", "show", "--json", "facts"))["state"] == "succeeded",
-        what="the job",
-        deadline_sec=400,
-    )
+    wait_for(lambda: machine.jobs()["facts"]["state"] == "succeeded", what="the job", deadline_sec=400)
     machine.run("systemctl", "restart", "honed")
 
     machine.write("/srv/endpoint.py", ENDPOINT)

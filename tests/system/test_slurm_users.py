@@ -92,13 +92,9 @@ def drop(honed: Machine, user: str | None, name: str, **keys: Any) -> None:
     honed.run("sh", "-ec", script, "sh", name, user=user, stdin=json.dumps(spec))
 
 
-def jobs(honed: Machine) -> dict[str, Any]:
-    return {row["name"]: row for row in json.loads(honed.run("honectl", "list", "--json", "--all"))}
-
-
 def wait_state(honed: Machine, name: str, state: str) -> int:
     def reached() -> int:
-        row = jobs(honed).get(name, {"state": "", "id": 0})
+        row = honed.jobs().get(name, {"state": "", "id": 0})
         is_over = row["state"] in {"failed", "succeeded", "cancelled"} - {state}
         assert not is_over, honed.sh(f"tail -n 50 {JOBS}/{row['id']}/attempts/*/worker.log")
         return int(row["id"]) if row["state"] == state else 0
@@ -183,7 +179,7 @@ def test_a_restarted_honed_takes_a_job_over_and_believes_no_other_of_its_name(ru
     assert [line.split("|")[3] for line in lines if line.endswith(f"-{job_id}-1-1")] == [
         running.run("id", "-u", "anna").strip()
     ]
-    running.run("systemctl", "kill", "--signal=KILL", "honed")
+    running.run("systemctl", "kill", "--kill-who=main", "--signal=KILL", "honed")
     running.run("touch", f"{JOBS}/{job_id}/go", user="anna")
     wait_state(running, "until-5", "succeeded")
     # Nor one of its own submitter's: it would count as a worker that lives, and no other job could start.
@@ -194,7 +190,7 @@ def test_a_restarted_honed_takes_a_job_over_and_believes_no_other_of_its_name(ru
     running.run("systemctl", "restart", "honed")
     drop(running, "anna", "succeed.late")
     wait_state(running, "succeed.late", "succeeded")
-    assert jobs(running)["until-5"]["state"] == "succeeded"
+    assert running.jobs()["until-5"]["state"] == "succeeded"
     for user in ("anna", "berta"):
         running.run("scancel", f"--user={user}", environment={"SLURM_CONF": SLURM_CONF})
 

@@ -8,6 +8,7 @@ the path. Prompts are text in the job file: no file is opened for them.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 from machine import CHECKOUT, Machine, wait_for
+from PIL import Image
 from swaps import CASES, INPUTS
 
 from zoo import plain
@@ -40,25 +42,6 @@ StandardInput=null
 StandardOutput=truncate:/srv/told
 StandardError=inherit
 {more}
-"""
-#: Builds mallory's files; berta's are the same, but private.
-BUILD = """
-import shutil
-from pathlib import Path
-from PIL import Image
-from zoo import plain, vision
-own = Path("/srv/swaps/own")
-for name in ("base_model", "adapter", "chat_template", "training_chat_template", "datasets", "media"):
-    (own / name / "sub").mkdir(parents=True)
-plain.write_base_model(own / "base_model/model")
-plain.write_adapter(own / "adapter/adapter")
-for name in ("chat_template", "training_chat_template"):
-    (own / name / "template.jinja").write_text(plain.TEMPLATE)
-plain.write_dataset(own / "datasets/rows.jsonl")
-Image.new("RGB", (40, 40), "red").save(own / "media/picture.png")
-shutil.copytree(own, "/srv/swaps/theirs")
-Path("/srv/swaps/theirs/sentinel").touch()
-vision.build_vision_checkpoint(own / "seeing", "qwen2_5_vl")
 """
 #: A file of berta's that nothing but the tests opens.
 SENTINEL = "/srv/swaps/theirs/sentinel"
@@ -126,13 +109,31 @@ class Field:
         return f"honed-job@{self.job_id}.service"
 
 
+def build(place: Path) -> None:
+    """Build mallory's files; berta's are the same, but private."""
+    from zoo import vision
+
+    own = place / "own"
+    for name in ("base_model", "adapter", "chat_template", "training_chat_template", "datasets", "media"):
+        (own / name / "sub").mkdir(parents=True)
+    plain.write_base_model(own / "base_model/model")
+    plain.write_adapter(own / "adapter/adapter")
+    for name in ("chat_template", "training_chat_template"):
+        (own / name / "template.jinja").write_text(plain.TEMPLATE)
+    plain.write_dataset(own / "datasets/rows.jsonl")
+    Image.new("RGB", (40, 40), "red").save(own / "media/picture.png")
+    shutil.copytree(own, place / "theirs")
+    (place / "theirs/sentinel").touch()
+    vision.build_vision_checkpoint(own / "seeing", "qwen2_5_vl")
+
+
 @pytest.fixture(scope="module")
 def field(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     machine.install()
     for name in ("berta", "mallory"):
         machine.add_user(name, "honed-submit")
     machine.write("/etc/honed/honed.toml.d/50-test.toml", "[spool]\nsettle_sec = 0.2\n")
-    machine.python(BUILD)
+    build(machine.host_path("/srv/swaps"))
     machine.run("systemctl", "enable", "--now", "honed")
     machine.run("honectl", "pause")
     machine.sh(
@@ -177,17 +178,15 @@ def field(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def number_of(honed: Machine, name: str) -> int | None:
-    refused = f"/var/spool/honed/rejected/{name}.json.reason"
-    assert not honed.exists(refused), honed.read(refused)
-    rows = json.loads(honed.run("honectl", "list", "--json", "--all"))
-    return max((row["id"] for row in rows if row["name"] == name), default=None)
+    assert not (refused := honed.refusal(name)), refused
+    return honed.jobs().get(name, {}).get("id")
 
 
 @pytest.mark.parametrize("kind", ["check", "work"])
 def test_whenever_it_is_swapped_nothing_of_anothers_is_opened(
     field: Field, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    every = 1 if kind == "work" or request.config.getoption("all") else 31
+    every = 1 if kind == "work" or request.config.getoption("all") else 67
     looks = field.look(field.check if kind == "check" else field.job, kind, every=every)
     assert {(each["input"], each["swap"]) for each in looks} == set(CASES)
     undisturbed = {(each["input"], each["swap"]): each["outcome"] for each in looks if each["at"] is None}
@@ -204,7 +203,7 @@ def test_whenever_it_is_swapped_nothing_of_anothers_is_opened(
 
 def test_where_the_right_is_honeds_own_each_swap_reads_what_is_anothers(field: Field) -> None:
     """Prove that the witness sees openings and that the files are readable: honed's own user may open berta's."""
-    field.look(field.check, "check", "link", every=31, user="honed")
+    field.look(field.check, "check", "link", every=67, user="honed")
     assert set(field.opened()) == set(INPUTS)
 
 

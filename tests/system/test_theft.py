@@ -88,11 +88,12 @@ def submit(honed: Machine, user: str, name: str, spec: dict[str, Any], *, until:
         stdin=json.dumps(whole),
     )
 
+    uid = int(honed.run("id", "-u", user))
+
     def reached() -> int | None:
-        refused = f"/var/spool/honed/rejected/{name}.json.reason"
-        assert not honed.exists(refused), honed.read(refused)
-        rows = json.loads(honed.run("honectl", "list", "--json", "--all", user=user))
-        return max((row["id"] for row in rows if row["name"] == name and row["state"] == until), default=None)
+        assert not (refused := honed.refusal(name)), refused
+        rows = [row for row in honed.jobs().values() if row["uid"] == uid]
+        return next((row["id"] for row in rows if row["name"] == name and row["state"] == until), None)
 
     return int(wait_for(reached, what=f"{name} {until}", deadline_sec=400) or 0)
 
@@ -113,7 +114,8 @@ def test_a_link_that_is_turned_after_the_check_leads_a_job_to_nothing(honed: Mac
     jobs["datasets: a picture"] = steal_by_a_row(honed)
     honed.run("honectl", "resume")
     for key, job_id in jobs.items():
-        shown = wait_for(lambda: over(honed, job_id), what=f"steal-{key} over", deadline_sec=400)  # noqa: B023
+        wait_for(lambda: over(honed, job_id), what=f"steal-{key} over", deadline_sec=400)  # noqa: B023
+        shown = json.loads(honed.run("honectl", "show", "--json", str(job_id), user="mallory"))
         assert shown["state"] == "failed", (key, shown)
         told = shown["error"]["message"]
         # Reported by the daemon, or before that by mallory's own check, if it runs again.
@@ -126,11 +128,10 @@ def test_a_link_that_is_turned_after_the_check_leads_a_job_to_nothing(honed: Mac
         assert told == "", key
     assert SECRET not in honed.run("journalctl", "--no-pager")
     # With berta's rights the same files are read: the word is there to be found.
-    own = submit(
-        honed, "berta", "own", {"base_model": model, "lora": {"r": 4}, "datasets": [{"path": "/srv/data/facts.jsonl"}]}
-    )
     assert SECRET in honed.sh("cat /srv/berta/datasets.jsonl /srv/berta/chat_template", user="berta")
-    assert honed.try_run("ls", f"{JOBS}/{own}/output", user="mallory").returncode != 0
+    learned = json.loads(honed.run("honectl", "show", "--json", "learn", user="berta"))["id"]
+    assert honed.run("ls", f"{JOBS}/{learned}/output", user="berta")
+    assert honed.try_run("ls", f"{JOBS}/{learned}/output", user="mallory").returncode != 0
 
 
 def steal_by_a_chain(honed: Machine, model: str) -> int:
@@ -156,6 +157,6 @@ def steal_by_a_row(honed: Machine) -> int:
     return job_id
 
 
-def over(honed: Machine, job_id: int) -> dict[str, Any] | None:
-    shown: dict[str, Any] = json.loads(honed.run("honectl", "show", "--json", str(job_id), user="mallory"))
-    return shown if shown["state"] in {"succeeded", "failed", "cancelled"} else None
+def over(honed: Machine, job_id: int) -> bool:
+    ended = {job["id"] for job in honed.jobs().values() if job["state"] in {"succeeded", "failed", "cancelled"}}
+    return job_id in ended

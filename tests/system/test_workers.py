@@ -66,10 +66,8 @@ def drop(honed: Machine, user: str | None, spec: dict[str, Any]) -> int:
     )
 
     def accepted() -> int | None:
-        refused = f"/var/spool/honed/rejected/{name}.json.reason"
-        assert not honed.exists(refused), honed.read(refused)
-        rows = json.loads(honed.run("honectl", "list", "--json", "--all"))
-        return max((row["id"] for row in rows if row["name"] == name), default=None)
+        assert not (refused := honed.refusal(name)), refused
+        return honed.jobs().get(name, {}).get("id")
 
     return int(wait_for(accepted, what=f"{name} accepted") or 0)
 
@@ -274,12 +272,14 @@ def test_a_users_encoded_rows_are_in_the_view_of_their_jobs_alone(honed: Machine
     honed.sh(f"rm -r {ROWS}/*")
 
 
+#: The readable ones of what find walks through, but for what no other machine has: the checkout and its environment.
+READABLE = f"\\( -path {CHECKOUT} -o -path {ENVIRONMENT} \\) -prune -o -readable -print"
 #: Everything that a job can write and read, as its own code would find it; and whose processes it sees.
 INVENTORY = f"""
 echo "= writable"
-{FIND_WRITABLE} 2>/dev/null
+{FIND_WRITABLE}
 echo "= readable"
-find /var /run /srv /home /tmp /dev/shm /etc/honed /etc/credstore -readable -print 2>/dev/null
+find /var /run /srv /home /tmp /dev/shm /etc/honed /etc/credstore {READABLE} 2>/dev/null
 echo "= processes"
 for each in /proc/[0-9]*; do
     echo $(stat -c %u $each) $(tr '\\0' ' ' <$each/cmdline) $(tr '\\0' ' ' <$each/environ)
@@ -318,7 +318,7 @@ def test_all_that_a_worker_can_write_and_read(honed: Machine) -> None:
     try:
         said = probe(honed, job_id, INVENTORY)
         outside = set(
-            honed.try_run("sh", "-c", "find /var /run /srv -readable 2>/dev/null", user="anna").stdout.split("\n")
+            honed.try_run("sh", "-c", f"find /var /run /srv {READABLE} 2>/dev/null", user="anna").stdout.split("\n")
         )
     finally:
         for each in others:
@@ -386,8 +386,7 @@ def test_a_persons_chain_trains_and_merges_and_what_it_makes_is_theirs(honed: Ma
     drop(honed, "anna", {"name": "merged", "kind": "merge", "base_model": model, "adapter": "job:learn"})
 
     def over() -> dict[str, dict[str, Any]] | None:
-        rows = {row["name"]: row for row in json.loads(honed.run("honectl", "list", "--json", "--all"))}
-        chain = {name: rows.get(name, {}) for name in ("learn", "go-on", "merged")}
+        chain = {name: honed.jobs().get(name, {}) for name in ("learn", "go-on", "merged")}
         ended = {"succeeded", "failed", "cancelled"}
         return chain if all(row.get("state") in ended for row in chain.values()) else None
 

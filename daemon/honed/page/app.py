@@ -35,7 +35,7 @@ from honed.page.comparison import MAX_JOBS, MIN_JOBS
 from honed.page.guard import Guard, Rules
 from honed.page.job_list import Choice, JobList
 from honed.page.job_page import Pages
-from honed.page.page import document, source, vendored
+from honed.page.page import document, load, source, vendored
 from honed.page.place import Holder, Kind, Places, turns
 from honed.page.session import Session, set_cookie
 from honed.page.source import Page, Source, StateRow
@@ -68,6 +68,7 @@ class Web:
     places: Places = field(default_factory=Places)
 
     def __post_init__(self) -> None:
+        load()
         self.pages = Pages(self.source.layout)
         self.job_list = JobList(self.source)
         self._turns = turns(MAX_READERS)

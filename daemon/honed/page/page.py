@@ -62,6 +62,13 @@ def document(template: str, **values: Any) -> bytes:
     return made.encode(errors="replace")
 
 
+def load() -> None:
+    """Load all templates now, for a program that renders them after an upgrade, too: with those of its own version. A
+    report's process needs a few and ends soon; it loads them as it goes."""
+    for name in _ENVIRONMENT.list_templates(extensions=["html"]):
+        _ENVIRONMENT.get_template(name)
+
+
 def source(name: str) -> str:
     """Return a file from beside the templates as it is."""
     content: str = _LOADER.get_source(_ENVIRONMENT, name)[0]
@@ -101,6 +108,3 @@ _ENVIRONMENT.globals |= {
     "timestamp": timestamp,
     "version": __version__,
 }
-# Now, and not after an upgrade: honed-web renders with the templates of its own version.
-for _name in _ENVIRONMENT.list_templates(extensions=["html"]):
-    _ENVIRONMENT.get_template(_name)
