@@ -327,6 +327,9 @@ def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
     sys.path[:0] = [place for place in places if place and place not in sys.path]
     os.chdir(request["cwd"])
     tempfile.tempdir = None
+    if "FORCE_COLOR" in os.environ or sys.stdout.isatty():  # honectl looks at its terminal as it is imported
+        for name in [name for name in sys.modules if name.startswith("honed.cli")]:
+            del sys.modules[name]
     exec_anew = os.execvp
     if any(Path(place, "sitecustomize.py").exists() for place in places if place):
         exec_anew(request["command"][0], request["command"])  # what it plants, only a start of Python runs
