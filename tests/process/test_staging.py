@@ -156,7 +156,9 @@ def test_honed_ends_and_starts_again_while_a_job_is_staged(busy: Instance, numbe
 
 
 def test_a_staged_worker_that_no_entry_knows_is_ended(instance: Instance) -> None:
-    instance.environment["HONED_TEST_COLD_WORKERS"] = "1"  # its shims are processes of their own, as the machine shows them
+    instance.environment["HONED_TEST_COLD_WORKERS"] = (
+        "1"  # its shims are processes of their own, as the machine shows them
+    )
     busy = make_busy(instance)
     job = busy.job("succeed")
     assert job is not None
