@@ -21,14 +21,15 @@ from zoo.model import build_checkpoint
 from zoo.vision import build_vision_checkpoint
 
 #: Tokens of a row and of the vocabulary: a row's logits and the loss's copies of them use nearly all the memory.
-LENGTH, VOCABULARY = 512, 32_768
-#: Bytes by which a worker may grow. Measured: between 0.8 and 0.95 GiB with batches of 4, and 0.45 and 0.55 with 2.
-LIMIT_BYTES = int(0.68 * 2**30)
-#: Resident bytes allowed for honed and its children. A worker with batches of 7 needs more, one with single rows less.
-CGROUP_BYTES = int(1.4 * 2**30)
-#: Pixels of a picture at first, and bytes by which a worker that reads it may grow. Measured: between 0.7 and
-#: 0.75 GiB, and between 0.4 and 0.5 with half of the pixels, which are half of the tokens.
-MAX_PIXELS, SEEING_LIMIT_BYTES = 1 << 19, int(0.6 * 2**30)
+LENGTH, VOCABULARY = 512, 65_536
+#: Bytes by which a worker may grow. Measured: 3.5 GiB with batches of 8, 2.0 with 4, 1.2 with 2.
+LIMIT_BYTES = int(1.55 * 2**30)
+#: Resident bytes allowed for honed and its children. A worker with batches of 7 needs more; one with single rows was
+#: measured at 1.1 GiB.
+CGROUP_BYTES = 2 << 30
+#: Pixels of a picture at first, and bytes by which a worker that reads it may grow. Measured: more than 1.75 GiB in all,
+#: 0.75 with half of the pixels, which are half of the tokens.
+MAX_PIXELS, SEEING_LIMIT_BYTES = 1 << 20, int(1.2 * 2**30)
 
 
 def write_long_rows(path: Path, num_rows: int = 8) -> Path:
