@@ -7,7 +7,8 @@ statuses are a cold one's. Not so /proc/PID/environ and cmdline (the server's), 
 so that it gets no SIGCHLD of them), the descriptors that an exec would close, what Python does at its end, and the seed
 of str hashes (one for all). There are two servers: a worker's has torch, transformers and
 TRL, and all others are forks of one that has honed without them. A worker that would import otherwise (Unsloth,
-bitsandbytes, wandb, torchvision, a merge) begins anew, by exec, and so does a process with a sitecustomize.
+bitsandbytes, wandb, torchvision, a merge) begins anew, by exec, and so does a process with a sitecustomize. Tests that
+train several vision models or several quantized ones have a server for such workers, too (`address`).
 
 Tests of these, of how a process starts and what it imports, and those that put other modules in the place of some use
 subprocess.
@@ -39,8 +40,13 @@ ADDRESS = "HONED_TEST_WARM_{}"
 MAX_REQUEST_BYTES = 1 << 18
 START_SEC = 180.0
 
-#: Packages that a worker of a text model hides where it quantizes nothing.
-HIDDEN = ["wandb", "aiohttp", "torchvision", "bitsandbytes"]
+#: The servers of workers, and the packages that such a worker hides: of a text model that is not quantized, of a vision
+#: model, and of a quantized text model.
+HIDDEN = {
+    "worker": ["wandb", "aiohttp", "torchvision", "bitsandbytes"],
+    "seeing": ["wandb", "aiohttp", "bitsandbytes"],
+    "quantized": ["wandb", "aiohttp", "torchvision"],
+}
 
 COLD_POPEN = subprocess.Popen
 #: Of the server that this process is a fork of.
@@ -132,7 +138,9 @@ class Popen:
 class WorkerPopen(Popen):
     """A worker, its shim, or what else trains."""
 
-    kind = "worker"
+    def __init__(self, command: Sequence[str], **keys: Any) -> None:
+        self.kind = kind_of(command)
+        super().__init__(command, **keys)
 
 
 def run(
@@ -182,6 +190,20 @@ def without(environment: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environment.items() if not key.startswith(ADDRESS.format(""))}
 
 
+def kind_of(command: Sequence[str]) -> str:
+    """Return which server's imports are those of a shim's worker, of those servers that are known."""
+    from honed.job.needs import Needs
+    from honed.job.plan_file import PlanFile
+
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        plan = PlanFile.from_json((Path(command[4]).parents[1] / "plan.json").read_bytes())
+        hidden = list(Needs.of(plan, plan.backend.name).hidden)
+        for kind, names in HIDDEN.items():
+            if names == hidden and ADDRESS.format(kind.upper()) in os.environ:
+                return kind
+    return "worker"
+
+
 def address(kind: str) -> str:
     """The server's socket. It is started where there is none; processes that we start find it by the environment."""
     variable = ADDRESS.format(kind.upper())
@@ -226,8 +248,8 @@ class RankPopen(Popen):
 
 def main() -> None:
     """Serve until the test process ends: our standard input is then closed."""
-    if sys.argv[2] in ("worker", "ranks"):
-        import_of_worker(is_narrow=sys.argv[2] == "worker")
+    if sys.argv[2] in (*HIDDEN, "ranks"):
+        import_of_worker(HIDDEN.get(sys.argv[2]))
     else:
         import_of_others()
     gc.freeze()
@@ -287,7 +309,7 @@ def import_of_others() -> None:
             importlib.import_module(module.name)
 
 
-def import_of_worker(*, is_narrow: bool) -> None:
+def import_of_worker(hidden: list[str] | None) -> None:
     """Import what a worker of the transformers backend does, and hide what it hides; for several ranks nothing."""
     gc.disable()
     from honed.worker.__main__ import ENVIRONMENT
@@ -295,10 +317,12 @@ def import_of_worker(*, is_narrow: bool) -> None:
     del sys.modules["honed.worker.__main__"]
     os.environ.update(ENVIRONMENT)
     from honed.worker import imports
-    from honed.worker.model import load
+    from honed.worker.model import load, torchvision
 
-    if is_narrow:
-        imports.narrow(HIDDEN, defers=True)
+    if hidden is not None:
+        imports.narrow(hidden, defers=True)
+    if KIND == "seeing":
+        torchvision.mend()
     load.choose("transformers").import_libraries()
     import honed.worker.preview
     import honed.worker.rows.data
@@ -328,6 +352,9 @@ def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
     sys.path[:0] = [place for place in places if place and place not in sys.path]
     os.chdir(request["cwd"])
     tempfile.tempdir = None
+    if "FORCE_COLOR" in os.environ or sys.stdout.isatty():  # honectl looks at its terminal as it is imported
+        for name in [name for name in sys.modules if name.startswith("honed.cli")]:
+            del sys.modules[name]
     exec_anew = os.execvp
     if any(Path(place, "sitecustomize.py").exists() for place in places if place):
         exec_anew(request["command"][0], request["command"])  # what it plants, only a start of Python runs
@@ -380,7 +407,8 @@ def has_usual_imports(words: list[str]) -> bool:
         job = assignment.read(Path(words[0]).resolve(), int(words[1]), backend=backend)
     except Exception:  # noqa: BLE001 - the worker is to say so
         return False
-    return job.backend == "transformers" and imports.hidden(job) == HIDDEN and imports.is_plain(job)
+    hidden = [name for name in HIDDEN["worker"] if sys.modules.get(name, sys) is None]
+    return job.backend == "transformers" and imports.hidden(job) == hidden and imports.is_plain(job)
 
 
 if __name__ == "__main__":

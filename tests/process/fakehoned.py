@@ -1,14 +1,14 @@
 """The real daemon with the fake worker, whose processes start with their imports done.
 
 `HONED_TEST_GPUS` names a file that lists the GPUs and how full they are, `HONED_TEST_NOW` one with the wall clock's
-time, in seconds since the epoch.
+time, in seconds since the epoch. With `HONED_TEST_COLD_WORKERS` its workers and their shims start as an installation's,
+so that /proc tells whose they are.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -61,7 +61,8 @@ def main() -> int:
         telemetry.Gpus.__init__.__defaults__ = (loads,)  # type: ignore[attr-defined]
     log.set_up(verbose=False)
     command = [sys.executable, str(Path(__file__).with_name("fakeworker.py"))]
-    runner = ProcessRunner(layout, command=command, popen=warm.Popen if warm.warm_children() else subprocess.Popen)
+    has_warm_workers = warm.warm_children() and "HONED_TEST_COLD_WORKERS" not in os.environ
+    runner = ProcessRunner(layout, command=command, popen=warm.Popen if has_warm_workers else warm.COLD_POPEN)
     return loop.start(layout, runner=runner, probe=probe, now=now, drain="--drain" in sys.argv)
 
 

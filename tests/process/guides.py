@@ -127,6 +127,8 @@ class Reader:
 
 def follow(name: str, root: Path, act: Callable[..., None]) -> Reader:
     """Have a reader follow a page: `guide.check` or `guide.rewrite`."""
+    if PAGES[name] is vision:
+        warm.address("seeing")
     reader = Reader(root, has_usual_imports=PAGES[name] is not vision)
     try:
         PAGES[name](root)

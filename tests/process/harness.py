@@ -157,8 +157,6 @@ class Instance:
     ) -> subprocess.CompletedProcess[str]:
         """Run honectl to its end. `env` replaces the tests' environment."""
         command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(self.root), *arguments]
-        if "FORCE_COLOR" in (os.environ if env is None else env):  # which rich looks for as it is imported
-            return subprocess.run(command, env=env, timeout=DEADLINE_SEC, check=check, capture_output=True, text=True)
         return warm.run(command, env=env, timeout=DEADLINE_SEC, check=check)
 
     def show(self, reference: str) -> dict[str, Any]:
@@ -175,14 +173,13 @@ def said_on_terminal(instance: Instance, columns: int, *arguments: str) -> str:
     controller, side = pty.openpty()
     command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
-    with subprocess.Popen(command, stdout=side, stderr=side, env=environment):
-        os.close(side)
-        said = b""
-        try:
-            while part := os.read(controller, 1 << 16):
-                said += part
-        except OSError:
-            pass  # EIO: the other side is closed
+    process = warm.Popen(command, stdout=side, stderr=side, env=environment)
+    os.close(side)
+    said = b""
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
+        while part := os.read(controller, 1 << 16):
+            said += part
+    process.wait(DEADLINE_SEC)
     os.close(controller)
     return said.decode()
 

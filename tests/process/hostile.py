@@ -11,7 +11,7 @@ PAINT = "\x1b[31mRED\x1b[0m\x1b]0;TITLE\x07\x9b2J"
 TURN = "\u202eKCATTA\u202c\u2066\u2069\u200f"
 MARKUP = "[bold red]BOLD[/bold red][/]<script>alert('SCRIPT')</script>&lt;"
 FORGED = "x\n<2>12:00:00 CRITICAL job 99 (FORGED): succeeded\n\rHONED_JOB=99\u2028\u0085END"
-LONG = "LONG" * 100_000
+LONG = "LONG" * 25_000
 ALL = f"{PAINT} {TURN} {MARKUP} {FORGED} \0\ud800 %s %(x)s {{0}}"
 
 #: Cells that a spreadsheet would execute, also one that accepts separators other than a comma.

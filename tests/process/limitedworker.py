@@ -14,7 +14,7 @@ import warm
 
 
 def main() -> int:
-    if sys.modules.get("torchvision", sys) is None and not warm.has_usual_imports(sys.argv[2:]):
+    if "transformers" in sys.modules and not warm.has_usual_imports(sys.argv[2:]):
         os.execv(sys.executable, [sys.executable, *sys.argv])  # a warm process hides what this job needs
     num_bytes = int(sys.argv.pop(1))
     from honed.worker.model import torchvision

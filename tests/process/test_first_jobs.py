@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 from harness import RealInstance
 
+import warm
 from honed.cli import convert
 from honed.spec import problem, spec
 from zoo import settings
@@ -32,6 +33,7 @@ OURS: dict[str, tuple[str, Any, str]] = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    warm.address("quantized")
     made = settings.write(tmp_path_factory.mktemp("first"), num_rows=12)
     build_checkpoint(made / "model", "llama")
     request = json.loads((made / "openai_method.json").read_text())

@@ -76,10 +76,10 @@ def honectl(instance: Instance, *arguments: str) -> str:
 
 
 VERBS = (
-    ["list"], ["list", "--all"], ["list", "--json"], ["show", str(JOB)], ["show", NAME], ["show", str(JOB), "--json"],
+    ["list"], ["list", "--all"], ["list", "--json"], ["show", str(JOB)], ["report", NAME], ["show", str(JOB), "--json"],
     ["logs", str(JOB)], ["logs", str(JOB), "--json"], ["watch", str(JOB)], ["watch", "--json"],
     ["predictions", str(JOB)], ["predictions", str(JOB), "--json"], ["predictions", str(JOB), "--jsonl"],
-    ["report", str(JOB)], ["pin", str(JOB)], ["unpin", NAME], ["hold", NAME], ["cancel", str(JOB)], ["release", NAME],
+    ["pin", str(JOB)], ["unpin", NAME], ["hold", NAME], ["cancel", str(JOB)], ["release", NAME],
     ["prune", "--older-than", "0d", "--dry-run"], ["prune", str(JOB), "--dry-run"],
     ["show", ALL.replace("\0", "").encode(errors="ignore").decode()],
     ["prune", "--rejected", "--keep", "0", "--dry-run"], ["prune", "--rejected", "--keep", "0", "--dry-run", "--json"],

@@ -26,7 +26,7 @@ from honed.system.layout import JobLayout
 def instance(instance: Instance) -> Instance:
     """Its shims are processes of their own, as the machine shows them: none is forked from a warm one, and none is of a
     job that waits."""
-    instance.is_warm = False
+    instance.environment["HONED_TEST_COLD_WORKERS"] = "1"
     instance.configure("[spool]\nsettle_sec = 0.3\nrescan_interval_sec = 0.3\n[jobs]\nstage_ahead = false\n")
     return instance
 

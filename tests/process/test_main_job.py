@@ -16,6 +16,7 @@ import yaml
 from fakehub import Repository
 from harness import RealInstance, wait_for
 
+import warm
 from honed.job.job import State
 from zoo.model import build_checkpoint, write_facts
 
@@ -41,6 +42,7 @@ JOBS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint and a data set for each job."""
+    warm.address("quantized")
     directory = tmp_path_factory.mktemp("models")
     for name, job in JOBS.items():
         build_checkpoint(directory / name, job["family"], template=job.get("template"))
@@ -104,7 +106,7 @@ def test_each_family_format_and_way_of_training_ends_with_output_metrics_and_pre
 
 
 def test_a_real_worker_killed_and_a_real_honed_stopped_lose_no_step(real: RealInstance, models: Path) -> None:
-    training = {**TRAINING, "max_steps": 400, "eval_strategy": "no", "save_steps": 5}
+    training = {**TRAINING, "max_steps": 250, "eval_strategy": "no", "save_steps": 5}
     spec = spec_of(models, "lora", training=training, eval_split=None, predictions={"sample_frequency": "off"})
     (real.root / "long.yaml").write_text(yaml.safe_dump(spec))
     real.start()

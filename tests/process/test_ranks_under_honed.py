@@ -21,7 +21,7 @@ from honed.job import query
 from honed.job.job import Attempt, Job, State
 from zoo.model import build_checkpoint, write_facts
 
-NUM_STEPS, SAVE_STEPS = 40, 4
+NUM_STEPS, SAVE_STEPS = 28, 4
 #: A checkpoint of rank 0 takes a moment, so that a kill can hit it; so does each step.
 SLOW = """
 import time
@@ -32,7 +32,7 @@ def sealed(path, *args, **kwargs):
     time.sleep(0.3)
     seal(path, *args, **kwargs)
 def slow_step(self, *args, **kwargs):
-    time.sleep(0.1)
+    time.sleep(0.15)
     return step(self, *args, **kwargs)
 checkpoint.seal, WatchedTrainer.training_step = sealed, slow_step
 """

@@ -31,8 +31,7 @@ def spares(instance: Instance) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_ours = (path / "cwd").readlink() == instance.layout.jobs_dir
-            if is_ours and b"--spare" in (path / "cmdline").read_bytes().split(b"\0"):
+            if (path / "cwd").readlink() == instance.layout.jobs_dir:  # a job's processes are in its own directory
                 found.append(int(path.name))
     return sorted(found)
 
@@ -65,10 +64,9 @@ def is_ended(instance: Instance, name: str) -> Job:
     return job
 
 
-def begin(instance: Instance) -> list[int]:
+def begin(instance: Instance, more: str = "") -> list[int]:
     """Run a job, so that there is a spare."""
-    instance.is_warm = False  # its processes are those of an installation
-    instance.configure(WARM)
+    instance.configure(WARM + more)
     instance.start()
     instance.drop("first", name="succeed")
     is_ended(instance, "succeed")
@@ -77,6 +75,7 @@ def begin(instance: Instance) -> list[int]:
 
 @pytest.mark.quick
 def test_the_next_job_is_the_spare_s_and_the_one_after_it_another_s(instance: Instance) -> None:
+    instance.is_warm = False  # its processes are those of an installation
     before = begin(instance)
     for name in ("succeed.second", "succeed.third"):
         instance.drop(name, name=name)
@@ -115,27 +114,28 @@ def test_a_spare_that_is_killed_costs_nothing(instance: Instance) -> None:
 
 def test_the_job_of_a_spare_is_adopted_stopped_and_resumed_as_any_other(instance: Instance) -> None:
     before = begin(instance)
-    instance.drop("slow", name="slow")
-    job = instance.wait_state("slow", State.RUNNING)
-    wait_for(lambda: instance.show("slow")["progress"].get("step"), what="a step")
+    instance.drop("long", name="until")
+    job = instance.wait_state("until", State.RUNNING)
+    wait_for(lambda: instance.show("until")["progress"].get("step"), what="a step")
     assert pids(instance, job) == before
     instance.kill(signal.SIGKILL)
     assert all(map(is_there, before))
     instance.start()
     assert all(map(is_there, before))
-    instance.honectl("hold", "slow", check=True)
-    held = instance.wait_state("slow", State.HELD)
+    instance.honectl("hold", "until", check=True)
+    held = instance.wait_state("until", State.HELD)
     assert (held.attempt.outcome, held.num_failures) == ("interrupted", 0)
     wait_for(lambda: not any(map(is_there, before)), what="their end")
     wait_ready(instance)
-    instance.honectl("release", "slow", check=True)
-    job = is_ended(instance, "slow")
+    instance.honectl("release", "until", check=True)
+    (instance.layout.job(job.id).dir / "go").touch()
+    job = is_ended(instance, "until")
     assert [each.outcome for each in job.attempts] == ["interrupted", "succeeded"]
-    assert steps(instance, job, 2)[0]["step"] > 1
+    assert steps(instance, job, 2)[0]["step"] > 1, "from its checkpoint"
 
 
 def test_the_job_of_a_spare_that_is_cancelled_or_killed_ends_as_any_other(instance: Instance) -> None:
-    before = begin(instance)
+    before = begin(instance, "stop_timeout_sec = 1\n")
     instance.drop("deaf", name="deaf-4000")
     job = instance.wait_state("deaf-4000", State.RUNNING)
     wait_for(lambda: instance.show("deaf-4000")["progress"].get("step"), what="a step")
@@ -179,8 +179,13 @@ def predictions(instance: Instance, job: Job) -> list[Any]:
 
 
 @pytest.mark.timeout(1200)
-def test_a_job_that_began_as_a_spare_trains_as_one_that_did_not(cold: ColdInstance) -> None:
+def test_a_job_of_a_spare_trains_as_one_of_none_and_one_whose_packages_changed_since_starts_anew(
+    cold: ColdInstance,
+) -> None:
     build(cold)
+    place = cold.root / "packages"
+    place.mkdir()
+    cold.environment["PYTHONPATH"] = os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])
     cold.start()
     cold.drop("cold", name="cold", **spec(cold.root))
     jobs = [is_ended(cold, "cold")]
@@ -198,20 +203,10 @@ def test_a_job_that_began_as_a_spare_trains_as_one_that_did_not(cold: ColdInstan
     logs = [cold.layout.job(job.id).attempt(1).log_path.read_text() for job in jobs]
     assert logs[0] == logs[1]
 
-
-@pytest.mark.timeout(1200)
-def test_a_job_starts_anew_where_the_packages_have_changed_since(cold: ColdInstance) -> None:
-    build(cold)
-    place = cold.root / "packages"
-    place.mkdir()
-    cold.environment["PYTHONPATH"] = os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])
-    cold.start()
-    cold.drop("cold", name="cold", **spec(cold.root))
-    is_ended(cold, "cold")
     before = wait_ready(cold)
     (place / "new.py").touch()
-    cold.drop("warm", name="warm", **spec(cold.root))
-    job = is_ended(cold, "warm")
+    cold.drop("anew", name="anew", **spec(cold.root))
+    job = is_ended(cold, "anew")
     assert len(job.attempts) == 1
     assert pids(cold, job)[0] == before[0]
     assert pids(cold, job)[1] != before[1]

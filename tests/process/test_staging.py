@@ -156,7 +156,9 @@ def test_honed_ends_and_starts_again_while_a_job_is_staged(busy: Instance, numbe
 
 
 def test_a_staged_worker_that_no_entry_knows_is_ended(instance: Instance) -> None:
-    instance.is_warm = False  # its shims are processes of their own, as the machine shows them
+    instance.environment["HONED_TEST_COLD_WORKERS"] = (
+        "1"  # its shims are processes of their own, as the machine shows them
+    )
     busy = make_busy(instance)
     job = busy.job("succeed")
     assert job is not None
@@ -300,7 +302,9 @@ def test_a_staged_job_trains_as_one_that_was_not(real: RealInstance) -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_a_job_with_wrong_data_ends_before_its_turn(real: RealInstance) -> None:
+def test_a_job_with_wrong_data_ends_before_its_turn_and_one_whose_data_changes_trains_on_what_is_there_then(
+    real: RealInstance,
+) -> None:
     build_checkpoint(real.root / "llama", "llama")
     write_facts(real.root / "facts.jsonl", 24)
     rows = write_facts(real.root / "other.jsonl", 24)
@@ -312,7 +316,7 @@ def test_a_job_with_wrong_data_ends_before_its_turn(real: RealInstance) -> None:
     real.drop("wrong", name="wrong", **spec(real, datasets=[{"path": str(rows)}]))
     real.wait_state("wrong", State.QUEUED)
     rows.write_text("".join(line.replace('"content"', '"contents"') for line in rows.read_text().splitlines(True)))
-    real.configure(STAGING)
+    real.configure(f"{STAGING}poll_interval_sec = 0.05\n")
     assert real.process is not None
     real.process.send_signal(signal.SIGHUP)
     job = real.wait_state("wrong", State.FAILED)
@@ -322,24 +326,13 @@ def test_a_job_with_wrong_data_ends_before_its_turn(real: RealInstance) -> None:
     still = real.job("busy")
     assert still is not None
     assert (still.state, len(still.attempts)) == (State.RUNNING, 1)
-    real.honectl("cancel", "busy", check=True)
-    real.wait_state("busy", State.CANCELLED)
 
-
-@pytest.mark.timeout(1200)
-def test_a_job_whose_data_changes_while_it_waits_trains_on_what_is_there_at_its_turn(real: RealInstance) -> None:
-    build_checkpoint(real.root / "llama", "llama")
-    write_facts(real.root / "facts.jsonl", 24)
-    rows = write_facts(real.root / "other.jsonl", 24)
-    busy = {"max_steps": 100_000, "per_device_train_batch_size": 1, "gradient_checkpointing": False}
-    real.configure(f"{STAGING}poll_interval_sec = 0.05\n")
-    real.start()
-    real.drop("busy", name="busy", **spec(real, training=busy))
-    real.wait_state("busy", State.RUNNING)
+    rows = write_facts(real.root / "changed.jsonl", 24)
     real.drop("staged", name="staged", **spec(real, datasets=[{"path": str(rows)}]))
     wait_staged(real, "staged")
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:12]))
     real.honectl("cancel", "busy", check=True)
+    real.wait_state("busy", State.CANCELLED)
     job = ended(real, "staged")
     assert (len(job.attempts), job.attempt.staged_at is not None) == (1, True)
     path = real.layout.job(job.id).attempt(1).events_path

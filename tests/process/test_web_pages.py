@@ -91,8 +91,15 @@ def cells(chromium: Browser, column: int) -> list[str]:
 
 
 @needs_axe
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (390, "light"),
+        (1280, "dark"),
+        pytest.param(390, "dark", marks=pytest.mark.exhaustive),
+        pytest.param(1280, "light", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_axe_finds_nothing_on_any_page(chromium: Browser, web: Web, width: int, scheme: str) -> None:
     chromium.emulate(scheme=scheme)
     for path in PAGES:
