@@ -18,6 +18,7 @@ from pathlib import Path
 import warm
 from crash import traced
 from honed.daemon.rebuild import rebuild
+from honed.job import arrival
 from honed.job.arrival import Arrivals
 from honed.job.counters import Counters
 from honed.job.database import Database
@@ -189,6 +190,8 @@ class Scene:
         found += [f"not an entry: {path}" for _, path in entries if path.name not in {f"{job.id}.json" for job in jobs}]
         refused = [path.name for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"]
         found += [f"no reason: {name}" for name in refused if not (spool.rejected_dir / f"{name}.reason").exists()]
+        numbers = collections.Counter(one[0] for name in refused if (one := arrival.refused(spool.rejected_dir / name)))
+        found += [f"{count} refusals of arrival {number}" for number, count in numbers.items() if count > 1]
         fates = collections.Counter([job.source for job in jobs] + refused)
         for name in (*GOOD, *BAD):
             if fates[name] != 1:

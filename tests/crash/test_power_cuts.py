@@ -47,6 +47,13 @@ def test_a_power_cut_at_any_moment_loses_and_doubles_nothing(
 
 
 @pytest.mark.timeout(2_000)
+def test_a_power_cut_between_the_two_names_of_a_rejection_leaves_one(mounts: None, tmp_path: Path) -> None:
+    (found,) = cut("btrfs", tmp_path, "--at", r"^fsync \d+ .var/spool/honed/claimed/\d+.$")
+    assert found["num_cuts"] > 0
+    assert found["broken"] == {}
+
+
+@pytest.mark.timeout(2_000)
 @pytest.mark.parametrize(("mutant", "kind", "at"), MUTANTS)
 def test_a_planted_bug_is_seen_on_a_file_system_that_shows_it(
     mounts: None, tmp_path: Path, mutant: str, kind: str, at: str
