@@ -249,11 +249,21 @@ class RankPopen(Popen):
     kind = "ranks"
 
 
+class JumpingPopen(Popen):
+    """A process of honed's but a worker, whose clock is set: see crash/jumping.py."""
+
+    kind = "jumping"
+
+
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Serve until the test process ends: our standard input is then closed."""
+    if sys.argv[2] == "jumping":
+        from crash import jumping
+
+        jumping.plant()
     if sys.argv[2] in ("worker", "ranks"):
         import_of_worker(is_narrow=sys.argv[2] == "worker")
     else:
