@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -185,6 +185,35 @@ def warm_children() -> bool:
     return True
 
 
+@contextlib.contextmanager
+def forks_of_us() -> Iterator[None]:
+    """Processes but workers that are started meanwhile are forks of this one, in its namespaces, and not of a server
+    that others use, too. So nothing should have happened here but imports."""
+    variable = ADDRESS.format("PLAIN")
+    before = os.environ.get(variable)
+    with tempfile.TemporaryDirectory(prefix="honed-warm-") as directory:
+        listener = listen(f"{directory}/socket")
+        read_fd, write_fd = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(write_fd)
+            os.dup2(read_fd, 0)
+            try:
+                serve(listener)
+            finally:
+                os._exit(0)
+        os.close(read_fd)
+        listener.close()
+        os.environ[variable] = f"{directory}/socket"
+        try:
+            yield
+        finally:
+            os.close(write_fd)
+            os.waitpid(pid, 0)
+            os.environ.pop(variable)
+            os.environ |= {} if before is None else {variable: before}
+
+
 def without(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that knows no server."""
     return {key: value for key, value in environment.items() if not key.startswith(ADDRESS.format(""))}
@@ -243,20 +272,39 @@ class RankPopen(Popen):
     kind = "ranks"
 
 
+class JumpingPopen(Popen):
+    """A process of honed's but a worker, whose clock is set: see crash/jumping.py."""
+
+    kind = "jumping"
+
+
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Serve until the test process ends: our standard input is then closed."""
+    if sys.argv[2] == "jumping":
+        from crash import jumping
+
+        jumping.plant()
     if sys.argv[2] in (*HIDDEN, "ranks"):
         import_of_worker(HIDDEN.get(sys.argv[2]))
     else:
         import_of_others()
     gc.freeze()
     gc.enable()
+    serve(listen(sys.argv[1]))
+
+
+def listen(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(sys.argv[1])
+    listener.bind(path)
     listener.listen()
+    return listener
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork what is asked for, until our standard input is closed."""
     wake_read_fd, wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -6,12 +6,12 @@ What must hold, whatever happens to that process, is in `violations`.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from crash.scene import Point, counted, environment
+from crash import traced
+from crash.scene import Point, counted
 from honed.job.arrival import Arrivals
 from honed.job.editing import Edits
 from honed.job.job import Job
@@ -51,10 +51,9 @@ def make(root: Path, *, is_again: bool = False) -> None:
         spool.close()
 
 
-def run(root: Path, *, before: Sequence[str] = ()) -> bool:
+def run(root: Path, *, tracer: Sequence[str] = ()) -> bool:
     """Make it in a process of its own. Returns True if that ended well."""
-    command = [*before, sys.executable, str(Path(__file__)), str(root)]
-    return subprocess.run(command, capture_output=True, env=environment(None), check=False).returncode == 0
+    return traced.run([sys.executable, str(Path(__file__)), str(root)], tracer=tracer).returncode == 0
 
 
 def facts(root: Path) -> tuple[int, bytes, int, bool]:
@@ -87,10 +86,11 @@ def points_of(directory: Path) -> list[Point]:
     """What an undisturbed process calls on files of the instance, in order."""
     root, trace_path = directory / "undisturbed", directory / "undisturbed.trace"
     prepare(root)
-    assert run(root, before=("strace", "-qq", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}"))
+    assert run(root, tracer=("-q", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}"))
     assert violations(root, is_done=True) == []
     return [point for point in counted(trace_path, root) if re.search(r"/(edits|queued|jobs)", point.path)]
 
 
 if __name__ == "__main__":
+    traced.begin()
     make(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Power cuts: `unshare --mount python powercut.py FILESYSTEM DIRECTORY [--of WHOM] [--points N] [--mutant NAME …]`, as
+"""Power cuts: `python powercut.py FILESYSTEM DIRECTORY [--of WHOM] [--points N] [--mutant NAME …]`, as
 root.
 
 An instance lies on a file system in a loop file. honed, or what saves checkpoints and outputs, is killed at one of its
@@ -14,16 +14,18 @@ wrong at which.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import warm
 from crash import saves, submissions
 from crash.scene import KILL, Hit, Point, Scene, points_of, spread
 
@@ -35,6 +37,8 @@ FILE_SYSTEMS = {
 }
 #: What says that something is durable; between two of these nothing is promised.
 CALLS = ("fsync", "rename", "unlink", "fdatasync")
+libc = ctypes.CDLL(None, use_errno=True)
+CLONE_NEWNS, CLONE_NEWPID = 0x00020000, 0x20000000
 
 
 class Victim(Protocol):
@@ -61,9 +65,7 @@ class Daemon:
         return [point for point in points_of(directory, mutant=mutant) if point.call in CALLS]
 
     def run(self, root: Path, hit: Hit, *, mutant: str | None) -> None:
-        # A pid namespace: with its first process all others go, as they do with the power.
-        before = ("unshare", "--pid", "--fork", "--kill-child", "strace", *hit.arguments)
-        Scene(root, mutant=mutant).honed(before=before)
+        run_to_its_end(lambda: Scene(root, mutant=mutant).honed(tracer=hit.arguments(root)))
 
     def violations(self, root: Path) -> list[str]:
         scene = Scene(root)
@@ -89,8 +91,8 @@ class Saves:
         return [*(point for point in saves.points_of(directory, mutant=mutant) if point.call in self.CALLS), self.END]
 
     def run(self, root: Path, hit: Hit, *, mutant: str | None) -> None:
-        before = () if hit.point == self.END else saves.hit_arguments(root, hit)
-        self._num_done = saves.run(root, before=before, mutant=mutant)
+        tracer = () if hit.point == self.END else saves.hit_arguments(root, hit)
+        self._num_done = saves.run(root, tracer=tracer, mutant=mutant)
 
     def violations(self, root: Path) -> list[str]:
         return saves.violations(root, self._num_done)
@@ -110,8 +112,8 @@ class Submissions:
         return [*(point for point in found if point.call in (*CALLS, "write", "mkdir")), Saves.END]
 
     def run(self, root: Path, hit: Hit, *, mutant: str | None) -> None:
-        before = () if hit.point == Saves.END else submissions.hit_arguments(hit)
-        self._num_done = submissions.run(root, before=before, mutant=mutant)
+        tracer = () if hit.point == Saves.END else hit.arguments(root)
+        self._num_done = submissions.run(root, tracer=tracer, mutant=mutant)
 
     def violations(self, root: Path) -> list[str]:
         return submissions.violations(root, self._num_done)
@@ -126,6 +128,29 @@ VICTIMS: dict[str, type[Daemon] | type[Saves] | type[Submissions]] = {
 
 def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
+
+
+def unshare(flags: int) -> None:
+    if libc.unshare(flags) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+
+
+def run_to_its_end(begin: Callable[[], object]) -> None:
+    """Call it in a pid namespace, and end all that it has started: with the first process of a pid namespace all others
+    go, as they do with the power."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            unshare(CLONE_NEWNS | CLONE_NEWPID)
+            if (first_pid := os.fork()) != 0:
+                os._exit(os.waitstatus_to_exitcode(os.waitpid(first_pid, 0)[1]))
+            libc.mount(b"proc", b"/proc", b"proc", 0, None)  # strace reads there what a descriptor is of
+            with warm.forks_of_us():
+                begin()
+                os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 class Disk:
@@ -216,7 +241,14 @@ def main() -> int:
     parser.add_argument("--mutant", nargs="+", default=[None])
     parser.add_argument("--until-seen", action="store_true", help="end with the first violation")
     options = parser.parse_args()
+    unshare(CLONE_NEWNS)
     run("mount", "--make-rprivate", "/")
+    with warm.forks_of_us():
+        cut_as_told(options)
+    return 0
+
+
+def cut_as_told(options: argparse.Namespace) -> None:
     victim: Victim = VICTIMS[options.of]()
     disk = Disk(options.kind, options.directory)
     disk.make(victim)
@@ -239,7 +271,6 @@ def main() -> int:
             ),
             flush=True,
         )
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The real daemon with the quick worker: `python quickhoned.py ROOT [--drain]`."""
+"""The real daemon with the quick worker: `python quickhoned.py ROOT [--drain]`. Checks and reports start warm; shims
+and workers, which honed finds by their command lines, cold."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+import warm
+from crash import traced
 from honed.daemon import loop
 from honed.job import counters
 from honed.run.process import ProcessRunner
@@ -14,6 +17,8 @@ from honed.system.layout import Layout
 
 
 def main() -> int:
+    traced.begin()
+    warm.warm_children()
     layout = Layout(Path(sys.argv[1]))
     log.set_up(verbose=False)
     counters.WRITE_INTERVAL_SEC = 3600.0  # else its writes come by the clock, and shift the numbers of later calls

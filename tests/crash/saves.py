@@ -11,14 +11,14 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crash.scene import KILL, Hit, Point, environment
+from crash import traced
+from crash.scene import Hit, Point
 from honed.system.layout import JobLayout, Layout
 from honed.worker import assignment
 from honed.worker.assignment import Assignment
@@ -209,38 +209,24 @@ def fault_of(directory: Path, names: Sequence[str], save: Save, *, but: set[str]
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
-def run(root: Path, *, before: Sequence[str] = (), mutant: str | None = None) -> int:
-    """The whole story in a process of its own; see mutant/sitecustomize.py for `mutant`. Returns how many saves it said
+def run(root: Path, *, tracer: Sequence[str] = (), mutant: str | None = None) -> int:
+    """The whole story in a process of its own; see mutants.py for `mutant`. Returns how many saves it said
     were done."""
-    command = [*before, sys.executable, str(Path(__file__)), str(job_layout(root).dir)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment(mutant), check=False)
+    command = [sys.executable, str(Path(__file__)), str(job_layout(root).dir)]
+    ended = traced.run(command, mutant=mutant, tracer=tracer)
     return len(ended.stdout.split())
 
 
 def hit_arguments(root: Path, hit: Hit) -> tuple[str, ...]:
-    """Files are synced by threads, and strace counts the calls of each by itself: so those on one path alone."""
-    what = "signal=SIGKILL" if hit.fault == KILL else f"error={hit.fault}"
-    injection = f"inject={hit.point.call}:{what}:when={hit.point.number}"
-    return (
-        "strace",
-        "-f",
-        "-qq",
-        "-o",
-        "/dev/null",
-        "-P",
-        str(root / hit.point.path),
-        "-e",
-        f"trace={hit.point.call}",
-        "-e",
-        injection,
-    )
+    """Files are synced by threads, and strace counts the calls of each by itself."""
+    return ("-f", *hit.arguments(root))
 
 
 def points_of(directory: Path, *, mutant: str | None = None) -> list[Point]:
     """What an undisturbed process calls on files of its own, in order: the n-th call of a kind on one path each."""
     counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
     found: dict[tuple[str, int, str], Point] = {}
-    for each in traced(directory, mutant=mutant):
+    for each in calls_of(directory, mutant=mutant):
         if each.paths:
             key = each.thread, each.call, each.paths[0]
             counts[key] += 1
@@ -259,15 +245,16 @@ class Call:
     text: str
 
 
-def traced(directory: Path, *, mutant: str | None = None) -> list[Call]:
+def calls_of(directory: Path, *, mutant: str | None = None) -> list[Call]:
     """All calls of an undisturbed process, in order."""
     root = directory / "undisturbed"
     prepare(root)
     trace_path = directory / "undisturbed.trace"
-    arguments = ("strace", "-f", "-qq", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
-    assert run(root, before=arguments, mutant=mutant) == len(STORY)
+    arguments = ("-f", "-q", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
+    assert run(root, tracer=arguments, mutant=mutant) == len(STORY)
     assert violations(root, len(STORY)) == []
     shutil.rmtree(root)
+    traced.wait_for_end(trace_path)
     found = []
     for line in trace_path.read_text(errors="replace").splitlines():
         if (match := re.match(r"(\d+) +(\w+)\((.*)", line)) is not None:
@@ -287,8 +274,8 @@ def unsynced(calls: Sequence[Call]) -> set[str]:
         match each.call:
             case "fsync":
                 dirty.discard(path)
-            case "write" if each.text.startswith("1<pipe:") and f'"{STORY[num_said % len(STORY)].word}"' in each.text:
-                found |= dirty  # a save is said to be done; other programs write to pipes, too
+            case "write" if each.text.startswith("1<") and f'"{STORY[num_said % len(STORY)].word}' in each.text:
+                found |= dirty  # a save is said to be done
                 num_said += 1
             case "write" | "sendfile" | "chmod" if each.paths:
                 dirty.add(path)
@@ -311,7 +298,7 @@ def try_hit(directory: Path, hit: Hit, *, mutant: str | None = None) -> list[str
     """One cell of the matrix: the process is hit once, looked at, and started again."""
     root = directory / re.sub(r"\W+", "-", str(hit))
     prepare(root)
-    num_done = run(root, before=hit_arguments(root, hit), mutant=mutant)
+    num_done = run(root, tracer=hit_arguments(root, hit), mutant=mutant)
     try:
         return violations(root, num_done)
     except Exception as error:  # noqa: BLE001 - what cannot even be read is the gravest violation
@@ -321,4 +308,5 @@ def try_hit(directory: Path, hit: Hit, *, mutant: str | None = None) -> list[str
 
 
 if __name__ == "__main__":
+    traced.begin()
     tell(Path(sys.argv[1]), done=lambda save: print(save.word, flush=True))

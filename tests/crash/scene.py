@@ -12,10 +12,13 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+import warm
+from crash import traced
 from honed.daemon.rebuild import rebuild
+from honed.job import arrival
 from honed.job.arrival import Arrivals
 from honed.job.counters import Counters
 from honed.job.database import Database
@@ -61,11 +64,12 @@ retry_delay_sec = 0
 
 @dataclass(frozen=True)
 class Point:
-    """The n-th call of one kind that a process makes, as `strace -e inject` counts them; `path` is what it was on."""
+    """The n-th call of one kind that a process makes on one path, as `strace -P -e inject` counts them. It makes others
+    in between as the clock and the processes of the machine will."""
 
     call: str
     number: int
-    path: str = field(default="", compare=False)
+    path: str = ""
 
     def __str__(self) -> str:
         return f"{self.call} {self.number} ({self.path})"
@@ -78,12 +82,12 @@ class Hit:
     point: Point
     fault: str
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
+    def arguments(self, root: Path) -> tuple[str, ...]:
         """strace's."""
         what = "signal=SIGKILL" if self.fault == KILL else f"error={self.fault}"
         injection = f"inject={self.point.call}:{what}:when={self.point.number}"
-        return ("-qq", "-o", "/dev/null", "-e", f"trace={self.point.call}", "-e", injection)
+        path = str(root / self.point.path)
+        return ("-qq", "-o", "/dev/null", "-P", path, "-e", f"trace={self.point.call}", "-e", injection)
 
     def __str__(self) -> str:
         return f"{self.fault} at {self.point}"
@@ -95,16 +99,16 @@ class Scene:
     def __init__(
         self, root: Path, *, mutant: str | None = None, is_staging: bool = False, is_warm: bool = False
     ) -> None:
-        """`mutant`: the bug that is planted in its honed; see mutant/sitecustomize.py. `is_staging`: the second job is
+        """`mutant`: the bug that is planted in its honed; see mutants.py. `is_staging`: the second job is
         staged while the first one runs. `is_warm`: both are one user's, and the second begins again from a spare."""
         self.root = root
         self.layout = Layout(root)
         self.is_staging = is_staging
         self.is_warm = is_warm
         self.submitter = os.getuid() if is_warm else SUBMITTER
-        self.environment = environment(mutant)
-        self.environment |= {"HONED_TEST_STAGING": "1"} if is_staging else {}
-        self.environment |= {"HONED_TEST_WARM": "1"} if is_warm else {}
+        self.mutant = mutant
+        self.variables = {"HONED_TEST_STAGING": "1"} if is_staging else {}
+        self.variables |= {"HONED_TEST_WARM": "1"} if is_warm else {}
         self.log_path = root / "log"
 
     def prepare(self) -> None:
@@ -120,22 +124,23 @@ class Scene:
         for place in [*filter(Path.is_dir, spool.dir.iterdir()), self.layout.jobs_dir]:
             if not any(place.iterdir()) and place != incoming_dir:
                 place.rmdir()
-        for name in {*GOOD, *BAD} - {HANDED}:
+        for seconds, name in enumerate(sorted({*GOOD, *BAD} - {HANDED})):
             path = incoming_dir / name
             path.write_text(text if name in GOOD else text[:20])
-            os.utime(path, (1, 1))
+            os.utime(path, (seconds, seconds))  # so that each has the same number in each run
         self.layout.config_path.parent.mkdir(parents=True)
         more = f"stage_ahead = {str(self.is_staging).lower()}\n"
         more += "warm_sec = 600\nstage_min_available_bytes = 0\n" if self.is_warm else ""
         self.layout.config_path.write_text(CONFIG + more)
 
-    def honed(self, *, before: Sequence[str] = (), shim_hit: Sequence[str] = ()) -> int | None:
-        """Run honed until nothing is left to do. Returns its exit status; None where it did not come to an end.
+    def honed(self, *, tracer: Sequence[str] = (), shim_hit: Sequence[str] = ()) -> int | None:
+        """Run honed until nothing is left to do, under strace with the arguments `tracer`. Returns its exit status;
+        None where it did not come to an end.
 
         `shim_hit`: what its first shim is run under strace with.
         """
-        command = [*before, sys.executable, str(HERE / "quickhoned.py"), str(self.root), "--drain"]
-        variables = dict(self.environment)
+        command = [sys.executable, str(HERE / "quickhoned.py"), str(self.root), "--drain"]
+        variables = traced.environment(mutant=self.mutant, tracer=tracer) | self.variables
         if shim_hit:
             variables |= {
                 "HONED_TEST_HIT": " ".join(shim_hit),
@@ -143,7 +148,7 @@ class Scene:
                 "HONED_TEST_ROOT": str(self.root),
             }
         with self.log_path.open("ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, start_new_session=True)
+            process = warm.Popen(command, stdout=log, stderr=log, env=variables, start_new_session=True)
             try:
                 return process.wait(DEADLINE_SEC)
             except subprocess.TimeoutExpired:
@@ -154,8 +159,8 @@ class Scene:
     def points(self, *, shim: bool = False) -> list[Point]:
         """The system calls on files of this instance that an undisturbed honed, or its first shim, makes, in order."""
         trace_path = self.root.with_name(f"{self.root.name}.trace")
-        arguments = ("-qq", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
-        status = self.honed(shim_hit=arguments) if shim else self.honed(before=("strace", *arguments))
+        arguments = ("-q", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
+        status = self.honed(shim_hit=arguments) if shim else self.honed(tracer=arguments)
         assert status == 0, self.log
         return counted(trace_path, self.root)
 
@@ -185,6 +190,8 @@ class Scene:
         found += [f"not an entry: {path}" for _, path in entries if path.name not in {f"{job.id}.json" for job in jobs}]
         refused = [path.name for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"]
         found += [f"no reason: {name}" for name in refused if not (spool.rejected_dir / f"{name}.reason").exists()]
+        numbers = collections.Counter(one[0] for name in refused if (one := arrival.refused(spool.rejected_dir / name)))
+        found += [f"{count} refusals of arrival {number}" for number, count in numbers.items() if count > 1]
         fates = collections.Counter([job.source for job in jobs] + refused)
         for name in (*GOOD, *BAD):
             if fates[name] != 1:
@@ -249,26 +256,16 @@ class Scene:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-def environment(mutant: str | None = None) -> dict[str, str]:
-    """What a process is traced with. Its modules are not compiled into files: the first process alone would do that,
-    and each of its renames and writes would shift the numbers of all later calls.
-
-    `mutant`: the bug that is planted in its honed; see mutant/sitecustomize.py.
-    """
-    path = os.pathsep.join([str(HERE / "mutant"), *filter(None, sys.path)])
-    found = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    return found if mutant is None else {**found, "HONED_TEST_MUTANT": mutant}
-
-
 def counted(trace_path: Path, root: Path) -> list[Point]:
     """The calls in a trace that are on files of the instance below `root`."""
-    counts: collections.Counter[str] = collections.Counter()
+    traced.wait_for_end(trace_path)
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
     found = []
     for line in trace_path.read_text(errors="replace").splitlines():
-        if match := re.match(r"(\w+)\(", line):
-            counts[match[1]] += 1
-            if path := re.search(rf"{re.escape(str(root))}/((?:var|run)/[^\"<>]*)", line):
-                found.append(Point(match[1], counts[match[1]], path[1]))
+        if match := re.match(r"(\w+)\((.*)\) += ", line):
+            paths = re.findall(rf"{re.escape(str(root))}/((?:var|run)/[^\"<>]*)", match[2])
+            counts.update((match[1], path) for path in {*paths})
+            found += [Point(match[1], counts[match[1], path], path) for path in paths[:1]]
     return found
 
 
@@ -294,10 +291,11 @@ def try_hit(
     is_warm: bool = False,
 ) -> list[str]:
     """One cell of the matrix: honed or its first shim is hit once; honed is started again where it died of that."""
-    name = re.sub(r"\W+", "-", f"{hit.fault}-{hit.point.call}-{hit.point.number}")
+    name = re.sub(r"\W+", "-", str(hit))
     scene = Scene(directory / name, mutant=mutant, is_staging=is_staging, is_warm=is_warm)
     scene.prepare()
-    status = scene.honed(shim_hit=hit.arguments) if shim else scene.honed(before=("strace", *hit.arguments))
+    arguments = hit.arguments(scene.root)
+    status = scene.honed(shim_hit=arguments) if shim else scene.honed(tracer=arguments)
     found = [f"it hangs after {hit}"] if status is None else []
     if status != 0:
         again = scene.honed()

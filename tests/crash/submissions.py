@@ -7,12 +7,12 @@ What must hold, whatever happens to that process, is in `violations`.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from crash.scene import Hit, Point, counted, environment
+from crash import traced
+from crash.scene import Point, counted
 from honed.job.arrival import Arrivals, Claim
 from honed.job.spool import Spool
 from honed.system.layout import Layout
@@ -38,10 +38,10 @@ def prepare(root: Path) -> None:
     Spool(Layout(root)).close()
 
 
-def run(root: Path, *, before: Sequence[str] = (), mutant: str | None = None) -> int:
+def run(root: Path, *, tracer: Sequence[str] = (), mutant: str | None = None) -> int:
     """Submit all in a process of its own. Returns how many were said to be taken."""
-    command = [*before, sys.executable, str(Path(__file__)), str(Layout(root).spool_dir)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment(mutant), check=False)
+    command = [sys.executable, str(Path(__file__)), str(Layout(root).spool_dir)]
+    ended = traced.run(command, mutant=mutant, tracer=tracer)
     return len(ended.stdout.split())
 
 
@@ -64,15 +64,12 @@ def points_of(directory: Path, *, mutant: str | None = None) -> list[Point]:
     """What an undisturbed process calls on files of the instance, in order."""
     root, trace_path = directory / "undisturbed", directory / "undisturbed.trace"
     prepare(root)
-    arguments = ("strace", "-qq", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
-    assert run(root, before=arguments, mutant=mutant) == len(FILES)
+    arguments = ("-q", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
+    assert run(root, tracer=arguments, mutant=mutant) == len(FILES)
     assert violations(root, len(FILES)) == []
     return [point for point in counted(trace_path, root) if re.search("/(claimed|seq|.seq)", point.path)]
 
 
-def hit_arguments(hit: Hit) -> tuple[str, ...]:
-    return ("strace", *hit.arguments)
-
-
 if __name__ == "__main__":
+    traced.begin()
     tell(Path(sys.argv[1]).parents[2], done=lambda claim: print(claim.id, flush=True))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from crash.scene import Hit, Point, counted, environment
+from crash import traced
+from crash.scene import Point, counted
 from honed.job.arrival import Arrivals
 from honed.job.spool import Spool
 from honed.job.sweeping import Sweeps
@@ -43,10 +43,9 @@ def spread(root: Path) -> None:
     spool.close()
 
 
-def run(root: Path, *, before: Sequence[str] = ()) -> bool:
+def run(root: Path, *, tracer: Sequence[str] = ()) -> bool:
     """Spread it in a process of its own. Returns True if that ended well."""
-    command = [*before, sys.executable, str(Path(__file__)), str(Layout(root).spool_dir)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment(None), check=False)
+    ended = traced.run([sys.executable, str(Path(__file__)), str(Layout(root).spool_dir)], tracer=tracer)
     return ended.stdout.split() == ["done"]
 
 
@@ -88,15 +87,12 @@ def points_of(directory: Path) -> list[Point]:
     """What an undisturbed process calls on files of the instance, in order."""
     root, trace_path = directory / "undisturbed", directory / "undisturbed.trace"
     prepare(root)
-    arguments = ("strace", "-qq", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
-    assert run(root, before=arguments)
+    arguments = ("-q", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
+    assert run(root, tracer=arguments)
     assert violations(root) == []
     return [point for point in counted(trace_path, root) if re.search("/(claimed|seq|.seq|sweeps)", point.path)]
 
 
-def hit_arguments(hit: Hit) -> tuple[str, ...]:
-    return ("strace", *hit.arguments)
-
-
 if __name__ == "__main__":
+    traced.begin()
     spread(Path(sys.argv[1]).parents[2])

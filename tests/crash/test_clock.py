@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from honed.job.job import State
 from honed.send import notification
 from process.harness import Instance, wait_for
 from process.listener import Listener, Quiet
 
-HERE = Path(__file__).parent
 DAY_SEC = 86_400.0
 #: Writes the files that it is told to, and holds them open until it is killed: until then they are not whole.
 HOLDER = """
@@ -36,12 +36,15 @@ for line in sys.stdin:
 class Jumping(Instance):
     """Its time of day is off by what `set_clock` says."""
 
+    popen = warm.JumpingPopen
+
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.clock_path = root / "clock"
         self.set_clock(0.0)
-        path = os.pathsep.join([str(HERE / "jumping"), os.environ.get("PYTHONPATH", "")])
-        self.environment |= {"PYTHONPATH": path, "HONED_TEST_CLOCK": str(self.clock_path)}
+        # Its children start at the same server.
+        server = {warm.ADDRESS.format("PLAIN"): warm.address(self.popen.kind)}
+        self.environment |= {"HONED_TEST_CLOCK": str(self.clock_path), **server}
 
     def set_clock(self, offset_sec: float) -> None:
         temporary = self.clock_path.with_suffix(".new")

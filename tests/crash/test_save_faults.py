@@ -67,12 +67,12 @@ def test_what_cannot_be_looked_into_is_neither_sealed_nor_said_to_be_synced(
 def test_what_is_renamed_into_its_place_was_synced_before_and_its_name_when_it_is_said(
     strace: None, tmp_path: Path
 ) -> None:
-    assert saves.unsynced(saves.traced(tmp_path)) == set()
+    assert saves.unsynced(saves.calls_of(tmp_path)) == set()
 
 
 @pytest.mark.parametrize("pattern", UNSYNCED)
 def test_a_sync_that_is_left_out_is_seen(strace: None, tmp_path: Path, pattern: str) -> None:
-    found = saves.unsynced(saves.traced(tmp_path, mutant=f"no_fsync_of:{pattern}"))
+    found = saves.unsynced(saves.calls_of(tmp_path, mutant=f"no_fsync_of:{pattern}"))
     assert {path.removeprefix("var/lib/honed/jobs/1/") for path in found} == {UNSYNCED[pattern]}
 
 

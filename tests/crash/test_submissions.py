@@ -31,7 +31,7 @@ def test_honed_hit_while_it_takes_a_submission_keeps_what_it_has_told(
         root = tmp_path / re.sub(r"\W+", "-", str(point))
         submissions.prepare(root)
         hit = Hit(point, fault)
-        num_done = submissions.run(root, before=submissions.hit_arguments(hit))
+        num_done = submissions.run(root, tracer=hit.arguments(root))
         if found := submissions.violations(root, num_done, was_told=fault != KILL):
             broken[str(hit)] = found
         shutil.rmtree(root)

@@ -30,7 +30,7 @@ def test_honed_hit_while_it_spreads_a_sweep_makes_each_of_its_jobs_once(
         root = tmp_path / re.sub(r"\W+", "-", str(point))
         sweeps.prepare(root)
         hit = Hit(point, fault)
-        sweeps.run(root, before=sweeps.hit_arguments(hit))
+        sweeps.run(root, tracer=hit.arguments(root))
         if found := sweeps.violations(root):
             broken[str(hit)] = found
         shutil.rmtree(root)

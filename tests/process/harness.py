@@ -48,9 +48,10 @@ class Instance:
     command: tuple[str, ...] = (sys.executable, str(HERE / "fakehoned.py"))
     #: True if the daemon and its children start with their imports done; never the case in namespaces of their own.
     is_warm = True
+    popen: type[warm.Popen] = warm.Popen  #: what starts them then
 
     def __init__(self, root: Path) -> None:
-        warm.address("plain")
+        warm.address(self.popen.kind)
         self.layout = Layout(root)
         self.root = root
         self.incoming_dir = self.layout.spool_dir / "incoming"
@@ -73,9 +74,10 @@ class Instance:
         with self.log_path.open("ab") as file:
             num_ready = self.log.count(" ready: ")
             command = [*self.command, str(self.root), *arguments]
-            popen, environment = warm.Popen, self.environment
-            if not self.is_warm or self.command[0] != sys.executable:
-                popen, environment = subprocess.Popen, warm.without(environment)
+            if self.is_warm and self.command[0] == sys.executable:
+                popen, environment = self.popen, self.environment
+            else:
+                popen, environment = subprocess.Popen, warm.without(self.environment)
             self.process = popen(command, stdout=file, stderr=file, env=environment)
         wait_for(lambda: self.log.count(" ready: ") > num_ready or self.process.poll() is not None, what="ready")
 

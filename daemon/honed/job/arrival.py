@@ -313,10 +313,9 @@ class Arrivals:
 
         The reason quotes the job file, so only the person who submitted it may read it.
         """
-        target = self._spool.rejected_dir / claim.name
+        target, other = self._rejected_paths(claim)
         if os.path.lexists(target) or len(os.fsencode(claim.name)) + len(".reason") + len("..tmp") > MAX_NAME_BYTES:
-            stem = os.fsdecode(os.fsencode(claim.path.stem)[:180]).encode(errors="replace").decode()
-            target = self._spool.rejected_dir / f"{stem}.{claim.id}{claim.path.suffix[:16]}"
+            target = other
         reason_path = target.with_name(target.name + ".reason")
         durable.write(reason_path, reason.encode(errors="replace"), mode=0o600)
         if claim.uid != os.geteuid():
@@ -330,6 +329,12 @@ class Arrivals:
         finally:
             self._leftovers.remove(claim.path.parent, self._spool.job_layout(claim.id).dir)
         return target
+
+    def _rejected_paths(self, claim: Claim) -> tuple[Path, Path]:
+        """Return where a rejected file goes, and where it goes if that name is taken or too long."""
+        stem = os.fsdecode(os.fsencode(claim.path.stem)[:180]).encode(errors="replace").decode()
+        directory = self._spool.rejected_dir
+        return directory / claim.name, directory / f"{stem}.{claim.id}{claim.path.suffix[:16]}"
 
     def accepted(self, claim: Claim) -> Job | None:
         """Return the job that a claimed arrival became, if its entry was renamed before a later step failed."""
@@ -395,6 +400,12 @@ class Arrivals:
             if os.path.samestat(arrival.lstat(), claim.path.lstat()) and not claim.path.is_dir():
                 arrival.unlink()
                 durable.sync_dir(self._spool.incoming_dir)
+        for path in self._rejected_paths(claim):  # the same for a rejection, whose reason names the arrival
+            with contextlib.suppress(FileNotFoundError):
+                is_same = os.path.samestat(path.lstat(), claim.path.lstat()) and not claim.path.is_dir()
+                if is_same and (found := refused(path)) is not None and found[0] == claim.id:
+                    durable.sync_dir(self._spool.rejected_dir)
+                    self._drop(claim)
         if self._spool.job(claim.id) is not None:  # accepted; the crash came before the claimed file was removed
             self._drop(claim)
 

@@ -139,6 +139,35 @@ def test_the_longest_name_can_be_refused_and_a_second_of_the_same_name_too(spool
     assert len(list(spool.rejected_dir.iterdir())) == 8
 
 
+@pytest.mark.parametrize("is_name_taken", [False, True])
+def test_a_rejection_of_which_a_power_cut_leaves_both_names_is_one(spool: Spool, is_name_taken: bool) -> None:
+    arrivals = Arrivals(spool)
+    for name in ("a.json", "a.json") if is_name_taken else ("a.json",):
+        claim = arrivals.claim(put(spool, name))
+        assert claim is not None
+        rejected = arrivals.reject(claim, refusal(claim, SpecError("no"), when="now"))
+    others = {path: path.stat().st_ino for path in spool.rejected_dir.iterdir()}
+    claim.path.parent.mkdir()
+    claim.path.hardlink_to(rejected)
+    recovered(spool)
+    assert arrivals.claims() == []
+    assert list(spool.claimed_dir.iterdir()) == []
+    assert {path: path.stat().st_ino for path in spool.rejected_dir.iterdir()} == others
+
+
+def test_another_arrival_of_a_rejected_file_is_not_taken_for_the_rejected_one(spool: Spool) -> None:
+    arrivals = Arrivals(spool)
+    first = arrivals.claim(put(spool, "a.json"))
+    assert first is not None
+    rejected = arrivals.reject(first, refusal(first, SpecError("no"), when="now"))
+    arrival = spool.incoming_dir / "a.json"
+    arrival.hardlink_to(rejected)
+    second = arrivals.claim(arrival)
+    assert second is not None
+    recovered(spool)
+    assert [claim.id for claim in arrivals.claims()] == [second.id]
+
+
 def test_what_the_dropper_writes_after_the_claim_changes_nothing(spool: Spool) -> None:
     path = put(spool, "a.json", '{"first": 1}')
     with path.open("r+") as writer:

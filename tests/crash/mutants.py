@@ -1,4 +1,4 @@
-"""Plants one bug, $HONED_TEST_MUTANT, in a honed that is started with this directory on its path.
+"""Bugs that are planted in a honed, one at a time.
 
 The tests of this directory must see each of them; else they would not see that bug in honed either.
 """
@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,3 @@ def plant(name: str) -> None:
             spool.Spool.move = _move_after_removal  # type: ignore[method-assign]
         case _:
             raise ValueError(name)
-
-
-if "honed" in " ".join(sys.orig_argv) and "HONED_TEST_MUTANT" in os.environ:
-    plant(os.environ["HONED_TEST_MUTANT"])
