@@ -111,11 +111,11 @@ def submitted(real: RealInstance, name: str, sweep: dict[str, Any], **training: 
 
 
 @pytest.mark.timeout(1800)
-def test_a_sweep_of_eight_real_jobs_has_one_page_that_names_the_best(trained: RealInstance, tmp_path: Path) -> None:
-    sweep = {"training.learning_rate": [1e-3, 2e-2], "lora.r": [2, 8], "training.seed": [1, 2]}
+def test_a_sweep_of_twelve_real_jobs_has_one_page_that_names_the_best(trained: RealInstance, tmp_path: Path) -> None:
+    sweep = {"training.learning_rate": [1e-6, 1e-3, 2e-2], "lora.r": [2, 8], "training.seed": [1, 2]}
     found = submitted(trained, "rates", sweep, max_steps=8)
     jobs = jobs_of(trained, "rates")
-    assert [job.state for job in jobs] == [State.SUCCEEDED] * 8
+    assert [job.state for job in jobs] == [State.SUCCEEDED] * 12
     # The loss that each worker itself has measured at its end.
     results = {job.id: trained.layout.job(job.id).attempt(1).result_path for job in jobs}
     losses = {number: json.loads(path.read_bytes())["metrics"]["eval_loss"] for number, path in results.items()}
@@ -136,8 +136,8 @@ def test_a_sweep_of_eight_real_jobs_has_one_page_that_names_the_best(trained: Re
             seen = chromium.visit(f"{web.address}/compare?sweep=rates", width=width)
             assert seen["complaints"] == []
             assert seen["scrolls"] <= seen["width"]
-            assert "8 jobs compared" in seen["text"]
-            mark = "ABCDEFGH"[[each.id for each in jobs].index(best)]
+            assert "12 jobs compared" in seen["text"]
+            mark = "ABCDEFGHIJKL"[[each.id for each in jobs].index(best)]
             assert " ".join(chromium.value("document.querySelector('p.outcome').innerText").split()) == (
                 f"Lowest evaluation loss: {mark} {job.name}"
             )
