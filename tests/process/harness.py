@@ -33,12 +33,12 @@ SOON = "[spool]\nsettle_sec = 0.1\n"
 
 
 def wait_for(condition: Callable[[], T], *, what: str = "condition", deadline_sec: float = DEADLINE_SEC) -> T:
-    """Wait until a condition is truthy, and return its value. Looking takes half of the time at most."""
+    """Wait until a condition is truthy, and return its value. Looking takes a quarter of the time at most."""
     deadline = time.monotonic() + deadline_sec
     while (looked_at := time.monotonic()) < deadline:
         if value := condition():
             return value
-        time.sleep(max(0.02, time.monotonic() - looked_at))
+        time.sleep(max(0.02, 3 * (time.monotonic() - looked_at)))
     raise AssertionError(f"{what}: not within {deadline_sec:.0f} s")
 
 

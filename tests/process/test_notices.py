@@ -67,14 +67,17 @@ def test_every_end_is_told_to_whom_the_job_names(instance: Instance, allowed: tu
     instance.drop("d", name="succeed.d")
     assert instance.drain() == 0
     told = {notice["job_id"]: notice for notice in hook.notices.values()}
-    assert {(number, notice["state"]) for number, notice in told.items()} == {(1, "succeeded"), (2, "failed")}
-    assert told[2]["error"] == {"code": "mask_invalid", "message": "trained on the prompt", "hint": "see preview"}
-    assert "job 2 (explain.b) failed: mask_invalid\ntrained on the prompt\nWhat to do: see preview" in told[2]["text"]
-    assert told[1]["metrics"]["train_loss"] == 0.5
-    assert told[1]["report"] == str(instance.layout.job(1).report_path)
+    a, b = (job.id for name in ("succeed.a", "explain.b") if (job := instance.job(name)))
+    assert {(number, notice["state"]) for number, notice in told.items()} == {(a, "succeeded"), (b, "failed")}
+    assert told[b]["error"] == {"code": "mask_invalid", "message": "trained on the prompt", "hint": "see preview"}
+    assert (
+        f"job {b} (explain.b) failed: mask_invalid\ntrained on the prompt\nWhat to do: see preview" in told[b]["text"]
+    )
+    assert told[a]["metrics"]["train_loss"] == 0.5
+    assert told[a]["report"] == str(instance.layout.job(a).report_path)
     assert hook.paths == ["/hooks/anna"] * 2
     assert sorted(mail["To"] for mail in office.mails.values()) == ["anna@example.org"] * 2
-    assert any("job 2 (explain.b) failed: mask_invalid" in str(mail["Subject"]) for mail in office.mails.values())
+    assert any(f"job {b} (explain.b) failed: mask_invalid" in str(mail["Subject"]) for mail in office.mails.values())
     assert set((hook.num_times + office.num_times).values()) == {1}
     assert not files(instance)
     assert not list((instance.layout.spool_dir / "ended").iterdir())

@@ -23,7 +23,7 @@ JOBS = "/var/lib/honed/jobs"
 #: A process that says one line to the control socket, and prints the answer.
 ASK = """
 import socket, sys
-peer = socket.socket(socket.AF_UNIX); peer.settimeout(180); peer.connect("/run/honed/control.sock")
+peer = socket.socket(socket.AF_UNIX); peer.connect("/run/honed/control.sock"); peer.settimeout(180)
 peer.sendall(sys.argv[1].encode() + b"\\n"); print(peer.makefile().readline())
 """
 
@@ -328,10 +328,12 @@ def test_one_who_holds_connections_open_keeps_nobody_out(honed: Machine) -> None
         "print('held', flush=True); time.sleep(300)"
     )
     with honed.popen("python3", "-c", code, user="mallory", stdout=-1) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
-        assert ask(honed, "anna", "status")["ok"]
-        process.kill()
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"held\n"
+            assert ask(honed, "anna", "status")["ok"]
+        finally:
+            process.kill()
 
 
 def test_one_who_asks_without_end_holds_nobody_up(honed: Machine) -> None:

@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -677,13 +676,11 @@ def _changed_at(path: Path) -> float:
 
 
 def _daemon(layout: Layout) -> Finding:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(2.0)
-        try:
-            connection.connect(str(layout.control_path))
-        except OSError as error:
-            detail = f"does not respond at {layout.control_path}: {error.strerror or error}"
-            return Finding("honed", "warning", detail, commands.of(layout).start)
+    try:
+        Client(layout.control_path, timeout_sec=2.0).connect().close()
+    except OSError as error:
+        detail = f"does not respond at {layout.control_path}: {error.strerror or error}"
+        return Finding("honed", "warning", detail, commands.of(layout).start)
     return Finding("honed", "ok", "running")
 
 

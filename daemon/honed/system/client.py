@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,20 @@ class Client:
 
     @property
     def is_up(self) -> bool:
-        with contextlib.suppress(OSError), self._connect():
+        with contextlib.suppress(OSError), self.connect():
             return True
         return False
 
-    def _connect(self) -> socket.socket:
+    def connect(self) -> socket.socket:
+        """Connect. Raises OSError."""
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        peer.settimeout(self._timeout_sec)
         try:
+            # A socket with a timeout of Python's does not wait for room in a full backlog; one with the kernel's does.
+            timeout_us = max(1, int(self._timeout_sec * 1e6))  # 0 would be for ever
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(timeout_us, 1_000_000)))
             with address_of(self._path) as address:
                 peer.connect(address)
+            peer.settimeout(self._timeout_sec)
         except OSError:
             peer.close()
             raise
@@ -45,7 +50,7 @@ class Client:
 
     def ask(self, verb: str, **arguments: Any) -> Any:
         try:
-            with self._connect() as peer, peer.makefile("rwb") as stream:
+            with self.connect() as peer, peer.makefile("rwb") as stream:
                 stream.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
                 stream.flush()
                 line = stream.readline()
