@@ -194,7 +194,10 @@ def test_a_frozen_rank_is_named_and_one_that_waits_for_another_is_left_alone(ran
         assert has_ended.outcome == "stalled"
         assert f"rank {rank} of 2 gave no sign of life for" in ranked.log, ranked.log[-3000:]
         log = (ranked.layout.job(job.id).attempt(number).dir / "worker.log").read_text(errors="replace")
-        assert log.count("Fatal Python error: ") >= 2  # the stacks of both
+        # The stacks of both: one may meet the other's end in a call, and raise, before its own signal arrives.
+        stacks = [log.count("Fatal Python error: "), log.count("Connection reset by peer"), log.count("closed by peer")]
+        assert stacks[0] >= 1
+        assert sum(stacks) >= 2, log[-3000:]
     # In the end rank 1 waits for twelve seconds, in training, while rank 0 asks the model.
     done = ranked.wait_state("it", State.SUCCEEDED, State.FAILED)
     assert done.error is None, ranked.log[-3000:]
