@@ -358,9 +358,9 @@ class Machine:
         found = json.loads(self.run("/opt/honed/current/bin/python", "-P", "-c", code))
         return {each["check"]: each for each in found}
 
-    def jobs(self, root: str = "") -> dict[str, dict[str, Any]]:
-        """Return the entries of all accepted jobs by their names, each with its state; of namesakes, the latest. Looks
-        at the spool from outside: no process is started."""
+    def entries(self, root: str = "") -> dict[int, dict[str, Any]]:
+        """Return the entries of all accepted jobs by their ids, each with its state. Looks at the spool from outside:
+        no process is started."""
         found: dict[int, dict[str, Any]] = {}
         for state in ("queued", "held", "running", "succeeded", "failed", "cancelled"):
             for path in self.host_path(f"{root}/var/spool/honed/{state}").glob("*.json"):
@@ -370,7 +370,11 @@ class Machine:
                     continue
                 if entry["revision"] >= found.get(entry["id"], entry)["revision"]:
                     found[entry["id"]] = {**entry, "state": state}
-        return {entry["name"]: entry for _, entry in sorted(found.items())}
+        return found
+
+    def jobs(self, root: str = "") -> dict[str, dict[str, Any]]:
+        """Return the entries of all accepted jobs by their names; of namesakes, the latest."""
+        return {entry["name"]: entry for _, entry in sorted(self.entries(root).items())}
 
     def refusal(self, name: str, root: str = "") -> str:
         """Return the reason for which a job file was rejected; empty where it was not."""

@@ -86,9 +86,11 @@ class Honed:
             **keys,
         }
         self.machine.write(f"/var/spool/honed/incoming/.{name}", json.dumps(spec))
-        before = self.entries()
+        before = self.machine.entries()
         self.machine.run("mv", f"/var/spool/honed/incoming/.{name}", f"/var/spool/honed/incoming/{name}.json")
-        new = wait_for(lambda: self.entries().keys() - before.keys() or self.refusals(), what=f"{name} accepted")
+        new = wait_for(
+            lambda: self.machine.entries().keys() - before.keys() or self.refusals(), what=f"{name} accepted"
+        )
         assert isinstance(new, set), new
         (job_id,) = new
         return job_id
@@ -96,22 +98,9 @@ class Honed:
     def refusals(self) -> str:
         return self.machine.sh("cat /var/spool/honed/rejected/*.reason 2>/dev/null || true")
 
-    def entries(self) -> dict[int, dict[str, Any]]:
-        """Return every entry with its state."""
-        found = {}
-        for state in ("queued", "held", "running", "succeeded", "failed", "cancelled"):
-            for path in self.machine.host_path(f"/var/spool/honed/{state}").glob("*.json"):
-                try:
-                    entry = json.loads(path.read_text())
-                except FileNotFoundError:  # moved meanwhile
-                    continue
-                if entry["revision"] >= found.get(entry["id"], entry)["revision"]:
-                    found[entry["id"]] = {**entry, "state": state}
-        return found
-
     def wait(self, job_id: int, *states: str, deadline_sec: float = 400) -> dict[str, Any]:
         def reached() -> dict[str, Any] | None:
-            entry = self.entries().get(job_id)
+            entry = self.machine.entries().get(job_id)
             return entry if entry is not None and entry["state"] in states else None
 
         entry = wait_for(reached, what=f"job {job_id} in {states}", deadline_sec=deadline_sec)
@@ -121,7 +110,7 @@ class Honed:
     def clear(self) -> None:
         """End what a test that failed has left: all later jobs would wait for its device."""
         ended = ("succeeded", "failed", "cancelled")
-        if left := [str(number) for number, entry in self.entries().items() if entry["state"] not in ended]:
+        if left := [str(number) for number, entry in self.machine.entries().items() if entry["state"] not in ended]:
             self.machine.run("systemctl", "start", "honed")
             self.honectl("cancel", *left)
             for number in left:
@@ -242,7 +231,7 @@ def test_a_unit_whose_entry_is_damaged_is_followed_to_its_end(honed: Honed, dama
     for path in [f"/var/spool/honed/running/{job}.json", *(f"/var/lib/honed/jobs/{job}/{name}" for name in damaged)]:
         honed.machine.run("truncate", "--size=20", path)
     honed.machine.run("systemctl", "start", "honed")
-    entry = honed.entries()[job]
+    entry = honed.machine.entries()[job]
     assert (entry["state"], entry["attempts"][0]["device"]) == (
         "running",
         "unknown" if "start.json" in damaged else "cpu",
@@ -266,7 +255,7 @@ def test_ten_kills_of_honed_cost_a_job_nothing(honed: Honed) -> None:
         honed.machine.run("systemctl", "kill", "--kill-who=main", "--signal=KILL", "honed")
         wait_for(lambda: honed.machine.main_pid("honed") not in {0, before}, what="another honed")  # noqa: B023
         honed.machine.wait_property("honed", "ActiveState", "active")
-    assert honed.entries()[job]["state"] == "running"
+    assert honed.machine.entries()[job]["state"] == "running"
     honed.machine.run("touch", f"/var/lib/honed/jobs/{job}/go")
     entry = honed.wait(job, "succeeded", "failed")
     assert (entry["outcome"], len(entry["attempts"]), honed.starts(job)) == ("succeeded", 1, 1)
@@ -332,7 +321,7 @@ def test_a_hostile_worker_neither_holds_honed_up_nor_passes_for_ended(honed: Hon
         assert honed.machine.try_run("rm", "-f", f"{job_dir}/{name}", user="honed-job").returncode != 0, name
     honed.machine.wait_message("its events cannot be read", "--unit=honed")
     honed.machine.wait_message(f"job {job}: its worker reported its end", "--unit=honed")
-    assert honed.entries()[job]["state"] == "running"
+    assert honed.machine.entries()[job]["state"] == "running"
     honed.machine.run("systemctl", "kill", "--signal=KILL", f"honed-job@{job}")
     entry = honed.wait(job, "succeeded", "failed")
     assert [attempt["outcome"] for attempt in entry["attempts"]] == ["killed", "succeeded"]
@@ -346,7 +335,7 @@ def test_a_worker_that_dies_is_followed_by_another_at_once(honed: Honed) -> None
 
 
 def test_a_unit_that_systemd_does_not_start_leaves_its_job_where_it_was(honed: Honed) -> None:
-    unit = f"honed-job@{max(honed.entries()) + 1}"
+    unit = f"honed-job@{max(honed.machine.entries()) + 1}"
     honed.machine.run("systemctl", "mask", "--runtime", unit)
     job = honed.drop("succeed")
     honed.machine.wait_message(f"systemd did not start {unit}", "--unit=honed")
@@ -446,8 +435,8 @@ def test_honed_may_be_told_to_stop_its_jobs_with_it(honed: Honed) -> None:
     job = honed.drop("slow-400-1")
     honed.wait_step(job)
     honed.machine.run("systemctl", "stop", "honed")
-    assert honed.entries()[job]["state"] == "queued"
-    assert honed.entries()[job]["num_failures"] == 0
+    assert honed.machine.entries()[job]["state"] == "queued"
+    assert honed.machine.entries()[job]["num_failures"] == 0
     honed.machine.write("/etc/honed/honed.toml", CONFIG)
     honed.machine.run("systemctl", "start", "honed")
     honed.wait(job, "running")
@@ -459,7 +448,7 @@ def test_a_shutdown_checkpoints_and_the_job_goes_on_after_the_boot(honed: Honed)
     job = honed.drop("slow-160-1")
     honed.wait_step(job)
     honed.machine.reboot()
-    wait_for(lambda: len(honed.entries()[job]["attempts"]) == 2, what="its second attempt")
+    wait_for(lambda: len(honed.machine.entries()[job]["attempts"]) == 2, what="its second attempt")
     honed.wait_step(job)
     honed.machine.run("systemctl", "stop", "honed")  # only the unit itself can report its end
     honed.machine.reboot()

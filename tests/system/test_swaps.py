@@ -203,7 +203,7 @@ def test_whenever_it_is_swapped_nothing_of_anothers_is_opened(
 
 def test_where_the_right_is_honeds_own_each_swap_reads_what_is_anothers(field: Field) -> None:
     """Prove that the witness sees openings and that the files are readable: honed's own user may open berta's."""
-    field.look(field.check, "check", "link", every=67, user="honed")
+    field.look(field.check, "check", "link", every=31, user="honed")
     assert set(field.opened()) == set(INPUTS)
 
 
