@@ -42,23 +42,28 @@ def becomes(condition: Callable[[], bool], *, within_sec: float = DEADLINE_SEC) 
     return False
 
 
+def is_whole(watcher: Watcher, path: Path) -> bool:
+    watcher.take_hinted()
+    return watcher.is_whole(path)
+
+
 def test_a_file_renamed_in_is_whole_at_once(watcher: Watcher, tmp_path: Path) -> None:
     temporary = tmp_path / "incoming/.a.tmp"
     temporary.write_text("{}")
     path = temporary.rename(tmp_path / "incoming/a.json")
-    assert becomes(lambda: watcher.is_whole(path))
+    assert becomes(lambda: is_whole(watcher, path))
 
 
 def test_a_file_moved_in_from_elsewhere_is_whole_at_once(watcher: Watcher, tmp_path: Path) -> None:
     outside = tmp_path / "a.json"
     outside.write_text("{}")
     path = outside.rename(tmp_path / "incoming/a.json")
-    assert becomes(lambda: watcher.is_whole(path))
+    assert becomes(lambda: is_whole(watcher, path))
     path.rename(outside)
     assert becomes(lambda: not watcher._moved)
     with path.open("w") as file:  # another file of that name
         file.write("{")
-        assert not becomes(lambda: watcher.is_whole(path), within_sec=2 * CLOSED_SETTLE_SEC)
+        assert not becomes(lambda: is_whole(watcher, path), within_sec=2 * CLOSED_SETTLE_SEC)
 
 
 def test_a_file_moved_in_from_elsewhere_is_whole_if_it_is_old(watcher: Watcher, tmp_path: Path) -> None:
@@ -66,7 +71,7 @@ def test_a_file_moved_in_from_elsewhere_is_whole_if_it_is_old(watcher: Watcher, 
     outside.write_text("{}")
     os.utime(outside, (1e9, 1e9))
     path = outside.rename(tmp_path / "incoming/a.json")
-    assert becomes(lambda: watcher.is_whole(path))
+    assert becomes(lambda: is_whole(watcher, path))
 
 
 @pytest.mark.parametrize("jump_sec", [86400.0, -86400.0])
@@ -86,7 +91,7 @@ def test_a_clock_that_is_set_makes_no_file_whole(tmp_path: Path, jump_sec: float
 def test_a_copied_file_is_whole_soon_after_it_is_closed(watcher: Watcher, tmp_path: Path) -> None:
     path = tmp_path / "incoming/a.json"
     path.write_text("{}")
-    assert becomes(lambda: watcher.is_whole(path))
+    assert becomes(lambda: is_whole(watcher, path))
 
 
 def test_a_file_that_is_open_for_writing_is_never_whole(watcher: Watcher, tmp_path: Path) -> None:
@@ -95,9 +100,9 @@ def test_a_file_that_is_open_for_writing_is_never_whole(watcher: Watcher, tmp_pa
         file.write("{")
         file.flush()
         os.utime(path, (1e9, 1e9))  # however old it looks
-        assert not becomes(lambda: watcher.is_whole(path), within_sec=2 * CLOSED_SETTLE_SEC)
+        assert not becomes(lambda: is_whole(watcher, path), within_sec=2 * CLOSED_SETTLE_SEC)
         file.write("}")
-    assert becomes(lambda: watcher.is_whole(path))
+    assert becomes(lambda: is_whole(watcher, path))
 
 
 def test_a_file_written_on_after_it_was_closed_must_lie_still_again(tmp_path: Path, woken: threading.Event) -> None:
@@ -112,7 +117,7 @@ def test_a_file_written_on_after_it_was_closed_must_lie_still_again(tmp_path: Pa
         now[0] += CLOSED_SETTLE_SEC * 0.9
     assert not watcher.is_whole(path)
     now[0] += CLOSED_SETTLE_SEC * 0.2
-    assert becomes(lambda: watcher.is_whole(path)), "the event that it was closed may still be on its way"
+    assert becomes(lambda: is_whole(watcher, path)), "the event that it was closed may still be on its way"
     watcher.stop()
 
 

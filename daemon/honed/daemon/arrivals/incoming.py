@@ -11,24 +11,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from honed.daemon.arrivals.checkers import Checkers
 from honed.daemon.arrivals.checks import MAX_TOGETHER, Checks, Pending
 from honed.daemon.arrivals.rejection import Rejection
 from honed.daemon.arrivals.turns import Turns
 from honed.daemon.arrivals.watcher import Watcher
-from honed.job.arrival import Arrivals, Claim, Copy, shown, too_large
+from honed.job.arrival import Arrivals, Claim, Copy, Dropped, shown, too_large
 from honed.job.entitlement import Entitlements
 from honed.job.job import Job
 from honed.spec.config import Config
 from honed.system.error import EnvironmentInvalidError, HonedError
 from honed.system.log import about
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 #: Arrivals of one user that are claimed and not checked yet, at most: the rest of a flood stays in incoming/, where it
@@ -40,6 +39,9 @@ MAX_LOOKS_PER_PASS = 200
 LISTING_REST = 20
 #: Seconds between two looks at a file that was not whole, unless an event comes for it.
 LOOK_AGAIN_SEC = 0.25
+#: Seconds in which the event of a file comes that a listing has found: watchdog holds events back for half a second where
+#: files leave the directory.
+EVENT_SEC = 1.0
 #: Failed attempts to take an arrival, after which it is left in incoming/.
 MAX_DENIALS = 3
 #: Unchecked files of one user that came over the control socket: they count on honed's disk, and not in the user's
@@ -47,78 +49,127 @@ MAX_DENIALS = 3
 MAX_SUBMITTED = 10_000
 
 
+@dataclass
+class _Known:
+    """A file that is to be claimed: its owner, and its inode by the listings, which an overlay's files have another of
+    by stat; None before the first."""
+
+    uid: int
+    inode: int | None
+
+
 class Listing:
-    """Files in incoming/ that were not taken yet. A listing looks only at those that it did not know: but for the names
-    themselves, it costs no more beside a flood that waits."""
+    """Files in incoming/ that were not taken yet, in the order of each user's.
+
+    A file's place is by the last event that may have completed it. One that a listing finds first waits for its event;
+    where none comes, its place is by when a listing saw it, and within one by its time, which clock jumps falsify. A
+    listing looks only at files that it did not know: but for the names themselves, it costs no more beside a flood that
+    waits.
+    """
 
     def __init__(self, arrivals: Arrivals, watcher: Watcher) -> None:
         self._arrivals = arrivals
         self._watcher = watcher
-        self.not_looked_at: dict[int, deque[str]] = {}  #: names by owner
-        self._looked_at: list[tuple[int, str]] = []  # lately, and not claimed
-        self._look_again_at = 0.0
-        self._known: dict[str, int] = {}  # name → inode, of all that are to be claimed
+        self.not_looked_at: dict[int, OrderedDict[str, None]] = {}  #: names by owner
+        self._looked_at: dict[str, int] = {}  # lately, and not claimed; name → owner
+        self._unnamed: dict[str, float] = {}  # name → when a listing first saw it, of those that await their event
+        self._round_at = 0.0  # when the last round of looks began
+        self._known: dict[str, _Known] = {}  # all that are to be claimed
         self._left: dict[str, int] = {}  # name → inode
         self._num_denials: dict[str, int] = {}
+        self._was_watching = False  # at the last listing
 
     @property
     def num_unsettled(self) -> int:
-        """Number of files that were looked at and not claimed, such as files that are still being written."""
-        return len(self._looked_at)
+        """Number of files that were seen and not claimed, such as files that are still being written."""
+        return len(self._looked_at) + len(self._unnamed)
 
     def refresh(self, now: float) -> None:
-        """List incoming/. Files keep the order in which listings first saw them, and within one that of their times,
-        which clock jumps falsify."""
-        self._watcher.take_hinted()  # all of these are listed now
+        """List incoming/."""
+        hinted = self._watcher.take_hinted()
         present = self._arrivals.listed()
         self._watcher.keep(present.keys())
-        if lost := [name for name, inode in self._known.items() if present.get(name) != inode]:
-            self._forget(set(lost))
+        for name in self._known.keys() - present.keys():
+            self._forget(name)
+            self._left.pop(name, None)
+            self._num_denials.pop(name, None)
         self._look_again(now)
-        self._add(name for name, inode in present.items() if self._known.get(name) != inode)
+        self._add(hinted)
+        new = []
+        for name, inode in present.items():
+            known = self._known.get(name)
+            if known is not None and known.inode is None:
+                known.inode = inode
+            elif known is None or known.inode != inode:
+                new.append(name)
+        was_watching, self._was_watching = self._was_watching, self._watcher.is_watching
+        self._unnamed = {name: self._unnamed.get(name, now) for name in new} if was_watching else {}
+        due = [name for name in new if not was_watching or now >= self._unnamed[name] + EVENT_SEC]
+        for each in self._arrivals.dropped_of(due):
+            self._append(each, present[each.path.name])
 
     def add_hinted(self, now: float) -> None:
         """Add what has come since the last listing, and what was not whole when it was looked at: beside a flood, the
         next listing may be seconds away."""
-        hinted = self._watcher.take_hinted()
-        self._add(name for name in hinted if name not in self._known)
-        if now >= self._look_again_at or any(name in hinted for _, name in self._looked_at):
+        if now >= self._round_at + LOOK_AGAIN_SEC:
             self._look_again(now)
+        self._add(self._watcher.take_hinted())
 
     def _look_again(self, now: float) -> None:
-        """Let the files that were looked at and not claimed be the first ones again."""
-        for uid, name in reversed(self._looked_at):
-            self.not_looked_at.setdefault(uid, deque()).appendleft(name)
+        """Begin a round: let the files that were looked at and not claimed be the first ones again."""
+        for name, uid in reversed(self._looked_at.items()):
+            own = self.not_looked_at.setdefault(uid, OrderedDict())
+            own[name] = None
+            own.move_to_end(name, last=False)
         self._looked_at.clear()
-        self._look_again_at = now + LOOK_AGAIN_SEC
+        self._round_at = now
+
+    def next_of(self, uid: int) -> str:
+        """Take a user's first file off the list of those that were not looked at."""
+        own = self.not_looked_at[uid]
+        name, _ = own.popitem(last=False)
+        if not own:
+            del self.not_looked_at[uid]
+        return name
 
     def is_whole(self, uid: int, name: str) -> bool:
         """Look at a user's file. Return True if it can be claimed now."""
         path = self._arrivals.incoming_dir / name
         if self._is_left(path):
             return False
-        self._looked_at.append((uid, name))  # until it is claimed, or looked at again
-        return self._watcher.is_whole(path)
+        self._looked_at[name] = uid  # until it is claimed, or looked at again
+        return self._watcher.is_whole(path, self._round_at)
 
-    def _add(self, names: Iterable[str]) -> None:
-        for each in self._arrivals.dropped_of(names):
-            self._known[each.path.name] = each.inode
-            self.not_looked_at.setdefault(each.uid, deque()).append(each.path.name)
+    def _add(self, hinted: Sequence[str]) -> None:
+        """Add files behind all others of their users, in this order; also those that were known: a file of the same
+        name may have replaced them."""
+        found = {each.path.name: each for each in self._arrivals.dropped_of(hinted)}
+        for name in hinted:
+            if (each := found.get(name)) is not None:
+                self._append(each, None)
 
-    def _forget(self, names: set[str]) -> None:
-        """Forget files that are gone, or have been replaced by others."""
-        for name in names:
-            del self._known[name]
-            self._left.pop(name, None)
-        self._looked_at = [(uid, name) for uid, name in self._looked_at if name not in names]
-        kept = {uid: deque(name for name in own if name not in names) for uid, own in self.not_looked_at.items()}
-        self.not_looked_at = {uid: own for uid, own in kept.items() if own}
+    def _append(self, file: Dropped, inode: int | None) -> None:
+        name, uid = file.path.name, file.uid
+        if name in self._known:
+            self._forget(name)
+        self._unnamed.pop(name, None)
+        self._known[name] = _Known(uid, inode)
+        self.not_looked_at.setdefault(uid, OrderedDict())[name] = None
+
+    def _forget(self, name: str) -> None:
+        """Forget a file that is gone, or has been replaced by another."""
+        uid = self._known.pop(name).uid
+        self._looked_at.pop(name, None)
+        own = self.not_looked_at.get(uid)
+        if own is not None and name in own:
+            del own[name]
+            if not own:
+                del self.not_looked_at[uid]
 
     def claim(self, names: list[str]) -> tuple[list[Claim], list[Exception]]:
         """Claim these files. Returns the claims, and the machine's faults that prevented others."""
         claims: list[Claim] = []
         faults: list[Exception] = []
-        settled: set[str] = set()
         paths = [self._arrivals.incoming_dir / name for name in names]
         for path, taken in zip(paths, self._arrivals.claim_all(paths), strict=True):
             match taken:
@@ -132,13 +183,12 @@ class Listing:
                     continue
                 case Claim():
                     claims.append(taken)
+                    self._left.pop(path.name, None)
             self._watcher.forget(path.name)
             self._num_denials.pop(path.name, None)
-            settled.add(path.name)
+            self._looked_at.pop(path.name, None)
             if path.name not in self._left:
                 del self._known[path.name]
-        if settled:
-            self._looked_at = [(uid, name) for uid, name in self._looked_at if name not in settled]
         return claims, faults
 
     def _leave(self, path: Path, error: OSError) -> None:
@@ -287,7 +337,7 @@ class Incoming:
         if faults:
             raise faults[0]
 
-    def _lists(self) -> Iterator[tuple[int, Sequence[object]]]:
+    def _lists(self) -> Iterator[tuple[int, Sized]]:
         """Yield the arrivals that were not looked at yet, by user."""
         yield from self._listing.not_looked_at.items()
         yield from self._submitted.items()
@@ -309,11 +359,11 @@ class Incoming:
             uid = self._turns.first(room)
             self._turns.take(uid, room)
             if uid in self._submitted:
-                submitted.append(_pop(self._submitted, uid))
+                submitted.append(self._next_submitted(uid))
                 room[uid] -= 1
             else:
                 num_looks += 1
-                if self._listing.is_whole(uid, name := _pop(self._listing.not_looked_at, uid)):
+                if self._listing.is_whole(uid, name := self._listing.next_of(uid)):
                     whole.append(name)
                     room[uid] -= 1
             if not room[uid] or not (uid in self._submitted or uid in self._listing.not_looked_at):
@@ -321,6 +371,13 @@ class Incoming:
         if not any(self._submitted.get(uid) or self._listing.not_looked_at.get(uid) for uid in lists):
             self._turns.end()
         return submitted, whole
+
+    def _next_submitted(self, uid: int) -> Claim:
+        """Take a user's first claim off the list of those that were submitted."""
+        claim = self._submitted[uid].popleft()
+        if not self._submitted[uid]:
+            del self._submitted[uid]
+        return claim
 
     def _take_earlier(self, known: Set[int]) -> None:
         """Take up earlier claims: of a honed that was killed, or left unsettled by a full disk."""
@@ -367,11 +424,3 @@ class Incoming:
                     self._rejection.postpone(claim, copy)
                 case Copy():
                     self._checks.begin(Pending(claim, copy))
-
-
-def _pop(lists: dict[int, deque[T]], uid: int) -> T:
-    """Take a user's first item off these lists."""
-    item = lists[uid].popleft()
-    if not lists[uid]:
-        del lists[uid]
-    return item

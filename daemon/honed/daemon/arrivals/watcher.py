@@ -75,7 +75,7 @@ class Watcher:
         self._lock = threading.Lock()
         self._closed: set[str] = set()
         self._moved: set[str] = set()
-        self._hinted: set[str] = set()  # closed or moved in since `take_hinted`
+        self._hinted: dict[str, None] = {}  # closed or moved in since `take_hinted`, in the order of the last events
         self._sightings: dict[str, _Sighting] = {}
         self._observer: BaseObserver | None = None
         self._inode: tuple[int, int] | None = None
@@ -132,56 +132,53 @@ class Watcher:
 
     def hint(self, event: FileSystemEvent) -> None:
         """Record one event, in watchdog's thread."""
-        where = event.src_path
-        if isinstance(event, FileMovedEvent):
-            where = event.dest_path or event.src_path  # without one it was moved away
-        name = Path(os.fsdecode(where)).name
-        if name.startswith("."):
-            return
+        is_move = isinstance(event, FileMovedEvent)
+        arrived = event.dest_path if is_move else event.src_path if isinstance(event, FileClosedEvent) else ""
+        changed = event.src_path if event.event_type in ("moved", "created", "modified", "deleted") else ""
+        arrived_name, changed_name = (Path(os.fsdecode(each)).name for each in (arrived, changed))
         with self._lock:
-            match event:
-                case FileMovedEvent(dest_path=""):
-                    self._closed.discard(name)
-                    self._moved.discard(name)
-                case FileMovedEvent():
-                    self._moved.add(name)
-                    self._hinted.add(name)
-                case FileClosedEvent():
-                    self._closed.add(name)
-                    self._hinted.add(name)
-                case FileSystemEvent(event_type="created" | "modified" | "deleted"):
-                    self._closed.discard(name)
-                    if event.event_type == "deleted":
-                        self._moved.discard(name)
-                case _:
-                    return
-        self._wake()
+            if _is_shown(changed_name):
+                self._closed.discard(changed_name)
+                if event.event_type != "modified":
+                    self._moved.discard(changed_name)
+                    self._hinted.pop(changed_name, None)
+            if _is_shown(arrived_name):
+                (self._moved if is_move else self._closed).add(arrived_name)
+                self._hinted.pop(arrived_name, None)
+                self._hinted[arrived_name] = None
+        if _is_shown(changed_name) or _is_shown(arrived_name):
+            self._wake()
 
-    def take_hinted(self) -> set[str]:
-        """Return the files that were closed or moved in since the last call."""
+    def take_hinted(self) -> list[str]:
+        """Return the files that were closed or moved in since the last call, in the order of their last events."""
         with self._lock:
-            hinted, self._hinted = self._hinted, set()
-        return hinted
+            hinted, self._hinted = self._hinted, {}
+        return list(hinted)
 
     def forget(self, name: str) -> None:
-        """Forget an arrival that has left the directory."""
+        """Forget an arrival that has left the directory. An event since `take_hinted` may be of a new one."""
         self._sightings.pop(name, None)
         with self._lock:
-            self._closed.discard(name)
-            self._moved.discard(name)
+            if name not in self._hinted:
+                self._closed.discard(name)
+                self._moved.discard(name)
 
     def keep(self, names: Set[str]) -> None:
         """Forget all arrivals but these, so that the records do not grow for ever."""
         with self._lock:
-            hinted = self._closed | self._moved
+            hinted = (self._closed | self._moved) - self._hinted.keys()
         # The event of a removed file can be lost, too. A file that came a moment ago may be hinted and not listed yet.
         absent = hinted - names
         for name in [*(self._sightings.keys() - names), *(absent & self._absent)]:
             self.forget(name)
         self._absent = absent
 
-    def is_whole(self, path: Path) -> bool:
-        """Return True if nobody is still writing this arrival, as far as can be known."""
+    def is_whole(self, path: Path, as_of: float | None = None) -> bool:
+        """Return True if nobody is still writing this arrival, as far as can be known.
+
+        It is judged by the events of which `take_hinted` told, and by the time `as_of` (monotonic seconds; None: now).
+        So of the files that are judged by the same, none is whole for having been looked at later than another.
+        """
         try:
             info = path.lstat()
         except FileNotFoundError:
@@ -189,18 +186,24 @@ class Watcher:
         if not stat.S_ISREG(info.st_mode):
             return True  # it will be refused: no need to wait
         with self._lock:
-            was_moved, was_closed = path.name in self._moved, path.name in self._closed
+            is_told = path.name not in self._hinted
+            was_moved, was_closed = is_told and path.name in self._moved, is_told and path.name in self._closed
         if was_moved:
             return True
         key, now = (info.st_ino, info.st_size, info.st_mtime_ns), self._clock()
         seen = self._sightings.get(path.name)
         if seen is None or seen.key != key:
             seen = self._sightings[path.name] = _Sighting(key, now)
+        now = now if as_of is None else as_of
         wanted = CLOSED_SETTLE_SEC if was_closed else self.settle_sec
         # A file older than this process need not wait. Setting the clock forward since then makes no file older.
         wall = min(self._now(), self._made_at[1] + now - self._made_at[0])
         lies_still = now - seen.since >= wanted or wall - info.st_mtime >= max(wanted, self.settle_sec)
         return lies_still and not _has_writer(path)
+
+
+def _is_shown(name: str) -> bool:
+    return bool(name) and not name.startswith(".")
 
 
 def _give_up(observer: BaseObserver) -> None:
