@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from watchdog.events import FileMovedEvent
 
 from honed.daemon.arrivals.checkers import Checkers
 from honed.daemon.arrivals.checks import MAX_TOGETHER, Checks
-from honed.daemon.arrivals.incoming import LISTING_REST, Incoming
+from honed.daemon.arrivals.incoming import LISTING_REST, MAX_DENIALS, Incoming
 from honed.daemon.arrivals.rejection import Rejection
 from honed.daemon.arrivals.watcher import Watcher
-from honed.job.arrival import Arrivals, Dropped
+from honed.job.arrival import Arrivals, Claim, Dropped
 from honed.job.spool import Spool
 from honed.run.helper import children
 from honed.spec.config import Config
@@ -51,11 +54,25 @@ class Door:
         return self.now
 
     def drop(self, name: str, uid: int = 0) -> None:
+        self.place(name, uid)
+        self.tell(name)
+
+    def place(self, name: str, uid: int = 0) -> None:
+        """Rename a file in; its event is on the way."""
         hidden = self.spool.incoming_dir / f".{name}"
         hidden.write_text("{}")
         os.chown(hidden, uid, uid) if uid else None
         hidden.rename(hidden.with_name(name))
-        self.watcher.hint(FileMovedEvent(str(hidden), str(hidden.with_name(name))))
+
+    def tell(self, name: str) -> None:
+        """Let the event of a file that was renamed in come."""
+        path = self.spool.incoming_dir / name
+        self.watcher.hint(FileMovedEvent(str(path.with_name(f".{name}")), str(path)))
+
+    def order(self) -> list[str]:
+        """Scan once, and return the names of all that are being checked, by their numbers."""
+        self.incoming.scan(self.checks.numbers)
+        return [each.claim.name for each in sorted(self.checks._pending.values(), key=lambda each: each.claim.id)]
 
     def taken(self) -> list[str]:
         """Scan once, and return the names of all that are being checked."""
@@ -123,6 +140,143 @@ def test_a_file_that_is_whole_after_a_while_does_not_wait_for_the_next_listing(d
     now[0] = 2.0
     assert door.now < LISTING_REST / 2
     assert door.taken() == ["copied.json"]
+
+
+def test_files_are_taken_in_the_order_of_their_events(door: Door) -> None:
+    """Files of one tick of the kernel's clock have the same time."""
+    names = ["z.json", "a.json", "m.json"]
+    for name in reversed(names):
+        door.place(name)
+    for name in names:
+        door.tell(name)
+    assert door.order() == names
+
+
+def test_a_file_whose_event_comes_in_the_middle_of_a_scan_is_not_ahead_of_those_before_it(door: Door) -> None:
+    door.watcher.settle_sec = 1e6
+    for name in ("first.json", "second.json"):
+        door.place(name)
+    judged, coming = door.watcher.is_whole, ["first.json", "second.json"]
+
+    def is_whole(path: Path, as_of: float | None = None) -> bool:
+        answer = judged(path, as_of)
+        while path.name == "first.json" and coming:  # both events come between the looks at the two
+            door.tell(coming.pop(0))
+        return answer
+
+    door.watcher.is_whole = is_whole  # type: ignore[method-assign]
+    assert door.order() == []
+    assert door.order() == ["first.json", "second.json"]
+
+
+def test_time_that_passes_within_a_scan_lets_no_file_pass_another(door: Door) -> None:
+    door.watcher.hint = lambda _event: None  # type: ignore[method-assign]
+    steps = itertools.cycle([0.01] * 20 + [1.0] * 20)  # some looks take long
+
+    def clock() -> float:
+        door.now += next(steps)
+        return door.now
+
+    door.watcher.settle_sec, door.watcher._clock = 2.0, clock
+    door.watcher._made_at = (0.0, 0.0)  # so that nothing is older than the daemon
+    names = [f"{number}.json" for number in range(8)]
+    for name in names:
+        door.place(name)
+    taken: list[str] = []
+    while len(taken) < len(names):
+        taken = door.order()
+        assert taken == names[: len(taken)]
+        assert door.now < 1000
+
+
+class Partial(Arrivals):
+    """Its first listing of files misses one: a directory that changes may be read so."""
+
+    missed = "first.json"
+
+    def listed(self) -> dict[str, int]:
+        found = super().listed()
+        if found:
+            found.pop(self.missed, None)
+            self.missed = ""
+        return found
+
+
+@pytest.mark.parametrize("has_events", [True, False])
+def test_a_file_that_a_listing_has_missed_is_not_behind_the_later_ones_that_it_has_found(
+    tmp_path: Path, has_events: bool
+) -> None:
+    door = Door(tmp_path, Partial)
+    door.watcher._observer = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]
+    assert door.order() == []
+    for name in ("first.json", "second.json"):
+        door.place(name)
+        os.utime(door.spool.incoming_dir / name, (1e9, 1e9))  # whole by their age, event or not
+    door.now += LISTING_REST
+    assert door.order() == []
+    assert door.incoming.num_unsettled, "it must be looked at again soon"
+    if has_events:
+        door.tell("first.json")
+        door.tell("second.json")
+        assert door.order() == ["first.json", "second.json"]
+    else:  # lost: they are taken a moment later
+        for _ in range(3):
+            door.now += LISTING_REST
+            door.order()
+        assert sorted(door.order()) == ["first.json", "second.json"]
+    door.checkers.close()
+    door.spool.close()
+
+
+class Overlay(Arrivals):
+    """Lists other inodes than `stat` has, as some overlays do. Its files cannot be moved away for a while."""
+
+    num_faults = 0
+
+    def listed(self) -> dict[str, int]:
+        return {name: inode + 1_000_000 for name, inode in super().listed().items()}
+
+    def claim_all(self, arrivals: Sequence[Path]) -> list[Claim | Exception | None]:
+        if not (self.num_faults and arrivals):
+            return super().claim_all(arrivals)
+        self.num_faults -= 1
+        return [PermissionError(errno.EACCES, "Permission denied", str(path)) for path in arrivals]
+
+
+def test_an_overlays_inodes_change_neither_the_order_nor_the_count_of_failures(tmp_path: Path) -> None:
+    door = Door(tmp_path, Overlay)
+    arrivals = door.incoming._arrivals
+    assert isinstance(arrivals, Overlay)
+    names = [f"{number}.json" for number in reversed(range(4))]
+    arrivals.num_faults = 1
+    for name in names:
+        door.drop(name)
+    assert door.order() == []
+    door.now += LISTING_REST
+    assert door.order() == names
+    arrivals.num_faults = 10
+    door.drop("never.json")
+    for _ in range(MAX_DENIALS + 2):
+        door.now += LISTING_REST
+        door.order()
+    assert arrivals.num_faults == 10 - MAX_DENIALS, "it is left after so many failures"
+    arrivals.num_faults = 0
+    door.drop("never.json")  # another file under that name
+    assert door.order() == [*names, "never.json"]
+    assert not door.incoming._listing._known
+    door.checkers.close()
+    door.spool.close()
+
+
+def test_a_file_that_replaces_another_comes_behind_those_before_it(door: Door) -> None:
+    for number in range(MAX_TOGETHER):
+        door.drop(f"ahead-{number:02}.json")
+    for name in ("a.json", "b.json", "c.json"):
+        door.drop(name)
+    assert len(door.order()) == MAX_TOGETHER
+    door.drop("a.json")
+    door.now += LISTING_REST
+    assert door.order()[MAX_TOGETHER:] == ["b.json", "c.json", "a.json"]
 
 
 class Counted(Arrivals):

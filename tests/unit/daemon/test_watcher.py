@@ -74,6 +74,21 @@ def test_a_file_moved_in_from_elsewhere_is_whole_if_it_is_old(watcher: Watcher, 
     assert becomes(lambda: is_whole(watcher, path))
 
 
+@pytest.mark.parametrize("aside", [".a.json", "b.json"])
+def test_a_file_written_under_the_name_of_one_that_was_moved_aside_is_not_whole_while_it_is_written(
+    watcher: Watcher, tmp_path: Path, aside: str
+) -> None:
+    outside = tmp_path / "a.json"
+    outside.write_text("{}")
+    path = outside.rename(tmp_path / "incoming/a.json")
+    assert becomes(lambda: is_whole(watcher, path))
+    path.rename(path.with_name(aside))
+    with path.open("w") as file:
+        file.write("{")
+        assert becomes(lambda: "a.json" not in watcher._moved)
+        assert not becomes(lambda: is_whole(watcher, path), within_sec=2 * CLOSED_SETTLE_SEC)
+
+
 @pytest.mark.parametrize("jump_sec", [86400.0, -86400.0])
 def test_a_clock_that_is_set_makes_no_file_whole(tmp_path: Path, jump_sec: float) -> None:
     jumps = [0.0]

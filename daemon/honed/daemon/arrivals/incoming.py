@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +39,8 @@ MAX_LOOKS_PER_PASS = 200
 LISTING_REST = 20
 #: Seconds between two looks at a file that was not whole, unless an event comes for it.
 LOOK_AGAIN_SEC = 0.25
-#: Seconds in which the event of a file comes that a listing has found: watchdog holds events back for half a second where
-#: files leave the directory.
+#: Seconds in which the event of a file comes that a listing has found: watchdog holds events back for half a second
+#: where files leave the directory.
 EVENT_SEC = 1.0
 #: Failed attempts to take an arrival, after which it is left in incoming/.
 MAX_DENIALS = 3
