@@ -161,3 +161,21 @@ def test_at_a_limit_of_inotify_the_rescan_carries_on_which_is_said_once(instance
     wait_for(lambda: time.monotonic() - since > 1.5, what="some more rescans")
     assert instance.log.count("cannot be watched") == 1
     assert "scanning it instead" in instance.log
+
+
+def test_files_that_are_moved_in_one_after_another_become_jobs_in_that_order(instance: Instance) -> None:
+    """They are older than any wait for the end of their writing, and honed is woken all the time by other things."""
+    elsewhere = instance.root / "elsewhere"
+    elsewhere.mkdir()
+    names = [f"{number * 7919 % 1000:03}" for number in range(40)]
+    for name in names:
+        instance.drop(name)
+        file = (instance.incoming_dir / f"{name}.json").rename(elsewhere / f"{name}.json")
+        os.utime(file, (1e9, 1e9))
+    instance.start()
+    instance.client.ask("pause")
+    for name in names:
+        (elsewhere / f"{name}.json").rename(instance.incoming_dir / f"{name}.json")
+        instance.process.send_signal(signal.SIGCHLD)
+    wait_for(lambda: len(instance.spool.all_jobs()) == len(names), what="all accepted")
+    assert [job.name for _, job in sorted(instance.spool.all_jobs().items())] == names
