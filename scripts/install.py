@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -33,6 +33,8 @@ sys.path.insert(0, str(CHECKOUT / "daemon"))
 
 from honed.system.environment import copy_metrics, run_told, running_from, tell  # noqa: E402
 
+#: The programs that people call.
+PROGRAMS = ("honed", "honectl", "honed-send", "honed-web")
 #: Hidden from honed's units by ProtectHome=.
 HOMES = ("/home", "/root", "/run/user")
 #: Left by honed-view@.
@@ -100,8 +102,11 @@ class Places:
 class Installer:
     """One run: prints each step; with `--dry-run` it only prints."""
 
-    def __init__(self, options: argparse.Namespace, places: Places | None = None) -> None:
+    def __init__(
+        self, options: argparse.Namespace, places: Places | None = None, *, programs: Sequence[str] = PROGRAMS
+    ) -> None:
         self._options = options
+        self._programs = programs
         self._places = places or (Places.of_user() if options.user else Places.of_system())
         self._destdir = Path(options.destdir or "/").absolute()
         self._is_live = not options.destdir  #: installs on this machine, not into a package
@@ -115,7 +120,7 @@ class Installer:
         self.install_files()
         self.install_config()
         self.link(self._places.versions_dir / "current", Path(version_dir.name))
-        for name in ("honed", "honectl", "honed-send", "honed-web"):
+        for name in self._programs:
             self.link(self._places.bin_dir / name, self._places.versions_dir / "current/bin" / name)
             self._files.append(self._places.bin_dir / name)
         for path in sorted(before - set(self._files)):
@@ -168,19 +173,8 @@ class Installer:
             state = Path(os.environ.get("XDG_STATE_HOME") or home / ".local/state")
             cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
             return [self._places.config_dir, state / "honed", cache / "honed"]
-        return [
-            Path(path)
-            for path in (
-                "/etc/honed",
-                "/var/spool/honed",
-                "/var/lib/honed",
-                "/var/cache/honed",
-                "/var/cache/honed-job",
-                "/etc/systemd/system/honed.service.d",
-                "/etc/systemd/system/honed-job@.service.d",
-                "/etc/systemd/system/honed-check@.service.d",
-            )
-        ]
+        data = ("/etc/honed", "/var/spool/honed", "/var/lib/honed", "/var/cache/honed", "/var/cache/honed-job")
+        return [*map(Path, data), *(Path(f"/etc/systemd/system/{path.name}.d") for path in _units())]
 
     def _secrets(self) -> list[Path]:
         """Return the administrator's credential files whose names belong to honed alone."""
@@ -337,7 +331,7 @@ class Installer:
             for path in sorted((units / "user").iterdir()):
                 yield path, places.unit_dir / path.name
         else:
-            for path in [found for kind in ("service", "slice", "socket") for found in sorted(units.glob(f"*.{kind}"))]:
+            for path in _units():
                 yield path, places.unit_dir / path.name
             if self._systemd_version() >= NOTIFY_RELOAD_SINCE:
                 yield units / "honed-notify-reload.conf", places.unit_dir / "honed.service.d/10-notify-reload.conf"
@@ -347,15 +341,15 @@ class Installer:
             yield units / "honed.catalog", lib / "systemd/catalog/honed.catalog"
             yield units / "50-honed.rules", Path("/usr/share/polkit-1/rules.d/50-honed.rules")
         for page in sorted((CHECKOUT / "docs/man").glob("*.[1-8]")):
-            yield page, places.man_dir / f"man{page.suffix[1:]}" / page.name
+            if page.suffix == ".5" or page.stem in self._programs:
+                yield page, places.man_dir / f"man{page.suffix[1:]}" / page.name
         completions = CHECKOUT / "etc/completions"
         for name, target in (
             ("honectl.bash", places.bash_dir / "honectl"),
             ("honectl.zsh", places.zsh_dir / "_honectl"),
             ("honectl.fish", places.fish_dir / "honectl.fish"),
         ):
-            if (completions / name).exists():
-                yield completions / name, target
+            yield completions / name, target
         for path in sorted((CHECKOUT / "docs").rglob("*.md")):
             yield path, places.doc_dir / path.relative_to(CHECKOUT / "docs")
         yield CHECKOUT / "etc/honed-job.schema.json", places.doc_dir / "honed-job.schema.json"
@@ -508,6 +502,11 @@ class Installer:
             self._say(f"remove {path}")
             if not self._options.dry_run:
                 shutil.rmtree(self._at(path))
+
+
+def _units() -> list[Path]:
+    """Return the system's units in the checkout."""
+    return [path for kind in ("service", "slice", "socket") for path in sorted((CHECKOUT / "units").glob(f"*.{kind}"))]
 
 
 def _lines_of(path: Path) -> list[str]:

@@ -29,7 +29,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CHECKOUT / "scripts"))
 
-from install import STAMP, Installer, Places, fail, run_told, tell  # noqa: E402
+from install import PROGRAMS, STAMP, Installer, Places, fail, run_told, tell  # noqa: E402
 
 LIB = Path("/usr/lib/honed")
 SCRIPTS = ("config", "preinst", "postinst", "prerm", "postrm")
@@ -51,7 +51,8 @@ class Package:
         places = dataclasses.replace(Places.of_system(), versions_dir=LIB, bin_dir=Path("/usr/bin"))
         options = argparse.Namespace(user=False, destdir=str(root), dry_run=False, environment=None)
         options.python = python or Path("/usr/bin/python3").resolve()
-        self._installer = Installer(options, places)
+        self._programs = (*PROGRAMS, "honed-setup")
+        self._installer = Installer(options, places, programs=self._programs)
 
     def epoch(self) -> int:
         """Return the time of all files, in seconds: $SOURCE_DATE_EPOCH, or the date of the changelog's first entry."""
@@ -75,7 +76,7 @@ class Package:
         (self._at(dist) / STAMP).write_text(digest + "\n")
         self._installer.install_files()
         self._installer.install_config()
-        for name in ("honed", "honectl", "honed-send", "honed-web", "honed-setup"):
+        for name in self._programs:
             self._installer.link(Path("/usr/bin") / name, Path("../lib/honed/current/bin") / name)
         self._compress()
         self._add_control(packages.parent.name, environment.name)

@@ -374,7 +374,9 @@ _UNREADABLE = {errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, 
 
 
 def _log_damaged(path: Path, problem: ValueError | OSError) -> None:
-    log.error("%s: damaged entry: %s", path, problem, extra=about(message=ENTRY_DAMAGED))
+    number = path.name.partition(".")[0]
+    job_id = int(number) if number.isdecimal() else None
+    log.error("%s: damaged entry: %s", path, problem, extra=about(job_id, ENTRY_DAMAGED))
 
 
 def read_entry(path: Path, state: State, damaged: Damaged = _log_damaged) -> Job | None:

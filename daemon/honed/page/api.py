@@ -102,7 +102,7 @@ class JobRow(_Answer):
     name: str
     state: State
     outcome: str | None
-    """Outcome: succeeded, or the code of the cause."""
+    """Outcome: succeeded, cancelled, stopped_early (by its sweep), or the error's code."""
     remark: str = ""
     "Remark on a success: its loss did not fall, or the model ended worse."
     priority: int

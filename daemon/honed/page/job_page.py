@@ -21,6 +21,7 @@ from honed.job.job import Job
 from honed.page.place import Kind, turns
 from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
+from honed.system.log import about
 
 log = logging.getLogger("honed.page.server")
 
@@ -87,7 +88,12 @@ class Pages:
             async with asyncio.timeout(TIMEOUT_SEC):
                 page, _ = await process.communicate()
         except TimeoutError:
-            log.error("the page of job %s was not generated within %.0f s", ", ".join(numbers), TIMEOUT_SEC)  # noqa: TRY400
+            log.error(  # noqa: TRY400
+                "the page of job %s was not generated within %.0f s",
+                ", ".join(numbers),
+                TIMEOUT_SEC,
+                extra=about(jobs[0] if len(jobs) == 1 else None),
+            )
         finally:
             if process.returncode is None:
                 process.kill()

@@ -311,7 +311,7 @@ class SlurmRunner:
         # A submitter can hold the lock for ever, without a worker.
         is_over = snapshot.began - job.gone_at >= LOCK_SEC and (bool(seen) or job.is_asked or job.handed.state in OVER)
         end = {"service_result": "node-lost"} if is_lost else {}
-        if (record := _settle(job, seen, end=end, waits=not (is_lost or is_over))) is None:
+        if (record := _settle(job_id, job, seen, end=end, waits=not (is_lost or is_over))) is None:
             return None
         return self._ended(job_id, record)
 
@@ -334,7 +334,7 @@ class SlurmRunner:
             if job.num_refusals >= NUM_REFUSALS:
                 end = {"service_result": "refused", "words": fault}
         if end:
-            record = _settle(job, (), end=end, waits=waits)
+            record = _settle(job_id, job, (), end=end, waits=waits)
             return self._ended(job_id, record) if record is not None else None
         log.warning("job %d: %s, submitted again: %s", job_id, job.handed.name, what)
         if not job.argv:
@@ -391,7 +391,9 @@ def _is_explained(job: _Job, now: float, snapshot: Snapshot | None) -> bool:
     return all(each.is_over or each.reason == NODE_DOWN for each in snapshot.jobs.get(job.handed.name, ()))
 
 
-def _settle(job: _Job, seen: Sequence[Seen], *, end: Mapping[str, str], waits: bool = True) -> dict[str, Any] | None:
+def _settle(
+    job_id: int, job: _Job, seen: Sequence[Seen], *, end: Mapping[str, str], waits: bool = True
+) -> dict[str, Any] | None:
     """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
     on a lost node puts nothing into place. None if the worker lives, as far as its lock shows."""
     with contextlib.ExitStack() as stack:
@@ -403,7 +405,7 @@ def _settle(job: _Job, seen: Sequence[Seen], *, end: Mapping[str, str], waits: b
         except BlockingIOError:
             return None
         except OSError as error:  # its submitter has put something else there
-            log.warning("%s: its lock cannot be taken: %s", job.handed.name, error)
+            log.warning("job %d: the lock of %s cannot be taken: %s", job_id, job.handed.name, error)
         record = read_exit_record(job.attempt, job.handed.start)
         if record is None:
             states = {each.state for each in seen}
@@ -413,7 +415,7 @@ def _settle(job: _Job, seen: Sequence[Seen], *, end: Mapping[str, str], waits: b
             try:
                 untrusted.write_plain(job.attempt.exit_path, durable.as_json(record))
             except OSError as error:
-                log.warning("%s: its end cannot be recorded: %s", job.handed.name, error)
+                log.warning("job %d: the end of %s cannot be recorded: %s", job_id, job.handed.name, error)
     return record
 
 

@@ -120,7 +120,7 @@ class Syncer:
             return f"wandb sync exited with status {status}; see {work_dir / LOG_NAME}"
         wandb_runs.mark_synced(self._path, run.name, when=time.time())
         shutil.rmtree(work_dir, ignore_errors=True)
-        log.info("sent to wandb: %s", run.name)
+        log.info("sent to wandb: %s", run.name, extra=about(int(run.name.partition(".")[0])))
         return None
 
     def _sync(self, work_dir: Path, key: str) -> int | None:

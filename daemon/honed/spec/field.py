@@ -113,6 +113,8 @@ def _base_words(base: Any) -> str:
     if origin is Literal:
         told = [*args[:MANY], "…"] if len(args) > MANY else args
         return f"one of {', '.join(told)}" if len(args) > 1 else str(args[0])
+    if origin is tuple:
+        return f"a list of {len(args)} items, each {describe(args[0])}"
     if origin is list:
         return f"a list, each item {describe(args[0])}"
     if isinstance(base, type) and issubclass(base, BaseModel):

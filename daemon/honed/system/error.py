@@ -21,6 +21,7 @@
     ├── EnvironmentInvalidError environment_invalid
     ├── ClusterRefusedError   cluster_refused
     ├── DegradedError         degraded
+    ├── NotPermittedError     not_permitted
     └── InternalError         error
 
 The code is stable and public; so is the exit status with which a worker ends. An error has a message for people (what

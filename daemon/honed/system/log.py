@@ -45,8 +45,7 @@ class Subject(Protocol):
 def about(job: Subject | int | None = None, message: str | None = None, **fields: object) -> dict[str, object]:
     """Return the `extra=` of a log call: the subject of the entry. `step=3` becomes HONED_STEP=3; None is left out.
 
-    Fields for filtering: HONED_JOB, HONED_NAME, HONED_STATE, HONED_STAGE, HONED_STEP, HONED_LOSS, HONED_CODE,
-    HONED_HINT, HONED_FILE; and MESSAGE_ID, by which `journalctl -x` explains the entry.
+    docs/operation.md lists the fields. By MESSAGE_ID `journalctl -x` explains the entry.
     """
     if isinstance(job, int):
         fields = {"job": job, **fields}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from honed.job.job import MOVES, Attempt, Job, State, Stop
 from honed.run.ending import destination
@@ -150,8 +153,6 @@ def outcome_of(code: str) -> Outcome:
 @pytest.mark.parametrize("stop", [None, *Stop])
 @pytest.mark.parametrize("code", ["succeeded", *BY_CODE])
 def test_every_outcome_leads_somewhere_that_there_is_a_move_to(code: str, stop: Stop | None) -> None:
-    import dataclasses
-
     state, changes = destination(dataclasses.replace(JOB, stop=stop), outcome_of(code))
     assert state in MOVES[State.RUNNING]
     assert changes["stop"] is None
@@ -168,9 +169,27 @@ def test_every_outcome_leads_somewhere_that_there_is_a_move_to(code: str, stop: 
         assert "num_failures" not in changes, "a clean stop uses up no attempt"
 
 
-def test_transient_faults_are_tried_again_until_the_attempts_are_used_up() -> None:
-    import dataclasses
+def test_the_alert_counts_the_outcomes_of_failed_jobs_and_no_others() -> None:
+    """The outcomes of finished jobs are those with which an attempt sends them to a final state."""
+    ended: dict[State, set[str]] = {state: set() for state in State if state.is_final}
+    for stop in (None, *Stop):
+        for code in ("succeeded", *BY_CODE):
+            for num_failures in (0, JOB.max_attempts):
+                job = dataclasses.replace(JOB, stop=stop, num_failures=num_failures)
+                state, changes = destination(job, outcome_of(code))
+                if state.is_final:
+                    ended[state].add(changes["outcome"])
+    (group,) = yaml.safe_load((Path(__file__).parents[3] / "etc/prometheus/honed.rules.yml").read_text())["groups"]
+    expression = next(rule["expr"] for rule in group["rules"] if rule["alert"] == "HonedJobsFailing")
+    counted = [
+        {code for codes in ended.values() for code in codes if bool(re.fullmatch(pattern, code)) is (operator == "=~")}
+        for operator, pattern in re.findall(r'honed_jobs_finished_total\{outcome(=~|!~)"([^"]*)"\}', expression)
+    ]
+    assert counted == [ended[State.FAILED]] * 2
+    assert ended[State.FAILED].isdisjoint(ended[State.SUCCEEDED] | ended[State.CANCELLED])
 
+
+def test_transient_faults_are_tried_again_until_the_attempts_are_used_up() -> None:
     for num_failures, state in ((0, State.QUEUED), (1, State.QUEUED), (2, State.FAILED)):
         job = dataclasses.replace(JOB, num_failures=num_failures)
         assert destination(job, outcome_of("killed"))[0] is state

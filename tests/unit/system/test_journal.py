@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import logging
 import os
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import honed
 from honed.job.job import Job
 from honed.system import journal, message
 from honed.system.error import BY_CODE
@@ -118,6 +120,47 @@ def test_what_begins_with_a_job_belongs_to_it_without_being_told(receiver: Recei
     assert receiver.receive()["HONED_JOB"] == "7"
     logger_to(receiver).info("%d jobs wait", 7)
     assert "HONED_JOB" not in receiver.receive()
+
+
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+#: What code calls a job, an arrival with a job's number, and a job that Slurm has.
+JOBS = {"job", "job_id", "claim", "handed", "running", "rebuilt"}
+
+
+def log_calls() -> Iterator[tuple[str, ast.Call]]:
+    """Yield each call of a logger in honed, with its place."""
+    package = Path(honed.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="log") | ast.Attribute(attr="log"), attr=level)):
+                    if level in LEVELS:
+                        yield f"{path.relative_to(package)}:{node.lineno}", node
+
+
+def is_of_a_job(call: ast.Call) -> bool:
+    """Tell whether an entry is about one job: by its text, or by the values that it names."""
+    names = {each.id for arg in call.args for each in ast.walk(arg) if isinstance(each, ast.Name)}
+    names |= {each.attr for arg in call.args for each in ast.walk(arg) if isinstance(each, ast.Attribute)}
+    text = next((arg.value for arg in call.args if isinstance(arg, ast.Constant)), "")
+    return bool(names & JOBS) or re.search(r"\bjob %", str(text)) is not None
+
+
+def names_its_job(call: ast.Call) -> bool:
+    for keyword in call.keywords:
+        match keyword:
+            case ast.keyword(arg="extra", value=ast.Call(args=[ast.Constant(value=None), *_] | [])):
+                pass
+            case ast.keyword(arg="extra"):
+                return True
+    text = next((arg.value for arg in call.args if isinstance(arg, ast.Constant)), "")
+    return str(text).startswith("job %d")
+
+
+def test_every_entry_about_a_job_is_found_by_its_number() -> None:
+    calls = [(place, call) for place, call in log_calls() if is_of_a_job(call)]
+    assert len(calls) > 50
+    assert [place for place, call in calls if not names_its_job(call)] == []
 
 
 def test_a_traceback_is_one_entry(receiver: Receiver) -> None:

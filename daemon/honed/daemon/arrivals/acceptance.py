@@ -161,7 +161,8 @@ class Acceptance:
             self._rejection.postpone(pending.claim, problem)
             return
         self.incoming.add(claims)
-        log.info("sweep %d (%s): %d jobs", pending.claim.id, pending.claim.name, len(answer.members))
+        claim = pending.claim
+        log.info("sweep %d (%s): %d jobs", claim.id, claim.name, len(answer.members), extra=about(claim.id))
 
     def settle_waiting(self) -> list[Job]:
         """Accept the arrivals whose named jobs are known by now, and refuse those that have waited long enough."""

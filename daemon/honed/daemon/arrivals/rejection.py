@@ -34,7 +34,14 @@ class Rejection:
         """Leave an arrival, which a fault of the machine keeps from being settled, to the next scan."""
         self.fault = durable.machine_fault(error) or quote.hide(said(error))
         unforeseen = None if isinstance(error, OSError) else error
-        log.error("%r is waiting in %s: %s", claim.name, claim.path.parent, said(error), exc_info=unforeseen)
+        log.error(
+            "%r is waiting in %s: %s",
+            claim.name,
+            claim.path.parent,
+            said(error),
+            exc_info=unforeseen,
+            extra=about(claim.id, file=claim.name),
+        )
 
     def _reject(self, claim: Claim, error: HonedError) -> None:
         target = self._arrivals.reject(claim, refusal(claim, error, when=timestamp(time.time())))
