@@ -136,10 +136,10 @@ class Backlog:
         """Return the seconds until a job may be tried again; 0 or less if it may be now."""
         return self._not_before.get(job.id, 0.0) - self._clock()
 
-    def next_retry_at(self) -> float | None:
-        """Return the earliest time at which a delayed retry may start; None without one."""
+    def next_retry_sec(self) -> float | None:
+        """Return the seconds until the first delayed retry may start; None without one."""
         now = self._clock()
-        return min((when for when in self._not_before.values() if when > now), default=None)
+        return min((when - now for when in self._not_before.values() if when > now), default=None)
 
     def all_wait_for_a_person(self) -> bool:
         """Return True if no job here will start by itself."""
