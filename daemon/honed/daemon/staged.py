@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from honed.daemon.attempts import (
+from honed.daemon.attempts import Attempts
+from honed.daemon.running import (
     MAX_UNREAD,
-    Attempts,
     clear,
     is_of_job,
     keys_of,
