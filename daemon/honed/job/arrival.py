@@ -127,7 +127,7 @@ class Numbers:
 
     def _max_id(self) -> int:
         numbers = [int(path.name) for path in self._spool.layout.jobs_dir.iterdir() if path.name.isdecimal()]
-        return max([*numbers, *self._spool.pruned_ids(), *self._spool.all_jobs()], default=0)
+        return max([*numbers, *self._spool.pruned.ids(), *self._spool.all_jobs()], default=0)
 
 
 class _Leftovers:
@@ -416,7 +416,7 @@ def _recover_claim(spool: Spool, claim: Claim) -> None:
 def _drop_refused(spool: Spool) -> None:
     """Remove directories of rejected arrivals that a crash left behind: those that hold only the spec."""
     kept = {name.partition(".")[0] for state in State for name in names_in(spool.state_dir(state))}
-    kept |= {str(number) for number, _, _ in _places(spool.claimed_dir)} | set(map(str, spool.pruned_ids()))
+    kept |= {str(number) for number, _, _ in _places(spool.claimed_dir)} | set(map(str, spool.pruned.ids()))
     for name in names_in(spool.layout.jobs_dir):
         path = spool.layout.jobs_dir / name
         if (
