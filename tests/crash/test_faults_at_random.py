@@ -205,7 +205,7 @@ def test_what_the_daemon_knows_is_what_lies_on_the_disk_whatever_fails(tmp_path:
             assert {**waiting, **running} == {each: known[each] for each in {**waiting, **running}}
             assert backlog.num_queued == sum(job.state is State.QUEUED for job in known.values())
             assert not backlog._unsure
-            ready = sorted(place.job_id for places in backlog._ready[False].values() for place in places)
+            ready = sorted(job.id for jobs in backlog.first_ones(len(known)).values() for job in jobs)
             assert ready == sorted(
                 number
                 for number, job in waiting.items()
