@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from honed.daemon.ahead import Ahead
 from honed.daemon.arrivals.acceptance import Acceptance
 from honed.daemon.attempts import Attempts
+from honed.daemon.availability import Availability
 from honed.daemon.backfill import Backfill, Choice
 from honed.daemon.backlog import Backlog
 from honed.daemon.editing import Editing
@@ -31,9 +32,11 @@ from honed.job.plan_file import PlanFile
 from honed.job.progress import duration, gib
 from honed.job.shape import Wait
 from honed.job.spool import Spool
+from honed.job.usage import Usage
 from honed.run.runner import Runner
 from honed.spec.config import Config
 from honed.system import durable, training
+from honed.system.device import Device
 from honed.system.error import InternalError, said
 
 log = logging.getLogger(__name__)
@@ -224,7 +227,8 @@ class _Grace:
 class Dispatch:
     """Starts jobs on free devices, and takes them back; each stage on the way is an attribute.
 
-    `group`: the control group of the workers, if they have one of their own; `clock` is monotonic seconds.
+    `probe` returns the devices, `num_bytes` the bytes of a user's job directories; `group`: the control group of
+    the workers, if they have one of their own; `clock` is monotonic seconds, `now` seconds since the epoch.
     """
 
     def __init__(
@@ -235,19 +239,21 @@ class Dispatch:
         runner: Runner,
         acceptance: Acceptance,
         attempts: Attempts,
-        placement: Placement,
-        shares: Shares,
         *,
+        probe: Callable[[list[int] | None], list[Device]],
+        num_bytes: Callable[[int], int],
         group: str,
         clock: Callable[[], float],
+        now: Callable[[], float],
     ) -> None:
         layout = spool.layout
         self._spool = spool
         self._config = config
         self._attempts = attempts
-        self._shares = shares
+        self._shares = shares = Shares(Usage(layout.usage_path), config, attempts.in_use, num_bytes)
         self._grace = _Grace(clock)
-        self.placement = placement
+        availability = Availability(spool, config, now=now)
+        self.placement = placement = Placement(layout, config, attempts, availability, probe=probe, clock=clock)
         self.fence = Fence(spool, runner, clock=clock, interval=lambda: config().spool.rescan_interval_sec)
         self.staged = StagedWorkers(layout, spool, config, runner, attempts, clock=clock)
         self._ahead = Ahead(layout, self.staged, config, attempts, placement, group=group, clock=clock)

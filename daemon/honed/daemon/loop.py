@@ -30,14 +30,11 @@ from honed.daemon import verbs
 from honed.daemon.ahead import JOBS_GROUP
 from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
-from honed.daemon.availability import Availability
 from honed.daemon.dispatch import Dispatch
 from honed.daemon.health import Health, start_again_later
 from honed.daemon.housekeeper import Housekeeper
-from honed.daemon.placement import Placement
 from honed.daemon.publishing import Publishing
 from honed.daemon.rebuild import catch_up, rebuild, tend
-from honed.daemon.shares import Shares
 from honed.daemon.signals import Configuration, Shutdown
 from honed.daemon.status import Status
 from honed.daemon.verbs import Answers
@@ -46,7 +43,6 @@ from honed.job import recovery
 from honed.job.database import Database
 from honed.job.job import State
 from honed.job.spool import Spool
-from honed.job.usage import Usage
 from honed.run.choice import choose_runner
 from honed.run.fetcher import FetchRunner
 from honed.run.runner import Runner
@@ -107,15 +103,6 @@ class Daemon:
         if probe is None:
             probe = device.probe if runner.name != "slurm" else lambda _: in_force().slurm.devices()
         self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
-        shares = Shares(
-            Usage(layout.usage_path),
-            in_force,
-            self._attempts.in_use,
-            lambda uid: self._housekeeper.num_bytes(uid),  # noqa: PLW0108 - it is made below
-        )
-        placement = Placement(
-            layout, in_force, self._attempts, Availability(self._spool, in_force, now=now), probe=probe, clock=clock
-        )
         self._dispatch = Dispatch(
             self._spool,
             self._database,
@@ -123,10 +110,11 @@ class Daemon:
             runner,
             self._intake.acceptance,
             self._attempts,
-            placement,
-            shares,
+            probe=probe,
+            num_bytes=lambda uid: self._housekeeper.num_bytes(uid),  # noqa: PLW0108 - it is made below
             group=JOBS_GROUP if systemd is not None else "",
             clock=clock,
+            now=now,
         )
         self._shutdown = Shutdown(self._attempts, self._dispatch.staged, in_force, drain=drain)
         self._publishing = Publishing(
