@@ -28,7 +28,7 @@ _WAITING = (State.QUEUED, State.HELD)
 
 
 class _Ready:
-    """Those of `jobs` that wait for nothing but a device, in order, by whether they want a GPU, and by user."""
+    """The order of those `jobs` that wait for nothing but a device, by whether they want a GPU, and by user."""
 
     def __init__(self, jobs: Mapping[int, Job], shares: Shares) -> None:
         self._jobs = jobs
