@@ -153,7 +153,7 @@ def test_what_the_daemon_knows_is_what_lies_on_the_disk_whatever_fails(tmp_path:
     workers = Workers(layout, chance)
     now = 0.0
     honed = Daemon(layout, Config(), runner=workers, probe=lambda _gpus: [device.cpu()], clock=lambda: now)
-    spool, backlog, attempts = honed._spool, honed._backlog, honed._attempts
+    spool, backlog, attempts = honed._spool, honed._dispatch.backlog, honed._attempts
     spool.recover()
     backlog.recover()
     dispatch = honed._dispatch
@@ -205,7 +205,7 @@ def test_what_the_daemon_knows_is_what_lies_on_the_disk_whatever_fails(tmp_path:
             assert {**waiting, **running} == {each: known[each] for each in {**waiting, **running}}
             assert backlog.num_queued == sum(job.state is State.QUEUED for job in known.values())
             assert not backlog._unsure
-            ready = sorted(place.job_id for places in backlog._ready[False].values() for place in places)
+            ready = sorted(job.id for jobs in backlog.first_ones(len(known)).values() for job in jobs)
             assert ready == sorted(
                 number
                 for number, job in waiting.items()
@@ -234,7 +234,7 @@ def test_a_job_whose_adjustments_cannot_be_written_waits_in_the_queue_and_is_the
     now = 0.0
     honed = Daemon(layout, Config(), runner=workers, probe=lambda _gpus: [device.cpu()], clock=lambda: now)
     honed._spool.recover()
-    honed._backlog.recover()
+    honed._dispatch.backlog.recover()
     job = admit(honed._spool, chance, State.QUEUED)
     assert job is not None
     in_the_way = layout.job(job.id).adjustments_path
@@ -243,7 +243,7 @@ def test_a_job_whose_adjustments_cannot_be_written_waits_in_the_queue_and_is_the
         honed._dispatch.start_next()
         honed._dispatch.settle()
     assert honed._attempts.running == {}
-    assert list(honed._backlog.jobs()) == list(honed._spool.all())
+    assert list(honed._dispatch.backlog.jobs()) == list(honed._spool.all())
     assert [(each.state, each.attempts) for each in honed._spool.all()] == [(State.QUEUED, ())]
     in_the_way.rmdir()
     now += 60.0

@@ -98,7 +98,8 @@ def test_the_next_job_waits_at_its_gate_until_the_device_is_free(busy: Instance)
     assert row["staged_at"]
     assert "staged" in busy.honectl("list", check=True).stdout
     assert "staged" in busy.honectl("show", str(job.id), check=True).stdout
-    wait_for(lambda: ">staged</span>" in busy.layout.index_path.read_text(), what="the index")
+    index = busy.layout.index_path
+    wait_for(lambda: index.exists() and ">staged</span>" in index.read_text(), what="the index")
     assert b">staged</span>" in JobList(Source(busy.layout)).page(query.ANYBODY, Choice(), "")
     pid = worker_of(busy, job)
     go(busy)

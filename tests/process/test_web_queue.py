@@ -77,5 +77,5 @@ def test_a_spool_asked_for_an_endless_number_says_nothing_of_damage(
 ) -> None:
     spool = Spool(Layout(tmp_path))
     assert spool.job(10**300) is None
-    assert spool.pruned("9" * 300) is None
+    assert spool.pruned.get("9" * 300) is None
     assert caplog.text == ""

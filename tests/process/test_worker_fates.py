@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from harness import HERE, Instance, wait_for
 
-from honed.daemon.attempts import MAX_FAILED_STEPS
+from honed.daemon.running import MAX_FAILED_STEPS
 from honed.job.job import State
 
 

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from honed.daemon.attempts import Attempts, Running
+from honed.daemon.attempts import Attempts
 from honed.daemon.placement import Placement
+from honed.daemon.running import Running
 from honed.daemon.staged import StagedWorkers, Worker
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile, RowNeeds

@@ -15,8 +15,9 @@ import math
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
-from honed.daemon.attempts import Attempts, Running
+from honed.daemon.attempts import Attempts
 from honed.daemon.placement import Placement
+from honed.daemon.running import Running
 from honed.job.job import Job
 from honed.system.device import Device
 

@@ -27,6 +27,64 @@ log = logging.getLogger(__name__)
 _WAITING = (State.QUEUED, State.HELD)
 
 
+class _Ready:
+    """The order of those `jobs` that wait for nothing but a device, by whether they want a GPU, and by user."""
+
+    def __init__(self, jobs: Mapping[int, Job], shares: Shares) -> None:
+        self._jobs = jobs
+        self._shares = shares
+        self._places: dict[int, Place] = {}  # by job number
+        self._queues: dict[bool, dict[int, list[Place]]] = {True: {}, False: {}}
+
+    def __contains__(self, job_id: int) -> bool:
+        return job_id in self._places
+
+    def put(self, job: Job) -> None:
+        self._places[job.id] = place = self._shares.place(job)
+        insort(self._queues[job.num_gpus > 0].setdefault(job.uid, []), place)
+
+    def drop(self, job: Job) -> None:
+        """Drop a job, if it is here."""
+        if (place := self._places.pop(job.id, None)) is not None:
+            queues = self._queues[job.num_gpus > 0]
+            del queues[job.uid][bisect_left(queues[job.uid], place)]
+            if not queues[job.uid]:
+                del queues[job.uid]
+
+    def reorder(self) -> None:
+        """Order the jobs by a new configuration."""
+        for job in [self._jobs[number] for number in self._places]:
+            self.drop(job)
+            self.put(job)
+
+    def in_order(
+        self,
+        for_gpu: Iterable[bool],
+        levels: Mapping[int, float],
+        but: Container[int],
+        spends: Callable[[int], float] | None,
+    ) -> Iterator[Job]:
+        """Yield the jobs as `Backlog.ready` tells."""
+        kinds = [self._queues[wants_gpu] for wants_gpu in for_gpu]
+        level = {uid: levels.get(uid, self._shares.usage.level(uid)) for of in kinds for uid in of}
+        places = {uid: merge(*(of.get(uid, ()) for of in kinds)) for uid in level}
+        for place in by_turns(places, level, self._shares.turn, but=but, spends=spends):
+            yield self._jobs[place.job_id]
+
+    def first_ones(self, number: int) -> dict[int, list[Job]]:
+        """Return the first jobs of each user, so many of each kind at most."""
+        found: dict[int, list[Job]] = {}
+        for queues in self._queues.values():
+            for uid, places in queues.items():
+                found.setdefault(uid, []).extend(self._jobs[place.job_id] for place in places[:number])
+        return found
+
+    def first_of(self, job: Job) -> Job | None:
+        """Return the first of the same user's jobs that want the same kind of device."""
+        places = self._queues[job.num_gpus > 0].get(job.uid)
+        return self._jobs[places[0].job_id] if places else None
+
+
 class Backlog:
     """The queued and held jobs. `shares` orders them, `has_room` tells whether the disk space that a job waits for is
     there; `clock` is monotonic seconds."""
@@ -48,9 +106,7 @@ class Backlog:
         self.dependencies = Dependencies(spool, database)
         self._jobs: dict[int, Job] = {}
         self._num_queued = 0
-        # places of jobs that wait for nothing but a device, in order, by whether they want a GPU, and by user
-        self._ready: dict[bool, dict[int, list[Place]]] = {True: {}, False: {}}
-        self._places: dict[int, Place] = {}  # job number → its place in _ready
+        self._ready = _Ready(self._jobs, shares)
         self._unplanned: set[int] = set()  # deferred jobs whose inputs exist
         self._users: dict[int, set[int]] = {}  # job number → the jobs here that depend on it
         self._unsure: set[int] = set()  # to be checked again
@@ -92,36 +148,24 @@ class Backlog:
         jobs that want a GPU, jobs that want none, or both. `levels`: of the users; others have what they were charged.
         `but`: users who are left out; it may grow meanwhile. `spends`: what the start of a job adds to its user's
         level; None where only the next one counts."""
-        kinds = [self._ready[wants_gpu] for wants_gpu in for_gpu]
-        level = {uid: levels.get(uid, self._shares.usage.level(uid)) for of in kinds for uid in of}
-        places = {uid: merge(*(of.get(uid, ()) for of in kinds)) for uid in level}
-        for place in by_turns(places, level, self._shares.turn, but=but, spends=spends):
-            yield self._jobs[place.job_id]
+        return self._ready.in_order(for_gpu, levels, but, spends)
 
     def is_ready(self, job_id: int) -> bool:
         """Return True if a job waits for nothing but a device."""
         self.look_again()
-        return job_id in self._places
+        return job_id in self._ready
 
     def first_ones(self, number: int) -> dict[int, list[Job]]:
         """Return the first jobs of each user that wait for nothing but a device, so many of each kind at most."""
-        found: dict[int, list[Job]] = {}
-        for of in self._ready.values():
-            for uid, places in of.items():
-                found.setdefault(uid, []).extend(self._jobs[place.job_id] for place in places[:number])
-        return found
+        return self._ready.first_ones(number)
 
     def first_of(self, job: Job) -> Job | None:
         """Return the first of the same user's jobs that wait for nothing but the same kind of device."""
-        places = self._ready[job.num_gpus > 0].get(job.uid)
-        return self._jobs[places[0].job_id] if places else None
+        return self._ready.first_of(job)
 
     def reorder(self) -> None:
         """Order the jobs by a new configuration."""
-        for number in list(self._places):
-            job = self._jobs[number]
-            self._unready(job)
-            self._make_ready(job)
+        self._ready.reorder()
 
     def unplanned(self) -> list[Job]:
         """Return the deferred jobs whose inputs exist by now, by number."""
@@ -136,10 +180,10 @@ class Backlog:
         """Return the seconds until a job may be tried again; 0 or less if it may be now."""
         return self._not_before.get(job.id, 0.0) - self._clock()
 
-    def next_retry_at(self) -> float | None:
-        """Return the earliest time at which a delayed retry may start; None without one."""
+    def next_retry_sec(self) -> float | None:
+        """Return the seconds until the first delayed retry may start; None without one."""
         now = self._clock()
-        return min((when for when in self._not_before.values() if when > now), default=None)
+        return min((when - now for when in self._not_before.values() if when > now), default=None)
 
     def all_wait_for_a_person(self) -> bool:
         """Return True if no job here will start by itself."""
@@ -198,24 +242,13 @@ class Backlog:
         self._num_queued -= job.state is State.QUEUED
         self._unsure.discard(job_id)
         self._short.discard(job_id)
-        self._unready(job)
+        self._unplanned.discard(job_id)
+        self._ready.drop(job)
         for before in self.dependencies.of(job):
             if (users := self._users.get(before.id)) is not None:
                 users.discard(job_id)
                 if not users:
                     del self._users[before.id]
-
-    def _unready(self, job: Job) -> None:
-        self._unplanned.discard(job.id)
-        if (place := self._places.pop(job.id, None)) is not None:
-            ready = self._ready[job.num_gpus > 0]
-            del ready[job.uid][bisect_left(ready[job.uid], place)]
-            if not ready[job.uid]:
-                del ready[job.uid]
-
-    def _make_ready(self, job: Job) -> None:
-        self._places[job.id] = place = self._shares.place(job)
-        insort(self._ready[job.num_gpus > 0].setdefault(job.uid, []), place)
 
     def delay(self, job: Job, seconds: float) -> None:
         """Delay the next start of a job that ran, or could not be started, if it is to run again."""
@@ -260,8 +293,9 @@ class Backlog:
             self.dependencies.look_at_held(job)
             return
         is_free = not job.depends_on or self.dependencies.are_met(job)
-        self._unready(job)
+        self._unplanned.discard(job.id)
+        self._ready.drop(job)
         if is_free and job.is_deferred:
             self._unplanned.add(job.id)
         elif is_free:
-            self._make_ready(job)
+            self._ready.put(job)

@@ -106,7 +106,7 @@ class Dependencies:
         for reference in job.depends_on:
             found = self._find(reference)
             if found is None and not self._had_succeeded(reference, job):
-                pruned = self._spool.pruned(reference)
+                pruned = self._spool.pruned.get(reference)
                 ended = (
                     f"({pruned.name}), which {query.words_of_pruned(pruned)}" if pruned else "which no longer exists"
                 )
@@ -117,7 +117,7 @@ class Dependencies:
 
     def _had_succeeded(self, reference: str, job: Job) -> bool:
         """Return True if a pruned job had met this dependency: it succeeded, and its files are not needed."""
-        pruned = self._spool.pruned(reference)
+        pruned = self._spool.pruned.get(reference)
         return pruned is not None and pruned.state is State.SUCCEEDED and pruned.id not in job.inputs.values()
 
     def _hold(self, job: Job, blocking: Sequence[_Blocking]) -> None:

@@ -14,23 +14,29 @@ from collections.abc import Callable, Iterable, Iterator
 from honed.daemon.ahead import Ahead
 from honed.daemon.arrivals.acceptance import Acceptance
 from honed.daemon.attempts import Attempts
+from honed.daemon.availability import Availability
 from honed.daemon.backfill import Backfill, Choice
 from honed.daemon.backlog import Backlog
 from honed.daemon.editing import Editing
 from honed.daemon.fencing import RETRY_SEC, Fence
+from honed.daemon.halving import Halvings
 from honed.daemon.placement import Placement
 from honed.daemon.plans import Plans
 from honed.daemon.preempting import Preempting
 from honed.daemon.shares import Shares
 from honed.daemon.staged import StagedWorkers
 from honed.job import unstage
+from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.progress import duration, gib
 from honed.job.shape import Wait
 from honed.job.spool import Spool
+from honed.job.usage import Usage
+from honed.run.runner import Runner
 from honed.spec.config import Config
 from honed.system import durable, training
+from honed.system.device import Device
 from honed.system.error import InternalError, said
 
 log = logging.getLogger(__name__)
@@ -200,46 +206,74 @@ class Selection:
         return "it is about to start, or jobs of other users come first: by their class, or as they have used less"
 
 
+class _Grace:
+    """The time for which a free device waits for arrivals that are being taken."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._free_since: float | None = None
+
+    def is_on(self) -> bool:
+        """Return True if a device that is free now has not been so for long."""
+        now = self._clock()
+        self._free_since = self._free_since if self._free_since is not None else now
+        return now - self._free_since < ARRIVAL_GRACE_SEC
+
+    def end(self) -> None:
+        """Note that no device is free, or that a job starts there."""
+        self._free_since = None
+
+
 class Dispatch:
     """Starts jobs on free devices, and takes them back; each stage on the way is an attribute.
 
-    `unfinished` returns all jobs that are queued, held or running.
+    `probe` returns the devices, `num_bytes` the bytes of a user's job directories; `group`: the control group of
+    the workers, if they have one of their own; `clock` is monotonic seconds, `now` seconds since the epoch.
     """
 
     def __init__(
         self,
         spool: Spool,
+        database: Database,
         config: Callable[[], Config],
+        runner: Runner,
         acceptance: Acceptance,
         attempts: Attempts,
-        backlog: Backlog,
-        placement: Placement,
-        fence: Fence,
-        shares: Shares,
-        staged: StagedWorkers,
-        ahead: Ahead,
-        editing: Editing,
         *,
-        unfinished: Callable[[], Iterable[Job]],
-        is_stopping: Callable[[], bool],
+        probe: Callable[[list[int] | None], list[Device]],
+        num_bytes: Callable[[int], int],
+        group: str,
         clock: Callable[[], float],
+        now: Callable[[], float],
     ) -> None:
+        layout = spool.layout
         self._spool = spool
         self._config = config
         self._attempts = attempts
-        self._backlog = backlog
-        self._shares = shares
-        self._unfinished = unfinished
-        self._is_stopping = is_stopping
-        self._clock = clock
-        self._free_since: float | None = None
-        self.placement = placement
-        self.fence = fence
-        self.staged = staged
-        self._ahead = ahead
-        self.plans = Plans(spool, backlog, placement, acceptance, editing)
-        self.selection = Selection(spool, config, attempts, backlog, self.plans, placement, shares, staged)
+        self._shares = shares = Shares(Usage(layout.usage_path), config, attempts.in_use, num_bytes)
+        self._grace = _Grace(clock)
+        availability = Availability(spool, config, now=now)
+        self.placement = placement = Placement(layout, config, attempts, availability, probe=probe, clock=clock)
+        self.fence = Fence(spool, runner, clock=clock, interval=lambda: config().spool.rescan_interval_sec)
+        self.staged = StagedWorkers(layout, spool, config, runner, attempts, clock=clock)
+        self._ahead = Ahead(layout, self.staged, config, attempts, placement, group=group, clock=clock)
+        self.backlog = Backlog(spool, database, shares, has_room=attempts.has_room, clock=clock)
+        editing = Editing(spool, database, acceptance, self.backlog, placement)
+        self.plans = Plans(spool, self.backlog, placement, acceptance, editing)
+        self.selection = Selection(spool, config, attempts, self.backlog, self.plans, placement, shares, self.staged)
         self._preempting = Preempting(config, attempts, placement, shares, self.selection)
+        self.halvings = Halvings(spool, database, attempts)
+
+    def unfinished(self) -> Iterator[Job]:
+        """Yield all jobs that are queued, held or running."""
+        yield from self.backlog.jobs()
+        yield from (running.job for running in self._attempts.running.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing runs or is staged, and no job that waits will start by itself."""
+        is_busy = self._attempts.running or len(self.staged)
+        return not is_busy and self.backlog.all_wait_for_a_person()
 
     def patience(self) -> float:
         """Return the seconds until a step is due."""
@@ -248,16 +282,16 @@ class Dispatch:
             waits.append(RETRY_SEC)
         if self._attempts.running or len(self.staged):
             waits.append(self._config().jobs.poll_interval_sec)
-        if self._backlog.num_queued and not self._spool.is_paused:
+        if self.backlog.num_queued and not self._spool.is_paused:
             waits.append(self.placement.probe_interval_sec)
-        if (retry_at := self._backlog.next_retry_at()) is not None:
-            waits.append(retry_at - self._clock())
+        if (retry_sec := self.backlog.next_retry_sec()) is not None:
+            waits.append(retry_sec)
         return min(waits)
 
     def recover(self) -> None:
         """Take up the queue, and the use of the devices as far as it was not counted. Raises OSError."""
         self._shares.recover(self._spool.all_jobs().values())
-        self._backlog.recover()
+        self.backlog.recover()
         self.plans.editing.recover()
         self.staged.recover()
         self.staged.take_over(self.fence.staged)
@@ -271,14 +305,14 @@ class Dispatch:
         if settled:
             self.placement.hurry()
         for job in put_back:
-            self._backlog.delay(job, NOT_NOW_SEC)
+            self.backlog.delay(job, NOT_NOW_SEC)
             self.fence.doubt()
             self.staged.give_up(job)
         for job in settled:
-            self._backlog.delay(job, self._retry_delay_sec(job))
+            self.backlog.delay(job, self._retry_delay_sec(job))
         for job in settled:
             if job.state is State.SUCCEEDED:
-                unstage.remove_copies(self._spool.layout, job, self._unfinished())
+                unstage.remove_copies(self._spool.layout, job, self.unfinished())
         self._shares.usage.flush()  # last: on a full disk it raises, and is written later
 
     def _retry_delay_sec(self, job: Job) -> float:
@@ -294,14 +328,14 @@ class Dispatch:
         try:
             self.plans.settle()
         finally:
-            if not self._is_stopping():
+            if not self._attempts.is_stopping:
                 self.plans.ask_deferred()
 
     def vacate(self) -> None:
         """Preempt the jobs on devices whose hours have ended, or that were drained at once, and those that have to make
         room for jobs of a higher class."""
         self.placement.availability.expire()
-        if not self._is_stopping():
+        if not self._attempts.is_stopping:
             for job_id, reason in list(self.placement.overstays()):
                 self._attempts.preempt(job_id, reason)
             if not (self._spool.is_paused or self.fence.fault or training.is_missing()):
@@ -320,14 +354,14 @@ class Dispatch:
         """Start what can be started; nothing while it is not known which workers live."""
         if self.fence.is_due or self.fence.fault or training.is_missing():
             return
-        while not self._is_stopping() and not self._spool.is_paused and not self.selection.is_full:
+        while not self._attempts.is_stopping and not self._spool.is_paused and not self.selection.is_full:
             chosen = self.selection.next_that_fits()
             if chosen is None:
-                self._free_since = None
+                self._grace.end()
                 return
-            if self._must_wait_for_arrivals():
-                return
-            self._free_since = None
+            if self._grace.is_on() and self.plans.acceptance.is_busy:
+                return  # an arrival that is being accepted may be more urgent
+            self._grace.end()
             self._start(chosen)
 
     def settle_staged(self) -> None:
@@ -336,14 +370,15 @@ class Dispatch:
 
     def stage_next(self) -> None:
         """Have the jobs that are next prepare while the devices are busy."""
-        may_stage = not (self._is_stopping() or self._spool.is_paused or self.fence.fault or training.is_missing())
+        may_stage = not (
+            self._attempts.is_stopping or self._spool.is_paused or self.fence.fault or training.is_missing()
+        )
         self._ahead.tend(self.selection, may_stage=may_stage)
 
-    def _must_wait_for_arrivals(self) -> bool:
-        """Return True if an arrival that is being accepted may be more urgent than the job that could start now."""
-        now = self._clock()
-        self._free_since = self._free_since if self._free_since is not None else now
-        return self.plans.acceptance.is_busy and now - self._free_since < ARRIVAL_GRACE_SEC
+    def tend_spares(self) -> None:
+        """Make the spare workers that are to be there, and end the others."""
+        may_make = not (self._attempts.is_stopping or training.is_missing())
+        self._attempts.spares.tend(may_make=may_make, num_busy=len(self._attempts.running) + len(self.staged))
 
     def _start(self, choice: Choice) -> None:
         """Start a job. After an error, e.g. a full disk, it is still in queued/."""
@@ -354,7 +389,7 @@ class Dispatch:
         except (OSError, ValueError, KeyError, TypeError) as error:
             if durable.machine_fault(error):
                 raise
-            self._backlog.fail(
+            self.backlog.fail(
                 job, InternalError(f"its plan cannot be read: {said(error)}", hint="submit the job again")
             )
         else:

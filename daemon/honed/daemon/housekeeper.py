@@ -99,7 +99,7 @@ class Pruning:
 
     def find_leftovers(self) -> Iterator[None]:
         """Find the work that an earlier daemon had begun, a piece at a time."""
-        pruned = self._spool.pruned_ids()
+        pruned = self._spool.pruned.ids()
         yield
         known = {path.name for path in self._layout.jobs_dir.iterdir()}
         self._rows += sorted(number for number in pruned if str(number) in known)
@@ -116,7 +116,7 @@ class Pruning:
                 self._removals.want(f"checkpoints:{name}")
             yield
         gone = sorted(number for number in pruned if str(number) not in known)
-        self._spool.forget_pruned(set(gone[:-MAX_REMEMBERED]))
+        self._spool.pruned.forget(set(gone[:-MAX_REMEMBERED]))
 
     def tend(self, now: float) -> None:
         """Delete a bite of the pruned jobs' rows."""
@@ -138,7 +138,7 @@ class Pruning:
             self._retry[number] = now + RETRY_SEC
         self._rows.pop(0)
         self._database.moved.add(number)  # the index no longer lists it
-        if number not in self._retry and self._spool.is_pruned(number):
+        if number not in self._retry and self._spool.pruned.has(number):
             self._removals.want(f"job:{number}")
 
 
@@ -392,7 +392,7 @@ class Housekeeper:
         found: dict[str, Removed] = {}
         for number in numbers:
             item = f"{kind}:{number}"
-            job = self._spool.pruned(number) or self._spool.job(number)
+            job = self._spool.pruned.get(number) or self._spool.job(number)
             if job is not None and not asker.may_read(job):
                 continue
             if not self._removals.is_pending(item) and not self._pruning.has_rows(number):

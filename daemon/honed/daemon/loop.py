@@ -21,44 +21,34 @@ import signal
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from honed import __version__
 from honed.daemon import verbs
-from honed.daemon.ahead import JOBS_GROUP, Ahead
+from honed.daemon.ahead import JOBS_GROUP
 from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
-from honed.daemon.availability import Availability
-from honed.daemon.backlog import Backlog
 from honed.daemon.dispatch import Dispatch
-from honed.daemon.editing import Editing
-from honed.daemon.fencing import Fence
-from honed.daemon.halving import Halvings
 from honed.daemon.health import Health, start_again_later
 from honed.daemon.housekeeper import Housekeeper
-from honed.daemon.maintenance import Maintenance
-from honed.daemon.placement import Placement
 from honed.daemon.publishing import Publishing
 from honed.daemon.rebuild import catch_up, rebuild, tend
-from honed.daemon.shares import Shares
 from honed.daemon.signals import Configuration, Shutdown
-from honed.daemon.staged import StagedWorkers
 from honed.daemon.status import Status
 from honed.daemon.verbs import Answers
 from honed.daemon.wake import Wake
 from honed.job import recovery
 from honed.job.database import Database
-from honed.job.job import Job, State
+from honed.job.job import State
 from honed.job.spool import Spool
-from honed.job.usage import Usage
 from honed.run.choice import choose_runner
 from honed.run.fetcher import FetchRunner
 from honed.run.runner import Runner
 from honed.spec import config
 from honed.spec.config import Config
-from honed.system import device, durable, message, training
+from honed.system import device, durable, message
 from honed.system import layout as layouts
 from honed.system import log as logs
 from honed.system.device import Device
@@ -113,42 +103,25 @@ class Daemon:
         if probe is None:
             probe = device.probe if runner.name != "slurm" else lambda _: in_force().slurm.devices()
         self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
-        self._halvings = Halvings(self._spool, self._database, self._attempts)
-        shares = Shares(
-            Usage(layout.usage_path),
-            in_force,
-            self._attempts.in_use,
-            lambda uid: self._housekeeper.num_bytes(uid),  # noqa: PLW0108 - it is made below
-        )
-        placement = Placement(
-            layout, in_force, self._attempts, Availability(self._spool, in_force, now=now), probe=probe, clock=clock
-        )
-        staged = StagedWorkers(layout, self._spool, in_force, runner, self._attempts, clock=clock)
-        group = JOBS_GROUP if systemd is not None else ""
-        ahead = Ahead(layout, staged, in_force, self._attempts, placement, group=group, clock=clock)
-        self._shutdown = Shutdown(self._attempts, staged, in_force, drain=drain)
-        self._backlog = Backlog(self._spool, self._database, shares, has_room=self._attempts.has_room, clock=clock)
         self._dispatch = Dispatch(
             self._spool,
+            self._database,
             in_force,
+            runner,
             self._intake.acceptance,
             self._attempts,
-            self._backlog,
-            placement,
-            Fence(self._spool, runner, clock=clock, interval=lambda: in_force().spool.rescan_interval_sec),
-            shares,
-            staged,
-            ahead,
-            Editing(self._spool, self._database, self._intake.acceptance, self._backlog, placement),
-            unfinished=self._unfinished,
-            is_stopping=lambda: self._shutdown.is_asked,
+            probe=probe,
+            num_bytes=lambda uid: self._housekeeper.num_bytes(uid),  # noqa: PLW0108 - it is made below
+            group=JOBS_GROUP if systemd is not None else "",
             clock=clock,
+            now=now,
         )
+        self._shutdown = Shutdown(self._attempts, self._dispatch.staged, in_force, drain=drain)
         self._publishing = Publishing(
             layout, config, self._database, self._attempts, self._spool, self._dispatch.selection.queue, clock=clock
         )
         self._housekeeper = Housekeeper(
-            layout, config, self._spool, self._database, self._unfinished, self._attempts.rows, clock=clock
+            layout, config, self._spool, self._database, self._dispatch.unfinished, self._attempts.rows, clock=clock
         )
         self._status = Status(
             self._notifier,
@@ -158,7 +131,7 @@ class Daemon:
             self._spool,
             self._intake,
             self._attempts,
-            self._backlog,
+            self._dispatch.backlog,
             self._dispatch.placement,
         )
         self._answers = Answers(
@@ -170,19 +143,12 @@ class Daemon:
                 self._database,
                 self._intake,
                 self._attempts,
-                self._backlog,
                 self._housekeeper,
                 self._status,
-                Maintenance(self._spool, self._dispatch.placement),
-                self._dispatch.selection,
-                self._dispatch.plans.editing,
+                self._dispatch,
             ),
             self._wake,
         )
-
-    def _unfinished(self) -> Iterable[Job]:
-        yield from self._backlog.jobs()
-        yield from (item.job for item in self._attempts.running.values())
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -218,14 +184,14 @@ class Daemon:
                 self._dispatch.settle,
                 self._dispatch.settle_staged,
                 self._attempts.follow,
-                self._halvings.tend,
+                self._dispatch.halvings.tend,
                 self._take_arrivals,
                 self._dispatch.plan_deferred,
                 self._dispatch.look_around,
                 self._dispatch.vacate,
                 self._dispatch.start_next,
                 self._dispatch.stage_next,
-                self._tend_spares,
+                self._dispatch.tend_spares,
                 self._attempts.enforce,
                 self._publishing.notices.tend,
                 self._publishing.tend_sender,
@@ -254,10 +220,9 @@ class Daemon:
         return max(0.0, self._health.pause(), min(waits))
 
     def _is_over(self) -> bool:
-        if self._shutdown.is_asked or self._attempts.running:
+        if self._shutdown.is_asked:
             return self._shutdown.is_over
-        is_idle = self._intake.is_empty and not len(self._dispatch.staged) and self._backlog.all_wait_for_a_person()
-        return self._shutdown.is_drain and is_idle
+        return self._shutdown.is_drain and self._intake.is_empty and self._dispatch.is_idle
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
@@ -276,7 +241,7 @@ class Daemon:
         self._dispatch.recover()
         for job in list(self._spool.jobs(State.RUNNING)):
             self._attempts.adopt(job)
-        self._intake.start(self._backlog.jobs())
+        self._intake.start(self._dispatch.backlog.jobs())
         with contextlib.suppress(OSError):  # the notices are sent now, or in a turn of the loop
             self._publishing.notices.tend()
         self._publishing.tend_sender()  # rows may wait although there is nothing else to do
@@ -320,7 +285,7 @@ class Daemon:
             self._housekeeper.reload(self._configuration.get())
             self._intake.reload()
             self._answers.reload()
-            self._backlog.reorder()
+            self._dispatch.backlog.reorder()
             self._dispatch.placement.reload()
             self._publishing.reload(self._configuration.get())
             log.info("configuration reloaded", extra=about(message=message.RELOADED))
@@ -334,11 +299,6 @@ class Daemon:
             if (job := self._spool.job(number)) is not None:
                 self._database.put_job(job)
                 self._attempts.spares.see(job.uid)
-
-    def _tend_spares(self) -> None:
-        may_make = not (self._shutdown.is_asked or training.is_missing())
-        num_busy = len(self._attempts.running) + len(self._dispatch.staged)
-        self._attempts.spares.tend(may_make=may_make, num_busy=num_busy)
 
 
 def parser() -> argparse.ArgumentParser:

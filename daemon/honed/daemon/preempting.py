@@ -13,9 +13,10 @@ from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from honed.daemon.attempts import Attempts, Running
+from honed.daemon.attempts import Attempts
 from honed.daemon.fencing import UNKNOWN_DEVICE
 from honed.daemon.placement import Placement
+from honed.daemon.running import Running
 from honed.daemon.shares import Shares
 from honed.job.entitlement import class_of
 from honed.job.job import Job

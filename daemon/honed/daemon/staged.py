@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from honed.daemon.attempts import (
+from honed.daemon.attempts import Attempts
+from honed.daemon.running import (
     MAX_UNREAD,
-    Attempts,
     clear,
     is_of_job,
     keys_of,
@@ -63,6 +63,26 @@ class Worker:
     ended: Exit | None = None  #: kept until it is settled: the runner tells it once
     is_told: bool = False  #: the machine's fault that keeps it from being settled was logged
     was_killed: bool = False
+
+    def is_stuck(self, now: float) -> bool:
+        """Return True if it should have ended long ago."""
+        since = self.asked_at if self.asked_at is not None else self.ended_at
+        return since is not None and now - since >= MAX_END_SEC
+
+    def look(self, runner: Runner, now: float) -> None:
+        """Look whether it has ended."""
+        if self.ended is None and (ended := runner.poll(self.job_id)) is not None:
+            self.ended, self.ended_at = ended, now
+
+    def end(self, runner: Runner, now: float) -> None:
+        """Ask it to end, and kill it if it does not."""
+        if self.kill_at is None:
+            self.asked_at, self.kill_at = now, now + CANCEL_TIMEOUT_SEC
+            runner.stop(self.job_id)
+        elif now >= self.kill_at:
+            self.kill_at = now + DUMP_SEC
+            runner.kill(self.job_id, shim_too=self.was_killed)
+            self.was_killed = True
 
 
 class StagedWorkers:
@@ -112,8 +132,7 @@ class StagedWorkers:
     def is_stuck(self, job_id: int) -> bool:
         """Return True if a job's staged worker should have ended long ago: others need not wait for that job."""
         worker = self._workers.get(job_id)
-        since = None if worker is None else worker.asked_at if worker.asked_at is not None else worker.ended_at
-        return since is not None and self._clock() - since >= MAX_END_SEC
+        return worker is not None and worker.is_stuck(self._clock())
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -196,11 +215,11 @@ class StagedWorkers:
         could start now, so that what its worker found wrong is the job's end."""
         for number, worker in list(self._workers.items()):
             try:
-                self._look_at(worker)
+                worker.look(self._runner, self._clock())
                 if worker.ended is not None:
                     self._settle(worker, worker.ended, may_fail)
                 elif not self.is_wanted(worker):
-                    self._end(worker)
+                    worker.end(self._runner, self._clock())
             except Exception as problem:  # noqa: BLE001 - the others are settled all the same, and this one in the next turn
                 worker.num_failed += 1
                 if not worker.is_told:
@@ -212,12 +231,8 @@ class StagedWorkers:
         worker = self._workers.get(job.id)
         if worker is None or not self.is_wanted(worker):
             return None
-        self._look_at(worker)
+        worker.look(self._runner, self._clock())
         return worker.staged if worker.ended is None else None
-
-    def _look_at(self, worker: Worker) -> None:
-        if worker.ended is None and (ended := self._runner.poll(worker.job_id)) is not None:
-            worker.ended, worker.ended_at = ended, self._clock()
 
     def forget(self, job: Job) -> None:
         """Leave a job's staged worker to the attempt that has started with it."""
@@ -227,7 +242,7 @@ class StagedWorkers:
         """End the workers that do not continue without honed; call it in each turn until there are none."""
         for number, worker in self._workers.items():
             if not self._is_left(number):
-                self._end(worker)
+                worker.end(self._runner, self._clock())
                 self.give_back(worker)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
@@ -251,17 +266,6 @@ class StagedWorkers:
 
     def _is_left(self, job_id: int) -> bool:
         return self._config().jobs.on_stop == "leave" and self._runner.is_supervised(job_id)
-
-    def _end(self, worker: Worker) -> None:
-        """Ask a worker to end, and kill it if it does not."""
-        now = self._clock()
-        if worker.kill_at is None:
-            worker.asked_at, worker.kill_at = now, now + CANCEL_TIMEOUT_SEC
-            self._runner.stop(worker.job_id)
-        elif now >= worker.kill_at:
-            worker.kill_at = now + DUMP_SEC
-            self._runner.kill(worker.job_id, shim_too=worker.was_killed)
-            worker.was_killed = True
 
     def give_back(self, worker: Worker, *, for_good: bool = False) -> None:
         """Take the worker out of its job's entry: it ends, and the job may be staged again, unless `for_good`."""

@@ -13,10 +13,8 @@ from typing import Any
 from honed.daemon.arrivals.intake import Intake
 from honed.daemon.arrivals.submission import submit
 from honed.daemon.attempts import Attempts
-from honed.daemon.backlog import Backlog
 from honed.daemon.changes import Changes
-from honed.daemon.dispatch import Selection
-from honed.daemon.editing import Editing
+from honed.daemon.dispatch import Dispatch
 from honed.daemon.housekeeper import Housekeeper
 from honed.daemon.maintenance import Maintenance
 from honed.daemon.reading import Reading
@@ -61,17 +59,15 @@ def table(
     database: Database,
     intake: Intake,
     attempts: Attempts,
-    backlog: Backlog,
     housekeeper: Housekeeper,
     status: Status,
-    maintenance: Maintenance,
-    selection: Selection,
-    editing: Editing,
+    dispatch: Dispatch,
 ) -> dict[str, Verb]:
-    """Return the verbs by name. `selection` knows why a queued job does not run, and the order of the queue."""
+    """Return the verbs by name."""
+    selection, editing, maintenance = dispatch.selection, dispatch.plans.editing, Maintenance(spool, dispatch.placement)
     fetches, incoming = intake.acceptance.fetches, intake.acceptance.incoming
     reading = Reading(layout, spool, fetches, selection.waits_for, selection.queue)
-    changes = Changes(layout, spool, database, fetches, attempts, backlog, housekeeper, reading)
+    changes = Changes(layout, spool, database, fetches, attempts, dispatch.backlog, housekeeper, reading)
     changing = partial(Verb, Right.OWNER, find=changes.job)
     return {
         "list": Verb(Right.ANYBODY, reading.list_jobs),

@@ -127,7 +127,7 @@ class Numbers:
 
     def _max_id(self) -> int:
         numbers = [int(path.name) for path in self._spool.layout.jobs_dir.iterdir() if path.name.isdecimal()]
-        return max([*numbers, *self._spool.pruned_ids(), *self._spool.all_jobs()], default=0)
+        return max([*numbers, *self._spool.pruned.ids(), *self._spool.all_jobs()], default=0)
 
 
 class _Leftovers:
@@ -237,7 +237,7 @@ class Arrivals:
 
     def num_submitted(self, uid: int) -> int:
         """Count one user's files from the control socket that are neither jobs nor rejected yet."""
-        return sum(submitter == uid for _, submitter, _ in self._places())
+        return sum(submitter == uid for _, submitter, _ in _places(self._spool.claimed_dir))
 
     def num_queued(self, uid: int) -> int:
         """Return the number of one user's queued jobs."""
@@ -313,7 +313,7 @@ class Arrivals:
 
         The reason quotes the job file, so only the person who submitted it may read it.
         """
-        target, other = self._rejected_paths(claim)
+        target, other = _rejected_paths(self._spool.rejected_dir, claim)
         if os.path.lexists(target) or len(os.fsencode(claim.name)) + len(".reason") + len("..tmp") > MAX_NAME_BYTES:
             target = other
         reason_path = target.with_name(target.name + ".reason")
@@ -330,12 +330,6 @@ class Arrivals:
             self._leftovers.remove(claim.path.parent, self._spool.job_layout(claim.id).dir)
         return target
 
-    def _rejected_paths(self, claim: Claim) -> tuple[Path, Path]:
-        """Return where a rejected file goes, and where it goes if that name is taken or too long."""
-        stem = os.fsdecode(os.fsencode(claim.path.stem)[:180]).encode(errors="replace").decode()
-        directory = self._spool.rejected_dir
-        return directory / claim.name, directory / f"{stem}.{claim.id}{claim.path.suffix[:16]}"
-
     def accepted(self, claim: Claim) -> Job | None:
         """Return the job that a claimed arrival became, if its entry was renamed before a later step failed."""
         job = self._spool.entries.get(claim.id)
@@ -343,33 +337,20 @@ class Arrivals:
             if claim.path.exists():  # otherwise the entry was already durable when the file was removed
                 durable.sync_dir(self._spool.state_dir(job.state))
             with contextlib.suppress(OSError):  # the next start removes what is left
-                self._drop(claim)
+                _drop(claim)
             self._spool.note(job)
         return job
-
-    def _drop(self, claim: Claim) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            claim.path.unlink()
-            durable.sync_dir(claim.path.parent)
-        with contextlib.suppress(FileNotFoundError):
-            claim.path.parent.rmdir()
 
     def claims(self, *, but: Container[int] = (), limit: int | None = None) -> list[Claim]:
         """Return up to `limit` arrivals that are claimed but neither accepted nor rejected, skipping those in `but`."""
         found: list[Claim] = []
-        for number, submitter, place in sorted(self._places(), key=lambda each: each[0]):
+        for number, submitter, place in sorted(_places(self._spool.claimed_dir), key=lambda each: each[0]):
             if limit is not None and len(found) >= limit:
                 break
             if number not in but and place.is_dir():
                 names = [path for path in place.iterdir() if not path.name.startswith(".")]
                 found += [Claim(number, path, submitter, place.stat().st_mtime) for path in names]
         return found
-
-    def _places(self) -> Iterator[tuple[int, int | None, Path]]:
-        """Yield each claim's directory as (number, submitter, path)."""
-        for name in names_in(self._spool.claimed_dir):
-            if match := PLACE.fullmatch(name):
-                yield int(match[1]), int(match[2]) if match[2] else None, self._spool.claimed_dir / name
 
     # -- recovery -----------------------------------------------------------------------------------------------------
 
@@ -380,7 +361,7 @@ class Arrivals:
         for name in names_in(self._spool.claimed_dir):
             if not PLACE.fullmatch(name) or not (self._spool.claimed_dir / name).is_dir():
                 log.warning("%s: not created by honed; left alone", self._spool.claimed_dir / name)
-        for number, submitter, place in self._places():
+        for number, submitter, place in _places(self._spool.claimed_dir):
             if not place.is_dir():
                 continue
             for path in place.glob(".*.tmp"):  # its submitter never got a success reply
@@ -389,38 +370,61 @@ class Arrivals:
             if not names:
                 place.rmdir()
             for path in names:
-                self._recover_claim(Claim(number, path, submitter))
-        self._drop_refused()
+                _recover_claim(self._spool, Claim(number, path, submitter))
+        _drop_refused(self._spool)
         self._numbers.check()
 
-    def _recover_claim(self, claim: Claim) -> None:
-        # After a power cut both names of a rename between directories can exist; the same inode is the same arrival.
-        arrival = self._spool.incoming_dir / claim.name
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(arrival.lstat(), claim.path.lstat()) and not claim.path.is_dir():
-                arrival.unlink()
-                durable.sync_dir(self._spool.incoming_dir)
-        for path in self._rejected_paths(claim):  # the same for a rejection, whose reason names the arrival
-            with contextlib.suppress(FileNotFoundError):
-                is_same = os.path.samestat(path.lstat(), claim.path.lstat()) and not claim.path.is_dir()
-                if is_same and (found := refused(path)) is not None and found[0] == claim.id:
-                    durable.sync_dir(self._spool.rejected_dir)
-                    self._drop(claim)
-        if self._spool.job(claim.id) is not None:  # accepted; the crash came before the claimed file was removed
-            self._drop(claim)
 
-    def _drop_refused(self) -> None:
-        """Remove directories of rejected arrivals that a crash left behind: those that hold only the spec."""
-        kept = {name.partition(".")[0] for state in State for name in names_in(self._spool.state_dir(state))}
-        kept |= {str(number) for number, _, _ in self._places()} | set(map(str, self._spool.pruned_ids()))
-        for name in names_in(self._spool.layout.jobs_dir):
-            path = self._spool.layout.jobs_dir / name
-            if (
-                name.isdecimal()
-                and name not in kept
-                and all(each.name.startswith(("spec.", ".spec.")) for each in path.iterdir())
-            ):
-                shutil.rmtree(path, ignore_errors=True)
+def _places(claimed_dir: Path) -> Iterator[tuple[int, int | None, Path]]:
+    """Yield each claim's directory as (number, submitter, path)."""
+    for name in names_in(claimed_dir):
+        if match := PLACE.fullmatch(name):
+            yield int(match[1]), int(match[2]) if match[2] else None, claimed_dir / name
+
+
+def _rejected_paths(rejected_dir: Path, claim: Claim) -> tuple[Path, Path]:
+    """Return where a rejected file goes, and where it goes if that name is taken or too long."""
+    stem = os.fsdecode(os.fsencode(claim.path.stem)[:180]).encode(errors="replace").decode()
+    return rejected_dir / claim.name, rejected_dir / f"{stem}.{claim.id}{claim.path.suffix[:16]}"
+
+
+def _drop(claim: Claim) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        claim.path.unlink()
+        durable.sync_dir(claim.path.parent)
+    with contextlib.suppress(FileNotFoundError):
+        claim.path.parent.rmdir()
+
+
+def _recover_claim(spool: Spool, claim: Claim) -> None:
+    # After a power cut both names of a rename between directories can exist; the same inode is the same arrival.
+    arrival = spool.incoming_dir / claim.name
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(arrival.lstat(), claim.path.lstat()) and not claim.path.is_dir():
+            arrival.unlink()
+            durable.sync_dir(spool.incoming_dir)
+    for path in _rejected_paths(spool.rejected_dir, claim):  # the same for a rejection, whose reason names the arrival
+        with contextlib.suppress(FileNotFoundError):
+            is_same = os.path.samestat(path.lstat(), claim.path.lstat()) and not claim.path.is_dir()
+            if is_same and (found := refused(path)) is not None and found[0] == claim.id:
+                durable.sync_dir(spool.rejected_dir)
+                _drop(claim)
+    if spool.job(claim.id) is not None:  # accepted; the crash came before the claimed file was removed
+        _drop(claim)
+
+
+def _drop_refused(spool: Spool) -> None:
+    """Remove directories of rejected arrivals that a crash left behind: those that hold only the spec."""
+    kept = {name.partition(".")[0] for state in State for name in names_in(spool.state_dir(state))}
+    kept |= {str(number) for number, _, _ in _places(spool.claimed_dir)} | set(map(str, spool.pruned.ids()))
+    for name in names_in(spool.layout.jobs_dir):
+        path = spool.layout.jobs_dir / name
+        if (
+            name.isdecimal()
+            and name not in kept
+            and all(each.name.startswith(("spec.", ".spec.")) for each in path.iterdir())
+        ):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_finished(name: str) -> bool:

@@ -219,16 +219,16 @@ class Counters:
         """Begin at zero: what is there already is not counted."""
         self._values = _zero()
         self._marks = {job.id: Mark.of(job) for job in self._spool.catalog}
-        self._pruned = self._spool.pruned_ids()
+        self._pruned = self._spool.pruned.ids()
         self._rejected = set(self._refused()[0])
         self._is_behind = True
         self.tend(is_last=True)  # at once, as later nobody could tell what is not to be counted
 
     def _catch_up(self) -> None:
         """Count what happened between the last write and the end of the last daemon."""
-        pruned = self._spool.pruned_ids()
+        pruned = self._spool.pruned.ids()
         for number in pruned - self._pruned:
-            if (job := self._spool.pruned(number)) is not None:
+            if (job := self._spool.pruned.get(number)) is not None:
                 self._count(job)
         self._pruned |= pruned
         for job in self._spool.catalog:

@@ -100,7 +100,7 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
     if reference.isdecimal() and len(reference) <= MAX_DIGITS and (job := spool.job(int(reference))) is not None:
         return job
     named = [job for job in spool.named(reference) if asker.may_read(job)]
-    if not named and (pruned := spool.pruned(reference)) is not None and asker.may_read(pruned):
+    if not named and (pruned := spool.pruned.get(reference)) is not None and asker.may_read(pruned):
         raise UsageError(f"job {pruned.id} ({pruned.name}) {words_of_pruned(pruned)}", hint="submit its job file again")
     if not named and (members := [job for job in spool.all() if _is_of(job, reference) and asker.may_read(job)]):
         first, last = min(job.id for job in members), max(job.id for job in members)

@@ -74,7 +74,7 @@ def _lost(words: str) -> OSError:
 
 def rebuild(spool: Spool, job: Job) -> Job:
     """Make a job whose worker lives a running one, whatever its entry says, and even if it was pruned."""
-    spool.forget_pruned({job.id})
+    spool.pruned.forget({job.id})
     old = spool.job(job.id)
     revision = max(job.revision, old.revision if old is not None else 0) + 1
     rebuilt = dataclasses.replace(job, state=State.RUNNING, revision=revision)

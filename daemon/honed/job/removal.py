@@ -134,7 +134,7 @@ def _what_is_needed_last(name: str) -> bool:
 
 def remove_job(spool: Spool, layout: Layout, job_id: int) -> Count:
     """Remove all files of a pruned job, starting with the copies that `submit --stage` made for it."""
-    pruned = spool.pruned(job_id)
+    pruned = spool.pruned.get(job_id)
     if pruned is None:
         return Count(problem=f"job {job_id} is not pruned")
     unfinished = (job for state in (State.QUEUED, State.HELD, State.RUNNING) for job in spool.jobs(state))

@@ -114,6 +114,45 @@ class Entries:
                     yield job
 
 
+class Pruned:
+    """The last entries of pruned jobs, as far as they are still remembered."""
+
+    def __init__(self, spool_dir: Path) -> None:
+        self.dir = spool_dir / "pruned"
+
+    def path(self, job_id: int, state: State) -> Path:
+        return self.dir / f"{job_id}.{state}.json"
+
+    def _paths(self) -> list[Path]:
+        if not self.dir.is_dir():
+            return []
+        return [path for path in self.dir.iterdir() if path.name.partition(".")[0].isdecimal()]
+
+    def _places(self, job_id: int) -> list[Path]:
+        return [self.path(job_id, state) for state in State if state.is_final]
+
+    def ids(self) -> set[int]:
+        """Return the numbers of these jobs."""
+        return {int(path.name.partition(".")[0]) for path in self._paths()}
+
+    def has(self, job_id: int) -> bool:
+        return any(path.exists() for path in self._places(job_id))
+
+    def get(self, reference: int | str) -> Job | None:
+        """Return a job by its number, or the newest one with this name."""
+        paths = self._places(int(reference)) if str(reference).isdecimal() else self._paths()
+        found = [job for path in paths if (job := _read_pruned(path)) is not None]
+        return max(
+            (job for job in found if reference in {job.id, job.name, str(job.id)}), key=lambda job: job.id, default=None
+        )
+
+    def forget(self, job_ids: set[int]) -> None:
+        """Delete the last entries of jobs of which nothing else is left."""
+        for path in self._paths():
+            if int(path.name.partition(".")[0]) in job_ids:
+                path.unlink(missing_ok=True)
+
+
 class Spool:
     """One instance's spool, locked for the life of this object if `lock` is true."""
 
@@ -123,7 +162,7 @@ class Spool:
         self.incoming_dir = self.dir / "incoming"
         self.claimed_dir = self.dir / "claimed"
         self.rejected_dir = self.dir / "rejected"
-        self.pruned_dir = self.dir / "pruned"
+        self.pruned = Pruned(self.dir)
         self.ended_dir = self.dir / "ended"
         self.corrupt = Corrupt(self.dir)
         self.entries = Entries(self.dir)
@@ -133,7 +172,7 @@ class Spool:
             durable.make_dir(path)
         durable.make_dir(layout.jobs_dir)
         if lock:  # an older honed did not create them, and a reader may not
-            durable.make_dir(self.pruned_dir)
+            durable.make_dir(self.pruned.dir)
             durable.make_dir(self.ended_dir)
         self._lock_fd = self._take_lock() if lock else None
         self._catalog: Catalog | None = None
@@ -286,43 +325,13 @@ class Spool:
             assert job.state.is_final
             if job.id in self._begun:  # complete a failed change first: a copy of the entry may be in a third directory
                 self.annotate(job)
-            self.entries.path(job.id, job.state).rename(self.pruned_dir / f"{job.id}.{job.state}.json")
+            self.entries.path(job.id, job.state).rename(self.pruned.path(job.id, job.state))
             if self._catalog is not None:
                 self._catalog.drop(job.id)
-        for directory in [self.pruned_dir, *{self.state_dir(job.state) for job in jobs}]:
+        for directory in [self.pruned.dir, *{self.state_dir(job.state) for job in jobs}]:
             durable.sync_dir(directory)
         for job in jobs:
             (self.ended_dir / str(job.id)).unlink(missing_ok=True)
-
-    def _pruned_paths(self) -> list[Path]:
-        if not self.pruned_dir.is_dir():
-            return []
-        return [path for path in self.pruned_dir.iterdir() if path.name.partition(".")[0].isdecimal()]
-
-    def pruned_ids(self) -> set[int]:
-        """Return the numbers of the pruned jobs that are still remembered."""
-        return {int(path.name.partition(".")[0]) for path in self._pruned_paths()}
-
-    def _pruned_places(self, job_id: int) -> list[Path]:
-        return [self.pruned_dir / f"{job_id}.{state}.json" for state in State if state.is_final]
-
-    def is_pruned(self, job_id: int) -> bool:
-        return any(path.exists() for path in self._pruned_places(job_id))
-
-    def pruned(self, reference: int | str) -> Job | None:
-        """Return the last entry of a pruned job by its number, or of the newest pruned job with this name."""
-        is_number = str(reference).isdecimal()
-        paths = self._pruned_places(int(reference)) if is_number else self._pruned_paths()
-        found = [job for path in paths if (job := _read_pruned(path)) is not None]
-        return max(
-            (job for job in found if reference in {job.id, job.name, str(job.id)}), key=lambda job: job.id, default=None
-        )
-
-    def forget_pruned(self, job_ids: set[int]) -> None:
-        """Delete the last entries of pruned jobs of which nothing else is left."""
-        for path in self._pruned_paths():
-            if int(path.name.partition(".")[0]) in job_ids:
-                path.unlink(missing_ok=True)
 
     # -- pause --------------------------------------------------------------------------------------------------------
 
@@ -354,7 +363,7 @@ class Spool:
 
     def _drop_pruned_copies(self) -> None:
         """Remove entries of pruned jobs from the state directories: a power cut can leave both names of a rename."""
-        pruned = {f"{number}.json" for number in self.pruned_ids()}
+        pruned = {f"{number}.json" for number in self.pruned.ids()}
         for directory in map(self.state_dir, State) if pruned else ():
             for name in pruned.intersection(names_in(directory)):
                 (directory / name).unlink()

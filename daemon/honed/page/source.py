@@ -245,7 +245,7 @@ class Source:
     def job(self, job_id: int, asker: Asker) -> Job:
         """Return a job. Raises UsageError if there is none, and NotPermittedError for another user's."""
         job = self.entries.job(job_id)
-        if job is None and (pruned := self.entries.pruned(job_id)) is not None and asker.may_read(pruned):
+        if job is None and (pruned := self.entries.pruned.get(job_id)) is not None and asker.may_read(pruned):
             raise NoSuchJobError(
                 f"job {job_id} ({pruned.name}) {query.words_of_pruned(pruned)}",
                 hint="GET /api/jobs lists the existing jobs",

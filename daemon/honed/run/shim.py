@@ -163,8 +163,7 @@ def run_node(attempt_dir: str, command: list[str]) -> int:
         None,
         lambda: write_once(f"{shared}/asked.json", {}),
         f"{shared}/lost.json",
-        first_rank=first,
-        nodes_dir=shared,
+        nodes=Nodes(shared, first),
     )
     status, _ = watch.wait()
     if status == 0:
@@ -378,6 +377,56 @@ def is_of_stacks(line: bytes) -> bool:
     return is_place or line in FATAL or line.startswith((b"Thread 0x", b"Current thread 0x", b"  ..."))
 
 
+class Nodes:
+    """What the shims of several nodes tell each other, by files in `directory`; `first_rank` is this node's."""
+
+    def __init__(self, directory: str, first_rank: int) -> None:
+        self._end_path = f"{directory}/end.json"
+        self._orders_path = f"{directory}/orders"
+        self.first_rank = first_rank
+        self._num_read = 0  # bytes of the orders
+
+    def orders(self) -> set[int]:
+        """Return the signals that the shim of all nodes has got since the last look."""
+        with contextlib.suppress(OSError), open(self._orders_path, "rb") as file:  # noqa: PTH123
+            file.seek(self._num_read)
+            whole = file.read().rpartition(b"\n")[0]
+            self._num_read += len(whole) + 1 if whole else 0
+            return {int(word) for word in whole.split()}
+        return set()
+
+    @property
+    def has_failure(self) -> bool:
+        """True if a rank has failed, here or elsewhere."""
+        return os.path.exists(self._end_path)  # noqa: PTH110
+
+    def tell_failure(self, rank: int, status: int, *, was_out_of_memory: bool) -> None:
+        """Tell the others of the failure of this node's `rank`, unless one has failed before."""
+        end = {"status": status, "signal": None} if status > 0 else {"status": None, "signal": -status}
+        write_once(self._end_path, {"rank": self.first_rank + rank, **end, "was_out_of_memory": was_out_of_memory})
+
+
+class MemoryKills:
+    """The kernel's count of out-of-memory kills, and what it was a while ago."""
+
+    def __init__(self) -> None:
+        self._counts = [out_of_memory_kills()] * 2
+        self._looked_at = time.monotonic()
+
+    def look(self) -> None:
+        """Read the count, from time to time."""
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_INTERVAL_SEC:
+            self._looked_at = now
+            self._counts = [self._counts[1], out_of_memory_kills()]
+
+    @property
+    def are_recent(self) -> bool:
+        """True if there was one since the look before the last."""
+        (path, count), (path_before, count_before) = out_of_memory_kills(), self._counts[0]
+        return count > (count_before if path == path_before else 0)
+
+
 class Watch:
     """Waits for the end of the worker, or of its ranks."""
 
@@ -389,28 +438,23 @@ class Watch:
         lost_path: str,
         *,
         orders_path: str = "",
-        first_rank: int = 0,
-        nodes_dir: str = "",
+        nodes: Nodes | None = None,
     ) -> None:
         """Create a watch of each rank's worker. `note_stop` records that they were asked to stop: the shim is killed,
         too, if that takes too long. `lost_path` is written if one of several dies by a signal. `orders_path`: signals
-        are written there, and not forwarded. `nodes_dir` is what several nodes share: signals are read there, and the
-        first node at which a rank fails writes end.json, which ends the others; `first_rank` is this node's.
+        are written there, and not forwarded. `nodes`: what this node and others share; signals are read there, and the
+        first failure of a rank ends the others.
         """
         self._pids = worker_pids
         self._relay = relay
         self._note_stop = note_stop
         self._lost_path = lost_path
         self._orders_path = orders_path
-        self._first_rank = first_rank
-        self._end_path = f"{nodes_dir}/end.json" if nodes_dir else ""
-        self._read_path = f"{nodes_dir}/orders" if nodes_dir else ""
-        self._num_read = 0  # bytes of it
+        self._nodes = nodes
         self.rank = 0  #: whose end is that of the attempt
         self._alive = set(range(len(worker_pids)))
         self._kill_at: float | None = None  #: when the ranks that are left are killed
-        self._num_kills = [out_of_memory_kills()] * 2
-        self._looked_at = time.monotonic()
+        self._kills = MemoryKills()
         self._stop_asked_at: float | None = None
         self._extend_at = 0.0
 
@@ -430,7 +474,7 @@ class Watch:
             poll.register(self._relay.fd, select.POLLIN)
         # Without reaping: the pid must stay the worker's while a signal may still be forwarded.
         while self._are_alive():
-            self._look()
+            self._kills.look()
             self._extend()
             ready = {fd for fd, _ in poll.poll(self._patience_sec() * 1000)}
             if wake_read_fd in ready:
@@ -444,8 +488,7 @@ class Watch:
         signal.pthread_sigmask(signal.SIG_BLOCK, set(HANDED_ON))
         status = [os.waitpid(pid, 0)[1] for pid in self._pids][self.rank]
         was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        (path, count), (path_before, count_before) = out_of_memory_kills(), self._num_kills[0]
-        return status, was_killed and count > (count_before if path == path_before else 0)
+        return status, was_killed and self._kills.are_recent
 
     @property
     def was_asked(self) -> bool:
@@ -467,7 +510,8 @@ class Watch:
 
     def _are_alive(self) -> bool:
         """Look for ends, and end the ranks that are left after one that failed. Return False once all have ended."""
-        self._obey()
+        for number in self._nodes.orders() if self._nodes else ():
+            self._send(number)
         ended = {}
         for rank in sorted(self._alive):
             found = os.waitid(os.P_PID, self._pids[rank], os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -479,9 +523,9 @@ class Watch:
             # Of several that are found at once, the cause is a death by a signal, and never a loss of another rank.
             self.rank = min(failed, key=lambda rank: (failed[rank] > 0, failed[rank] == LOST_STATUS, rank))
             self._kill_at = time.monotonic() + RANK_END_SEC
-            if self._alive or self._end_path:
+            if self._alive or self._nodes:
                 self._end_others(failed[self.rank])
-        elif self._alive and self._kill_at is None and self._end_path and os.path.exists(self._end_path):  # noqa: PTH110
+        elif self._alive and self._kill_at is None and self._nodes and self._nodes.has_failure:
             self._kill_at = time.monotonic() + RANK_END_SEC
             self._send(signal.SIGTERM)
         elif self._alive and self._kill_at is not None and time.monotonic() >= self._kill_at:
@@ -489,31 +533,18 @@ class Watch:
                 os.kill(self._pids[rank], signal.SIGKILL)
         return bool(self._alive)
 
-    def _obey(self) -> None:
-        """Forward the signals that the shim of all nodes has got since the last look."""
-        if not self._read_path:
-            return
-        with contextlib.suppress(OSError), open(self._read_path, "rb") as file:  # noqa: PTH123
-            file.seek(self._num_read)
-            whole = file.read().rpartition(b"\n")[0]
-            self._num_read += len(whole) + 1 if whole else 0
-            for number in {int(word) for word in whole.split()}:
-                self._send(number)
-
     def _end_others(self, status: int) -> None:
-        rank = self._first_rank + self.rank
         if status < 0:
-            write_once(self._lost_path, {"rank": rank, "signal": -status})
+            first = self._nodes.first_rank if self._nodes else 0
+            write_once(self._lost_path, {"rank": first + self.rank, "signal": -status})
         # A rank that only lost another one is never the cause: that one's node tells.
-        if self._end_path and status != LOST_STATUS:
-            killed, before = status == -signal.SIGKILL, self._num_kills[0]
-            was_out_of_memory = killed and out_of_memory_kills()[1] > before[1]
-            end = {"status": status, "signal": None} if status > 0 else {"status": None, "signal": -status}
-            write_once(self._end_path, {"rank": rank, **end, "was_out_of_memory": was_out_of_memory})
+        if self._nodes and status != LOST_STATUS:
+            was_out_of_memory = status == -signal.SIGKILL and self._kills.are_recent
+            self._nodes.tell_failure(self.rank, status, was_out_of_memory=was_out_of_memory)
         self._send(signal.SIGTERM)
 
     def _patience_sec(self) -> float:
-        if self._end_path and self._kill_at is None:
+        if self._nodes and self._kill_at is None:
             return NODE_LOOK_SEC
         if self._kill_at is not None:
             return max(0.05, min(LOOK_INTERVAL_SEC, self._kill_at - time.monotonic()))
@@ -533,12 +564,6 @@ class Watch:
             notify(
                 f"EXTEND_TIMEOUT_USEC={extension}\nWATCHDOG_USEC={int((left_sec + EXTENSION_SEC) * 1e6)}\nWATCHDOG=1"
             )
-
-    def _look(self) -> None:
-        now = time.monotonic()
-        if now - self._looked_at >= LOOK_INTERVAL_SEC:
-            self._looked_at = now
-            self._num_kills = [self._num_kills[1], out_of_memory_kills()]
 
     def _drain(self) -> None:
         """Read all output that the worker had written, including its last lines."""

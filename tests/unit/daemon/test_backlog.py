@@ -90,7 +90,7 @@ def test_a_job_that_started_is_here_no_more_and_is_here_again_when_it_is_put_bac
     again = desk.spool.move(running, State.QUEUED)
     desk.backlog.delay(again, 10.0)
     assert desk.ready() == [job.id]
-    assert (desk.backlog.delay_sec(again), desk.backlog.next_retry_at()) == (10.0, 10.0)
+    assert (desk.backlog.delay_sec(again), desk.backlog.next_retry_sec()) == (10.0, 10.0)
     desk.backlog.end_delay(job.id)
     assert desk.backlog.delay_sec(again) <= 0
 

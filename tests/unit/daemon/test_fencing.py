@@ -151,7 +151,7 @@ def test_a_pruned_job_whose_worker_lives_is_a_job_again(spool: Spool) -> None:
     job = add(spool, State.SUCCEEDED)
     spool.prune(job)
     (again,) = run(spool, Live(1, (2, 1), "cpu"))
-    assert not spool.is_pruned(1)
+    assert not spool.pruned.has(1)
     spool.recover()
     assert spool.job(1) == again
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from honed.daemon.attempts import MAX_UNREAD, Attempts, clear
+from honed.daemon.attempts import Attempts
 from honed.daemon.fencing import Fence
+from honed.daemon.running import MAX_UNREAD, clear
 from honed.daemon.staged import MAX_END_SEC, StagedWorkers
 from honed.job.ahead import STAGED_VARIABLE, Pass
 from honed.job.database import Database

@@ -84,7 +84,7 @@ def honed(tmp_path: Path) -> Iterator[Daemon]:
     config = Config(jobs=JobsConfig(runner="process"), policy=PolicyConfig(share_results=False))
     made = Daemon(Layout(tmp_path), config, probe=lambda _gpus: [device.cpu()])
     made._spool.recover()
-    made._backlog.recover()
+    made._dispatch.backlog.recover()
     made._spool.incoming_dir.chmod(0o700)
     refused = made._spool.rejected_dir / "bad-secret.json"
     reason = refused.with_name(refused.name + ".reason")

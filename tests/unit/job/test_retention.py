@@ -146,7 +146,7 @@ def after_a_crash(root: Path) -> Spool:
     spool = Spool(Layout(root))
     spool.recover()
     Arrivals(spool).recover()
-    for number in spool.pruned_ids():
+    for number in spool.pruned.ids():
         removal.remove_job(spool, spool.layout, number)
     for path in spool.layout.jobs_dir.iterdir():
         removal.remove_checkpoints(spool.layout, int(path.name))

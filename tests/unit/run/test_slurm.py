@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from honed.job import fence
-from honed.run import outcome, slurm, slurm_batch, slurm_request
+from honed.run import outcome, slurm, slurm_batch, slurm_job, slurm_request
 from honed.run.choice import why_no_slurm
 from honed.run.runner import read_lock_record, seconds
 from honed.run.slurm_batch import Handed, Listed
@@ -264,7 +264,7 @@ def test_a_node_that_cannot_launch_a_job_ends_its_start_after_five_launches(
         desk.now += 1
         ended = runner.poll(7)
     assert ended is not None
-    assert len(desk.launched) == slurm.NUM_CANCELLED
+    assert len(desk.launched) == slurm_job.NUM_CANCELLED
     error = outcome._died(ended)
     assert error.code == "killed"
     assert "cancelled each of its launches before its worker began, the last on node7" in error.message

@@ -200,7 +200,7 @@ class Naming:
                 f"{key}: {name!r} waits for a job that does not exist",
                 hint="see why that job was rejected, and submit all of them again",
             )
-        if (pruned := self._spool.pruned(name)) is not None and is_seen_by(pruned, job, self._config()):
+        if (pruned := self._spool.pruned.get(name)) is not None and is_seen_by(pruned, job, self._config()):
             return SpecError(
                 f"{key}: job {pruned.id} ({pruned.name}) {query.words_of_pruned(pruned)}",
                 hint="submit its job file again, before this one or together with it",

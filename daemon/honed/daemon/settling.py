@@ -1,0 +1,122 @@
+"""The ends of attempts: from how a worker has ended to the job's next state.
+
+exit and result ── outcome ──► succeeded/ failed/ cancelled/ held/, or queued/ for another attempt
+no worker, for no fault of the job ── put back ──► queued/, and no attempt is counted
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from honed.daemon.running import Running, gpu_of, worker_environment
+from honed.daemon.spares import Spares
+from honed.job.database import Database
+from honed.job.job import Job, State, Stop
+from honed.job.row_cache import RowCache
+from honed.job.spool import Spool
+from honed.run import ending
+from honed.run.outcome import Outcome
+from honed.run.runner import NotNowError
+from honed.spec.config import Config
+from honed.system import durable, error
+from honed.system.layout import Layout
+
+log = logging.getLogger(__name__)
+
+#: Errors that keep a worker from starting although its job and its program are in order.
+MACHINE_ERRNOS = durable.MACHINE_ERRNOS | {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+
+
+class Settling:
+    """Settles the jobs whose workers have ended, and takes them out of `running`."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        config: Callable[[], Config],
+        spool: Spool,
+        database: Database,
+        rows: RowCache,
+        spares: Spares,
+        running: dict[int, Running],
+    ) -> None:
+        self._layout = layout
+        self._config = config
+        self._spool = spool
+        self._database = database
+        self._rows = rows
+        self._spares = spares
+        self._running = running
+        self.put_back: list[Job] = []  #: jobs whose workers could not be started
+
+    def settle(self, running: Running, *, is_stopping: bool) -> Job | None:
+        """Settle a running job if its worker has ended, and return it in its new state, unless it was put back.
+        `is_stopping`: honed ends."""
+        if running.not_started is not None:
+            return self._unstarted(running, running.not_started)
+        if (ended := running.poll()) is None:
+            return None
+        is_counted = running.following.read_rest(running.job)
+        if running.ended_at_gate(ended):
+            self._not_now(running, NotNowError("its staged worker ended before it used the device"), has_run=True)
+            return None
+        outcome = running.conclude(ended, is_stopping=is_stopping)
+        if outcome is not None and outcome.is_success:
+            self._rows.finish(running.job)
+        return self._record(running, outcome, is_counted=is_counted) if outcome is not None else None
+
+    def _unstarted(self, running: Running, problem: OSError) -> Job | None:
+        """Put a job back if its worker was not started for no fault of its own; else settle the attempt as failed."""
+        job = running.job
+        if isinstance(problem, NotNowError) or problem.errno in MACHINE_ERRNOS:
+            self._not_now(running, problem)
+            return None
+        log.error("job %d (%s): its worker cannot be started: %s", job.id, job.name, problem)
+        failure = error.EnvironmentInvalidError(f"the worker cannot be started: {problem}", hint="see honectl doctor")
+        return self._record(running, Outcome(failure.code, failure))
+
+    def _not_now(self, running: Running, problem: OSError, *, has_run: bool = False) -> None:
+        """Put back a job whose worker was not started; remove the attempt, unless its first start did run, or this one
+        wrote events (`has_run`)."""
+        job = running.job
+        attempts = job.attempts[:-1]
+        if job.attempt.num_starts > 1 or has_run:
+            took_sec = running.deadlines.took_sec(running.ended)
+            attempts = job.with_attempt(ended_at=time.time(), outcome="interrupted", took_sec=took_sec).attempts
+        if job.stop is Stop.CANCEL:
+            job = self._spool.move(job, State.CANCELLED, attempts=attempts, outcome="cancelled", stop=None)
+        else:
+            state = State.HELD if job.stop is Stop.HOLD else State.QUEUED
+            job = self._spool.move(job, state, attempts=attempts, stop=None)
+        log.warning("job %d (%s): %s; retrying later", job.id, job.name, problem)
+        del self._running[job.id]
+        self._database.put_job(job)
+        self.put_back.append(job)
+
+    def _record(self, running: Running, outcome: Outcome, *, is_counted: bool = True) -> Job:
+        """Record how the attempt ended, and move the job to its next state."""
+        told = running.following.narrator.progress.get("step")
+        step = outcome.step if outcome.step is not None else told if isinstance(told, int) else 0
+        took_sec = running.deadlines.took_sec(running.ended)
+        ended = {"ended_at": time.time(), "outcome": outcome.code, "step": step, "took_sec": took_sec}
+        written = running.following.written_bytes(running.job)
+        ended |= {"checkpoint_bytes": written.checkpoints, "output_bytes": written.outputs}
+        job = running.job.with_attempt(**ended, is_resumed=running.following.is_resumed(running.job))
+        remedy = ending.remedy_for(self._layout, job, outcome, running.phase)
+        if remedy.error is not None:
+            outcome = replace(outcome, error=remedy.error)
+        state, changes = ending.destination(job, outcome, remedy)
+        job = self._spool.move(job, state, **changes)
+        del self._running[job.id]
+        if is_counted:
+            self._database.put_job(job)
+        else:
+            self._database.is_behind = True
+        ending.tell(job, outcome, step, remedy)
+        if job.num_gpus <= 1:
+            self._spares.want(job, worker_environment(self._layout, self._config(), job, gpu_of(job.attempt)))
+        return job
