@@ -18,6 +18,8 @@ freeze           15 quick steps, then nothing more   plod         15 quick steps
 fallback         backend_unavailable under unsloth, success under transformers
 mismatch[-N]     precision_mismatch under unsloth, after N steps (none), success under transformers
 unlearned        as succeed, and says that nothing was learned
+rungs-N      30 steps of 0.1 s, with evaluations; 4 and 5 wait at step 10 until they are asked to stop, and 4 at its
+             fourth for a file `go`
 report[-N]   as succeed, and evaluates and predicts at each step
 regress      ends worse than it began, explained
 hostile          escape sequences, markup and forged lines in all that it says, then an explanation of that kind
@@ -183,13 +185,20 @@ def main() -> int:
             result("succeeded", steps(int(argument or 5)))
         case "unlearned":
             result("succeeded", steps(5), remark="the loss did not fall: 2.3 in the first steps, 2.3 …")
-        case "rungs":  # its evaluation loss is its learning rate; it takes a while, for honed to end it early
+        case "rungs":  # its evaluation loss is its learning rate
+
+            def waits(step: int) -> bool:
+                return (argument == "4" and step == 4 and not (job_dir / "go").exists()) or (
+                    argument in {"4", "5"} and step == 10
+                )
+
             first = int(progress_path.read_text()) if progress_path.exists() else 0
             if first:
                 events.emit("resumed", step=first, path=str(progress_path))
             for step in range(first + 1, 31):
                 time.sleep(0.1)
-                while step == 4 == int(argument) and not (job_dir / "go").exists():
+                while number == 1 and not asked and waits(step):
+                    pulse.beat()
                     time.sleep(0.05)
                 pulse.beat()
                 events.emit("step", step=step, num_steps=30, epoch=step / 30, loss=1.0, eta_sec=30 - step)
