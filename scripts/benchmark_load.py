@@ -272,8 +272,9 @@ print(time.time() - began)
 def measure_checks(num_files: int, *, num_rounds: int = 3) -> None:
     """Compare the times to check a user's files, by a unit with their permissions, and root's, by a child of honed."""
     sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests/system")]
-    from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+    from machine import CHECKOUT, ENVIRONMENT, Machine
 
+    from waiting import wait_for
     from zoo import plain
 
     with Machine() as machine:
@@ -316,9 +317,10 @@ def measure_beside(num_files: int) -> None:
     """Compare, beside a flood, the seconds from the drop to the acceptance of another user's only file and of the
     flooding user's own next one: that is what everybody would wait in order of arrival."""
     sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests/system")]
-    from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+    from machine import CHECKOUT, ENVIRONMENT, Machine
     from slowdata import LEASE_SEC, slow_data
 
+    from waiting import wait_for
     from zoo import plain
 
     with Machine() as machine:

@@ -30,10 +30,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
+
+from waiting import wait_for
 
 #: The server's socket, for this process and for those that it starts, of processes of that kind.
 ADDRESS = "HONED_TEST_WARM_{}"
@@ -249,11 +250,9 @@ def address(kind: str) -> str:
                 env=environment,
             )
         atexit.register(_end, server, directory)
-        deadline = time.monotonic() + START_SEC
-        while not path.exists():
-            assert server.poll() is None, (directory / "log").read_text()
-            assert time.monotonic() < deadline, (directory / "log").read_text()
-            time.sleep(0.05)
+        log = (directory / "log").read_text
+        wait_for(lambda: path.exists() or server.poll() is not None, START_SEC, what="a warm server", account=log)
+        assert path.exists(), log()
         os.environ[variable] = str(path)
     return os.environ[variable]
 
@@ -430,7 +429,7 @@ def go_on_as(command: list[str], exec_anew: Callable[[str, Sequence[str]], NoRet
         else:
             sys.argv = words[1:]
             sys.modules.pop(words[1], None)
-            exec(os.environ.get(f"HONED_TEST_RANK_{os.environ.get('RANK')}", ""), {})  # what it is to do otherwise
+            exec(os.environ.get(f"HONED_TEST_RANK_{os.environ.get('RANK', '0')}", ""), {})  # what it is to do otherwise
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:

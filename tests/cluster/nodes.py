@@ -19,9 +19,10 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "process")]
 
-from harness import Instance, wait_for  # noqa: E402
+from harness import Instance  # noqa: E402
 
 import gpus  # noqa: E402
+from waiting import wait_for  # noqa: E402
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel")
 

@@ -6,12 +6,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import wait_for
 from nodes import ClusterInstance
 
 from honed.cli import cluster as doctor
 from honed.job.job import State
 from honed.spec import config
+from waiting import wait_for
 
 
 def begun(cluster: ClusterInstance, name: str) -> None:
@@ -55,17 +55,17 @@ def test_the_doctor_proves_on_each_free_node_what_jobs_need(
 
 def test_a_job_is_held_and_goes_on_and_one_that_is_cancelled_ends(cluster: ClusterInstance) -> None:
     cluster.start()
-    cluster.drop("slow-60", name="slow-60")
-    begun(cluster, "slow-60")
-    where = wait_for(lambda: cluster.show("slow-60")["slurm"]["nodes"], what="its node", deadline_sec=30)
+    cluster.drop("slow-4000", name="slow-4000")
+    begun(cluster, "slow-4000")
+    where = wait_for(lambda: cluster.show("slow-4000")["slurm"]["nodes"], what="its node", deadline_sec=30)
     assert where in {"node1", "node2"}
-    assert cluster.honectl("hold", "slow-60").returncode == 0
-    held = cluster.wait_state("slow-60", State.HELD, deadline_sec=60)
+    assert cluster.honectl("hold", "slow-4000").returncode == 0
+    held = cluster.wait_state("slow-4000", State.HELD, deadline_sec=60)
     assert held.outcome == "interrupted"
-    cluster.honectl("release", "slow-60")
+    cluster.honectl("release", "slow-4000")
     wait_for(lambda: len(cluster.starts(held)) == 2, what="the second start", deadline_sec=60)
-    cluster.honectl("cancel", "slow-60")
-    cluster.wait_state("slow-60", State.CANCELLED, deadline_sec=60)
+    cluster.honectl("cancel", "slow-4000")
+    cluster.wait_state("slow-4000", State.CANCELLED, deadline_sec=60)
 
 
 def test_a_killed_honed_takes_its_worker_over(cluster: ClusterInstance) -> None:
@@ -130,16 +130,16 @@ def test_a_honed_that_is_killed_while_it_submits_submits_once(cluster: ClusterIn
 
 def test_a_job_whose_node_is_lost_runs_on_another(cluster: ClusterInstance) -> None:
     cluster.start()
-    cluster.drop("slow-600", name="slow-600")
-    begun(cluster, "slow-600")
-    node = wait_for(lambda: cluster.show("slow-600").get("slurm", {}).get("nodes"), what="its node", deadline_sec=30)
+    cluster.drop("slow-4000", name="slow-4000")
+    begun(cluster, "slow-4000")
+    node = wait_for(lambda: cluster.show("slow-4000").get("slurm", {}).get("nodes"), what="its node", deadline_sec=30)
     cluster.cluster.kill(f"slurmd-{node}")
-    job = cluster.job("slow-600")
+    job = cluster.job("slow-4000")
     assert job is not None
     wait_for(lambda: len(cluster.starts(job)) == 2, what="the second start", deadline_sec=120)
-    now = cluster.job("slow-600")
+    now = cluster.job("slow-4000")
     assert now is not None
     assert now.state is State.RUNNING
     assert now.attempts[0].outcome == "killed"
-    cluster.honectl("cancel", "slow-600")
-    cluster.wait_state("slow-600", State.CANCELLED, deadline_sec=120)
+    cluster.honectl("cancel", "slow-4000")
+    cluster.wait_state("slow-4000", State.CANCELLED, deadline_sec=120)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import wait_for
 from nodes import ClusterInstance
 
 from honed.job.job import Job, State
+from waiting import wait_for
 from zoo.model import build_checkpoint, write_facts
 
 GPUS = "[slurm]\ngpu_bytes = 85899345920\n"
@@ -122,9 +122,10 @@ def test_a_rank_that_dies_ends_all_and_the_job_resumes(cluster: ClusterInstance)
     cluster.drop("slow-60", name="slow-60.fall-1", resources={"nodes": 2})
     job = ended(cluster, "slow-60.fall-1", State.SUCCEEDED)
     assert [each.outcome for each in job.attempts] == ["killed", "succeeded"]
-    end = json.loads((cluster.layout.job(job.id).attempt(1).exit_path).read_text())
+    first = cluster.layout.job(job.id).attempt(1)
+    end = json.loads(first.exit_path.read_text())
     assert (end["rank"], end["signal"]) == (1, signal.SIGKILL)
-    assert end["ended_at"] - (cluster.layout.job(job.id).attempt(1).dir / "ranks/lost.json").stat().st_mtime < 10
+    assert end["ended_at"] - (first.dir / "ranks/lost.json").stat().st_mtime < 60  # it would wait for a result for ever
 
 
 def test_ranks_that_hang_leave_their_stacks_and_end(cluster: ClusterInstance) -> None:
@@ -142,34 +143,35 @@ def test_a_job_of_two_nodes_is_held_goes_on_and_is_cancelled(cluster: ClusterIns
     cluster.configure(GPUS)
     cluster.pretend_cuda()
     cluster.start()
-    cluster.drop("slow-600", name="slow-600", resources={"nodes": 2})
-    all_begun(cluster, "slow-600", 2)
-    begun(cluster, "slow-600")
-    cluster.honectl("hold", "slow-600")
-    held = cluster.wait_state("slow-600", State.HELD, deadline_sec=60)
+    cluster.drop("slow-4000", name="slow-4000", resources={"nodes": 2})
+    all_begun(cluster, "slow-4000", 2)
+    begun(cluster, "slow-4000")
+    cluster.honectl("hold", "slow-4000")
+    held = cluster.wait_state("slow-4000", State.HELD, deadline_sec=60)
     assert held.outcome == "interrupted"
     assert held.attempt.step
-    cluster.honectl("release", "slow-600")
+    cluster.honectl("release", "slow-4000")
     wait_for(lambda: len(cluster.starts(held)) == 2, what="the second start", deadline_sec=60)
-    cluster.honectl("cancel", "slow-600")
-    cluster.wait_state("slow-600", State.CANCELLED, deadline_sec=60)
+    cluster.honectl("cancel", "slow-4000")
+    cluster.wait_state("slow-4000", State.CANCELLED, deadline_sec=60)
 
 
 def test_a_lost_node_ends_all_ranks_and_the_job_waits_for_another(cluster: ClusterInstance) -> None:
     cluster.configure(GPUS)
     cluster.pretend_cuda()
     cluster.start()
-    cluster.drop("slow-600", name="slow-600", resources={"nodes": 2})
-    began = all_begun(cluster, "slow-600", 2)
+    cluster.drop("until-600", name="until-600", resources={"nodes": 2})
+    began = all_begun(cluster, "until-600", 2)
     cluster.cluster.kill("slurmd-node2")
-    wait_for(lambda: len(cluster.show("slow-600")["attempts"]) == 2, what="the second attempt", deadline_sec=120)
-    wait_for(lambda: cluster.show("slow-600").get("slurm", {}).get("reason"), what="why it waits", deadline_sec=60)
-    told = cluster.honectl("show", "slow-600").stdout
+    wait_for(lambda: len(cluster.show("until-600")["attempts"]) == 2, what="the second attempt", deadline_sec=120)
+    wait_for(lambda: cluster.show("until-600").get("slurm", {}).get("reason"), what="why it waits", deadline_sec=60)
+    told = cluster.honectl("show", "until-600").stdout
     assert re.search(r"Slurm job \d+: pending, \w", told), told
     cluster.cluster.mend()
-    job = ended(cluster, "slow-600", State.SUCCEEDED, deadline_sec=120)
+    cluster.go("until-600")
+    job = ended(cluster, "until-600", State.SUCCEEDED, deadline_sec=120)
     assert job.attempts[0].outcome in {"killed", "interrupted"}  # the rank that is left may write a checkpoint
-    again = ranks(cluster, "slow-600", 2)
+    again = ranks(cluster, "until-600", 2)
     assert {each["attempt"] for each in again} == {2}
     assert {each["pid"] for each in again}.isdisjoint(each["pid"] for each in began)
 

@@ -16,8 +16,9 @@ import pytest
 import warm
 from honed.job.job import State
 from honed.send import notification
-from process.harness import Instance, wait_for
+from process.harness import Instance
 from process.listener import Listener, Quiet
+from waiting import wait_for
 
 DAY_SEC = 86_400.0
 #: Writes the files that it is told to, and holds them open until it is killed: until then they are not whole.
@@ -74,8 +75,8 @@ def test_the_clock_of_these_tests_jumps(instance: Jumping) -> None:
 @pytest.mark.parametrize("jump_sec", [DAY_SEC, -DAY_SEC])
 def test_a_clock_that_jumps_changes_no_order_and_no_timeout(instance: Jumping, jump_sec: float) -> None:
     instance.start()
-    instance.drop("slow-40", name="slow-40", time_limit_sec=600)
-    instance.wait_state("slow-40", State.RUNNING)
+    instance.drop("until-40", name="until-40", time_limit_sec=600)
+    instance.wait_state("until-40", State.RUNNING)
     for number, name in enumerate(("c", "a", "b")):  # of equal priority: as they came
         instance.set_clock(jump_sec * (number % 2))
         instance.drop(f"succeed-{name}", name=f"succeed-1.{name}")
@@ -86,7 +87,8 @@ def test_a_clock_that_jumps_changes_no_order_and_no_timeout(instance: Jumping, j
         os.utime(path, (path.stat().st_mtime + offset_sec,) * 2)
     instance.drop("killer", name="killer", retry={"max_attempts": 3}, backend="transformers", time_limit_sec=600)
     instance.set_clock(jump_sec)
-    instance.wait_state("slow-40", State.SUCCEEDED)  # it would be stalled, or cancelled, by the clock on the wall
+    instance.go("until-40")
+    instance.wait_state("until-40", State.SUCCEEDED)  # it would be stalled, or cancelled, by the clock on the wall
     for name in ("c", "a", "b", "later", "earlier"):
         instance.wait_state(f"succeed-1.{name}", State.SUCCEEDED)
     killer = instance.wait_state("killer", State.FAILED)

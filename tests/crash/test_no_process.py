@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from honed.run.helper import children
 from honed.run.reply import Refused
 from honed.spec.config import Config
 from honed.system.layout import Layout
+from waiting import wait_for
 from zoo import plain
 
 
@@ -30,10 +29,7 @@ def test_an_arrival_is_checked_once_a_process_is_to_be_had(tmp_path: Path, caplo
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "cannot be started" in caplog.text
-    deadline = time.monotonic() + 300
-    while not (answers := checker.poll()):
-        assert time.monotonic() < deadline, sys.executable
-        time.sleep(0.02)
+    answers = wait_for(checker.poll, what="the answer")
     checker.close()
     assert isinstance(answers[0], Refused)
     assert answers[0].error.code == "spec_invalid"

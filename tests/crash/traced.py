@@ -16,12 +16,11 @@ from pathlib import Path
 
 import warm
 from crash import mutants
+from waiting import wait_for
 
 #: What is asked for until strace has injected another error than that there is no such file.
 MARK = "/honed/is/traced"
 _PR_SET_PTRACER = 0x59616D61
-#: Seconds in which strace writes the last of its trace, once the process has ended.
-_WRITING_SEC = 60.0
 
 
 def environment(*, mutant: str | None = None, tracer: Sequence[str] = ()) -> dict[str, str]:
@@ -66,11 +65,9 @@ def run(
 
 def wait_for_end(trace_path: Path) -> None:
     """Wait until strace has written the last of a trace that tells of ends (-q): it outlives what it traces."""
-    deadline = time.monotonic() + _WRITING_SEC
     # With -f each line begins with a thread; the first of them is the process.
-    while not re.search(r"\A(\d+ +)?(?s:.*)^\1?\+\+\+ (exited|killed) .*\n\Z", _text(trace_path), re.MULTILINE):
-        assert time.monotonic() < deadline, f"strace does not end {trace_path}"
-        time.sleep(0.005)
+    pattern = re.compile(r"\A(\d+ +)?(?s:.*)^\1?\+\+\+ (exited|killed) .*\n\Z", re.MULTILINE)
+    wait_for(lambda: pattern.search(_text(trace_path)), what=f"strace's end of {trace_path}")
 
 
 def _text(path: Path) -> str:

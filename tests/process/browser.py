@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from waiting import wait_for
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 #: Seconds for one answer; a busy machine takes long to start Chromium.
 TIMEOUT_SEC = 180.0
@@ -143,10 +145,8 @@ class Browser:
         self.complaints.clear()
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
         self.ask("Page.navigate", url=address)
-        deadline = time.monotonic() + TIMEOUT_SEC
-        while self.value("document.readyState + location.href") != f"complete{address}":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        state = "document.readyState + location.href"
+        wait_for(lambda: self.value(state) == f"complete{address}", what=address, account=lambda: self.value(state))
         return self.seen()
 
     def seen(self) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import wait_for
+
+from waiting import wait_for
 
 
 @contextlib.contextmanager

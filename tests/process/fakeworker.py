@@ -3,7 +3,7 @@
 succeed[-N]      N steps (5), then success           slow         200 steps of 50 ms; SIGTERM: checkpoint, exit 75
 slow-N[-M]       as slow, N steps; the checkpoint that it writes when it is asked to stop takes M seconds
 begin            takes no step until it is asked to stop; ends without a checkpoint
-until[-N]        N steps (20); takes the last when a file `go` is in its directory
+until[-N[-M]]    as slow, N steps (20); takes the last when a file `go` is in its directory
 eat              waits for a file `eat` in its directory, then takes all the memory that there is
 spill            prints the first row, warns of it, and dies of it after two steps
 explain          ends with mask_invalid, explained   oom          ends with out_of_memory, explained
@@ -18,6 +18,8 @@ freeze           15 quick steps, then nothing more   plod         15 quick steps
 fallback         backend_unavailable under unsloth, success under transformers
 mismatch[-N]     precision_mismatch under unsloth, after N steps (none), success under transformers
 unlearned        as succeed, and says that nothing was learned
+rungs-N      30 steps of 0.1 s, with evaluations; 4 and 5 wait at step 10 until they are asked to stop, and 4 at its
+             fourth for a file `go`
 report[-N]   as succeed, and evaluates and predicts at each step
 regress      ends worse than it began, explained
 hostile          escape sequences, markup and forged lines in all that it says, then an explanation of that kind
@@ -36,7 +38,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from honed.job.event import EventWriter
@@ -146,12 +148,25 @@ def main() -> int:
     progress_path = layout.checkpoints_dir / "step"
     layout.checkpoints_dir.mkdir(exist_ok=True)
 
-    def steps(count: int, *, pause: float = 0.0, die_at: int | None = None, save_sec: float = 0.0) -> int:
+    def stop(step: int, save_sec: float) -> NoReturn:
+        time.sleep(save_sec)
+        events.emit("checkpoint", step=step, path=str(progress_path), num_bytes=progress_path.stat().st_size)
+        result("interrupted", step, {"code": "interrupted", "message": f"stopped at step {step}", "hint": ""})
+        sys.exit(75)
+
+    def steps(
+        count: int, *, pause: float = 0.0, die_at: int | None = None, save_sec: float = 0.0, go: Path | None = None
+    ) -> int:
         first = int(progress_path.read_text()) if progress_path.exists() else 0
         if first:
             events.emit("resumed", step=first, path=str(progress_path))
         for step in range(first + 1, count + 1):
             time.sleep(pause)
+            while step == count and go is not None and not go.exists():
+                if asked:
+                    stop(step - 1, save_sec)
+                pulse.beat()
+                time.sleep(0.05)
             pulse.beat()
             events.emit("step", step=step, num_steps=count, epoch=step / count, loss=1 / step, eta_sec=count - step)
             if step == die_at:
@@ -159,10 +174,7 @@ def main() -> int:
             with contextlib.suppress(OSError):  # on a full disk the previous one stays
                 durable.write(progress_path, str(step).encode())
             if asked:
-                time.sleep(save_sec)
-                events.emit("checkpoint", step=step, path=str(progress_path), num_bytes=progress_path.stat().st_size)
-                result("interrupted", step, {"code": "interrupted", "message": f"stopped at step {step}", "hint": ""})
-                sys.exit(75)
+                stop(step, save_sec)
         return count
 
     word, _, argument = name.partition("-")
@@ -173,12 +185,21 @@ def main() -> int:
             result("succeeded", steps(int(argument or 5)))
         case "unlearned":
             result("succeeded", steps(5), remark="the loss did not fall: 2.3 in the first steps, 2.3 …")
-        case "rungs":  # its evaluation loss is its learning rate; it takes a while, for honed to end it early
+        case "rungs":  # its evaluation loss is its learning rate
+
+            def waits(step: int) -> bool:
+                return (argument == "4" and step == 4 and not (job_dir / "go").exists()) or (
+                    argument in {"4", "5"} and step == 10
+                )
+
             first = int(progress_path.read_text()) if progress_path.exists() else 0
             if first:
                 events.emit("resumed", step=first, path=str(progress_path))
             for step in range(first + 1, 31):
                 time.sleep(0.1)
+                while number == 1 and not asked and waits(step):
+                    pulse.beat()
+                    time.sleep(0.05)
                 pulse.beat()
                 events.emit("step", step=step, num_steps=30, epoch=step / 30, loss=1.0, eta_sec=30 - step)
                 metrics = {"eval_loss": plan["spec"]["training"]["learning_rate"]}
@@ -214,11 +235,8 @@ def main() -> int:
             count, _, save = argument.partition("-")
             result("succeeded", steps(int(count or 200), pause=0.05, save_sec=float(save or 0)))
         case "until":
-            steps(int(argument or 20) - 1, pause=0.05)
-            while not (job_dir / "go").exists():
-                beat()
-                time.sleep(0.05)
-            result("succeeded", steps(int(argument or 20)))
+            count, _, save = argument.partition("-")
+            result("succeeded", steps(int(count or 20), pause=0.05, save_sec=float(save or 0), go=job_dir / "go"))
         case "begin":
             while not asked:
                 pulse.beat()

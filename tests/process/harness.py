@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -23,23 +23,16 @@ from honed.job.job import Job, State
 from honed.job.spool import Spool
 from honed.system.client import Client
 from honed.system.layout import Layout
+from waiting import DEADLINE_SEC, wait_for
 from zoo import plain
 
-T = TypeVar("T")
 HERE = Path(__file__).parent
-#: Seconds after which a wait for a condition fails.
-DEADLINE_SEC = 300.0
-SOON = "[spool]\nsettle_sec = 0.1\n"
+SETTLE_SEC = 0.1
+SOON = f"[spool]\nsettle_sec = {SETTLE_SEC}\n"
 
 
-def wait_for(condition: Callable[[], T], *, what: str = "condition", deadline_sec: float = DEADLINE_SEC) -> T:
-    """Wait until a condition is truthy, and return its value. Looking takes a quarter of the time at most."""
-    deadline = time.monotonic() + deadline_sec
-    while (looked_at := time.monotonic()) < deadline:
-        if value := condition():
-            return value
-        time.sleep(max(0.02, 3 * (time.monotonic() - looked_at)))
-    raise AssertionError(f"{what}: not within {deadline_sec:.0f} s")
+#: CLOCK_REALTIME_COARSE, which the kernel takes the times of files from, at the least.
+_FILE_CLOCK = 5
 
 
 class Instance:
@@ -61,6 +54,7 @@ class Instance:
         self.client = Client(self.layout.control_path)
         self.process: subprocess.Popen[bytes] | warm.Popen | None = None
         self.log_path = root / "honed.log"
+        self._dropped_at_ns = 0
         self.environment = dict(os.environ)
         self.configure("")
 
@@ -70,7 +64,9 @@ class Instance:
         self.layout.config_path.write_text(text if "[spool]" in text else f"{text}\n{SOON}")
 
     def start(self, *arguments: str) -> None:
-        """Start the daemon and wait until it is ready."""
+        """Start the daemon and wait until it is ready. It takes the files that were dropped in their order."""
+        # Of two that have just come, it may see the first a moment before it has settled, and the second after that.
+        wait_for(lambda: time.time_ns() - self._dropped_at_ns > 1e9 * SETTLE_SEC, what="files that have settled")
         with self.log_path.open("ab") as file:
             num_ready = self.log.count(" ready: ")
             command = [*self.command, str(self.root), *arguments]
@@ -79,7 +75,11 @@ class Instance:
             else:
                 popen, environment = subprocess.Popen, warm.without(self.environment)
             self.process = popen(command, stdout=file, stderr=file, env=environment)
-        wait_for(lambda: self.log.count(" ready: ") > num_ready or self.process.poll() is not None, what="ready")
+        wait_for(
+            lambda: self.log.count(" ready: ") > num_ready or self.process.poll() is not None,
+            what="ready",
+            account=self.account,
+        )
 
     def drain(self) -> int:
         """Run the daemon until nothing is left to do. Returns its exit status."""
@@ -122,16 +122,45 @@ class Instance:
         return self.log_path.read_text() if self.log_path.exists() else ""
 
     @property
+    def index(self) -> str:
+        """The page of all jobs, empty before it is made."""
+        return self.layout.index_path.read_text() if self.layout.index_path.exists() else ""
+
+    @property
     def spool(self) -> Spool:
         return Spool(self.layout, lock=False)
 
     def drop(self, file: str, /, **keys: Any) -> Path:
-        """Drop a job as `mv` does: written beside the spool, then renamed into it."""
-        path = self.incoming_dir / f"{file}.json"
+        """Drop a job as `mv` does: written beside the spool, then renamed into it. A honed that is running may take
+        files that come together in another order; see `arrive`."""
         temporary = self.incoming_dir / f".{file}.tmp"
         temporary.write_text(json.dumps(plain.spec(self.model, self.dataset, **keys)))
-        temporary.rename(path)
+        return self.put(temporary, f"{file}.json")
+
+    def put(self, hidden: Path, name: str) -> Path:
+        """Name a file of incoming/ that honed overlooks so that it sees it, later than all before."""
+        wait_for(lambda: time.clock_gettime_ns(_FILE_CLOCK) > self._dropped_at_ns, what="the next time of a file")
+        path = hidden.rename(self.incoming_dir / name)
+        self._dropped_at_ns = time.clock_gettime_ns(_FILE_CLOCK)
         return path
+
+    def arrive(self, file: str, /, **keys: Any) -> Job:
+        """Drop a job and wait until honed, which is running, has accepted it: jobs that come one at a time have numbers
+        in their order."""
+        known = self.spool.all_jobs().keys()
+        self.drop(file, **keys)
+
+        def accepted() -> Job | None:
+            assert f"{file}.json" not in self.rejected(), self.account()
+            return next((job for number, job in self.spool.all_jobs().items() if number not in known), None)
+
+        return wait_for(accepted, what=f"{file} accepted", account=self.account)
+
+    def go(self, name: str) -> None:
+        """Let a job go on that has `until` as its name: it makes its steps and waits for this before the last one."""
+        job = self.job(name)
+        assert job is not None
+        (self.layout.job(job.id).dir / "go").touch()
 
     def job(self, name: str) -> Job | None:
         found = [job for job in self.spool.all_jobs().values() if job.name == name]
@@ -142,7 +171,15 @@ class Instance:
             job = self.job(name)
             return job if job is not None and job.state in states else None
 
-        return wait_for(reached, what=f"{name} in {states}", deadline_sec=deadline_sec)
+        what = f"{name} {' or '.join(states)}"
+        return wait_for(reached, deadline_sec, what=what, account=self.account)
+
+    def account(self) -> str:
+        """Return the spool's entries, the rejections and the end of the daemon's log, for a test that fails."""
+        facts = [f"{state}/{file}" for state, file in self.entries()]
+        facts += [f"rejected/{file}: {reason}" for file, reason in self.rejected().items()]
+        facts += [f"honed's exit status: {self.process and self.process.poll()}"]
+        return "\n".join([*facts, *self.log.splitlines()[-30:]])
 
     def starts(self, job: Job) -> list[str]:
         """A line for each start of the job's worker: attempt, backend, visible devices."""

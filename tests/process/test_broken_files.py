@@ -6,9 +6,10 @@ import json
 import os
 import time
 
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.job.job import State
+from waiting import wait_for
 
 #: name → (bytes, text that the reason must contain). `{model}` and `{data}` are filled in.
 BROKEN = {

@@ -7,11 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.cli import draft
 from honed.cli.instance import Instance as HonedInstance
 from honed.job.job import Job, State
+from waiting import wait_for
 from zoo import plain
 
 

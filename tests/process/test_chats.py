@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from certificates import Authority
-from harness import Instance, wait_for
+from harness import Instance
 from hostile import ALL
 from listener import Listener, Quiet, drip
 
@@ -23,6 +23,7 @@ from honed.send.delivery import Verdict
 from honed.send.notification import Notice
 from honed.spec.config import CHAT_SCHEMAS, NotifyConfig
 from honed.system.error import EnvironmentInvalidError
+from waiting import wait_for
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("apprise") is None, reason="needs apprise")
 

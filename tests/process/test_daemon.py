@@ -10,10 +10,11 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from harness import DEADLINE_SEC, Instance, wait_for
+from harness import DEADLINE_SEC, Instance
 
 from honed.job.job import State
 from honed.system.error import EnvironmentInvalidError, HonedError
+from waiting import wait_for
 
 
 def test_fifty_jobs_dropped_at_once_run_in_priority_order(instance: Instance) -> None:
@@ -30,39 +31,39 @@ def test_fifty_jobs_dropped_at_once_run_in_priority_order(instance: Instance) ->
 def test_equal_priorities_run_first_come_first_served(instance: Instance) -> None:
     for number in range(5):
         instance.drop(f"succeed-1.{number}")
-        time.sleep(0.01)
     assert instance.drain() == 0
     by_start = sorted(instance.spool.jobs(State.SUCCEEDED), key=lambda job: job.attempts[0].started_at)
     assert [job.name for job in by_start] == [f"succeed-1.{number}" for number in range(5)]
 
 
 def test_sigterm_checkpoints_and_requeues_and_the_next_start_resumes(instance: Instance) -> None:
-    instance.drop("slow")
+    instance.drop("slow-4000")
     instance.start()
-    instance.wait_state("slow", State.RUNNING)
-    wait_for(lambda: (instance.show("slow")["progress"]["step"] or 0) >= 3, what="three steps")
+    instance.wait_state("slow-4000", State.RUNNING)
+    wait_for(lambda: (instance.show("slow-4000")["progress"]["step"] or 0) >= 3, what="three steps")
     instance.kill(signal.SIGTERM)
     assert instance.process is not None
     assert instance.process.returncode == 0
-    job = instance.job("slow")
+    job = instance.job("slow-4000")
     assert job is not None
     assert (job.state, job.num_failures, job.attempt.outcome) == (State.QUEUED, 0, "interrupted")
     step = job.attempt.step
     instance.start()
-    instance.wait_state("slow", State.RUNNING)
-    wait_for(lambda: any(item["event"] == "resumed" for item in instance.show("slow")["events"]), what="resumed")
-    assert [item["step"] for item in instance.show("slow")["events"] if item["event"] == "resumed"] == [step]
+    instance.wait_state("slow-4000", State.RUNNING)
+    wait_for(lambda: any(item["event"] == "resumed" for item in instance.show("slow-4000")["events"]), what="resumed")
+    assert [item["step"] for item in instance.show("slow-4000")["events"] if item["event"] == "resumed"] == [step]
 
 
 def test_kill_9_of_the_daemon_leaves_the_worker_running_and_the_next_adopts_it(instance: Instance) -> None:
-    instance.drop("slow-60")
+    instance.drop("until-60")
     instance.start()
-    job = instance.wait_state("slow-60", State.RUNNING)
+    job = instance.wait_state("until-60", State.RUNNING)
     for _ in range(3):
-        wait_for(lambda: instance.show("slow-60")["progress"]["step"], what="a step")
+        wait_for(lambda: instance.show("until-60")["progress"]["step"], what="a step")
         instance.kill(signal.SIGKILL)
         instance.start()
-    shown = wait_for(lambda: (found := instance.show("slow-60"))["state"] == "succeeded" and found, what="success")
+    instance.go("until-60")
+    shown = wait_for(lambda: (found := instance.show("until-60"))["state"] == "succeeded" and found, what="success")
     assert len(shown["attempts"]) == 1
     assert len(instance.starts(job)) == 1
     import sqlite3
@@ -73,50 +74,53 @@ def test_kill_9_of_the_daemon_leaves_the_worker_running_and_the_next_adopts_it(i
 
 
 def test_a_worker_that_ended_while_the_daemon_was_dead_is_settled_by_the_next(instance: Instance) -> None:
-    instance.drop("slow-60")
+    instance.drop("until-60")
     instance.start()
-    job = instance.wait_state("slow-60", State.RUNNING)
-    wait_for(lambda: instance.show("slow-60")["progress"]["step"], what="a step")
+    job = instance.wait_state("until-60", State.RUNNING)
+    wait_for(lambda: instance.show("until-60")["progress"]["step"], what="a step")
     instance.kill(signal.SIGKILL)
+    instance.go("until-60")
     wait_for(instance.layout.job(job.id).attempt(1).exit_path.exists, what="the worker's end")
     instance.start()
-    done = instance.wait_state("slow-60", State.SUCCEEDED)
+    done = instance.wait_state("until-60", State.SUCCEEDED)
     assert len(done.attempts) == 1
-    assert instance.show("slow-60")["progress"]["step"] == 60
+    assert instance.show("until-60")["progress"]["step"] == 60
 
 
 def test_a_worker_killed_with_its_shim_while_the_daemon_was_dead_is_tried_again(instance: Instance) -> None:
-    instance.drop("slow")
+    instance.drop("slow-4000")
     instance.start()
-    job = instance.wait_state("slow", State.RUNNING)
-    wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+    job = instance.wait_state("slow-4000", State.RUNNING)
+    wait_for(lambda: instance.show("slow-4000")["progress"]["step"], what="a step")
     instance.kill(signal.SIGKILL)
     record = json.loads((instance.layout.job(job.id).attempt(1).dir / "lock").read_text())
     os.kill(record["shim_pid"], signal.SIGKILL)
     wait_for(lambda: not Path(f"/proc/{record['worker_pid']}").exists(), what="the worker dies with its shim")
     instance.start()
-    job = wait_for(lambda: (found := instance.job("slow")) and len(found.attempts) == 2 and found, what="the retry")
+    job = wait_for(
+        lambda: (found := instance.job("slow-4000")) and len(found.attempts) == 2 and found, what="the retry"
+    )
     assert job.attempts[0].outcome == "killed"
     assert job.num_failures == 1
 
 
 def test_hold_release_cancel_and_requeue(instance: Instance) -> None:
-    instance.drop("slow")
+    instance.drop("slow-4000")
     instance.drop("succeed-1", priority=-1)
     instance.start()
-    instance.wait_state("slow", State.RUNNING)
-    wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
-    instance.client.ask("hold", id="slow")
-    assert instance.wait_state("slow", State.HELD).outcome == "interrupted"
+    instance.wait_state("slow-4000", State.RUNNING)
+    wait_for(lambda: instance.show("slow-4000")["progress"]["step"], what="a step")
+    instance.client.ask("hold", id="slow-4000")
+    assert instance.wait_state("slow-4000", State.HELD).outcome == "interrupted"
     instance.wait_state("succeed-1", State.SUCCEEDED)
-    instance.client.ask("release", id="slow")
-    instance.wait_state("slow", State.RUNNING)
-    instance.client.ask("cancel", id="slow")
-    instance.wait_state("slow", State.CANCELLED)
-    instance.client.ask("requeue", id="slow")
-    instance.wait_state("slow", State.RUNNING)
+    instance.client.ask("release", id="slow-4000")
+    instance.wait_state("slow-4000", State.RUNNING)
+    instance.client.ask("cancel", id="slow-4000")
+    instance.wait_state("slow-4000", State.CANCELLED)
+    instance.client.ask("requeue", id="slow-4000")
+    instance.wait_state("slow-4000", State.RUNNING)
     with pytest.raises(HonedError, match="release needs a job that is held"):
-        instance.client.ask("release", id="slow")
+        instance.client.ask("release", id="slow-4000")
 
 
 def test_a_paused_honed_starts_nothing_even_after_a_restart(instance: Instance) -> None:
@@ -158,7 +162,7 @@ def test_two_gpus_run_two_jobs_at_a_time(instance: Instance) -> None:
     gpus.write_text(json.dumps([{"uuid": f"GPU-{n}", "free_bytes": 80 << 30} for n in range(2)]))
     instance.environment["HONED_TEST_GPUS"] = str(gpus)
     for number in range(3):
-        instance.drop(f"slow.{number}")
+        instance.drop(f"slow-4000.{number}")
     instance.start()
     wait_for(lambda: len(list(instance.spool.jobs(State.RUNNING))) == 2, what="two running")
     assert {job.attempt.device for job in instance.spool.jobs(State.RUNNING)} == {"GPU-0", "GPU-1"}

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Instance, said_on_terminal, wait_for
+from harness import Instance, said_on_terminal
 
 from honed.cli import doctor
 from honed.job import query
 from honed.job.job import Job, State
 from honed.system.error import HonedError
+from waiting import wait_for
 
 NIGHT = '[device]\nhours = "Mon..Fri 20:00-08:00"\n'
 #: In the hours of NIGHT, and outside of them.
@@ -71,12 +72,6 @@ def preempted(instance: Instance, name: str) -> Job:
     return job
 
 
-def go(instance: Instance, name: str) -> None:
-    job = instance.job(name)
-    assert job is not None
-    (instance.layout.job(job.id).dir / "go").touch()
-
-
 def test_a_job_writes_a_checkpoint_when_the_hours_end_and_resumes_when_they_begin(clocked: Instance) -> None:
     clocked.configure(NIGHT)
     clocked.start()
@@ -103,7 +98,7 @@ def test_a_job_writes_a_checkpoint_when_the_hours_end_and_resumes_when_they_begi
     wait_for(lambda: page.exists() and reason in page.read_text(), what="the page says why")
     set_clock(clocked, EVENING)
     clocked.wait_state("until-30", State.RUNNING)
-    go(clocked, "until-30")
+    clocked.go("until-30")
     ended = clocked.wait_state("until-30", State.SUCCEEDED)
     assert [attempt.outcome for attempt in ended.attempts] == ["interrupted", "succeeded"]
     assert clocked.show("until-30")["preemption"] is None
@@ -166,9 +161,9 @@ def test_a_reload_changes_the_hours_of_one_device_and_the_other_stays_open(clock
     detail = waits_for(clocked, "until-40.b", "device")
     assert detail == "job 1 runs on test GPU; GPU 1 is closed until Tue 20:00 (in 13 h): device.hours"
     assert "device.hours_of: no device 'GPU-c3'; there are: 0 (GPU-a1), 1 (GPU-b2), cpu" in clocked.log
-    go(clocked, "until-40.a")
+    clocked.go("until-40.a")
     clocked.wait_state("until-40.a", State.SUCCEEDED)
-    go(clocked, "until-40.b")
+    clocked.go("until-40.b")
     second = clocked.wait_state("until-40.b", State.SUCCEEDED)
     assert [attempt.device for attempt in second.attempts] == ["GPU-b2", "GPU-a1"]
 
@@ -184,7 +179,7 @@ def test_a_drain_ends_no_job_and_lets_none_start_also_after_a_restart(clocked: I
     assert "\x1b" not in row["closures"][0]["detail"]
     clocked.drop("b", name="succeed.b")
     assert waits_for(clocked, "succeed.b", "drained").startswith(said)
-    go(clocked, "until-9")
+    clocked.go("until-9")
     assert clocked.wait_state("until-9", State.SUCCEEDED).num_preemptions == 0
     clocked.kill(signal.SIGKILL)
     clocked.start()
@@ -204,29 +199,30 @@ def test_a_drain_ends_no_job_and_lets_none_start_also_after_a_restart(clocked: I
 
 def test_a_drain_that_does_not_wait_queues_the_job_that_runs_and_a_restart_knows_why(clocked: Instance) -> None:
     clocked.start()
-    clocked.drop("a", name="slow-200-2")
-    wait_steps(clocked, "slow-200-2")
+    clocked.drop("a", name="until-200-2")
+    wait_steps(clocked, "until-200-2")
     done = clocked.honectl("drain", "cpu", "--now", "--reason", "a new fan", check=True)
     assert done.stdout == "the CPU is drained: a new fan\n"
-    wait_for(lambda: (job := clocked.job("slow-200-2")) and job.stop, what="the request")
+    wait_for(lambda: (job := clocked.job("until-200-2")) and job.stop, what="the request")
     clocked.kill(signal.SIGKILL)
     clocked.start()
-    job = preempted(clocked, "slow-200-2")
+    job = preempted(clocked, "until-200-2")
     assert job.preemption is not None
     assert job.preemption.reason == "the CPU was drained: a new fan"
     clocked.client.ask("undrain", id="all")
-    assert clocked.wait_state("slow-200-2", State.SUCCEEDED).num_preemptions == 1
+    clocked.go("until-200-2")
+    assert clocked.wait_state("until-200-2", State.SUCCEEDED).num_preemptions == 1
 
 
 @pytest.mark.parametrize("verb", ["cancel", "hold"])
 def test_a_person_outranks_a_preemption(clocked: Instance, verb: str) -> None:
     clocked.start()
-    clocked.drop("a", name="slow-200-2")
-    wait_steps(clocked, "slow-200-2")
+    clocked.drop("a", name="slow-4000-2")
+    wait_steps(clocked, "slow-4000-2")
     clocked.client.ask("drain", id="cpu", now=True)
-    wait_for(lambda: (job := clocked.job("slow-200-2")) and job.stop == "preempt", what="the request")
-    clocked.client.ask(verb, id="slow-200-2")
-    clocked.wait_state("slow-200-2", State.CANCELLED if verb == "cancel" else State.HELD)
+    wait_for(lambda: (job := clocked.job("slow-4000-2")) and job.stop == "preempt", what="the request")
+    clocked.client.ask(verb, id="slow-4000-2")
+    clocked.wait_state("slow-4000-2", State.CANCELLED if verb == "cancel" else State.HELD)
 
 
 def test_a_reserved_device_is_for_one_users_jobs_until_the_time_is_over(clocked: Instance) -> None:
@@ -267,7 +263,7 @@ def test_a_device_reserved_for_a_job_is_free_again_when_that_has_ended(clocked: 
     clocked.client.ask("resume")
     clocked.wait_state("until-9", State.RUNNING)
     waits_for(clocked, "succeed.a", "reserved")
-    go(clocked, "until-9")
+    clocked.go("until-9")
     clocked.wait_state("succeed.a", State.SUCCEEDED)
     assert clocked.client.ask("status")["devices"][0]["closures"] == []
 

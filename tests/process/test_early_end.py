@@ -6,12 +6,13 @@ import json
 import signal
 import time
 
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.job.event import read
 from honed.job.job import Job, State
 from honed.page import comparison
 from honed.page.report import gather
+from waiting import wait_for
 
 RATES = [3e-4, 1e-4, 2e-4, 4e-4, 5e-4]
 
@@ -43,6 +44,7 @@ def test_jobs_that_are_not_among_the_best_at_a_rung_end_early_and_can_be_continu
     wait_for(lambda: instance.job("rungs-4") and member(instance, 4).state is State.RUNNING, what="the fourth job")
     wait_for(lambda: num_evaluations(instance, 4) >= 1, what="its first evaluation")
     instance.kill(signal.SIGKILL)
+    instance.go("rungs-4")
     wait_for(lambda: num_evaluations(instance, 4) >= 5, what="the rung")
     assert member(instance, 4).cut is None
     instance.start()

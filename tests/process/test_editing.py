@@ -18,10 +18,11 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from harness import Instance, wait_for
+from harness import Instance
 from test_staging import make_busy, wait_staged_again
 
 from honed.job.job import Job, State
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -175,21 +176,22 @@ def test_a_staged_job_is_staged_anew_and_a_running_one_is_not_edited(instance: I
 
 def test_of_a_job_that_has_run_only_what_no_checkpoint_depends_on_is_edited(instance: Instance) -> None:
     instance.start()
-    instance.drop("slow-60", name="slow-60", training={"seed": 1})
-    wait_for(lambda: (instance.job("slow-60") and instance.show("slow-60")["progress"]["step"]) or 0, what="a step")
-    instance.honectl("hold", "slow-60", check=True)
-    before = instance.wait_state("slow-60", State.HELD)
-    plan = instance.show("slow-60")["plan"]
-    refused = edit(instance, "slow-60", "--set", "training.seed=2")
+    instance.drop("until-60", name="until-60", training={"seed": 1})
+    wait_for(lambda: (instance.job("until-60") and instance.show("until-60")["progress"]["step"]) or 0, what="a step")
+    instance.honectl("hold", "until-60", check=True)
+    before = instance.wait_state("until-60", State.HELD)
+    plan = instance.show("until-60")["plan"]
+    refused = edit(instance, "until-60", "--set", "training.seed=2")
     assert "training: the job has run before, and what it may resume from" in refused.stderr
     assert "priority, retry, time_limit_sec can be edited" in refused.stderr
-    assert edit(instance, "slow-60", "--set", "priority=5", "--set", "retry.max_attempts=7").returncode == 0
-    after = job_of(instance, "slow-60")
+    assert edit(instance, "until-60", "--set", "priority=5", "--set", "retry.max_attempts=7").returncode == 0
+    after = job_of(instance, "until-60")
     assert (after.priority, after.max_attempts, after.attempts) == (5, 7, before.attempts)
-    shown = instance.show("slow-60")
+    shown = instance.show("until-60")
     assert (shown["plan"], shown["spec"]["priority"]) == (plan, 5)
-    instance.honectl("release", "slow-60", check=True)
-    done = instance.wait_state("slow-60", State.SUCCEEDED)
+    instance.honectl("release", "until-60", check=True)
+    instance.go("until-60")
+    done = instance.wait_state("until-60", State.SUCCEEDED)
     assert (len(done.attempts), done.attempt.is_resumed) == (2, True)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from harness import RealInstance, wait_for
+from harness import RealInstance
 
 from honed.job.job import State
+from waiting import wait_for
 from zoo.model import build_checkpoint, write_facts
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SOON, Instance, wait_for
+from harness import SOON, Instance
 
 from honed.daemon.arrivals.naming import NAMED_JOB_PATIENCE_SEC
 from honed.job.job import State
 from honed.page import report
+from waiting import wait_for
 from zoo import plain
 
 ANNA, BERTA, CARL = 23001, 23002, 23003
@@ -35,12 +36,12 @@ def instance() -> Iterator[Instance]:
         instance.end()
 
 
-def drop(instance: Instance, uid: int, name: str, **keys: Any) -> None:
+def drop(instance: Instance, uid: int, name: str, **keys: Any) -> Path:
     """Drop a job file as a user."""
     hidden = instance.layout.spool_dir / f"incoming/.{name}.json"
     hidden.write_text(json.dumps(plain.spec(instance.model, instance.dataset, name=name, **keys)))
     os.chown(hidden, uid, uid)
-    hidden.rename(hidden.with_name(f"{name}.json"))
+    return instance.put(hidden, f"{name}.json")
 
 
 def order(instance: Instance) -> list[str]:
@@ -60,7 +61,7 @@ def test_one_job_beside_a_flood_starts_next_and_a_higher_class_before_it(instanc
     instance.client.ask("pause")
     for number in range(6):
         drop(instance, ANNA, f"succeed.a{number}", priority=1_000_000)
-    wait_for(lambda: len(instance.spool.all_jobs()) == 6, what="a flood")
+        wait_for(lambda number=number: instance.job(f"succeed.a{number}"), what="a flood")  # type: ignore[misc]
     drop(instance, BERTA, "succeed.b")
     drop(instance, CARL, "succeed.c", **{"class": "urgent"})
     drop(instance, BERTA, "succeed.no", **{"class": "urgent"})
@@ -153,7 +154,8 @@ def test_one_users_check_that_stands_still_holds_up_no_other_user_where_there_ar
     (helper,) = instance.helpers()
     os.kill(helper, signal.SIGSTOP)
     for number in range(3):
-        drop(instance, ANNA, f"succeed.a{number}")
+        path = drop(instance, ANNA, f"succeed.a{number}")
+        wait_for(lambda path=path: not path.exists(), what="its number")  # type: ignore[misc]
     drop(instance, BERTA, "succeed.b")
     instance.wait_state("succeed.b", State.QUEUED)
     assert [job.name for job in instance.spool.all_jobs().values()] == ["succeed.first", "succeed.b"]
@@ -170,15 +172,15 @@ def test_one_users_check_that_stands_still_holds_up_no_other_user_where_there_ar
 def test_what_is_beyond_a_limit_waits_with_its_numbers_and_is_taken_when_there_is_room(instance: Instance) -> None:
     instance.configure('[users."*"]\nmax_queued = 2\n')
     instance.start()
-    drop(instance, ANNA, "slow-400")
-    instance.wait_state("slow-400", State.RUNNING)
+    drop(instance, ANNA, "slow-4000")
+    instance.wait_state("slow-4000", State.RUNNING)
     for number in range(5):
         drop(instance, ANNA, f"succeed.a{number}")
     wait_for(lambda: "3 files wait until fewer jobs of their users are queued" in status(instance), what="the limit")
     drop(instance, BERTA, "succeed.b")
     instance.wait_state("succeed.b", State.QUEUED)  # nobody else is held up
     assert len(list(instance.spool.jobs(State.QUEUED))) == 3
-    instance.client.ask("cancel", id="slow-400")
+    instance.client.ask("cancel", id="slow-4000")
     wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 6, what="all")
     assert instance.rejected() == {}
 
@@ -258,23 +260,27 @@ min_run_sec = {}
 def test_a_job_of_a_class_that_preempts_takes_the_device_and_the_other_resumes(instance: Instance) -> None:
     instance.configure(CLASSES.format(0))
     instance.start()
-    drop(instance, ANNA, "slow-60")
-    wait_for(lambda: instance.job("slow-60") and instance.show("slow-60")["progress"]["step"], what="a step")
+    drop(instance, ANNA, "until-60")
+    wait_for(lambda: instance.job("until-60") and instance.show("until-60")["progress"]["step"], what="a step")
     drop(instance, BERTA, "succeed.high", **{"class": "high"})
     wait_for(lambda: instance.job("succeed.high") and waits(instance, "succeed.high"), what="a wait")
     assert waits(instance, "succeed.high").startswith("device: job 1 ")
-    drop(instance, BERTA, "slow-20", **{"class": "urgent"})
+    drop(instance, BERTA, "until-20", **{"class": "urgent"})
+    instance.wait_state("until-20", State.RUNNING)
+    instance.go("until-60")
     drop(instance, CARL, "succeed.second", **{"class": "urgent"})
+    instance.wait_state("succeed.second", State.QUEUED)
+    instance.go("until-20")
     wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 4, what="all")
-    low, urgent = instance.job("slow-60"), instance.job("slow-20")
+    low, urgent = instance.job("until-60"), instance.job("until-20")
     assert low is not None
     assert urgent is not None
     reason = f"job {urgent.id}, of a higher class, needs its device"
     assert [attempt.preemption and attempt.preemption.reason for attempt in low.attempts] == [reason, None]
     assert (low.num_failures, low.num_preemptions, len(urgent.attempts)) == (0, 1, 1)
     # Neither the second urgent job nor the one of a class that does not preempt has ended anything.
-    assert order(instance) == ["slow-60", "slow-20", "succeed.second", "succeed.high"]
-    assert f"preempted: {reason}" in instance.honectl("show", "slow-60", check=True).stdout
+    assert order(instance) == ["until-60", "until-20", "succeed.second", "succeed.high"]
+    assert f"preempted: {reason}" in instance.honectl("show", "until-60", check=True).stdout
     report.write(instance.layout, [low.id], is_shared=True, admin_group="")
     page = instance.layout.job(low.id).report_path.read_text()
     assert re.search(rf"<td>{reason}</td>\s*<td>\d+</td>\s*<td>none</td>", page)  # what it cost: seconds, and no steps
@@ -285,18 +291,20 @@ def test_what_has_just_begun_or_could_not_resume_or_is_as_high_is_not_preempted(
     instance.configure(CLASSES.format(3600 if kept == "min_run" else 0))
     instance.start()
     instance.client.ask("pause")
-    drop(instance, ANNA, "slow-60", **({"class": "urgent"} if kept == "rank" else {}))
-    job = instance.wait_state("slow-60", State.QUEUED)
+    drop(instance, ANNA, "until-60", **({"class": "urgent"} if kept == "rank" else {}))
+    job = instance.wait_state("until-60", State.QUEUED)
     if kept == "merge":
         path = instance.layout.job(job.id).plan_path
         plan = json.loads(path.read_text())
         path.write_text(json.dumps({**plan, "spec": {**plan["spec"], "kind": "merge"}}))
     instance.client.ask("resume")
-    instance.wait_state("slow-60", State.RUNNING)
+    instance.wait_state("until-60", State.RUNNING)
     drop(instance, BERTA, "succeed.urgent", **{"class": "urgent"})
+    wait_for(lambda: instance.job("succeed.urgent") and waits(instance, "succeed.urgent"), what="a wait")
+    instance.go("until-60")
     wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 2, what="both")
     assert [job.num_preemptions for job in instance.spool.all_jobs().values()] == [0, 0]
-    assert order(instance) == ["slow-60", "succeed.urgent"]
+    assert order(instance) == ["until-60", "succeed.urgent"]
 
 
 def test_no_more_is_preempted_than_a_users_limit_lets_start(instance: Instance) -> None:
@@ -306,13 +314,16 @@ def test_no_more_is_preempted_than_a_users_limit_lets_start(instance: Instance) 
     instance.configure(CLASSES.format(0) + f"[users.{BERTA}]\nmax_running = 1\n")
     instance.start()
     for number in range(2):
-        drop(instance, ANNA, f"slow-6{number}")
+        drop(instance, ANNA, f"until-6{number}")
     wait_for(lambda: len(list(instance.spool.jobs(State.RUNNING))) == 2, what="both GPUs taken")
     instance.client.ask("pause")
     for number in range(3):
         drop(instance, BERTA, f"slow-1{number}", **{"class": "urgent"})
     wait_for(lambda: len(list(instance.spool.jobs(State.QUEUED))) == 3, what="three urgent jobs")
     instance.client.ask("resume")
+    wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 3, what="the urgent ones")
+    for number in range(2):
+        instance.go(f"until-6{number}")
     wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 5, what="all")
     jobs = instance.spool.all_jobs().values()
     assert sum(job.num_preemptions for job in jobs) == 1, "one made room for all three, one after the other"

@@ -70,7 +70,7 @@ class WatchedInstance(ColdInstance):
             self.wait_over(job)
 
     def wait_over(self, job: Job) -> None:
-        from harness import wait_for
+        from waiting import wait_for
 
         wait_for(lambda: self.show(str(job.id))["state"] in {"succeeded", "failed"}, what=job.name, deadline_sec=600)
 

@@ -15,11 +15,12 @@ from typing import Any
 import fakehub
 import pytest
 from fakehub import Hub, Repository
-from harness import DEADLINE_SEC, wait_for
+from harness import DEADLINE_SEC
 
 from honed.inputs import basemodel
 from honed.run import snapshot
 from honed.system.layout import Layout
+from waiting import wait_for
 from zoo import plain
 
 REPO = "org/tiny"

@@ -13,13 +13,14 @@ from typing import Any
 import fakehub
 import pytest
 from fakehub import Hub, Repository
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.daemon.arrivals.fetches import Waiting
 from honed.job import counters, query
 from honed.job.job import State
 from honed.run import snapshot
 from honed.run.fetcher import ProcessFetchRunner
+from waiting import wait_for
 from zoo import plain
 
 REPO = "org/tiny"
@@ -58,7 +59,8 @@ def others_view(instance: Instance) -> list[dict[str, Any]]:
 
 
 def fetch_pid(instance: Instance, number: int) -> int:
-    return int(wait_for(lambda: (path := instance.layout.fetch(number).lock_path).exists() and path.read_text()))
+    path = instance.layout.fetch(number).lock_path
+    return int(wait_for(lambda: path.exists() and path.read_text(), what="the fetch"))
 
 
 def wait_for_bytes(instance: Instance) -> None:

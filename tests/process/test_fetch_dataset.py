@@ -15,11 +15,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from fakehub import Hub, Repository
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.job.job import State
 from honed.run import snapshot
 from honed.run.snapshot import DATASET
+from waiting import wait_for
 
 COMMIT = "1" * 40
 #: Bytes of a .parquet file that the hub sends until it is released.

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Instance, wait_for
+from harness import Instance
 
 import warm
 from honed.job.job import State
+from waiting import wait_for
 from zoo import plain
 
 
@@ -128,7 +129,7 @@ def test_staged_copies_go_when_their_job_has_succeeded_or_is_refused(instance: I
     done = instance.honectl("submit", "--stage", "--wait", str(job_file(instance, "succeed")))
     assert done.returncode == 0, done.stderr
     wait_for(lambda: list(instance.layout.staged_dir.iterdir()) == [place], what="the copies gone")
-    assert "job 2 (succeed): removed its staged copies" in instance.log
+    wait_for(lambda: "job 2 (succeed): removed its staged copies" in instance.log, what="a word of it")
     refused = instance.honectl("submit", "--stage", str(job_file(instance, "no-room", output_dir="/nowhere/out")))
     assert refused.returncode == 1
     assert list(instance.layout.staged_dir.iterdir()) == [place]

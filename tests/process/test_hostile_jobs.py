@@ -10,11 +10,12 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from harness import Instance, wait_for
+from harness import Instance
 from hostile import ALL, FORGED, LONG, MARKUP, TURN, check_lines, without_colours
 
 from honed.job.job import State
 from honed.run.outcome import SUCCEEDED
+from waiting import wait_for
 from zoo.fuzz import check_shown
 
 #: A spec with the text in every string that a job file can contain.

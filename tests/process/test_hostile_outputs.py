@@ -22,7 +22,7 @@ from pathlib import Path
 
 import postbox
 import pytest
-from harness import DEADLINE_SEC, Instance, said_on_terminal, wait_for
+from harness import DEADLINE_SEC, Instance, said_on_terminal
 from hostile import ALL, FORMULAS, NAME, check_lines, without_colours
 from postbox import PostOffice, Webhook
 from prometheus_client.parser import text_string_to_metric_families
@@ -32,6 +32,7 @@ from test_web import Web
 
 from honed.cli import manual
 from honed.job.job import State
+from waiting import wait_for
 from zoo.fuzz import check_shown
 
 CHECKOUT = Path(__file__).parents[2]

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.job import removal
 from honed.job.job import State
+from waiting import wait_for
 
 DAY = 86400
 
@@ -72,7 +73,7 @@ def test_prune_says_what_goes_and_removes_all_of_it(instance: Instance) -> None:
     assert numbers(instance) == directories(instance) == rows(instance) == {2}
     gone = instance.honectl("show", "succeed.a")
     assert (gone.returncode, "job 1 (succeed.a) succeeded and was pruned" in gone.stderr) == (2, True)
-    wait_for(lambda: "succeed.a" not in instance.layout.index_path.read_text(), what="the index")
+    wait_for(lambda: "succeed.a" not in instance.index, what="the index")
 
 
 def test_prune_without_limits_is_no_wish_for_everything(instance: Instance) -> None:
@@ -90,7 +91,7 @@ def test_numbers_are_never_used_again_though_every_job_is_pruned(instance: Insta
     (instance.layout.spool_dir / "seq").unlink()
     run_jobs(instance, "succeed.c")
     assert numbers(instance) == {3}
-    assert wait_for(lambda: rows(instance) == {3})
+    wait_for(lambda: rows(instance) == {3}, what="its rows alone")
 
 
 def test_what_is_pinned_needed_or_not_over_stays_and_says_why(instance: Instance) -> None:
@@ -186,19 +187,21 @@ def test_checkpoints_go_alone_and_the_job_that_is_requeued_says_so(instance: Ins
 
 
 def test_a_requeued_job_goes_on_from_its_checkpoint_or_from_the_start(instance: Instance) -> None:
-    instance.drop("a", name="slow-100")
+    instance.drop("a", name="until-100")
     instance.start()
     wait_for((instance.layout.job(1).checkpoints_dir / "step").exists, what="steps")
     instance.client.ask("cancel", id="1")
-    instance.wait_state("slow-100", State.CANCELLED)
+    instance.wait_state("until-100", State.CANCELLED)
     assert "from its last checkpoint" in instance.honectl("requeue", "1").stdout
     events_path = instance.layout.job(1).attempt(2).events_path
     wait_for(lambda: events_path.exists() and '"resumed"' in events_path.read_text(), what="the resumed event")
     instance.client.ask("cancel", id="1")
-    instance.wait_state("slow-100", State.CANCELLED)
+    instance.wait_state("until-100", State.CANCELLED)
     assert "from the start" in instance.honectl("requeue", "1", "--from-start").stdout
-    wait_for(lambda: instance.job("slow-100").num_failures == 0 and len(instance.job("slow-100").attempts) == 3)  # type: ignore[union-attr]
-    instance.wait_state("slow-100", State.SUCCEEDED)
+    third = instance.wait_state("until-100", State.RUNNING)
+    assert (third.num_failures, len(third.attempts)) == (0, 3)
+    instance.go("until-100")
+    instance.wait_state("until-100", State.SUCCEEDED)
     assert '"resumed"' not in instance.layout.job(1).attempt(3).events_path.read_text()
     wait_for(lambda: not list(instance.layout.job(1).dir.glob(removal.OLD_CHECKPOINTS)), what="old ones are gone")
 

@@ -14,7 +14,6 @@ import shutil
 import socket
 import sqlite3
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -27,7 +26,7 @@ import torch
 import transformers
 import trl
 from endpoint import Endpoint
-from harness import DEADLINE_SEC, RealInstance, wait_for
+from harness import RealInstance
 from postbox import Webhook
 from test_report import Page
 
@@ -37,6 +36,7 @@ from honed.send import notification, outbox
 from honed.spec import config
 from honed.system.client import Client
 from honed.system.layout import Layout
+from waiting import wait_for
 
 DATA = Path(__file__).parents[1] / "data/instance"
 RECORD = runpy.run_path(str(DATA / "record.py"))
@@ -146,14 +146,15 @@ def pending_keys(instance: Unpacked) -> set[str]:
 def place() -> Iterator[None]:
     """Keep the place from other runs of these tests on this machine."""
     with socket.socket(socket.AF_UNIX) as lock:
-        deadline = time.monotonic() + DEADLINE_SEC
-        while True:
+
+        def is_bound() -> bool:
             try:
                 lock.bind("\0honed-recorded")
-                break
             except OSError:
-                assert time.monotonic() < deadline, f"another run of these tests has {ROOT}"
-                time.sleep(0.5)
+                return False
+            return True
+
+        wait_for(is_bound, what=f"the end of another run of these tests, which has {ROOT}")
         yield
 
 

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.cli import doctor
 from honed.job.job import Job, State
 from honed.run.process import ProcessRunner
 from honed.system.layout import JobLayout
+from waiting import wait_for
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import HERE, Instance, wait_for
+from harness import HERE, Instance
 
 from honed.job.arrival import Arrivals
 from honed.job.job import Job, State
 from honed.job.spool import Spool
+from waiting import wait_for
 
 
 def fill(instance: Instance, num_jobs: int, state: State = State.QUEUED) -> None:
@@ -57,20 +58,20 @@ def test_each_entry_is_read_once_at_start_and_never_again_for_an_arrival_or_a_qu
 
 def test_a_flood_of_arrivals_becomes_one_job_each_beside_one_that_trains(instance: Instance) -> None:
     instance.start()
-    instance.drop("slow-600")
-    slow = instance.wait_state("slow-600", State.RUNNING)
+    instance.drop("slow-4000")
+    slow = instance.wait_state("slow-4000", State.RUNNING)
     events = instance.layout.job(slow.id).attempt(1).events_path
     names = [f"succeed.{number}" for number in range(24)]
     for number, name in enumerate(names):
-        keys = {"depends_on": ["slow-600"]} if number % 4 == 0 else {}
+        keys = {"depends_on": ["slow-4000"]} if number % 4 == 0 else {}
         instance.drop(f"file-{number}", name=name, **keys)
     (instance.incoming_dir / "bad.json").write_text("{")
     wait_for(lambda: len(instance.spool.all_jobs()) == 25 and instance.rejected(), what="accepted", deadline_sec=300)
-    assert sorted(job.name for job in instance.spool.all_jobs().values()) == sorted(["slow-600", *names])
+    assert sorted(job.name for job in instance.spool.all_jobs().values()) == sorted(["slow-4000", *names])
     assert set(instance.rejected()) == {"bad.json"}
     claimed_dir = instance.layout.spool_dir / "claimed"  # its files are removed after the entries exist
     wait_for(lambda: not list(claimed_dir.iterdir()), what="nothing claimed")
-    row = instance.client.ask("list", names=["slow-600"])[0]
+    row = instance.client.ask("list", names=["slow-4000"])[0]
     assert row["progress"]["step"], "the running job's events are followed meanwhile"
     assert events.stat().st_size
 
@@ -141,7 +142,8 @@ def test_a_job_whose_event_is_lost_in_an_overflow_is_found_all_the_same(instance
     instance.drop("succeed")
     instance.process.send_signal(signal.SIGCONT)
     instance.wait_state("succeed", State.SUCCEEDED)
-    assert "queue overflowed" in instance.log, "watchdog's own word; it hands on no event of it"
+    # watchdog's own word; it hands on no event of it.
+    wait_for(lambda: "queue overflowed" in instance.log, what="the overflow")
     instance.drop("succeed-2")
     instance.wait_state("succeed-2", State.SUCCEEDED)
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 from certificates import Authority
-from harness import Instance, wait_for
+from harness import Instance
 from postbox import PostOffice
 
 from honed.send import notice_sender, notification
 from honed.send.notification import Notice
 from honed.spec.config import NotifyConfig
+from waiting import wait_for
 
 SECURITIES = ("starttls", "tls")
 #: The verbs that may be sent before the connection is encrypted.

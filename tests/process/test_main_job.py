@@ -14,10 +14,11 @@ import fakehub
 import pytest
 import yaml
 from fakehub import Repository
-from harness import RealInstance, wait_for
+from harness import RealInstance
 
 import warm
 from honed.job.job import State
+from waiting import wait_for
 from zoo.model import build_checkpoint, write_facts
 
 TRAINING = {
@@ -105,10 +106,24 @@ def test_each_family_format_and_way_of_training_ends_with_output_metrics_and_pre
     assert "Traceback" not in real.log
 
 
+#: It waits in its hundredth step until it is asked to stop, or a file `go` is in its directory.
+HOLD = """
+import os, sys, time
+from honed.worker.train.watched import WatchedTrainer
+step = WatchedTrainer.training_step
+def training_step(self, *args, **kwargs):
+    while self.state.global_step == 99 and not (self._stop.is_set or os.path.exists(os.path.join(sys.argv[1], "go"))):
+        time.sleep(0.02)
+    return step(self, *args, **kwargs)
+WatchedTrainer.training_step = training_step
+"""
+
+
 def test_a_real_worker_killed_and_a_real_honed_stopped_lose_no_step(real: RealInstance, models: Path) -> None:
-    training = {**TRAINING, "max_steps": 250, "eval_strategy": "no", "save_steps": 5}
+    training = {**TRAINING, "max_steps": 120, "eval_strategy": "no", "save_steps": 5}
     spec = spec_of(models, "lora", training=training, eval_split=None, predictions={"sample_frequency": "off"})
     (real.root / "long.yaml").write_text(yaml.safe_dump(spec))
+    real.environment["HONED_TEST_RANK_0"] = HOLD
     real.start()
     shutil.copy(real.root / "long.yaml", real.incoming_dir)
     real.wait_state("long", State.RUNNING)
@@ -128,6 +143,7 @@ def test_a_real_worker_killed_and_a_real_honed_stopped_lose_no_step(real: RealIn
     stopped = real.job("long")
     assert stopped is not None
     assert (stopped.state, stopped.attempt.outcome, stopped.num_failures) == (State.QUEUED, "interrupted", 1)
+    real.go("long")
     real.start()
     wait_for(lambda: real.show("long")["state"] == "succeeded", what="success", deadline_sec=300)
     shown = real.show("long")

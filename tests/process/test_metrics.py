@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import Instance, wait_for
+from harness import Instance
 from prometheus_client.parser import text_string_to_metric_families
 
 from honed.job import query
@@ -23,6 +23,7 @@ from honed.job.job import State
 from honed.page.metrics import scrape
 from honed.page.source import Source
 from honed.system.error import HonedError
+from waiting import wait_for
 from zoo import plain
 
 ETC = Path(__file__).parents[2] / "etc"
@@ -99,10 +100,10 @@ def test_bytes_of_checkpoints_are_counted_once_though_honed_is_killed_after_they
 ) -> None:
     """The fake worker says how much it has written; the last word is bounded."""
     instance.start()
-    instance.drop("slow")
-    wait_for(lambda: instance.job("slow") and instance.show("slow")["progress"]["step"], what="a step")
-    instance.client.ask("hold", id="slow")
-    job = instance.wait_state("slow", State.HELD)
+    instance.drop("slow-4000")
+    wait_for(lambda: instance.job("slow-4000") and instance.show("slow-4000")["progress"]["step"], what="a step")
+    instance.client.ask("hold", id="slow-4000")
+    job = instance.wait_state("slow-4000", State.HELD)
     (checkpoint,) = (event for event in events(instance, job.id) if event["event"] == "checkpoint")
     assert job.attempts[0].checkpoint_bytes == checkpoint["num_bytes"] > 0
     instance.kill(signal.SIGKILL)

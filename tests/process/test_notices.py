@@ -10,7 +10,7 @@ from pathlib import Path
 
 import postbox
 import pytest
-from harness import Instance, wait_for
+from harness import Instance
 from listener import drip
 from postbox import PostOffice, Webhook
 
@@ -19,6 +19,7 @@ from honed.job.spool import Spool
 from honed.send import notification
 from honed.send.notification import Notices
 from honed.spec import config
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -186,7 +187,9 @@ def test_kills_of_honed_lose_no_end_and_tell_none_under_two_keys(
         wait_for(lambda turn=turn: len(list(instance.spool.jobs(State.SUCCEEDED))) > turn, what="an end")  # type: ignore[misc]
         instance.kill(signal.SIGKILL)
     assert instance.drain() == 0
-    assert sorted(notice["job_id"] for notice in hook.notices.values()) == [1, 2, 3, 4, 5, 6]
+    numbers = sorted(instance.spool.all_jobs())
+    assert len(numbers) == 6
+    assert sorted(notice["job_id"] for notice in hook.notices.values()) == numbers
 
 
 def test_an_end_that_was_marked_and_never_told_is_told_at_the_next_start(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from harness import RealInstance, wait_for
+from harness import RealInstance
 
 from honed.job import query
 from honed.job.job import State
+from waiting import wait_for
 from zoo.model import build_checkpoint, write_facts
 
 #: Steps of the job for each preemption: far more than pass between two of them.

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.job import query
 from honed.job.job import State
+from waiting import wait_for
 
 FIRST = "per_device_train_batch_size 8 → 4, gradient_accumulation_steps 1 → 2"
 
@@ -148,7 +149,7 @@ def test_a_disk_that_is_full_to_the_last_byte_harms_neither_spool_nor_database(
         wait_for(lambda: "honed cannot work" in instance.log, what="the word")
         filler.unlink()
         job = instance.wait_state("slow-150", State.SUCCEEDED)
-        assert [name for _, name in instance.entries()] == [f"{job.id}.json"]
+        assert {name for _, name in instance.entries()} == {f"{job.id}.json"}
         worker_log = instance.layout.job(job.id).attempt(1).log_path.read_text()
         assert (len(job.attempts), job.num_failures) == (1, 0), instance.log + worker_log
         instance.stop()

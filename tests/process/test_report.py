@@ -14,12 +14,13 @@ from pathlib import Path
 
 import browser
 import pytest
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.job.event import EventWriter
 from honed.job.job import State
 from honed.page import report
 from honed.system import access
+from waiting import wait_for
 
 HOSTILE = (
     "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x00\x1b[31m \u202ekcatta\u202c </div></body>"
@@ -129,13 +130,14 @@ def rebuilt(instance: Instance, job_id: int) -> Page:
 
 
 def test_a_job_has_a_page_while_it_runs_and_when_it_is_over(instance: Instance) -> None:
-    instance.drop("slow-60")
+    instance.drop("until-60")
     instance.start()
-    job = instance.wait_state("slow-60", State.RUNNING)
+    job = instance.wait_state("until-60", State.RUNNING)
     path = instance.layout.job(job.id).report_path
     wait_for(path.exists, what="the page of a job that runs")
     assert "running" in Page.of(path).shown
-    instance.wait_state("slow-60", State.SUCCEEDED)
+    instance.go("until-60")
+    instance.wait_state("until-60", State.SUCCEEDED)
     wait_for(lambda: "succeeded: loss 1 → 0.01667" in Page.of(path).shown, what="the page of one that is over")
     wait_for(lambda: "succeeded" in Page.of(instance.layout.index_path).shown, what="the same in the index")
     assert ("a", {"href": f"jobs/{job.id}/report.html"}) in Page.of(instance.layout.index_path).elements

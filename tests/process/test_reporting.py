@@ -11,10 +11,11 @@ from pathlib import Path
 import endpoint as api
 import pytest
 from endpoint import Endpoint, refuse
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.job.job import State
 from honed.send import outbox
+from waiting import wait_for
 
 TOKEN = "s3cret-t0ken"
 
@@ -155,7 +156,7 @@ def test_a_token_is_in_no_file_and_no_process_of_the_instance(instance: Instance
     report_to(instance, endpoint)
     instance.is_warm = False  # a fork's environ and cmdline are those of the process that it was forked from
     instance.environment |= {"JOB_TOKEN": TOKEN, "HONED_TEST_SEEN": "in environ"}
-    instance.drop("job", name="slow")
+    instance.drop("job", name="slow-4000")
     instance.start()
     wait_for(lambda: endpoint.rows, what="rows")
     worker = instance.layout.job(1).attempt(1).dir / "lock"

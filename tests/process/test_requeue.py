@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RealInstance, wait_for
+from harness import RealInstance
 
 from honed.job.job import State
 from honed.system.error import HonedError
+from waiting import wait_for
 from zoo.model import build_checkpoint, write_facts
 
 

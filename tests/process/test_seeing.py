@@ -9,10 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from harness import Instance, RealInstance, wait_for
+from harness import Instance, RealInstance
 
 from honed.job.job import State
 from honed.worker.model import torchvision
+from waiting import wait_for
 from zoo import plain
 from zoo.model import build_checkpoint, write_facts
 

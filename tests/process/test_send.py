@@ -15,7 +15,7 @@ from typing import Any
 import endpoint as api
 import pytest
 from endpoint import Endpoint, Reply, Request, refuse
-from harness import DEADLINE_SEC, wait_for
+from harness import DEADLINE_SEC
 from listener import drip
 
 from honed.cli import doctor
@@ -25,6 +25,7 @@ from honed.send import outbox
 from honed.send.outbox import Outbox
 from honed.spec import config
 from honed.system.layout import Layout
+from waiting import wait_for
 
 JOB = Job(
     id=7,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.job.job import State
 from honed.job.spool import Spool
+from waiting import wait_for
 
 KEYS = [f"GPU-{number}" for number in range(4)]
 
@@ -31,14 +32,15 @@ def test_it_gets_all_its_gpus_at_once_and_nothing_later_keeps_them_from_it(insta
     instance.client.ask("resume")
     first = instance.wait_state("until-2.first", State.RUNNING)
     assert first.attempt.devices == ("GPU-0",)
-    wait_for(lambda: instance.client.ask("show", id="succeed-1.wide")["waiting_for"]["reason"] == "device", what="it")
-    why = wait_for(lambda: instance.client.ask("show", id="succeed-1.later")["waiting_for"], what="its reason")
-    assert why["reason"] == "turn", why
-    assert "waits for 4 GPUs" in why["detail"]
-    why = instance.client.ask("show", id="succeed-1.wide")["waiting_for"]
-    assert why["reason"] == "device"
-    assert "needs 4 GPUs at the same time, and 3 are free" in why["detail"]
-    (instance.layout.job(first.id).dir / "go").touch()
+
+    def waits(name: str, reason: str, detail: str) -> bool:
+        why = instance.client.ask("show", id=name)["waiting_for"]
+        return why is not None and why["reason"] == reason and detail in why["detail"]
+
+    wide_waits = ("succeed-1.wide", "device", "needs 4 GPUs at the same time, and 3 are free")
+    for each in (wide_waits, ("succeed-1.later", "turn", "waits for 4 GPUs")):
+        wait_for(lambda each=each: waits(*each), what=str(each))  # type: ignore[misc]
+    instance.go("until-2.first")
     ended = instance.wait_state("succeed-1.wide", State.SUCCEEDED)
     later = instance.wait_state("succeed-1.later", State.SUCCEEDED)
     assert ended.attempt.devices == tuple(KEYS)

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 from cgroup import limited_to
-from harness import DEADLINE_SEC, wait_for
+from harness import DEADLINE_SEC
 
 from honed.run import jobunit, shim
 from honed.run.runner import exit_of, read_exit_record
 from honed.system.layout import Layout
+from waiting import wait_for
 
 SHIM = Path(shim.__file__)
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ColdInstance, Instance, wait_for
+from harness import ColdInstance, Instance
 
 from honed.job.job import Job, State
+from waiting import wait_for
 from zoo.model import build_checkpoint, write_facts
 
 WARM = "[jobs]\nwarm_sec = 600\nstage_min_available_bytes = 0\npoll_interval_sec = 0.05\n"

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Instance, RealInstance, wait_for
+from harness import Instance, RealInstance
 
 from honed.job import query
 from honed.job.job import Job, State
 from honed.page.job_list import Choice, JobList
 from honed.page.source import Source
+from waiting import wait_for
 from zoo.model import build_checkpoint, write_facts
 
 STAGING = "[jobs]\nstage_ahead = true\nstage_min_available_bytes = 0\n"
@@ -56,7 +57,10 @@ def wait_staged(instance: Instance, name: str, number: int = 1) -> Job:
 
 
 def wait_staged_again(instance: Instance, name: str, num_staged: int) -> Job:
-    return wait_for(lambda: job if (job := wait_staged(instance, name)).num_staged == num_staged else None)
+    return wait_for(
+        lambda: job if (job := wait_staged(instance, name)).num_staged == num_staged else None,
+        what=f"{name} staged for the {num_staged}th time",
+    )
 
 
 @pytest.fixture
@@ -98,8 +102,7 @@ def test_the_next_job_waits_at_its_gate_until_the_device_is_free(busy: Instance)
     assert row["staged_at"]
     assert "staged" in busy.honectl("list", check=True).stdout
     assert "staged" in busy.honectl("show", str(job.id), check=True).stdout
-    index = busy.layout.index_path
-    wait_for(lambda: index.exists() and ">staged</span>" in index.read_text(), what="the index")
+    wait_for(lambda: ">staged</span>" in busy.index, what="the index")
     assert b">staged</span>" in JobList(Source(busy.layout)).page(query.ANYBODY, Choice(), "")
     pid = worker_of(busy, job)
     go(busy)

@@ -9,10 +9,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from harness import Instance, RealInstance, wait_for
+from harness import Instance, RealInstance
 
 from honed.job import query
 from honed.job.job import State
+from waiting import wait_for
 from zoo.model import build_checkpoint, write_facts
 
 
@@ -43,16 +44,16 @@ def test_a_worker_that_is_slow_to_tell_but_alive_is_left_alone(instance: Instanc
 
 def test_the_administrators_limit_holds_whatever_a_worker_says_of_itself(instance: Instance) -> None:
     instance.configure("[jobs]\nstall_timeout_sec = 3.0\nmin_stall_timeout_sec = 3.0\n")
-    instance.drop("slow")
+    instance.drop("slow-4000")
     instance.start()
-    job = instance.wait_state("slow", State.RUNNING)
-    wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+    job = instance.wait_state("slow-4000", State.RUNNING)
+    wait_for(lambda: instance.show("slow-4000")["progress"]["step"], what="a step")
     attempt = instance.layout.job(job.id).attempt(1)
     worker_pid = json.loads((attempt.dir / "lock").read_text())["worker_pid"]
     os.kill(worker_pid, signal.SIGSTOP)
     attempt.pulse_path.write_text('{"phase": "train", "limit_sec": 1e300}')
     wait_for(lambda: "): hung: " in instance.log, what="the end")
-    instance.client.ask("cancel", id="slow")
+    instance.client.ask("cancel", id="slow-4000")
 
 
 def test_a_real_worker_that_is_stopped_in_a_step_is_ended_and_its_job_is_the_same_run(

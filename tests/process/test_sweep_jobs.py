@@ -9,10 +9,11 @@ from typing import Any
 
 import browser
 import pytest
-from harness import Instance, RealInstance, wait_for
+from harness import Instance, RealInstance
 from test_web import serving
 
 from honed.job.job import Job, State
+from waiting import wait_for
 from zoo.model import build_checkpoint, write_facts
 
 GRID: dict[str, Any] = {"training.learning_rate": [1e-4, 2e-4, 3e-4], "training.seed": [1, 2]}
@@ -28,14 +29,15 @@ def test_a_sweep_becomes_each_of_its_jobs_once_though_honed_is_killed_meanwhile(
     instance.start()
     instance.client.ask("pause")
     instance.drop("grid", sweep=GRID, output_dir=str(instance.root / "out"))
-    wait_for(lambda: list((instance.layout.spool_dir / "claimed").glob("*/grid*")) or jobs_of(instance, "grid"))
+    claimed_dir = instance.layout.spool_dir / "claimed"
+    wait_for(lambda: list(claimed_dir.glob("*/grid*")) or jobs_of(instance, "grid"), what="claimed")
     instance.kill(signal.SIGKILL)
     instance.start()
     wait_for(lambda: jobs_of(instance, "grid"), what="the first of the jobs")
     instance.kill(signal.SIGKILL)
     instance.start()
     jobs = wait_for(lambda: found if len(found := jobs_of(instance, "grid")) >= 6 else None, what="six jobs")
-    wait_for(lambda: not list((instance.layout.spool_dir / "claimed").iterdir()), what="nothing under way")
+    wait_for(lambda: not list(claimed_dir.iterdir()), what="nothing under way")
     assert [job.name for job in jobs_of(instance, "grid")] == [f"grid-{n}" for n in range(1, 7)]
     assert [job.group["values"] for job in jobs if job.group] == [
         {"training.learning_rate": rate, "training.seed": seed} for rate in (1e-4, 2e-4, 3e-4) for seed in (1, 2)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RealInstance, wait_for
+from harness import RealInstance
 
 from honed.job.job import Job, State
 from honed.job.row_cache import FILES
+from waiting import wait_for
 from zoo.model import build_checkpoint, write_facts
 
 

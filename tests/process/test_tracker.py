@@ -21,7 +21,7 @@ from typing import Any, cast
 import pytest
 import wandbserver
 import yaml
-from harness import RealInstance, wait_for
+from harness import RealInstance
 from wandbserver import WandbServer
 
 from honed.job.job import Job, State
@@ -29,6 +29,7 @@ from honed.send import wandb_runs
 from honed.system.layout import Layout
 from honed.worker.assignment import Assignment
 from honed.worker.train import tracker
+from waiting import wait_for
 from zoo.model import build_checkpoint, write_facts
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")

@@ -7,9 +7,10 @@ import sys
 from typing import Any
 
 import pytest
-from harness import HERE, Instance, wait_for
+from harness import HERE, Instance
 
 from honed.job.job import State
+from waiting import wait_for
 
 
 def lines(instance: Instance) -> list[dict[str, Any]]:
@@ -44,6 +45,6 @@ def test_a_kill_between_the_charge_and_its_line_loses_and_doubles_nothing(instan
 def test_a_step_that_fails_after_the_end_of_a_job_does_not_keep_its_use_from_being_counted(instance: Instance) -> None:
     start_cut(instance, "full")
     wait_for(lambda: lines(instance), what="its line, without another start")
-    assert "No space left on device" in instance.log
+    wait_for(lambda: "No space left on device" in instance.log, what="why the step failed")
     (line,) = lines(instance)
     assert (line["job"], line["attempt"]) == (1, 1)

@@ -9,15 +9,19 @@ import signal
 from typing import Any
 
 import pytest
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.job.job import State
+from waiting import wait_for
 
 
 def waits(instance: Instance, name: str) -> dict[str, Any]:
-    rows = {row["name"]: row for row in instance.client.ask("list")}
+    def look() -> dict[str, Any]:
+        return {row["name"]: row for row in instance.client.ask("list")}[name]["waiting_for"] or {}
+
+    listed = wait_for(look, what=f"why {name} waits")  # honed has looked at it
     shown = instance.client.ask("show", id=name)
-    assert shown["waiting_for"]["reason"] == rows[name]["waiting_for"]["reason"]
+    assert shown["waiting_for"]["reason"] == listed["reason"]
     for verb in ("glance", "pin", "unpin"):  # no verb answers that honed is not running
         assert instance.client.ask(verb, id=name)["waiting_for"]["reason"] == shown["waiting_for"]["reason"]
     taken = instance.client.ask("accepted", id=shown["source"], since="")
@@ -29,18 +33,16 @@ def waits(instance: Instance, name: str) -> dict[str, Any]:
 def test_a_job_that_waits_says_for_what(instance: Instance) -> None:
     instance.configure("[jobs]\nretry_delay_sec = 600\n")
     instance.start()
-    instance.drop("a", name="slow-400")
-    instance.wait_state("slow-400", State.RUNNING)
-    instance.drop("b", name="succeed.b")
-    instance.drop("c", name="succeed.c", depends_on=["slow-400"])
-    instance.drop("d.hold", name="succeed.d")
-    for name in ("succeed.b", "succeed.c", "succeed.d"):
-        wait_for(lambda name=name: instance.job(name), what=name)  # type: ignore[misc]
+    instance.drop("a", name="slow-4000")
+    instance.wait_state("slow-4000", State.RUNNING)
+    instance.arrive("b", name="succeed.b")
+    instance.arrive("c", name="succeed.c", depends_on=["slow-4000"])
+    instance.arrive("d.hold", name="succeed.d")
     found = waits(instance, "succeed.b")
     assert (found["reason"], found["detail"][:14]) == ("device", "job 1 runs on ")
     assert waits(instance, "succeed.c") == {
         "reason": "dependency",
-        "detail": "job 1 (slow-400), which it depends on, is running",
+        "detail": "job 1 (slow-4000), which it depends on, is running",
     }
     assert waits(instance, "succeed.d") == {"reason": "person", "detail": "it is held: honectl release 4"}
     assert instance.client.ask("show", id="1")["waiting_for"] is None
@@ -48,7 +50,7 @@ def test_a_job_that_waits_says_for_what(instance: Instance) -> None:
     instance.client.ask("hold", id="4")
     listed = instance.honectl("list", check=True).stdout
     assert "waiting because" in listed
-    assert "job 1 (slow-400), which it depends on, is running" in listed
+    assert "job 1 (slow-4000), which it depends on, is running" in listed
     instance.client.ask("pause")
     assert waits(instance, "succeed.b")["reason"] == "paused"
     instance.client.ask("resume")
@@ -99,8 +101,8 @@ def test_a_job_held_for_a_failed_one_goes_on_when_that_is_requeued_and_succeeds(
 def test_a_held_job_says_what_holds_it_now(instance: Instance) -> None:
     for number in (1, 2):
         instance.drop(str(number), name=f"die-{number}", retry={"max_attempts": 1})
-    instance.drop("3", name="slow-60")
-    instance.drop("4", name="succeed.d", depends_on=["die-1", "die-2", "slow-60"])
+    instance.drop("3", name="until-60")
+    instance.drop("4", name="succeed.d", depends_on=["die-1", "die-2", "until-60"])
 
     def waits_until(words: str, hint: str) -> None:
         def is_told() -> bool:
@@ -117,19 +119,20 @@ def test_a_held_job_says_what_holds_it_now(instance: Instance) -> None:
     again = "honectl requeue 1 2: this job continues when these jobs have succeeded; or honectl cancel 4"
     waits_until(failed, again)
     instance.client.ask("cancel", id="3")
-    waits_until(f"{failed}, and on job 3 (slow-60), which was cancelled", again.replace("1 2", "1 2 3"))
+    waits_until(f"{failed}, and on job 3 (until-60), which was cancelled", again.replace("1 2", "1 2 3"))
     instance.client.ask("requeue", id="2")
     instance.client.ask("requeue", id="1")
     wait_for(lambda: (job := instance.job("succeed.d")) and job.held_for == 3, what="held for the last of them")
     waits_until(
-        "it depends on job 3 (slow-60), which was cancelled",
+        "it depends on job 3 (until-60), which was cancelled",
         "honectl requeue 3: this job continues when that job has succeeded; or honectl cancel 4",
     )
     instance.client.ask("requeue", id="3")
     waits_until(
-        "it depends on job 3 (slow-60), which was requeued and has not succeeded yet",
+        "it depends on job 3 (until-60), which was requeued and has not succeeded yet",
         "it continues when that job has succeeded; or honectl cancel 4",
     )
+    instance.go("until-60")
     instance.wait_state("succeed.d", State.SUCCEEDED)
 
 

@@ -19,13 +19,14 @@ from typing import Any
 
 import browser
 import pytest
-from harness import DEADLINE_SEC, Instance, wait_for
+from harness import DEADLINE_SEC, Instance
 from prometheus_client.parser import text_string_to_metric_families
 from test_report import HOSTILE, Page, write_events
 
 from honed.job.event import EventWriter
 from honed.job.job import Job, State
 from honed.page import api
+from waiting import wait_for
 
 TOKEN = "0123456789abcdef-s3cret"
 SHARED = "[policy]\nshare_results = true\n"
@@ -424,7 +425,10 @@ def test_a_page_that_hangs_does_not_delay_the_end_and_its_process_ends_too(told:
     with serving(told) as web:
         connection = web.open(request_head("/jobs/1"))
         tasks = Path(f"/proc/{web.process.pid}/task")
-        (pid,) = wait_for(lambda: [int(word) for one in tasks.glob("*/children") for word in one.read_text().split()])
+        (pid,) = wait_for(
+            lambda: [int(word) for one in tasks.glob("*/children") for word in one.read_text().split()],
+            what="the process of the page",
+        )
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         assert web.end() == 0

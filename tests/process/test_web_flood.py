@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import DEADLINE_SEC, Instance, wait_for
+from harness import DEADLINE_SEC, Instance
 from test_report import HOSTILE
 from test_web import SHARED, TOKEN, Web, drain, request_head, tell_much
 
 from honed.page.place import SHARES, Kind
+from waiting import wait_for
 
 #: Puts the sockets with these numbers where systemd puts them, and becomes honed-web.
 ACTIVATED = """

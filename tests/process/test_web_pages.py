@@ -12,12 +12,13 @@ import browser
 import pytest
 import webscene
 from browser import Browser
-from harness import Instance, wait_for
+from harness import Instance
 from test_report import HOSTILE, Page
 from test_web import Web, serving
 
 from honed.job.job import State
 from honed.page import comparison
+from waiting import wait_for
 
 CHECKOUT = Path(__file__).parents[2]
 AXE = CHECKOUT / ".venv/npm/axe.min.js"

@@ -6,25 +6,26 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import Instance, wait_for
+from harness import Instance
 from test_web import SHARED, serving
 
 from honed.job.job import State
 from honed.job.spool import Spool
 from honed.system.layout import Layout
+from waiting import wait_for
 
 
 def test_why_a_job_waits_is_told_as_honed_knows_it(instance: Instance) -> None:
     instance.configure(SHARED)
     instance.start()
-    instance.drop("a", name="slow-400")
-    instance.wait_state("slow-400", State.RUNNING)
-    instance.drop("b", name="succeed.b", depends_on=["slow-400"])
+    instance.drop("a", name="slow-4000")
+    instance.wait_state("slow-4000", State.RUNNING)
+    instance.drop("b", name="succeed.b", depends_on=["slow-4000"])
     wait_for(lambda: instance.job("succeed.b"), what="the second job")
     with serving(instance) as web:
         row, running = web.json("/api/jobs")["jobs"]
         assert (row["waiting_for"]["reason"], running["waiting_for"]) == ("dependency", None)
-        assert row["waiting_for"]["detail"] == "job 1 (slow-400), which it depends on, is running"
+        assert row["waiting_for"]["detail"] == "job 1 (slow-4000), which it depends on, is running"
         assert web.json("/api/jobs/2")["waiting_for"] == row["waiting_for"]
     instance.end()
     with serving(instance) as web:
@@ -33,9 +34,9 @@ def test_why_a_job_waits_is_told_as_honed_knows_it(instance: Instance) -> None:
 
 def test_somebody_elses_job_waits_for_a_reason_without_names(instance: Instance) -> None:
     instance.start()
-    instance.drop("a", name="slow-400")
-    instance.wait_state("slow-400", State.RUNNING)
-    instance.drop("b", name="succeed.b", depends_on=["slow-400"])
+    instance.drop("a", name="slow-4000")
+    instance.wait_state("slow-4000", State.RUNNING)
+    instance.drop("b", name="succeed.b", depends_on=["slow-4000"])
     wait_for(lambda: instance.job("succeed.b"), what="the second job")
     instance.client.ask("drain", id="cpu", reason="for anna")
     with serving(instance) as web:
@@ -44,7 +45,7 @@ def test_somebody_elses_job_waits_for_a_reason_without_names(instance: Instance)
     assert status == 200
     assert b"job 2" in page
     assert b">drained<" in page
-    assert not {each for each in (b"slow-400", b"succeed.b", b"anna") if each in page}
+    assert not {each for each in (b"slow-4000", b"succeed.b", b"anna") if each in page}
     assert (row["name"], row["waiting_for"]) == ("", {"reason": "dependency", "detail": ""})
 
 

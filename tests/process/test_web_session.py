@@ -16,10 +16,11 @@ from typing import ClassVar
 
 import browser
 import pytest
-from harness import DEADLINE_SEC, Instance, wait_for
+from harness import DEADLINE_SEC, Instance
 from test_web import Web, drain, serving
 
 from honed.page import session
+from waiting import wait_for
 
 _LINK = re.compile(r"(http://127\.0\.0\.1:(\d+)/)login\?token=([\w-]{40,})\n")
 

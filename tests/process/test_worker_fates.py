@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import HERE, Instance, wait_for
+from harness import HERE, Instance
 
 from honed.daemon.running import MAX_FAILED_STEPS
 from honed.job.job import State
+from waiting import wait_for
 
 
 def test_a_job_that_succeeds_has_its_figures_in_the_database(instance: Instance) -> None:
@@ -102,12 +103,12 @@ def test_a_worker_that_says_nothing_for_too_long_is_stalled_and_ended(instance: 
 
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_stop_timeout(instance: Instance) -> None:
     instance.configure("[jobs]\nstop_timeout_sec = 0.5\n")
-    instance.drop("deaf")
+    instance.drop("deaf-4000")
     instance.start()
-    job = instance.wait_state("deaf", State.RUNNING)
-    wait_for(lambda: instance.show("deaf")["progress"]["step"], what="a step")
+    job = instance.wait_state("deaf-4000", State.RUNNING)
+    wait_for(lambda: instance.show("deaf-4000")["progress"]["step"], what="a step")
     instance.client.ask("cancel", id=str(job.id))
-    assert instance.wait_state("deaf", State.CANCELLED).outcome == "cancelled"
+    assert instance.wait_state("deaf-4000", State.CANCELLED).outcome == "cancelled"
 
 
 def test_unsloth_that_cannot_falls_back_in_a_fresh_process_and_uses_no_attempt_up(instance: Instance) -> None:
@@ -166,30 +167,30 @@ def test_a_precision_mismatch_of_unsloth_falls_back_before_the_first_step(
 
 
 def test_a_worker_stopped_behind_honeds_back_is_held(instance: Instance) -> None:
-    instance.drop("slow")
+    instance.drop("slow-4000")
     instance.start()
-    job = instance.wait_state("slow", State.RUNNING)
-    wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+    job = instance.wait_state("slow-4000", State.RUNNING)
+    wait_for(lambda: instance.show("slow-4000")["progress"]["step"], what="a step")
     import os
 
     record = json.loads((instance.layout.job(job.id).attempt(1).dir / "lock").read_text())
     os.kill(record["worker_pid"], signal.SIGTERM)
-    assert instance.wait_state("slow", State.HELD).outcome == "interrupted"
+    assert instance.wait_state("slow-4000", State.HELD).outcome == "interrupted"
 
 
 def test_a_worker_whose_shim_is_stopped_can_still_be_cancelled(instance: Instance) -> None:
     import os
 
     instance.configure("[jobs]\nstop_timeout_sec = 0.5\n")
-    instance.drop("slow")
+    instance.drop("slow-4000")
     instance.start()
-    job = instance.wait_state("slow", State.RUNNING)
-    wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+    job = instance.wait_state("slow-4000", State.RUNNING)
+    wait_for(lambda: instance.show("slow-4000")["progress"]["step"], what="a step")
     record = json.loads((instance.layout.job(job.id).attempt(1).dir / "lock").read_text())
     os.kill(record["shim_pid"], signal.SIGSTOP)
     os.kill(record["worker_pid"], signal.SIGKILL)
-    instance.client.ask("cancel", id="slow")
-    instance.wait_state("slow", State.CANCELLED)
+    instance.client.ask("cancel", id="slow-4000")
+    instance.wait_state("slow-4000", State.CANCELLED)
 
 
 def test_a_stop_while_unsloth_gives_up_costs_nothing_and_the_next_start_goes_on_without_it(instance: Instance) -> None:

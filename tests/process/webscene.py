@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import Instance, wait_for
+from harness import Instance
 
 from honed.job.event import EventWriter
 from honed.job.job import State
+from waiting import wait_for
 
 GPUS = [
     {

@@ -20,20 +20,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+from waiting import DEADLINE_SEC, wait_for
+
 HERE = Path(__file__).parent
 #: The paths of the checkout and of the tests' environment in the guest.
 CHECKOUT = "/srv/checkout"
 ENVIRONMENT = "/srv/environment"
-#: Seconds after which a wait for a condition fails; after one has failed, those that come later have a fifth of theirs:
-#: what is broken for one test is mostly broken for all of its machine's.
-DEADLINE_SEC = 300.0
 #: The size of the guest's disk, which is memory.
 DISK_BYTES = 4 * 2**30
 #: However the tests end, no guest is left behind.
@@ -52,21 +49,8 @@ FIND_WRITABLE = (
 )
 
 
-_has_expired: list[str] = []
 #: What scripts/install made below /opt/honed, as a tar archive, once a machine of this process has had it installed.
 _environments: list[bytes] = []
-
-
-def wait_for(condition: Callable[[], T], *, what: str = "condition", deadline_sec: float = DEADLINE_SEC) -> T:
-    """Wait until a condition is truthy, and return its value. Looking takes half of the time at most."""
-    deadline_sec /= 5 if _has_expired else 1
-    deadline = time.monotonic() + deadline_sec
-    while (looked_at := time.monotonic()) < deadline:
-        if value := condition():
-            return value
-        time.sleep(max(0.2, time.monotonic() - looked_at))
-    _has_expired.append(what)
-    raise AssertionError(f"{what}: not within {deadline_sec:.0f} s")
 
 
 def why_not() -> str | None:
@@ -362,7 +346,8 @@ class Machine:
         """Return the entries of all accepted jobs by their ids, each with its state. Looks at the spool from outside:
         no process is started."""
         found: dict[int, dict[str, Any]] = {}
-        for state in ("queued", "held", "running", "succeeded", "failed", "cancelled"):
+        # The second round has what moved in the first, to a place that was read before.
+        for state in 2 * ("queued", "held", "running", "succeeded", "failed", "cancelled"):
             for path in self.host_path(f"{root}/var/spool/honed/{state}").glob("*.json"):
                 try:
                     entry = json.loads(path.read_text())

@@ -6,7 +6,9 @@ import importlib.util
 import json
 
 import pytest
-from machine import Machine, wait_for
+from machine import Machine
+
+from waiting import wait_for
 
 pytestmark = [
     pytest.mark.systemd,

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import Machine, wait_for
+from machine import Machine
 
+from waiting import wait_for
 from zoo import plain
 
 pytestmark = pytest.mark.systemd

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from machine import Machine, wait_for
+from machine import Machine
 
+from waiting import wait_for
 from zoo import plain
 
 pytestmark = pytest.mark.systemd

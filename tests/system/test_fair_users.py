@@ -7,8 +7,10 @@ import json
 from typing import Any
 
 import pytest
-from machine import Machine, wait_for
+from machine import Machine
 from slowdata import LEASE_SEC, slow_data
+
+from waiting import wait_for
 
 pytestmark = pytest.mark.systemd
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from machine import CHECKOUT, Machine, wait_for
+from machine import CHECKOUT, Machine
+
+from waiting import wait_for
 
 pytestmark = pytest.mark.systemd
 

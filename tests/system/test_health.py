@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machine import Machine, wait_for
+from machine import Machine
 
 from honed.system import message
+from waiting import wait_for
 from zoo import plain
 
 pytestmark = pytest.mark.systemd

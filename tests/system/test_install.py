@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import CHECKOUT, ENVIRONMENT, Machine
+
+from waiting import wait_for
 
 pytestmark = pytest.mark.systemd
 

@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import CHECKOUT, ENVIRONMENT, Machine
 
 from honed.system import message
+from waiting import wait_for
 
 pytestmark = pytest.mark.systemd
 

@@ -14,10 +14,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from machine import ENVIRONMENT, Machine, wait_for
+from machine import ENVIRONMENT, Machine
 from test_install import drop, show, steps, wait_for_job, worker_pid
 
 from honed import __version__
+from waiting import wait_for
 
 pytestmark = pytest.mark.systemd
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import Machine, wait_for
+from machine import Machine
+
+from waiting import wait_for
 
 pytestmark = pytest.mark.systemd
 
@@ -71,7 +73,9 @@ def run_job(honed: Machine, user: str, name: str, **keys: Any) -> dict[str, Any]
     shown: dict[str, Any] = json.loads(honed.run("honectl", "show", "--json", name))
     assert shown["state"] == "succeeded", shown["error"]
     wait_for(lambda: "succeeded: loss" in page(honed, shown["id"]), what="its page")
-    wait_for(lambda: f"jobs/{shown['id']}/report.html" in honed.read(INDEX), what="its line in the index")
+    wait_for(
+        lambda: f"jobs/{shown['id']}/report.html" in honed.try_run("cat", INDEX).stdout, what="its line in the index"
+    )
     return shown
 
 

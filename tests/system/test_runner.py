@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import CHECKOUT, ENVIRONMENT, Machine
+
+from waiting import wait_for
 
 pytestmark = pytest.mark.systemd
 
@@ -125,6 +127,10 @@ class Honed:
         pid: int = self.machine.read_json(f"/var/lib/honed/jobs/{job_id}/attempts/{attempt}/lock")["worker_pid"]
         return pid
 
+    def go(self, job_id: int) -> None:
+        """Let a job go on that has `until` as its name."""
+        self.machine.run("touch", f"/var/lib/honed/jobs/{job_id}/go")
+
     def starts(self, job_id: int) -> int:
         return len(self.machine.read(f"/var/lib/honed/jobs/{job_id}/starts.txt").splitlines())
 
@@ -153,11 +159,12 @@ def honed(installed: Honed) -> Iterator[Honed]:
 
 
 def test_the_unit_of_a_job_says_how_far_it_is_and_keeps_its_chatter_to_itself(honed: Honed) -> None:
-    job = honed.drop("slow-40")
+    job = honed.drop("until-40")
     honed.wait_step(job)
     shown = honed.machine.show(f"honed-job@{job}", "StatusText", "Type", "User", "Slice", "ActiveState")
     assert shown["StatusText"].startswith("step ")
     assert (shown["User"], shown["Slice"], shown["ActiveState"]) == (f"honed-j{job}", "honed-jobs.slice", "active")
+    honed.go(job)
     entry = honed.wait(job, "succeeded", "failed")
     assert (entry["outcome"], honed.starts(job)) == ("succeeded", 1)
     assert not [line for line in honed.machine.journal() if "the libraries chatter" in str(line.get("MESSAGE"))]
@@ -165,12 +172,13 @@ def test_the_unit_of_a_job_says_how_far_it_is_and_keeps_its_chatter_to_itself(ho
 
 
 def test_a_restart_of_honed_leaves_its_job_alone_and_counts_all_that_it_told(honed: Honed) -> None:
-    job = honed.drop("slow-80")
+    job = honed.drop("until-80")
     honed.wait_step(job)
     pid, daemon_pid = honed.worker_pid(job), honed.machine.main_pid("honed")
     honed.machine.run("systemctl", "restart", "honed")
     assert honed.machine.main_pid("honed") != daemon_pid
     assert honed.worker_pid(job) == pid
+    honed.go(job)
     entry = honed.wait(job, "succeeded", "failed")
     assert (entry["outcome"], len(entry["attempts"]), honed.starts(job)) == ("succeeded", 1, 1)
     assert honed.steps_counted(job) == list(range(1, 81))
@@ -187,7 +195,7 @@ def test_the_next_job_waits_in_its_own_unit_and_a_restart_of_honed_keeps_it(hone
     third = honed.drop("succeed.third")  # honed is up again
     entry = honed.wait(second, "queued")
     assert (entry["staged"]["number"], entry["attempts"], honed.worker_pid(second)) == (1, [], pid)
-    honed.machine.run("touch", f"/var/lib/honed/jobs/{first}/go")
+    honed.go(first)
     entry = honed.wait(second, "succeeded")
     assert [(each["number"], each["staged_at"] is not None) for each in entry["attempts"]] == [(1, True)]
     assert (honed.starts(second), honed.worker_pid(second)) == (1, pid)
@@ -206,7 +214,7 @@ def test_a_staged_unit_ends_with_its_job_and_one_that_somebody_stops_costs_no_at
     honed.honectl("release", str(second))
     wait_for(lambda: honed.machine.property(unit, "StatusText") == "staged", what="a staged unit")
     honed.machine.run("systemctl", "stop", unit)
-    honed.machine.run("touch", f"/var/lib/honed/jobs/{first}/go")
+    honed.go(first)
     entry = honed.wait(second, "succeeded", "failed", "held")
     assert (entry["state"], len(entry["attempts"]), honed.starts(second)) == ("succeeded", 1, 1)
 
@@ -215,7 +223,7 @@ def test_a_job_that_ends_while_honed_is_stopped_is_settled_when_it_comes_back(ho
     job = honed.drop("until-20")
     honed.wait_step(job)
     honed.machine.run("systemctl", "stop", "honed")
-    honed.machine.run("touch", f"/var/lib/honed/jobs/{job}/go")
+    honed.go(job)
     honed.machine.wait_property(f"honed-job@{job}", "ActiveState", "inactive")
     honed.machine.run("systemctl", "start", "honed")
     assert honed.wait(job, "succeeded", "failed")["outcome"] == "succeeded"
@@ -240,7 +248,7 @@ def test_a_unit_whose_entry_is_damaged_is_followed_to_its_end(honed: Honed, dama
     assert honed.worker_pid(job) == pid
     status = wait_for(lambda: honed.machine.property("honed", "StatusText"), what="a status")
     assert "degraded: 1 damaged entry in /var/spool/honed/corrupt: honectl doctor" in status
-    honed.machine.run("touch", f"/var/lib/honed/jobs/{job}/go")
+    honed.go(job)
     entry = honed.wait(job, "succeeded", "failed")
     assert (entry["outcome"], len(entry["attempts"]), honed.starts(job)) == ("succeeded", 1, 1)
     honed.machine.sh("rm /var/spool/honed/corrupt/*")
@@ -256,7 +264,7 @@ def test_ten_kills_of_honed_cost_a_job_nothing(honed: Honed) -> None:
         wait_for(lambda: honed.machine.main_pid("honed") not in {0, before}, what="another honed")  # noqa: B023
         honed.machine.wait_property("honed", "ActiveState", "active")
     assert honed.machine.entries()[job]["state"] == "running"
-    honed.machine.run("touch", f"/var/lib/honed/jobs/{job}/go")
+    honed.go(job)
     entry = honed.wait(job, "succeeded", "failed")
     assert (entry["outcome"], len(entry["attempts"]), honed.starts(job)) == ("succeeded", 1, 1)
     assert honed.steps_counted(job) == list(range(1, 401))
@@ -276,7 +284,7 @@ def test_a_loop_that_hangs_is_restarted_and_no_job_is_lost(honed: Honed) -> None
 
 
 def test_a_worker_that_hangs_leaves_its_stacks_in_the_journal_and_is_stalled(honed: Honed) -> None:
-    job = honed.drop("slow", retry={"max_attempts": 1})
+    job = honed.drop("slow-4000", retry={"max_attempts": 1})
     honed.wait_step(job)
     honed.machine.run("kill", "-STOP", honed.worker_pid(job))
     entry = honed.wait(job, "failed", "succeeded")
@@ -308,7 +316,7 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_told_so(honed: Hon
 
 def test_a_hostile_worker_neither_holds_honed_up_nor_passes_for_ended(honed: Honed) -> None:
     """The worker replaces its files with pipes, and forges an exit.json unknown to systemd; honed's own files stay."""
-    job = honed.drop("slow-60")
+    job = honed.drop("until-60")
     honed.wait_step(job)
     pid, job_dir = honed.machine.main_pid("honed"), f"/var/lib/honed/jobs/{job}"
     end = json.dumps({"start": 1, "status": 0, "service_result": "success"})
@@ -323,6 +331,7 @@ def test_a_hostile_worker_neither_holds_honed_up_nor_passes_for_ended(honed: Hon
     honed.machine.wait_message(f"job {job}: its worker reported its end", "--unit=honed")
     assert honed.machine.entries()[job]["state"] == "running"
     honed.machine.run("systemctl", "kill", "--signal=KILL", f"honed-job@{job}")
+    honed.go(job)
     entry = honed.wait(job, "succeeded", "failed")
     assert [attempt["outcome"] for attempt in entry["attempts"]] == ["killed", "succeeded"]
     assert honed.machine.main_pid("honed") == pid
@@ -358,15 +367,16 @@ def test_a_unit_that_cannot_start_its_worker_fails_its_job_and_says_where_to_loo
 
 
 def test_a_bus_that_is_restarted_costs_nothing(honed: Honed) -> None:
-    job = honed.drop("slow-40")
+    job = honed.drop("until-40")
     honed.wait_step(job)
     honed.machine.run("systemctl", "restart", "dbus.service")
+    honed.go(job)
     assert honed.wait(job, "succeeded", "failed")["outcome"] == "succeeded"
     assert honed.wait(honed.drop("succeed"), "succeeded", "failed")["outcome"] == "succeeded"
 
 
 def test_a_worker_that_somebody_kills_is_killed(honed: Honed) -> None:
-    job = honed.drop("slow", retry={"max_attempts": 1})
+    job = honed.drop("slow-4000", retry={"max_attempts": 1})
     honed.wait_step(job)
     honed.machine.run("systemctl", "kill", "--signal=KILL", f"honed-job@{job}")
     entry = honed.wait(job, "failed", "succeeded")
@@ -374,7 +384,7 @@ def test_a_worker_that_somebody_kills_is_killed(honed: Honed) -> None:
 
 
 def test_a_stop_of_its_unit_has_a_job_write_its_checkpoint_however_long_and_be_held(honed: Honed) -> None:
-    job = honed.drop("slow-400-5")  # the unit's TimeoutStopSec= is 2 s
+    job = honed.drop("slow-4000-5")  # the unit's TimeoutStopSec= is 2 s
     honed.wait_step(job)
     honed.machine.run("systemctl", "stop", f"honed-job@{job}")
     entry = honed.wait(job, "held", "queued", "failed")
@@ -387,7 +397,7 @@ def test_a_worker_that_does_not_stop_is_killed_after_the_stop_timeout_and_its_jo
     honed.machine.write("/etc/honed/honed.toml", CONFIG + "stop_timeout_sec = 1.0\n")
     honed.machine.run("systemctl", "reload", "honed")
     honed.machine.wait_message("configuration reloaded", "--unit=honed")
-    job = honed.drop("deaf")
+    job = honed.drop("deaf-4000")
     honed.wait_step(job)
     honed.machine.run("systemctl", "stop", f"honed-job@{job}")
     assert honed.wait(job, "held", "queued", "failed")["state"] == "held"
@@ -397,7 +407,7 @@ def test_a_worker_that_does_not_stop_is_killed_after_the_stop_timeout_and_its_jo
 
 
 def test_a_job_that_is_cancelled_is_cancelled(honed: Honed) -> None:
-    job = honed.drop("slow")
+    job = honed.drop("slow-4000")
     honed.wait_step(job)
     honed.honectl("cancel", str(job))
     assert honed.wait(job, "cancelled")["outcome"] == "cancelled"
@@ -405,7 +415,7 @@ def test_a_job_that_is_cancelled_is_cancelled(honed: Honed) -> None:
 
 
 def test_a_job_on_a_device_that_is_drained_at_once_is_queued_and_a_restart_keeps_the_drain(honed: Honed) -> None:
-    job_id = honed.drop("slow-400.drained")
+    job_id = honed.drop("slow-4000.drained")
     honed.wait_step(job_id)
     honed.honectl("drain", "all", "--now", "--reason", "a new fan")
     entry = honed.wait(job_id, "queued")
@@ -420,7 +430,7 @@ def test_a_job_on_a_device_that_is_drained_at_once_is_queued_and_a_restart_keeps
 
 
 def test_a_stop_of_the_slice_waits_until_checkpoints_are_written(honed: Honed) -> None:
-    job = honed.drop("slow-400-3")
+    job = honed.drop("slow-4000-3")
     honed.wait_step(job)
     honed.machine.run("systemctl", "stop", "honed-jobs.slice")
     result = honed.machine.read_json(f"/var/lib/honed/jobs/{job}/attempts/1/result.json")
@@ -432,7 +442,7 @@ def test_a_stop_of_the_slice_waits_until_checkpoints_are_written(honed: Honed) -
 def test_honed_may_be_told_to_stop_its_jobs_with_it(honed: Honed) -> None:
     honed.machine.write("/etc/honed/honed.toml", CONFIG + 'on_stop = "checkpoint"\n')
     honed.machine.run("systemctl", "reload", "honed")
-    job = honed.drop("slow-400-1")
+    job = honed.drop("slow-4000-1")
     honed.wait_step(job)
     honed.machine.run("systemctl", "stop", "honed")
     assert honed.machine.entries()[job]["state"] == "queued"
@@ -445,13 +455,14 @@ def test_honed_may_be_told_to_stop_its_jobs_with_it(honed: Honed) -> None:
 
 
 def test_a_shutdown_checkpoints_and_the_job_goes_on_after_the_boot(honed: Honed) -> None:
-    job = honed.drop("slow-160-1")
+    job = honed.drop("until-160-1")
     honed.wait_step(job)
     honed.machine.reboot()
     wait_for(lambda: len(honed.machine.entries()[job]["attempts"]) == 2, what="its second attempt")
     honed.wait_step(job)
     honed.machine.run("systemctl", "stop", "honed")  # only the unit itself can report its end
     honed.machine.reboot()
+    honed.go(job)
     entry = honed.wait(job, "succeeded", "failed", "held")
     outcomes = [attempt["outcome"] for attempt in entry["attempts"]]
     assert (entry["state"], entry["num_failures"]) == ("succeeded", 0)
@@ -460,12 +471,13 @@ def test_a_shutdown_checkpoints_and_the_job_goes_on_after_the_boot(honed: Honed)
 
 
 def test_without_the_polkit_rule_workers_are_processes_and_units_that_run_are_taken_over(honed: Honed) -> None:
-    job = honed.drop("slow-60")
+    job = honed.drop("until-60")
     honed.wait_step(job)
     honed.machine.run("mv", "/usr/share/polkit-1/rules.d/50-honed.rules", "/root")
     honed.machine.run("systemctl", "restart", "honed")
     said = honed.machine.wait_message("workers run as child processes of honed", "--unit=honed")
     assert "polkit does not allow this user" in said["MESSAGE"]
     assert said["PRIORITY"] == "4"
+    honed.go(job)
     entry = honed.wait(job, "succeeded", "failed")
     assert (entry["outcome"], len(entry["attempts"]), honed.starts(job)) == ("succeeded", 1, 1)

@@ -6,7 +6,9 @@ import json
 
 import pytest
 import tinyjob
-from machine import Machine, wait_for
+from machine import Machine
+
+from waiting import wait_for
 
 pytestmark = pytest.mark.systemd
 

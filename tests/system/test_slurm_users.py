@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import CHECKOUT, ENVIRONMENT, Machine
 
 from honed.job.job import Attempt, Job, State
 from honed.run.slurm_batch import Handed
 from honed.system import access
+from waiting import wait_for
 from zoo import plain
 
 pytestmark = pytest.mark.systemd
@@ -159,11 +160,11 @@ def test_each_job_runs_as_its_submitter(running: Machine) -> None:
 
 
 def test_a_submitter_holds_their_job_and_another_cannot(running: Machine) -> None:
-    drop(running, "anna", "slow-600")
-    job_id = begun(running, "slow-600")
+    drop(running, "anna", "slow-4000")
+    job_id = begun(running, "slow-4000")
     assert running.try_run("honectl", "cancel", str(job_id), user="berta").returncode != 0
     running.run("honectl", "hold", str(job_id), user="anna")
-    wait_state(running, "slow-600", "held")
+    wait_state(running, "slow-4000", "held")
     wait_for(lambda: not queue(running, states="pending,running"), what="Slurm has no job", deadline_sec=60)
     running.run("honectl", "cancel", str(job_id), user="anna")
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, Machine, wait_for
+from machine import CHECKOUT, Machine
 from PIL import Image
 from swaps import CASES, INPUTS
 
+from waiting import wait_for
 from zoo import plain
 
 pytestmark = pytest.mark.systemd

@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from machine import ENVIRONMENT, Machine, wait_for
+from machine import ENVIRONMENT, Machine
 from PIL import Image
+
+from waiting import wait_for
 
 pytestmark = pytest.mark.systemd
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import CHECKOUT, ENVIRONMENT, Machine
+
+from waiting import wait_for
 
 pytestmark = [
     pytest.mark.systemd,

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import tinyjob
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import CHECKOUT, ENVIRONMENT, Machine
+
+from waiting import wait_for
 
 pytestmark = pytest.mark.systemd
 

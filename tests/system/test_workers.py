@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, FIND_WRITABLE, Machine, wait_for
+from machine import CHECKOUT, ENVIRONMENT, FIND_WRITABLE, Machine
 
+from waiting import wait_for
 from zoo import plain
 
 pytestmark = pytest.mark.systemd

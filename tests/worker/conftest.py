@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from honed.system.device import cpu
 from honed.worker.model import torchvision
 from honed.worker.run import run
 from honed.worker.stop import Stop
+from waiting import wait_for
 from zoo.model import Format, build_checkpoint, write_facts
 
 #: Seconds for a worker in a process of its own: nearly all of it is imports.
@@ -129,18 +128,14 @@ class WorkerJob:
 
     def wait_for(self, is_there: Callable[[list[Event]], bool], process: Process, attempt: int = 1) -> None:
         """Wait, with a deadline, until the worker's events meet the condition."""
-        deadline = time.monotonic() + WORKER_TIMEOUT_SEC
-        while not is_there(read_events(self.events_path(attempt))):
-            assert process.poll() is None, self.log(attempt)[-3000:]
-            assert time.monotonic() < deadline, self.log(attempt)[-3000:]
-            time.sleep(0.01)
 
-    def killed_at(self, step: int, *, attempt: int = 1) -> Ended:
-        """Kill the worker with SIGKILL as soon as a step's event is written."""
-        process = self.start(attempt)
-        self.wait_for(lambda events: any(e.kind == "step" and e.data["step"] >= step for e in events), process, attempt)
-        process.send_signal(signal.SIGKILL)
-        return self.wait(process, attempt)
+        def look() -> bool:
+            is_over = process.poll() is not None
+            found = is_there(read_events(self.events_path(attempt)))
+            assert found or not is_over, self.log(attempt)[-3000:]
+            return found
+
+        wait_for(look, WORKER_TIMEOUT_SEC, what="its events", account=lambda: self.log(attempt)[-3000:])
 
     def _ended(self, status: int, attempt: int) -> Ended:
         result_path = self.dir / f"attempts/{attempt}/result.json"

@@ -18,6 +18,7 @@ from honed.worker.train import checkpoint, digest, disk_reserve
 from honed.worker.train.checkpoint import Progress
 from honed.worker.train.divergence import Divergence
 from honed.worker.train.watched import WatchedTrainer
+from waiting import wait_for
 from worker.conftest import Ended, MakeJob, WorkerJob, read_events
 
 DEADLINE_SEC = 120.0
@@ -41,12 +42,12 @@ def hold_back(monkeypatch: pytest.MonkeyPatch, job: WorkerJob, *, number: int, u
     seal = checkpoint.seal
 
     def late(path: Path, *args: Any, **kwargs: Any) -> None:
-        deadline = time.monotonic() + DEADLINE_SEC
-        while path.name == f"checkpoint-{number}" and not any(
-            item.kind == "step" and item.data["step"] == until_step for item in read_events(job.events_path(1))
-        ):
-            assert time.monotonic() < deadline, "no step is made while a checkpoint is sealed"
-            time.sleep(0.01)
+        def is_reported() -> bool:
+            events = read_events(job.events_path(1))
+            return any(item.kind == "step" and item.data["step"] == until_step for item in events)
+
+        if path.name == f"checkpoint-{number}":
+            wait_for(is_reported, what="a step while a checkpoint is sealed")
         seal(path, *args, **kwargs)
 
     monkeypatch.setattr(checkpoint, "seal", late)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from worker.conftest import Ended, MakeJob, WorkerJob
-from worker.test_ranks import BF16, END_SEC, KEYS, MEMORY, Run, assert_the_same_course, over_two, with_keys
+from worker.test_ranks import BF16, END_SEC, KEYS, MEMORY, STOP, Run, assert_the_same_course, over_two, with_keys
 
 OFF = {"sample_frequency": "off"}
 KEPT = {"gradient_checkpointing": False}
@@ -96,13 +95,16 @@ def test_a_divided_model_trains_as_a_whole_one_does(make_job: MakeJob, keys: dic
     check_memory(one, ended)
 
 
+#: Rank 0 may be sealing the checkpoint before this one when rank 1 comes here.
 KILL_IN_SAVE = """
-import os
+import os, sys, time
 from honed.worker.train import parts
 write = parts.write
 def written(directory, *args):
     write(directory, *args)
     if directory.name == "checkpoint-4":
+        while not os.path.exists(os.path.join(sys.argv[1], "checkpoints", "checkpoint-2")):
+            time.sleep(0.01)
         os.kill(os.getpid(), 9)
 parts.write = written
 """
@@ -118,12 +120,10 @@ def test_a_divided_run_that_ends_on_one_rank_resumes_to_the_same_bits(make_job: 
     whole_ended = whole.end()
     assert whole_ended.status == 0, whole.log[-3000:]
     if is_killed:  # it has no dropout, and no predictions, before which parts are put back
-        assert whole_ended.losses == pytest.approx(make_job(**asked).run().losses, abs=5e-7)
+        # Sums in another order: a float32 has steps of 5e-7 here, and the losses were two of them apart.
+        assert whole_ended.losses == pytest.approx(make_job(**asked).run().losses, abs=2e-6)
     job = divided(make_job(**asked))
-    first = Run(job, HONED_TEST_RANK_1=KILL_IN_SAVE if is_killed else "")
-    if not is_killed:
-        first.wait_for_step(2)
-        os.kill(first.pids[1], signal.SIGTERM)
+    first = Run(job, HONED_TEST_RANK_1=KILL_IN_SAVE if is_killed else STOP)
     ended = first.end(END_SEC)
     if is_killed:
         assert (first.exit["rank"], first.exit["signal"], ended.result) == (1, signal.SIGKILL, {}), first.log[-3000:]
@@ -132,7 +132,7 @@ def test_a_divided_run_that_ends_on_one_rank_resumes_to_the_same_bits(make_job: 
     second = Run(job, 2)
     again = second.end()
     assert again.status == 0, second.log[-3000:]
-    assert again.of("resumed")[0]["step"] in ((2,) if is_killed else (2, 3, 4, 5))
+    assert again.of("resumed")[0]["step"] == (2 if is_killed else 3)
     assert {**ended.losses, **again.losses} == whole_ended.losses
     ends = [gathered(each.job.dir / "checkpoints/checkpoint-6") for each in (whole, second)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
@@ -141,9 +141,7 @@ def test_a_divided_run_that_ends_on_one_rank_resumes_to_the_same_bits(make_job: 
 def test_a_divided_run_goes_on_with_another_number_of_ranks_and_not_undivided(make_job: MakeJob) -> None:
     one = make_job(**KEYS).run()
     job = divided(make_job(**KEYS))
-    first = Run(job)
-    first.wait_for_step(3)
-    first.process.terminate()
+    first = Run(job, HONED_TEST_RANK_0=STOP)
     interrupted = first.end(END_SEC)
     assert interrupted.result["outcome"] == "interrupted", first.log[-3000:]
     plan = job.plan["parallel"]
@@ -231,6 +229,6 @@ def test_an_error_of_one_rank_ends_a_divided_run(
     asked = with_keys(predictions={"num_samples": 1} if broken == FAILED else OFF)
     run = Run(divided(make_job(**asked)), **{f"HONED_TEST_RANK_{rank}": broken})
     ended = run.end()
-    assert (ended.result["error"]["code"], run.took_sec < 10.0) == (code, True), run.log[-3000:]
+    assert (ended.result["error"]["code"], run.took_sec < END_SEC) == (code, True), run.log[-3000:]
     assert words in ended.result["error"]["message"]
     assert not (run.job.output_dir / "adapter_model.safetensors").exists()

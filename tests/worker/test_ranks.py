@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,13 @@ import pytest
 
 import warm
 from honed.run import shim
+from waiting import wait_for
 from worker.conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob, read_events
 from worker.test_media_training import colored_rows
 from zoo.vision import build_vision_checkpoint
 
-#: Seconds in which all ranks have to end after one has failed.
-END_SEC = 30.0
+#: Seconds in which all ranks have to end after one has failed: they would wait for each other for hours.
+END_SEC = 120.0
 OFF = {"sample_frequency": "off"}
 
 
@@ -72,11 +72,13 @@ class Run:
         return (self.dir / "worker.log").read_text(errors="replace")
 
     def wait_for(self, is_there: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + WORKER_TIMEOUT_SEC
-        while not is_there():
-            assert self.process.poll() is None, self.log[-3000:]
-            assert time.monotonic() < deadline, self.log[-3000:]
-            time.sleep(0.01)
+        def look() -> bool:
+            is_over = self.process.poll() is not None
+            found = is_there()
+            assert found or not is_over, self.log[-3000:]
+            return found
+
+        wait_for(look, WORKER_TIMEOUT_SEC, what="what the ranks do", account=lambda: self.log[-3000:])
 
     def wait_for_step(self, step: int) -> None:
         path = self.job.events_path(self.attempt)
@@ -218,16 +220,27 @@ def weights_of(run: Run) -> bytes:
     return (run.job.output_dir / "adapter_model.safetensors").read_bytes()
 
 
+#: The rank is asked to stop in its third step.
+STOP = """
+import os
+from honed.worker.train.watched import WatchedTrainer
+step = WatchedTrainer.training_step
+def training_step(self, *args, **kwargs):
+    if self.state.global_step == 2:
+        os.kill(os.getpid(), 15)
+    return step(self, *args, **kwargs)
+WatchedTrainer.training_step = training_step
+"""
+
+
 def test_a_run_that_is_stopped_on_one_rank_ends_on_all_and_resumes_to_the_same_bits(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     job = over_two(make_job(**DROPOUT))
-    first = Run(job)
-    first.wait_for_step(2)
-    os.kill(first.pids[1], signal.SIGTERM)
+    first = Run(job, HONED_TEST_RANK_1=STOP)
     ended = first.end(END_SEC)
     assert (ended.status, ended.result["outcome"]) == (75, "interrupted"), first.log[-3000:]
-    assert ended.result["step"] in (2, 3, 4, 5)
+    assert ended.result["step"] == 3
     second = Run(job, 2)
     again = second.end()
     assert again.status == 0, second.log[-3000:]
@@ -237,9 +250,7 @@ def test_a_run_that_is_stopped_on_one_rank_ends_on_all_and_resumes_to_the_same_b
 
 def test_a_checkpoint_of_two_ranks_is_continued_by_one_process_which_says_what_differs(make_job: MakeJob) -> None:
     job = over_two(make_job(**KEYS))
-    first = Run(job)
-    first.wait_for_step(3)
-    first.process.terminate()
+    first = Run(job, HONED_TEST_RANK_0=STOP)
     assert first.end(END_SEC).result["outcome"] == "interrupted", first.log[-3000:]
     job.change_plan(parallel={"mode": "none"})
     ended = job.run(2)
@@ -310,7 +321,7 @@ def test_an_error_of_the_second_rank_is_the_errors_of_the_run(
     ended = run.end()
     assert (ended.status, ended.result["error"]["code"]) == (status, code), run.log[-3000:]
     assert words in ended.result["error"]["message"]
-    assert run.took_sec < 10.0
+    assert run.took_sec < END_SEC
 
 
 def test_a_rank_that_never_hears_of_the_others_error_is_ended_with_it(make_job: MakeJob) -> None:
@@ -320,7 +331,7 @@ def test_a_rank_that_never_hears_of_the_others_error_is_ended_with_it(make_job: 
     ended = run.end(END_SEC)
     assert (ended.status, ended.result["error"]["code"], ended.result["phase"]) == (81, "mask_invalid", "mask")
     assert ended.events[-1].kind == "finished"
-    assert run.took_sec < 10.0
+    assert run.took_sec < END_SEC
 
 
 def test_a_full_disk_ends_all_ranks_and_the_last_checkpoint_is_continued(
@@ -330,7 +341,7 @@ def test_a_full_disk_ends_all_ranks_and_the_last_checkpoint_is_continued(
     first = Run(job, HONED_TEST_RANK_0=FULL)
     ended = first.end()
     assert (ended.status, ended.result["error"]["code"]) == (73, "disk_insufficient"), first.log[-3000:]
-    assert first.took_sec < 10.0
+    assert first.took_sec < END_SEC
     second = Run(job, 2)
     again = second.end()
     assert (again.status, [each["step"] for each in again.of("resumed")]) == (0, [2])
@@ -410,13 +421,16 @@ def test_a_rank_that_is_killed_inside_a_save_costs_the_steps_since_the_last_chec
     assert weights_of(second) == undisturbed.weights
 
 
+#: Rank 0 may be sealing the checkpoint before this one when rank 1 comes here.
 KILL_IN_SAVE = """
-import os
+import os, sys, time
 from honed.worker.train.trainer import Trainer
 from honed.worker.train import checkpoint
 gather, seal = Trainer.gather_states, checkpoint.seal
 def gather_states(self):
     if self.state.global_step == 4 and not self._ranks.is_zero:
+        while not os.path.exists(os.path.join(sys.argv[1], "checkpoints", "checkpoint-2")):
+            time.sleep(0.01)
         os.kill(os.getpid(), 9)
     gather(self)
 def sealed(path, *args, **kwargs):
@@ -445,7 +459,7 @@ def test_pictures_are_trained_on_as_by_one_process(make_job: MakeJob, tmp_path: 
     ended = two.end()
     assert ended.status == 0, two.log[-4000:]
     assert ended.losses == pytest.approx(one.losses, abs=1e-6)
-    assert ended.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], abs=5e-6)
+    assert ended.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], abs=2e-6)
     assert ended.metrics["num_trained_tokens"] == one.metrics["num_trained_tokens"]
     assert ended.of("example") == one.of("example")
     assert [each["prediction"] for each in ended.of("predictions")[0]["rows"]] == [

@@ -174,23 +174,48 @@ def test_sigterm_saves_a_checkpoint_and_ends_with_its_own_status(make_job: MakeJ
     assert ended.of("finished")[0]["outcome"] == "interrupted"
 
 
-def test_sigterm_before_the_first_step_ends_a_worker_too(make_job: MakeJob) -> None:
+#: The worker is asked to stop when it loads the model.
+STOP_AT_LOAD = """
+import os
+from honed.job.event import EventWriter
+emit = EventWriter.emit
+def told(self, kind, **data):
+    emit(self, kind, **data)
+    if data.get("stage") == "load":
+        os.kill(os.getpid(), 15)
+EventWriter.emit = told
+"""
+#: It is killed in its seventh step, once the checkpoint of the fourth, which is sealed meanwhile, is in place.
+KILL_LATER = """
+import os, sys, time
+from honed.worker.train.watched import WatchedTrainer
+step = WatchedTrainer.training_step
+def training_step(self, *args, **kwargs):
+    if self.state.global_step == 6:
+        while not os.path.exists(os.path.join(sys.argv[1], "checkpoints", "checkpoint-4")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), 9)
+    return step(self, *args, **kwargs)
+WatchedTrainer.training_step = training_step
+"""
+
+
+def test_sigterm_before_the_first_step_ends_a_worker_too(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HONED_TEST_RANK_0", STOP_AT_LOAD)
     job = make_job(lora=LORA)
-    process = job.start()
-    job.wait_for(lambda events: any(e.kind == "stage" and e.data["stage"] == "load" for e in events), process)
-    process.send_signal(signal.SIGTERM)
-    ended = job.wait(process)
+    ended = job.wait(job.start())
     assert ended.status == 75
     assert not ended.losses
 
 
 def test_kill_9_is_resumed_from_the_last_whole_checkpoint(
-    make_job: MakeJob, undisturbed_of: Callable[..., Ended]
+    make_job: MakeJob, undisturbed_of: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = KEYS | {"lora": LORA, "training": TRAINING | {"save_steps": 2}}
     undisturbed = undisturbed_of(**keys)
     job = make_job(**keys)
-    first = job.killed_at(5)
+    monkeypatch.setenv("HONED_TEST_RANK_0", KILL_LATER)
+    first = job.wait(job.start())
     assert first.status == -signal.SIGKILL
     assert not first.result
     second: Any = WorkerJob(job.dir).run(2)

@@ -7,7 +7,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, datetime, timedelta
 from pathlib import Path
@@ -29,6 +28,7 @@ from honed.worker.rows.encoder import NUM_ALONE, Encoder, Pool
 from honed.worker.rows.record import NUMBERS, Batch, Fate
 from honed.worker.rows.table import MANIFEST, ROWS, TOKENS, Examples, Table, Writer
 from honed.worker.stop import Stop
+from waiting import wait_for
 from worker.conftest import MakeJob
 from worker.test_resume_checkpoint import flip
 
@@ -268,10 +268,7 @@ def test_the_processes_end_when_the_worker_is_killed() -> None:
     assert done.returncode == -signal.SIGKILL
     pids = done.stdout.split()
     assert len(pids) == 2
-    deadline = time.monotonic() + 300
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: not any(is_running(pid) for pid in pids), what="the processes' end")
 
 
 def is_running(pid: str) -> bool:

@@ -67,11 +67,15 @@ class Entries:
     def all(self) -> dict[int, Job]:
         """Return every job once, by number."""
         found: dict[int, Job] = {}
-        places = {(path, place) for _ in range(2) for place in State for path in self._paths(place)}
-        for path, state in places:
-            job = read_entry(path, state)
-            if job is not None and (job.id not in found or job.revision > found[job.id].revision):
-                found[job.id] = job
+        read: set[Path] = set()
+        for _ in range(2):  # the second round has what moved in the first, to a place that was read before
+            for state in State:
+                for path in self._paths(state):
+                    job = read_entry(path, state) if path not in read else None
+                    if job is not None or path.exists():  # a damaged entry is told of once
+                        read.add(path)
+                    if job is not None and (job.id not in found or job.revision > found[job.id].revision):
+                        found[job.id] = job
         return dict(sorted(found.items()))
 
     def ids(self) -> set[int]:

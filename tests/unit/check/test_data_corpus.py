@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import json
 import selectors
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from honed.system import quote
 from honed.system.device import Device
 from honed.system.error import HonedError
 from honed.system.layout import Layout
+from waiting import wait_for
 from zoo import plain
 
 CPU = Device("cpu", "a processor", total_bytes=24 * 2**30, free_bytes=20 * 2**30)
@@ -269,11 +269,13 @@ def dropped(layout: Layout, paths: dict[int, Path]) -> dict[int, Any]:
         for number, path in paths.items():
             checker.submit(number, path, Config(), CPU)
         found: dict[int, Any] = {}
-        until = time.monotonic() + 100
-        while len(found) < len(paths) and time.monotonic() < until:
+
+        def turn(_sec: float) -> None:
             selector.select(0.1)
             for each in checker.poll():
                 found[each.id] = list(each.warnings) if isinstance(each, Passed) else each.error.as_dict()
+
+        wait_for(lambda: len(found) == len(paths), what="all answers", account=found.keys, pause=turn)
         return found
     finally:
         checker.close()

@@ -43,6 +43,7 @@ from honed.system.error import (
 )
 from honed.system.layout import Layout
 from told import refused
+from waiting import wait_for
 from zoo import plain
 
 CPU = Device("cpu", "a processor", total_bytes=24 * 2**30, free_bytes=20 * 2**30)
@@ -699,29 +700,32 @@ class Daemon:
             self.num_starts += 1
             self.selector.register(new, selectors.EVENT_READ)
 
-    def answers(self, count: int, *, timeout_sec: float = 120.0) -> list[Answer]:
+    def answers(self, count: int) -> list[Answer]:
         found: list[Answer] = []
-        until = time.monotonic() + timeout_sec
-        while len(found) < count:
-            assert time.monotonic() < until, f"only {found} after {timeout_sec} s"
+
+        def turn(_sec: float) -> None:
             self.selector.select(0.1)
-            found += self.client.poll()
+            found.extend(self.client.poll())
+
+        wait_for(lambda: len(found) >= count, what=f"{count} answers", account=lambda: found, pause=turn)
         return found
 
-    def wait_stage(self, stage: str, *, timeout_sec: float = 120.0) -> None:
-        until = time.monotonic() + timeout_sec
-        while self.client._seats[0].slot.stage() != stage:
-            assert time.monotonic() < until, f"at {self.client._seats[0].slot.stage()} after {timeout_sec} s"
-            self.selector.select(0.01)
-            assert self.client.poll() == []
+    def _turn(self, _sec: float) -> None:
+        self.selector.select(0.01)
+        assert self.client.poll() == []
 
-    def wait_sent(self, num_helpers: int = 1, *, timeout_sec: float = 120.0) -> None:
+    def wait_stage(self, stage: str) -> None:
+        seat = self.client._seats[0]
+        wait_for(lambda: seat.slot.stage() == stage, what=stage, account=seat.slot.stage, pause=self._turn)
+
+    def wait_sent(self, num_helpers: int = 1) -> None:
         """Wait until the current request was sent to its first helper, or to a later one."""
-        until = time.monotonic() + timeout_sec
-        while (current := self.client._seats[0].current) is None or current.num_helpers != num_helpers:
-            assert time.monotonic() < until, f"not sent after {timeout_sec} s"
-            self.selector.select(0.01)
-            assert self.client.poll() == []
+        seat = self.client._seats[0]
+        wait_for(
+            lambda: seat.current is not None and seat.current.num_helpers == num_helpers,
+            what=f"sent to helper {num_helpers}",
+            pause=self._turn,
+        )
 
     def helper_pid(self) -> int:
         assert isinstance(self.client._seats[0].slot._helper, ChildHelper)

@@ -15,6 +15,7 @@ from honed.system import usage
 from honed.system.device import cpu
 from honed.system.layout import Layout
 from unit.daemon.test_staged import Place
+from waiting import wait_for
 
 
 class _Queue:
@@ -112,7 +113,7 @@ def test_after_memory_was_short_nothing_is_staged_for_a_while(
     chooser.tend()
     assert not chooser.is_kept
     chooser.turn()
-    chooser.wait(lambda: chooser.runner.live() == [])
+    wait_for(lambda: chooser.runner.live() == [], what="no worker lives")
     chooser.turn()
     looked: list[int] = []
     monkeypatch.setattr(chooser.ahead, "_stage_next", lambda _queue: looked.append(1))

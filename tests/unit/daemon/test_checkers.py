@@ -21,6 +21,7 @@ from honed.run.helper_slot import MAX_PAUSE_SEC
 from honed.run.reply import Passed
 from honed.spec.config import Config
 from honed.system.layout import Layout
+from waiting import wait_for
 
 MAX_UNITS = 1 + NUM_MORE_UNITS
 #: Answers at once, except for files named hang and block, which wait until `<dir>/go` and `<dir>/unblock` exist.
@@ -88,10 +89,7 @@ class Desk:
             self.answers.append(answer)
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + 120
-        while not condition():
-            assert time.monotonic() < until, self.answers
-            self.turn()
+        wait_for(condition, what="the checkers", account=lambda: self.answers, pause=lambda _sec: self.turn())
 
     def wait_answers(self, count: int) -> list[Passed]:
         self.wait(lambda: len(self.answers) >= count)
@@ -240,12 +238,10 @@ def test_one_whose_check_ran_into_its_deadline_comes_after_all_others_until_one_
     def turn() -> None:
         desk.selector.select(0.02)
         found.extend(answer.id for answer in desk.checkers.poll())
-
-    until = time.monotonic() + 120
-    while len(found) < 5 and time.monotonic() < until:
-        turn()
         if not found and desk.num_starts == 1:
             desk.ahead += 10  # until its deadline is over
+
+    wait_for(lambda: len(found) == 5, what="five answers", account=lambda: found, pause=lambda _sec: turn())
     assert found == [1, 4, 5, 2, 3]
     desk.submit(6, 0)
     desk.submit(7, 999)
@@ -397,10 +393,12 @@ def test_slow_files_of_one_user_never_have_all_helpers_and_come_last_after_a_dea
     three.wait(lambda: under_check(three) == [1, 2])
     three.ahead += Config().spool.preflight_timeout_sec
     found: list[int] = []
-    until = time.monotonic() + 120
-    while len(found) < 2 and time.monotonic() < until:
+
+    def turn(_sec: float) -> None:
         three.selector.select(0.02)
-        found += [answer.id for answer in three.checkers.poll()]
+        found.extend(answer.id for answer in three.checkers.poll())
+
+    wait_for(lambda: len(found) >= 2, what="two answers", account=lambda: found, pause=turn)
     assert found == [1, 2]
     line = three.checkers._common._line
     assert line.is_late
@@ -457,9 +455,12 @@ def test_the_daemon_is_not_kept_by_a_helper_that_answers_at_once(tmp_path: Path)
     for number in range(20):
         checkers.submit(number, tmp_path / "plain.json", Config())
     answers: list[int] = []
-    until = time.monotonic() + 120
-    while sum(answers) < 20 and time.monotonic() < until:
-        answers.append(len(checkers.poll()))
+    wait_for(
+        lambda: sum(answers) >= 20,
+        what="20 answers",
+        account=lambda: answers,
+        pause=lambda _sec: answers.append(len(checkers.poll())),
+    )
     checkers.close()
     assert (sum(answers), max(answers)) == (20, 1)
 

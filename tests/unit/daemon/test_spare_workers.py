@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from honed.spec.config import Config
 from honed.system import durable
 from honed.system.device import Device, cpu
 from honed.system.layout import Layout
+from waiting import wait_for
 
-DEADLINE_SEC = 120.0
 #: A worker that says who it is, in `who.json` of its job's directory, and waits for SIGTERM. HONED_TEST_SPARE is how
 #: its spare ends, and HONED_TEST_LOUD what it writes.
 WORKER = """if True:
@@ -124,7 +123,7 @@ class Place:
 
     def who(self, number: int) -> dict[str, Any]:
         path = self.layout.job(number).dir / "who.json"
-        self.wait(lambda: self.attempts.reap() == [] and path.exists())
+        wait_for(lambda: self.attempts.reap() == [] and path.exists(), what="who the worker is")
         who: dict[str, Any] = json.loads(path.read_text())
         return who
 
@@ -132,7 +131,7 @@ class Place:
         """End a job's worker: its user is thought to need another soon."""
         running = self.attempts.running[number]
         self.runner.stop(number)
-        self.wait(lambda: self.attempts.reap() != [])
+        wait_for(lambda: self.attempts.reap() != [], what="the worker's end")
         assert number not in self.attempts.running, running
         self.tend()
 
@@ -142,14 +141,8 @@ class Place:
     def spare(self, uid: int = 4321) -> int:
         """Return the pid of a user's spare, once it is ready."""
         kept = self.spares._kept[uid]
-        self.wait(lambda: kept.spare.is_ready)
+        wait_for(lambda: kept.spare.is_ready, what="a spare that is ready")
         return int(kept.spare.process.pid)
-
-    def wait(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + DEADLINE_SEC
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
 
     def log(self, number: int) -> str:
         return self.layout.job(number).attempt(1).log_path.read_text()
@@ -169,7 +162,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     made.spares.end_all("the test ends")
     for number in list(made.attempts.running):
         made.runner.kill(number, shim_too=True)
-    made.wait(lambda: made.attempts.reap() is not None and not made.attempts.running)
+    wait_for(lambda: made.attempts.reap() is not None and not made.attempts.running, what="the workers' end")
     made.database.close()
     made.spool.close()
 
@@ -294,7 +287,7 @@ def test_a_spare_ends_when_its_user_was_not_seen_for_so_long(place: Place) -> No
     assert is_there(spare)
     place.now = 1100.0
     place.tend()
-    place.wait(lambda: not is_there(spare))
+    wait_for(lambda: not is_there(spare), what="the spare's end")
     place.tend()
     assert place.spares.patience() == float("inf")  # the idle daemon is what it was
 
@@ -307,7 +300,7 @@ def test_the_user_s_last_job_decides_what_the_spare_has_imported(place: Place) -
     place.end(2)
     other = place.spare()
     assert other != spare
-    place.wait(lambda: not is_there(spare))
+    wait_for(lambda: not is_there(spare), what="the spare's end")
     assert place.begin(3, checkpoint={"model_type": "qwen3"})["parent"] == other
 
 
@@ -347,7 +340,7 @@ def test_spares_end_where_memory_becomes_short(place: Place) -> None:
     place.attempts.config = Config.model_validate({"jobs": {"warm_sec": 600.0, "stage_min_available_bytes": 2**60}})
     place.now += spares_module.LOOK_INTERVAL_SEC
     place.tend()
-    place.wait(lambda: not is_there(spare))
+    wait_for(lambda: not is_there(spare), what="the spare's end")
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -359,7 +352,7 @@ def test_a_spare_that_cannot_import_is_told_of_and_forgotten(
     monkeypatch.setenv("HONED_TEST_SPARE", "dies")
     place.begin(1)
     place.end(1)
-    place.wait(lambda: place.tend() is None and place.spares._kept == {})
+    wait_for(lambda: place.tend() is None and place.spares._kept == {}, what="no spare is kept")
     assert "it cannot import" in caplog.text
     place.begin(2)
 
@@ -372,7 +365,7 @@ def test_a_spare_that_never_becomes_ready_is_not_given_and_ends(place: Place, mo
     assert place.begin(2)["parent"] != pid
     place.now += spares_module.MAKE_SEC
     place.tend()
-    place.wait(lambda: not is_there(pid))
+    wait_for(lambda: not is_there(pid), what="the process's end")
 
 
 @pytest.mark.parametrize("how", ["declines", "deaf"])
@@ -418,7 +411,7 @@ def test_a_job_that_is_asked_to_stop_while_it_is_given_a_spare_is_not_started_ag
     place.attempts.start(place.add(2), [cpu()], "transformers")
     place.runner.stop(2)
     os.kill(shim, signal.SIGKILL)
-    place.wait(lambda: place.attempts.reap() != [])
+    wait_for(lambda: place.attempts.reap() != [], what="the worker's end")
     assert not (place.layout.job(2).dir / "who.json").exists()
 
 
@@ -430,7 +423,7 @@ def test_a_stop_that_comes_while_the_spare_is_given_reaches_the_worker(place: Pl
     place.attempts.start(place.add(2), [cpu()], "transformers")
     place.runner.stop(2)
     os.kill(shim, signal.SIGCONT)
-    place.wait(lambda: place.attempts.reap() != [])
+    wait_for(lambda: place.attempts.reap() != [], what="the worker's end")
     record = json.loads(place.layout.job(2).attempt(1).exit_path.read_text())
     assert (record["status"], record["was_asked"]) == (75, True)
 
@@ -459,7 +452,7 @@ def test_a_spare_that_vanished_is_replaced_as_soon_as_that_is_possible(place: Pl
     log_path.unlink()
     log_path.mkdir()  # no worker can be started
     os.kill(shim, signal.SIGKILL)
-    place.wait(lambda: not is_there(shim))
+    wait_for(lambda: not is_there(shim), what="the shim's end")
     assert place.attempts.reap() == []
     assert 2 in place.attempts.running
     log_path.rmdir()

@@ -31,8 +31,8 @@ from honed.system import durable
 from honed.system.device import cpu
 from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
+from waiting import wait_for
 
-DEADLINE_SEC = 120.0
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
@@ -72,18 +72,12 @@ class Place:
         environment = {STAGED_VARIABLE: str(staged.start)}
         self.runner.start(job.id, 1, staged.start, backend="transformers", environment=environment)
         self.staged.recover()  # as another honed would
-        self.wait(lambda: "worker_pid" in self.lock())
+        wait_for(lambda: "worker_pid" in self.lock(), what="the start of the staged worker")
 
     def lock(self) -> str:
         with contextlib.suppress(OSError):
             return (self.layout.job(1).attempt(1).dir / "lock").read_text()
         return ""
-
-    def wait(self, condition: Any) -> None:
-        deadline = time.monotonic() + DEADLINE_SEC
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
 
     def turn(self) -> None:
         self.attempts.reap()
@@ -127,7 +121,7 @@ def test_an_end_that_cannot_be_written_is_settled_when_there_is_room(
     place.kill()
     with monkeypatch.context() as full:
         full.setattr(place.spool, "update", no_room)
-        place.wait(lambda: place.turn() or place.staged._workers[1].ended is not None)
+        wait_for(lambda: place.turn() or place.staged._workers[1].ended is not None, what="the staged worker's end")
         place.turn()
     assert 1 in place.staged.numbers
     place.turn()
@@ -186,7 +180,7 @@ def test_a_plan_that_changed_while_honed_was_down_ends_the_worker_that_has_read_
     place.staged.recover()  # as another honed would
     assert place.staged.of(place.job()) is None
     place.turn()
-    place.wait(lambda: place.runner.poll(1) is not None)
+    wait_for(lambda: place.runner.poll(1) is not None, what="the worker's end")
 
 
 def failed(place: Place) -> None:
@@ -195,12 +189,12 @@ def failed(place: Place) -> None:
     error = {"code": "dataset_invalid", "message": "no rows", "hint": ""}
     path.write_text(json.dumps({"outcome": "failed", "error": error, "phase": "data", "step": 0}))
     place.kill()
-    place.wait(lambda: not place.runner.live())
+    wait_for(lambda: not place.runner.live(), what="no worker lives")
 
 
 def test_what_a_worker_found_wrong_in_a_job_that_could_start_is_the_jobs_end(place: Place) -> None:
     failed(place)
-    place.wait(lambda: place.turn() or place.job().state is State.FAILED)
+    wait_for(lambda: place.turn() or place.job().state is State.FAILED, what="the failure")
     assert (place.job().state, place.job().outcome) == (State.FAILED, "dataset_invalid")
 
 
@@ -208,15 +202,15 @@ def test_what_a_worker_found_wrong_in_a_job_that_may_not_start_is_left_to_its_tu
     """The queue is paused, or the job's maker is made again: its data may be there when its turn comes."""
     place.may_fail = False
     failed(place)
-    place.wait(lambda: place.turn() or place.job().staged is None)
+    wait_for(lambda: place.turn() or place.job().staged is None, what="the job has no staged worker")
     assert (place.job().state, place.job().attempts, place.job().staged) == (State.QUEUED, (), None)
 
 
 def test_a_worker_that_has_just_ended_is_no_attempt(place: Place) -> None:
     place.kill()
-    place.wait(lambda: place.staged.of(place.job()) is None)
+    wait_for(lambda: place.staged.of(place.job()) is None, what="the job has no staged worker")
     assert place.staged.is_ending(1)
-    place.wait(lambda: place.turn() or not len(place.staged))
+    wait_for(lambda: place.turn() or not len(place.staged), what="no staged worker")
     assert (place.job().attempts, place.job().staged, len(place.staged)) == ((), None, 0)
 
 
@@ -226,7 +220,7 @@ def test_a_worker_that_ended_at_its_gate_as_its_turn_came_costs_no_failure(place
         os.kill(json.loads(place.lock())["worker_pid"], signal.SIGKILL)
     else:
         place.kill()
-    place.wait(lambda: not place.runner.live())
+    wait_for(lambda: not place.runner.live(), what="no worker lives")
     staged = place.job().staged
     assert staged is not None
     place.attempts.start(place.job(), [cpu()], "transformers", staged)
@@ -239,7 +233,7 @@ def test_a_worker_that_ended_at_its_gate_as_its_turn_came_costs_no_failure(place
         put_back.extend(place.attempts.put_back())
         return bool(settled or put_back)
 
-    place.wait(look)
+    wait_for(look, what="the attempt is settled or put back")
     assert settled == []
     [job] = put_back
     assert (job.state, job.num_failures, [each.outcome for each in job.attempts]) == (
@@ -257,7 +251,7 @@ def test_an_error_after_the_gate_is_a_failure_as_any(place: Place) -> None:
     attempt.result_path.write_text(json.dumps({"outcome": "failed", "phase": "staged", "error": found}))
     os.kill(json.loads(place.lock())["worker_pid"], signal.SIGKILL)
     settled: list[Job] = []
-    place.wait(lambda: settled.extend(place.attempts.reap()) or settled)
+    wait_for(lambda: settled.extend(place.attempts.reap()) or settled, what="the attempt is settled")
     assert (settled[0].state, settled[0].outcome) == (State.FAILED, "environment_invalid")
 
 
@@ -271,7 +265,7 @@ def test_a_result_that_cannot_be_read_keeps_nobody_waiting(place: Place, monkeyp
         return real(path, **keys)
 
     monkeypatch.setattr(outcomes.untrusted, "read_plain", read)
-    place.wait(lambda: place.turn() or place.staged.is_ending(1))
+    wait_for(lambda: place.turn() or place.staged.is_ending(1), what="the staged worker is asked to end")
     assert not place.staged.is_stuck(1)
     place.now += MAX_END_SEC
     assert place.staged.is_stuck(1)
@@ -288,7 +282,7 @@ def test_a_worker_of_a_job_without_an_entry_is_ended(place: Place) -> None:
     assert place.spool.job(1) is None
     place.staged.take_over(place.runner.live())
     assert place.staged.numbers == {1}
-    place.wait(lambda: place.turn() or not place.staged.numbers)
+    wait_for(lambda: place.turn() or not place.staged.numbers, what="no staged worker")
     assert not place.runner.live()
 
 

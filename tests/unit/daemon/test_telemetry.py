@@ -13,6 +13,7 @@ from honed.daemon import telemetry
 from honed.daemon.telemetry import Gpus
 from honed.system.device import Load
 from honed.system.usage import usage
+from waiting import wait_for
 
 H200 = Load("GPU-0", "H200", 93, 1 << 30, 139 << 30, 0, 512.5, 61)
 
@@ -42,8 +43,7 @@ def test_a_driver_that_hangs_is_waited_for_once_and_its_old_load_is_not_told_for
         return [H200]
 
     gpus = Gpus(read, clock=lambda: now[0])
-    while not gpus.loads():  # the first reading may take longer than it is waited for
-        time.sleep(0.01)
+    wait_for(gpus.loads, what="the first reading")  # it may take longer than honed waits for it
     for now[0] in (110.0, 130.0, 159.9):
         assert gpus.loads() == [H200]
     for now[0] in (160.0, 1000.0):

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from honed.daemon.arrivals.watcher import CLOSED_SETTLE_SEC, Watcher
+from waiting import DEADLINE_SEC, wait_for
 
 SETTLE_SEC = 1000.0
-#: Seconds after which a wait for a condition fails.
-DEADLINE_SEC = 60.0
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def watcher(tmp_path: Path, woken: threading.Event) -> Iterator[Watcher]:
     made.stop()
 
 
-def becomes(condition: Callable[[], bool], *, within_sec: float = DEADLINE_SEC) -> bool:
+def becomes(condition: Callable[[], bool], *, within_sec: float) -> bool:
     deadline = time.monotonic() + within_sec
     while time.monotonic() < deadline:
         if condition():
@@ -51,16 +50,16 @@ def test_a_file_renamed_in_is_whole_at_once(watcher: Watcher, tmp_path: Path) ->
     temporary = tmp_path / "incoming/.a.tmp"
     temporary.write_text("{}")
     path = temporary.rename(tmp_path / "incoming/a.json")
-    assert becomes(lambda: is_whole(watcher, path))
+    wait_for(lambda: is_whole(watcher, path), what="a whole file")
 
 
 def test_a_file_moved_in_from_elsewhere_is_whole_at_once(watcher: Watcher, tmp_path: Path) -> None:
     outside = tmp_path / "a.json"
     outside.write_text("{}")
     path = outside.rename(tmp_path / "incoming/a.json")
-    assert becomes(lambda: is_whole(watcher, path))
+    wait_for(lambda: is_whole(watcher, path), what="a whole file")
     path.rename(outside)
-    assert becomes(lambda: not watcher._moved)
+    wait_for(lambda: not watcher._moved, what="nothing is moving")
     with path.open("w") as file:  # another file of that name
         file.write("{")
         assert not becomes(lambda: is_whole(watcher, path), within_sec=2 * CLOSED_SETTLE_SEC)
@@ -71,7 +70,7 @@ def test_a_file_moved_in_from_elsewhere_is_whole_if_it_is_old(watcher: Watcher, 
     outside.write_text("{}")
     os.utime(outside, (1e9, 1e9))
     path = outside.rename(tmp_path / "incoming/a.json")
-    assert becomes(lambda: is_whole(watcher, path))
+    wait_for(lambda: is_whole(watcher, path), what="a whole file")
 
 
 @pytest.mark.parametrize("aside", [".a.json", "b.json"])
@@ -81,11 +80,11 @@ def test_a_file_written_under_the_name_of_one_that_was_moved_aside_is_not_whole_
     outside = tmp_path / "a.json"
     outside.write_text("{}")
     path = outside.rename(tmp_path / "incoming/a.json")
-    assert becomes(lambda: is_whole(watcher, path))
+    wait_for(lambda: is_whole(watcher, path), what="a whole file")
     path.rename(path.with_name(aside))
     with path.open("w") as file:
         file.write("{")
-        assert becomes(lambda: "a.json" not in watcher._moved)
+        wait_for(lambda: "a.json" not in watcher._moved, what="the event")
         assert not becomes(lambda: is_whole(watcher, path), within_sec=2 * CLOSED_SETTLE_SEC)
 
 
@@ -106,7 +105,7 @@ def test_a_clock_that_is_set_makes_no_file_whole(tmp_path: Path, jump_sec: float
 def test_a_copied_file_is_whole_soon_after_it_is_closed(watcher: Watcher, tmp_path: Path) -> None:
     path = tmp_path / "incoming/a.json"
     path.write_text("{}")
-    assert becomes(lambda: is_whole(watcher, path))
+    wait_for(lambda: is_whole(watcher, path), what="a whole file")
 
 
 def test_a_file_that_is_open_for_writing_is_never_whole(watcher: Watcher, tmp_path: Path) -> None:
@@ -117,7 +116,7 @@ def test_a_file_that_is_open_for_writing_is_never_whole(watcher: Watcher, tmp_pa
         os.utime(path, (1e9, 1e9))  # however old it looks
         assert not becomes(lambda: is_whole(watcher, path), within_sec=2 * CLOSED_SETTLE_SEC)
         file.write("}")
-    assert becomes(lambda: is_whole(watcher, path))
+    wait_for(lambda: is_whole(watcher, path), what="a whole file")
 
 
 def test_a_file_written_on_after_it_was_closed_must_lie_still_again(tmp_path: Path, woken: threading.Event) -> None:
@@ -132,7 +131,8 @@ def test_a_file_written_on_after_it_was_closed_must_lie_still_again(tmp_path: Pa
         now[0] += CLOSED_SETTLE_SEC * 0.9
     assert not watcher.is_whole(path)
     now[0] += CLOSED_SETTLE_SEC * 0.2
-    assert becomes(lambda: is_whole(watcher, path)), "the event that it was closed may still be on its way"
+    # The event that it was closed may still be on its way.
+    wait_for(lambda: is_whole(watcher, path), what="a whole file")
     watcher.stop()
 
 
@@ -158,4 +158,4 @@ def test_without_inotify_a_file_that_lies_still_is_whole(tmp_path: Path) -> None
     path = tmp_path / "a.json"
     path.write_text("{}")
     assert not blind.is_whole(path)
-    assert becomes(lambda: blind.is_whole(path))
+    wait_for(lambda: blind.is_whole(path), what="a whole file")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from honed.job import query, retention
+from honed.job import spool as spool_module
 from honed.job.arrival import Arrivals, Claim, drop, refusal, submission_of
 from honed.job.job import MOVES, Attempt, Job, State
 from honed.job.plan_file import PlanFile
@@ -55,6 +56,28 @@ def test_an_accepted_arrival_is_one_entry_and_leaves_nothing_behind(spool: Spool
     assert list(spool.incoming_dir.iterdir()) == []
     assert list(spool.claimed_dir.iterdir()) == []
     assert spool.job_layout(job.id).spec_path.read_text() == "{}"
+
+
+@pytest.mark.parametrize("places", [(State.QUEUED, State.HELD), (State.HELD, State.QUEUED)])
+def test_a_reader_sees_a_job_that_moves_while_it_reads(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch, places: tuple[State, State]
+) -> None:
+    """The job moves once its place is listed, before its entry is read there."""
+    job = accept(spool)
+    if places[0] is State.HELD:
+        job = spool.move(job, State.HELD)
+    read = spool_module.read_entry
+    left = [job]
+
+    def read_late(path: Path, state: State, *more: Any) -> Job | None:
+        if left and state is places[0]:
+            spool.move(left.pop(), places[1])
+        return read(path, state, *more)
+
+    monkeypatch.setattr(spool_module, "read_entry", read_late)
+    reader = Spool(spool.layout, lock=False)
+    assert [(found.id, found.state) for found in reader.all_jobs().values()] == [(job.id, places[1])]
+    assert not left
 
 
 def test_what_is_not_finished_is_left_alone(spool: Spool) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
 from honed.run import slurm_desk
 from honed.run.slurm_desk import Answer, Desk
+from waiting import wait_for
 
 ALICE, BOB = 1001, 1002
 
@@ -44,15 +44,8 @@ def slurm() -> Iterator[Slurm]:
         made.let_go(each)
 
 
-def wait(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def said(desk: Desk, name: str) -> str:
-    wait(lambda: desk.answer(name) is not None)
+    wait_for(lambda: desk.answer(name) is not None, what=f"the answer to {name}")
     found = desk.answer(name)
     assert isinstance(found, Answer)
     return found.said
@@ -109,4 +102,4 @@ def test_a_thread_without_work_ends_and_another_begins(slurm: Slurm, monkeypatch
     for number in range(3):
         desk.run(f"job-{number}", [[f"alice-{number}"]], environment={}, lane=ALICE)
         assert said(desk, f"job-{number}") == f"alice-{number} done"
-        wait(lambda: len(set(threading.enumerate()) - before) == 1)  # that of the lists
+        wait_for(lambda: len(set(threading.enumerate()) - before) == 1, what="the thread of the lists alone")
