@@ -459,7 +459,7 @@ def test_pictures_are_trained_on_as_by_one_process(make_job: MakeJob, tmp_path: 
     ended = two.end()
     assert ended.status == 0, two.log[-4000:]
     assert ended.losses == pytest.approx(one.losses, abs=1e-6)
-    assert ended.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], abs=2e-6)
+    assert ended.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], abs=5e-6)
     assert ended.metrics["num_trained_tokens"] == one.metrics["num_trained_tokens"]
     assert ended.of("example") == one.of("example")
     assert [each["prediction"] for each in ended.of("predictions")[0]["rows"]] == [
