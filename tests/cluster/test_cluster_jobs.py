@@ -130,16 +130,16 @@ def test_a_honed_that_is_killed_while_it_submits_submits_once(cluster: ClusterIn
 
 def test_a_job_whose_node_is_lost_runs_on_another(cluster: ClusterInstance) -> None:
     cluster.start()
-    cluster.drop("slow-600", name="slow-600")
-    begun(cluster, "slow-600")
-    node = wait_for(lambda: cluster.show("slow-600").get("slurm", {}).get("nodes"), what="its node", deadline_sec=30)
+    cluster.drop("slow-2000", name="slow-2000")
+    begun(cluster, "slow-2000")
+    node = wait_for(lambda: cluster.show("slow-2000").get("slurm", {}).get("nodes"), what="its node", deadline_sec=30)
     cluster.cluster.kill(f"slurmd-{node}")
-    job = cluster.job("slow-600")
+    job = cluster.job("slow-2000")
     assert job is not None
     wait_for(lambda: len(cluster.starts(job)) == 2, what="the second start", deadline_sec=120)
-    now = cluster.job("slow-600")
+    now = cluster.job("slow-2000")
     assert now is not None
     assert now.state is State.RUNNING
     assert now.attempts[0].outcome == "killed"
-    cluster.honectl("cancel", "slow-600")
-    cluster.wait_state("slow-600", State.CANCELLED, deadline_sec=120)
+    cluster.honectl("cancel", "slow-2000")
+    cluster.wait_state("slow-2000", State.CANCELLED, deadline_sec=120)
