@@ -657,8 +657,7 @@ def _num_parameters(tensors: tuple[Tensor, ...], config: dict[str, Any]) -> int:
     """Count the parameters: bitsandbytes packs two 4-bit parameters into each uint8 that it stores."""
     quantization = config.get("quantization_config") or {}
     packed = 2 if quantization.get("load_in_4bit") or quantization.get("_load_in_4bit") else 1
-    counts = _count(tensors)
-    return sum(count * (packed if dtype == "uint8" else 1) for dtype, count in counts.items())
+    return sum(count * (packed if dtype == "uint8" else 1) for dtype, count in _count(tensors).items())
 
 
 def _quantization_method(path: Path, config: dict[str, Any]) -> str | None:

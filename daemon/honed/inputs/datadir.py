@@ -166,7 +166,8 @@ def _listed(path: Path) -> list[Path]:
         return found
     below = _below(path, MAX_DEPTH)
     tops = sorted({file.relative_to(path).parts[0] for file in below})
-    subjects = [top for top in tops if top != "data" and _word(top) is None and not _is_split_of_saved(path, top)]
+    splits = _json(path / "dataset_dict.json").get("splits") or []
+    subjects = [top for top in tops if top != "data" and _word(top) is None and top not in splits]
     if len(subjects) > 1 or (subjects and len(tops) > len(subjects)):
         raise DatasetError(
             f"{path}: data files are in several subdirectories, not in the directory itself: {', '.join(tops[:8])}",
@@ -216,10 +217,6 @@ def _saved(path: Path) -> list[Path] | None:
             hint="copy the complete directory again, or save the data set again (save_to_disk)",
         )
     return found
-
-
-def _is_split_of_saved(path: Path, name: str) -> bool:
-    return name in (_json(path / "dataset_dict.json").get("splits") or [])
 
 
 def _json(path: Path) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from honed.system import quote
 from honed.system.error import ModelError
 
 #: First bytes of a file that git-lfs has not fetched yet.
@@ -104,7 +105,7 @@ def _below(path: Path, key: str) -> ModelError | None:
         if len(snapshots) == 1:
             return _elsewhere(path, snapshots[0], key, "a hub cache of models")
         ids = [each.name.removeprefix("models--").replace("--", "/") for each in cached]
-        return ModelError(f"{path}: a hub cache of models", hint=f"use one of their ids: {_listed(ids)}")
+        return ModelError(f"{path}: a hub cache of models", hint=f"use one of their ids: {quote.first(ids, MAX_NAMED)}")
     marker = "adapter_config.json" if key == "adapter" else "config.json"
     models = [each for each in children if (each / marker).is_file()]
     if len(models) == 1:
@@ -112,7 +113,7 @@ def _below(path: Path, key: str) -> ModelError | None:
     if models:
         return ModelError(
             f"{path}: a directory with {len(models)} models in it",
-            hint=f"use one of them: {_listed([str(each) for each in models])}",
+            hint=f"use one of them: {quote.first([str(each) for each in models], MAX_NAMED)}",
         )
     return None
 
@@ -121,7 +122,7 @@ def _checkpoints(path: Path, found: list[Path], key: str) -> ModelError | None:
     """Return a refusal that names the newest checkpoint, if the directory is a Trainer's output."""
     newest_first = sorted(found, key=lambda each: -int(each.name.rpartition("-")[2]))
     for each in newest_first:
-        names = _listed([each.name for each in newest_first])
+        names = quote.first([each.name for each in newest_first], MAX_NAMED)
         what = f"a Trainer's output, with the model in its checkpoints ({names})"
         if key == "adapter" and (each / "adapter_config.json").is_file():
             return _elsewhere(path, each, key, what)
@@ -170,11 +171,6 @@ def _names(path: Path) -> Iterator[str]:
                 yield entry.name
     except OSError:
         return
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -138,8 +138,7 @@ def _rounded(side: int, scale: float) -> int:
 
 def num_taken(num_frames: int, limits: MediaLimits, *, is_list: bool = False) -> int:
     """Return the number of frames that are taken of a video."""
-    wanted = limits.num_frames or (num_frames if is_list else NUM_FRAMES)
-    return min(wanted, num_frames)
+    return min(limits.num_frames or (num_frames if is_list else NUM_FRAMES), num_frames)
 
 
 def spill(media: Media, directory: Path) -> Media:

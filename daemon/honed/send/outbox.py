@@ -154,9 +154,7 @@ class Outbox:
         fd = os.open(self._current, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         before = os.fstat(fd).st_size
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
+            durable.write_all(fd, data)
             os.fdatasync(fd)
         except OSError:
             # A partial line must not run into the next one; and honed-send reads whole lines only.

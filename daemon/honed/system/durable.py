@@ -75,6 +75,13 @@ def _raise(error: OSError) -> None:
     raise error
 
 
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of the data to a descriptor: one call may take a part of it."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 def _create_beside(path: Path, data: bytes, *, mode: int) -> tuple[Path, int]:
     """Create a hidden file beside `path` that holds `data`, not synced yet; return its path and descriptor."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -90,9 +97,7 @@ def _create_beside(path: Path, data: bytes, *, mode: int) -> tuple[Path, int]:
             temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
         fd = os.open(temporary, flags, mode)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
+        write_all(fd, data)
     except BaseException:
         os.close(fd)
         with contextlib.suppress(OSError):

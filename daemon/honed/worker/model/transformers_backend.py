@@ -49,7 +49,7 @@ def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None
     import torch
 
     precision = assignment.precision
-    config = trained_config(config)
+    config = getattr(config, "thinker_config", config)  # of one that also speaks, the part that it trains
     options: dict[str, Any] = {}
     is_divided = assignment.plan.parallel.mode == "fsdp"
     empty = check_complete(assignment, config)
@@ -120,11 +120,6 @@ def incomplete(assignment: Assignment, missing: list[str]) -> ModelError:
         f"{assignment.base_model_path}: no weights for {', '.join(missing[:5])}{' …' if missing[5:] else ''}",
         hint="the checkpoint is incomplete, or has another architecture than its config.json",
     )
-
-
-def trained_config(config: Any) -> Any:
-    """Return the config of the trained model: for one that also speaks, the part that reads, hears, sees and writes."""
-    return getattr(config, "thinker_config", config)
 
 
 def model_class(config: Any) -> Any:
