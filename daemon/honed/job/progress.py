@@ -29,6 +29,11 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{math.ceil(num_bytes / 2**20)} MiB"
 
 
+def size(num_bytes: float) -> str:
+    """Format bytes for people: 1.2 GiB, 900 MiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
 def together(facts: Iterable[tuple[str, str]]) -> list[str]:
     """Return sentences about devices, one for all that have the same fact: `GPU 0, GPU 1 are drained: a new fan`."""
     labels: dict[str, list[str]] = {}

@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 DAY_SEC = 86400.0
 #: Files in rejected/; the oldest are removed.
 MAX_REJECTED = 10_000
-FINAL = tuple(state for state in State if state.is_final)
 
 
 @dataclass(frozen=True)
@@ -230,8 +229,7 @@ def needed_of(needs: Needs, spool: Spool, jobs: Iterable[Job]) -> dict[int, str]
     """Return {number: reason to keep it} for all jobs that must stay."""
     jobs = list(jobs)
     hosts = output_hosts(spool.layout, jobs)
-    found = hosts | needs.reasons(job for job in jobs if job.is_pinned or not job.state.is_final)
-    return _compared(jobs) | found
+    return _compared(jobs) | hosts | needs.reasons(job for job in jobs if job.is_pinned or not job.state.is_final)
 
 
 def _compared(jobs: Sequence[Job]) -> dict[int, str]:

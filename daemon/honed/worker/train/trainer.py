@@ -84,7 +84,9 @@ def arguments(
     if (loss_type := _loss_type(assignment, pinned=loss_type, is_resumed=is_resumed)) is not None:
         defaults["loss_type"] = loss_type
     if spec.early_stopping_patience is not None:
-        defaults |= _early_stopping(defaults | asked)
+        # It goes by the best evaluation, and restores its checkpoint.
+        defaults |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        defaults |= _saved_as_evaluated(defaults | asked)
     elif spec.training.load_best_model_at_end and not {"save_strategy", "save_steps"} & set(asked):
         defaults |= _saved_as_evaluated(defaults | asked)
     needs_preparing = asked.get("packing") or asked.get("shuffle_dataset") or asked.get("use_liger_kernel")
@@ -172,15 +174,6 @@ def _promised() -> dict[str, Any]:
 
 #: TRL's changes to a data set before training that would separate rows from their media.
 _NOT_BESIDE_MEDIA = ("packing", "padding_free", "shuffle_dataset")
-
-
-def _early_stopping(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with which early stopping goes by the best evaluation, and restores its checkpoint."""
-    return {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss",
-        **_saved_as_evaluated(chosen),
-    }
 
 
 def _saved_as_evaluated(chosen: dict[str, Any]) -> dict[str, Any]:
