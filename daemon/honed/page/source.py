@@ -216,8 +216,7 @@ class Source:
             ),
             key=lambda row: -row["id"],
         )
-        has_more = len(found) > limit
-        return Page(found[:limit], _cursor(found[limit - 1]["id"]) if has_more else None)
+        return Page(found[:limit], _cursor(found[limit - 1]["id"]) if len(found) > limit else None)
 
     def _explain(self, row: Row, asker: Asker) -> None:
         """Add to a row why its job waits: while honed is up, the files do not have that for queued jobs."""
