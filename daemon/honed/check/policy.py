@@ -63,7 +63,7 @@ class Policy:
         """Raise the path's error type if it must not be read, or the workers cannot read it. A missing path passes."""
         for path in itertools.chain([named.path], _entries(named.path)):
             self._check_allowed(named, path)
-            self._check_own_places(named, path)
+            self._check_own_place(named, path, _real(path))
             if self.workers is not None:
                 self._check_home(named, path)
                 self._check_dropper(named, path)
@@ -85,12 +85,9 @@ class Policy:
         layout = self.layout
         return tuple(path.resolve() for path in (layout.cache_dir, layout.staged_dir, layout.jobs_dir))
 
-    def _check_own_places(self, named: Named, path: Path) -> None:
+    def _check_own_place(self, named: Named, path: Path, real: Path) -> None:
         """Check files in honed's own places: the dropper may read those that modes and ACLs allow, such as their jobs'
         outputs."""
-        self._check_own_place(named, path, _real(path))
-
-    def _check_own_place(self, named: Named, path: Path, real: Path) -> None:
         if self.workers is None or self.dropper is None:
             return
         if _is_below(real, *self._own_places()) and access.obstacle(real, self.dropper) is not None:

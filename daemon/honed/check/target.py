@@ -344,7 +344,6 @@ def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where:
 
 def _check_saved(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:
     """Check `modules_to_save`: peft matches the ends of names, and does not report a name that matches nothing."""
-    yield from ()
     for number, name in enumerate(lora.modules_to_save or ()):
         leaf = name.rpartition(".")[2]
         if modules.may_have(leaf):

@@ -107,10 +107,6 @@ def _elapsed(row: Row) -> str:
     return "" if seconds is None else duration(seconds)
 
 
-def _priority(row: Row) -> str:
-    return "head" if row["priority"] == MAX_PRIORITY else str(row["priority"])
-
-
 def _swept(row: Row) -> str | None:
     """Return the sweep of a job, and its values; None for any other job."""
     if not (group := row.get("group")):
@@ -137,7 +133,12 @@ COLUMNS: dict[str, Column] = {
     "sweep": Column("sweep", _swept, _plain(_swept, limit=60), words=_sweep_names),
     "state": Column("state", terminal.state_words, _plain(terminal.state_words), words=lambda row: (row["state"],)),
     "outcome": Column("outcome", outcome, _plain(outcome), words=_code),
-    "priority": Column("priority", lambda row: row["priority"], _priority, is_right=True),
+    "priority": Column(
+        "priority",
+        lambda row: row["priority"],
+        lambda row: "head" if row["priority"] == MAX_PRIORITY else str(row["priority"]),
+        is_right=True,
+    ),
     "class": _column("class", lambda row: row["class"]),
     "model": Column(
         "model", lambda row: row.get("model"), lambda row: terminal.plain(short(row.get("model")), limit=30)
@@ -280,8 +281,7 @@ def _test(text: str, known: Known) -> Callable[[Row], bool]:
         _check_known(text, name, value, [each.lower() for each in known[name]()], is_part=sign == "~")
     if sign == "~":
         return lambda row: any(value in word for word in (*_words(column, row), *column.words(row)))
-    is_equal = sign == "="
-    return lambda row: _is(column, row, value) is is_equal
+    return lambda row: _is(column, row, value) is (sign == "=")
 
 
 def _as_number(name: str, value: str) -> str:

@@ -48,18 +48,16 @@ def diff(instance: Instance, options: argparse.Namespace) -> int:
     unknown = [job["id"] for job, manifest in zip(jobs, manifests, strict=True) if not manifest]
     if options.json:
         head = [{key: job[key] for key in ("id", "name", "state")} for job in jobs]
-        terminal.console.print_json(json.dumps({"jobs": head, **parts, "without_manifest": unknown}))
+        terminal.say_json({"jobs": head, **parts, "without_manifest": unknown})
         return 0
     titles = [f"{job['id']} ({terminal.plain(job['name'], limit=30)})" for job in jobs]
     for name, rows in parts.items():
         if name in ("data", "versions") and unknown:
             numbers = " and ".join(f"job {number}" for number in unknown)
             terminal.say(f"{name}: not known: {numbers} has no output with a manifest", style="dim")
-        elif not rows:
-            terminal.say(f"{name}: the same", style="dim")
+            terminal.say()
         else:
-            terminal.table([name, *titles], [[key, *map(_shown, values)] for key, values in rows.items()])
-        terminal.say()
+            _say_table(name, titles, rows, none=f"{name}: the same")
     return 0
 
 
@@ -77,7 +75,7 @@ def compare(instance: Instance, options: argparse.Namespace) -> int:
     if options.json:
         head = [{key: job[key] for key in ("id", "name", "state", "score")} for job in jobs]
         whole = {"jobs": head, "spec": spec, "metrics": metrics, "losses": losses, "predictions": answers}
-        terminal.console.print_json(json.dumps(whole))
+        terminal.say_json(whole)
         return 0
     for mark, style, job in zip(MARKS, _STYLES, jobs, strict=False):
         words = [terminal.state_words(job), column.COLUMNS["score"].text(job), column.COLUMNS["elapsed"].text(job)]

@@ -77,19 +77,16 @@ class Finding:
     detail: str
     hint: str = ""
 
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
-
 
 def doctor(instance: Instance, options: argparse.Namespace) -> int:
     with terminal.doing("looking at the configuration, the packages and the devices …"):
-        found = [finding.as_dict() for finding in examine(instance.layout)]
+        found = [asdict(finding) for finding in examine(instance.layout)]
     if options.json:
-        terminal.console.print_json(json.dumps(found))
+        terminal.say_json(found)
     else:
         terminal.table(
             ["check", "status", "detail", "hint"],
-            [[item["check"], item["status"], item["detail"], item["hint"]] for item in found],
+            [[*item.values()] for item in found],
         )
     return int(any(item["status"] == "error" for item in found))
 
@@ -489,38 +486,36 @@ def _service(unit: dict[str, str]) -> Finding:
 
 
 def _job_unit(unit: dict[str, str]) -> Finding:
-    if unit.get("LoadState") == "loaded":
-        if unit["NeedDaemonReload"] == "yes":
-            return Finding("honed-job@.service", "warning", "changed after systemd read it", "systemctl daemon-reload")
-        return Finding("honed-job@.service", "ok", "each job runs in its own unit")
-    return Finding(
-        "honed-job@.service", "warning", "not installed: jobs run as honed's children, without limits", INSTALL
-    )
+    absent: tuple[Status, str] = ("warning", "not installed: jobs run as honed's children, without limits")
+    return _template("honed-job@.service", unit, absent, "each job runs in its own unit")
+
+
+def _template(check: str, unit: dict[str, str], absent: tuple[Status, str], words: str) -> Finding:
+    """Check that a template is installed, and loaded from its current file."""
+    if unit.get("LoadState") != "loaded":
+        return Finding(check, *absent, INSTALL)
+    if unit.get("NeedDaemonReload") == "yes":
+        return Finding(check, "warning", "changed after systemd read it", "systemctl daemon-reload")
+    return Finding(check, "ok", words)
 
 
 def _check_unit(config: Config, job: dict[str, str], unit: dict[str, str]) -> list[Finding]:
     """Check honed-check@.service: without it, no person's job file is accepted where jobs are units."""
     if config.jobs.runner == "process" or job.get("LoadState") != "loaded":
         return []
-    check = "honed-check@.service"
-    if unit.get("LoadState") != "loaded":
-        return [Finding(check, "error", f"{unit.get('LoadState') or 'not known'}: users' job files wait", INSTALL)]
-    if unit.get("NeedDaemonReload") == "yes":
-        return [Finding(check, "warning", "changed after systemd read it", "systemctl daemon-reload")]
-    return [Finding(check, "ok", "job files are checked with the permissions of their submitters")]
+    absent: tuple[Status, str] = ("error", f"{unit.get('LoadState') or 'not known'}: users' job files wait")
+    words = "job files are checked with the permissions of their submitters"
+    return [_template("honed-check@.service", unit, absent, words)]
 
 
 def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None = None) -> list[Finding]:
     """Check honed-fetch@.service, if policy.hub needs it: where jobs are units, honed itself has no network."""
     if not config.policy.hub or job.get("LoadState") != "loaded":
         return []
-    check, unit = "honed-fetch@.service", unit if unit is not None else _unit("honed-fetch@0.service")
-    if unit.get("LoadState") != "loaded":
-        detail = f"policy.hub is on, but the unit is {unit.get('LoadState') or 'not known'}: nothing is fetched"
-        return [Finding(check, "error", detail, INSTALL)]
-    if unit.get("NeedDaemonReload") == "yes":
-        return [Finding(check, "warning", "changed after systemd read it", "systemctl daemon-reload")]
-    return [Finding(check, "ok", "models and data sets are fetched from the hub")]
+    unit = unit if unit is not None else _unit("honed-fetch@0.service")
+    detail = f"policy.hub is on, but the unit is {unit.get('LoadState') or 'not known'}: nothing is fetched"
+    words = "models and data sets are fetched from the hub"
+    return [_template("honed-fetch@.service", unit, ("error", detail), words)]
 
 
 def _sandbox(config: Config, unit: dict[str, str]) -> Finding:

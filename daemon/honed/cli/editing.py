@@ -97,7 +97,7 @@ def _say(
     warnings = list(verdict.warnings) if verdict is not None else []
     if options.json:
         told = {"id": job["id"], "name": job["name"], "state": state, "changes": changes, "warnings": warnings}
-        terminal.console.print_json(json.dumps(told))
+        terminal.say_json(told)
         return
     words = {
         "unchanged": "nothing changed",

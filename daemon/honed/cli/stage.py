@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from honed.check.policy import Named, Policy, inputs
 from honed.inputs import dataset
@@ -28,6 +27,7 @@ from honed.inputs.row import fields
 from honed.spec import document, spec
 from honed.spec.config import Config
 from honed.spec.media import KINDS, Kind
+from honed.spec.problem import mended
 from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import access
 from honed.system.access import Acl
@@ -67,8 +67,7 @@ def stage(spec_path: Path, layout: Layout, config: Config) -> Staged:
             (named.key, named.path, _copy(named, beside, place / str(n))) for n, (named, beside) in enumerate(closed)
         )
         data = document.parse(spec_path.read_bytes(), spec_path.suffix).data
-        for key, _, copy in copies:
-            _set(data, key, str(copy))
+        data = mended(data, {key: str(copy) for key, _, copy in copies})
         staged_path = place / f"{spec_path.stem}.json"
         staged_path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except BaseException:
@@ -186,11 +185,3 @@ def _tree(path: Path) -> Iterator[tuple[Path, Path]]:
         for directory, names, files in os.walk(path, followlinks=True):
             here = Path(directory)
             yield from ((here / name, (here / name).relative_to(path)) for name in [*sorted(names), *sorted(files)])
-
-
-def _set(data: Any, key: str, value: str) -> None:
-    """Set a dotted key: datasets.0.path."""
-    *above, last = key.split(".")
-    for part in above:
-        data = data[int(part)] if isinstance(data, list) else data[part]
-    data[last] = value
