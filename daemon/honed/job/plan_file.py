@@ -58,7 +58,7 @@ class Precision:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Precision:
         """Read the choices; keys of later versions are left out."""
-        return cls(**known(cls, data))
+        return cls(**known(cls, dict(data)))
 
 
 @dataclass(frozen=True)
