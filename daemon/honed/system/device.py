@@ -59,7 +59,7 @@ def probe(gpus: list[int] | None = None) -> list[Device]:
 
     Never raises: without an NVIDIA driver there is no GPU, and a GPU that does not answer (off the bus) is skipped.
     """
-    return cuda_devices(gpus) or [_mps() if _is_apple_silicon() else cpu()]
+    return cuda_devices(gpus) or [_mps() if (platform.system(), platform.machine()) == ("Darwin", "arm64") else cpu()]
 
 
 #: Share of a GPU's memory by which two GPUs of one kind may differ.
@@ -219,10 +219,6 @@ def cpu() -> Device:
     """Return this machine's processor and memory as a device."""
     total, free = system_memory()
     return Device(kind="cpu", name=_cpu_name(), total_bytes=total, free_bytes=free)
-
-
-def _is_apple_silicon() -> bool:
-    return platform.system() == "Darwin" and platform.machine() == "arm64"
 
 
 def _mps() -> Device:

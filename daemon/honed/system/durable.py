@@ -47,7 +47,15 @@ def machine_fault(error: BaseException) -> str | None:
 
 def sync_dir(path: Path) -> None:
     """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    sync_and_close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's content durable."""
+    sync_and_close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def sync_and_close(fd: int) -> None:
     try:
         os.fsync(fd)
     finally:
