@@ -17,12 +17,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from honed.cli import terminal
 from honed.job.job import MAX_PRIORITY, STOPPED_EARLY, State
-from honed.job.progress import duration, figure
+from honed.job.progress import duration, figure, short
 from honed.system.error import UsageError
 
 if TYPE_CHECKING:
@@ -88,15 +87,6 @@ def _score(row: Row) -> float | None:
     return score["value"] if (score := row.get("score")) else None
 
 
-def _score_text(row: Row) -> str:
-    return f"{score['name']} {figure(score['value'])}" if (score := row.get("score")) else ""
-
-
-def short(place: str | None) -> str:
-    """Return the last part of a path; a hub id stays whole."""
-    return PurePath(place).name if place and place.startswith("/") else place or ""
-
-
 def _data(row: Row) -> str:
     names = [short(each) for each in row.get("data") or ()]
     return names[0] + (f" +{len(names) - 1}" if names[1:] else "") if names else ""
@@ -151,7 +141,11 @@ COLUMNS: dict[str, Column] = {
     ),
     "epoch": _number("epoch", "epoch"),
     "loss": _number("loss", "loss"),
-    "score": Column("score", _score, _score_text),  # a number with its name
+    "score": Column(  # a number with its name
+        "score",
+        _score,
+        lambda row: f"{score['name']} {figure(score['value'])}" if (score := row.get("score")) else "",
+    ),
     "elapsed": Column("elapsed", lambda row: row.get("elapsed_sec"), _elapsed, is_right=True),
     "eta": Column(
         "ETA",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from typing import Any
 
 
@@ -44,3 +45,8 @@ def together(facts: Iterable[tuple[str, str]]) -> list[str]:
 
 def figure(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
+def short(place: str | None) -> str:
+    """Return the last part of a path; a hub id stays whole."""
+    return PurePath(place).name if place and place.startswith("/") else place or ""

@@ -91,8 +91,7 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
-        refused = self._refused(scope)
-        await (refused or self._app)(scope, receive, send_guarded)
+        await (self._refused(scope) or self._app)(scope, receive, send_guarded)
 
     def _refused(self, scope: Scope) -> Response | None:
         rules, peer, session = self._web.rules, scope["state"]["peer"], self._web.session

@@ -63,10 +63,8 @@ class Figures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         health = self._source.health()
-        yield GaugeMetricFamily("honed_up", "Whether honed responds", value=health["honed"]["is_up"])
-        yield GaugeMetricFamily(
-            "honed_database_up", "Whether honed.db can be read", value=health["database"]["is_open"]
-        )
+        yield GaugeMetricFamily("honed_up", "Whether honed responds", value=health.honed.is_up)
+        yield GaugeMetricFamily("honed_database_up", "Whether honed.db can be read", value=health.database.is_open)
         yield _gauge("honed_web_info", "The version of honed-web", "version", [(__version__, 1)])
         with contextlib.suppress(HonedError):  # honed has never run here: the two metrics above show it
             yield from self._queue()

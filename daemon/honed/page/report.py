@@ -8,6 +8,7 @@ that a data set or a model names are not opened, since that would happen with ho
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import itertools
 import json
@@ -98,17 +99,13 @@ class Story:
 
 
 def gather(spool: Spool, layout: Layout, job: Job) -> Story:
-    reader = Reader(layout.database_path)
-    try:
+    with contextlib.closing(Reader(layout.database_path)) as reader:
         figures, predictions, events = reader.figures(job.id), reader.predictions(job.id), reader.events(job.id)
-    finally:
-        reader.close()
     try:
         spec_text = _read(layout.job(job.id).spec_path)
     except OSError as error:
         spec_text = f"({error.strerror})"
-    shown = query.show(spool, layout, str(job.id))
-    return Story(job, shown, figures, predictions, events, spec_text)
+    return Story(job, query.show(spool, layout, str(job.id)), figures, predictions, events, spec_text)
 
 
 def _read(path: Path) -> str:

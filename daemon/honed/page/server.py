@@ -282,8 +282,7 @@ def is_local(listening: socket.socket) -> bool:
     if listening.family == socket.AF_UNIX:
         return True
     address = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
+    return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
 
 
 def shown_address(listening: socket.socket) -> str:

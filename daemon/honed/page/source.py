@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict
 
 from honed.job import query
 from honed.job.database import connect_read_only, progress_of
@@ -140,20 +142,30 @@ class RunningRow(Progress):
     num_trained: float | None
 
 
-class DaemonHealth(TypedDict):
+class _Health(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class DaemonHealth(_Health):
+    """The health of the honed daemon."""
+
     is_up: bool
     version: str | None
     is_paused: bool | None
     detail: str | None
 
 
-class DatabaseHealth(TypedDict):
+class DatabaseHealth(_Health):
+    """The health of honed.db."""
+
     is_open: bool
     num_jobs: int | None
     detail: str | None
 
 
-class Health(TypedDict):
+class Health(_Health):
+    """The overall health: ok with status 200, failing with 503."""
+
     status: str
     honed: DaemonHealth
     database: DatabaseHealth
@@ -365,15 +377,12 @@ class Source:
         try:
             with self.database() as db:
                 num_jobs = _one(db, "SELECT count(*) FROM jobs")
-            found: DatabaseHealth = {
-                "is_open": db is not None,
-                "num_jobs": num_jobs,
-                "detail": None if db is not None else "it does not exist yet",
-            }
+            why = None if db is not None else "it does not exist yet"
+            database = DatabaseHealth(is_open=db is not None, num_jobs=num_jobs, detail=why)
         except HonedError as error:
-            found = {"is_open": False, "num_jobs": None, "detail": error.message}
-        is_well = daemon["is_up"] and found["is_open"]
-        return {"status": "ok" if is_well else "failing", "honed": daemon, "database": found}
+            database = DatabaseHealth(is_open=False, num_jobs=None, detail=error.message)
+        is_well = daemon.is_up and database.is_open
+        return Health(status="ok" if is_well else "failing", honed=daemon, database=database)
 
     def telemetry(self) -> Telemetry | None:
         """Return what honed tells of itself and of the GPUs; None if it does not answer."""
