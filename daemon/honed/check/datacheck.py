@@ -153,8 +153,8 @@ def check(
                 warnings += [f"{name}: {told}" for told in _check_names(key, each)]
                 seen = _check_dataset(each, rights, cache, has_chat_template=has_chat_template)
                 found = seen.found
-                warnings += [f"{name}: {told}" for told in [*_overlooked(model, found), *_untrained(each, found)]]
-                warnings += [f"{name}: {told}" for told in _told_together(found)]
+                noted = [*_overlooked(model, found), *_untrained(each, found), *_told_together(found)]
+                warnings += [f"{name}: {told}" for told in noted]
                 warnings += _check_attached(job_spec, model, each, found)
             except DatasetError as error:
                 fix = {_within(name, key): value for key, value in error.fix.items()}

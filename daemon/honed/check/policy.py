@@ -225,17 +225,16 @@ def inputs(job_spec: JobSpec, model: Path | None, adapter: Path | None) -> Itera
         yield Named("chat_template", Path(job_spec.chat_template))
     if (rows_template := job_spec.training_chat_template) not in (None, variant.ASKED):
         yield Named("training_chat_template", Path(rows_template))
-    for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
-        for number, each in enumerate(datasets):
-            if not each.is_missing:
-                yield Named(f"{key}.{number}.path", each.place, DatasetError)
-            match each.media_dir:
-                case MediaDirSpec() as places:
-                    for kind, place in places:
-                        if place is not None:
-                            yield Named(f"{key}.{number}.media_dir.{kind}", Path(place), DatasetError)
-                case str() as place:
-                    yield Named(f"{key}.{number}.media_dir", Path(place), DatasetError)
+    for key, each in job_spec.each_dataset():
+        if not each.is_missing:
+            yield Named(f"{key}.path", each.place, DatasetError)
+        match each.media_dir:
+            case MediaDirSpec() as places:
+                for kind, place in places:
+                    if place is not None:
+                        yield Named(f"{key}.media_dir.{kind}", Path(place), DatasetError)
+            case str() as place:
+                yield Named(f"{key}.media_dir", Path(place), DatasetError)
 
 
 def nearest_existing(path: Path) -> Path:

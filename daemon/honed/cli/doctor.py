@@ -105,7 +105,9 @@ def examine(layout: Layout, config: Config | None = None, *, imports: bool = Tru
         looks = () if training.is_missing() or not imports else (_torch, _torchvision, _bitsandbytes)
         compiled = [pool.submit(look) for look in looks]
         packages = [] if training.is_missing() else [*_packages(), *_beside_unsloth()]
-        found = [_python(), *_training(), *packages, _gpu(config)]
+        # Our metadata excludes older versions of Python; one too new for torch's wheels shows by torch's absence.
+        python = Finding("python", "ok", f"{sys.version.split()[0]}, {sys.executable}")
+        found = [python, *_training(), *packages, _gpu(config)]
         return [
             *configured,
             *found,
@@ -135,12 +137,6 @@ def _instance(layout: Layout, config: Config) -> list[Finding]:
         _daemon(layout),
         *_devices(layout),
     ]
-
-
-def _python() -> Finding:
-    """Report the Python version. Our metadata excludes older ones; one too new for torch's wheels shows by torch's
-    absence."""
-    return Finding("python", "ok", f"{sys.version.split()[0]}, {sys.executable}")
 
 
 # --- Packages ---------------------------------------------------------------------------------------------------------
@@ -320,8 +316,7 @@ _FREE_SOME = "free disk space; du -sh jobs/* in honed's state directory shows th
 
 
 def _disk(name: str, path: Path) -> Finding:
-    existing = nearest_existing(path)
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(nearest_existing(path)).free
     detail = f"{gib(free)} free for {path}"
     if free < NO_DISK_BYTES:
         return Finding(f"disk: {name}", "error", detail, _FREE_SOME)
@@ -418,7 +413,12 @@ def _machine(config: Config) -> list[Finding]:
     has_templates = all(unit.get("LoadState") == "loaded" for unit in (job, check))
     return [
         _service(service),
-        _job_unit(job),
+        _template(
+            "honed-job@.service",
+            job,
+            ("warning", "not installed: jobs run as honed's children, without limits"),
+            "each job runs in its own unit",
+        ),
         *_check_unit(config, job, check),
         *_fetch_unit(config, job),
         _polkit(has_templates=has_templates),
@@ -483,11 +483,6 @@ def _service(unit: dict[str, str]) -> Finding:
             "systemctl enable --now honed",
         )
     return Finding(check, "ok", f"{unit['ActiveState']}: {unit['StatusText']}")
-
-
-def _job_unit(unit: dict[str, str]) -> Finding:
-    absent: tuple[Status, str] = ("warning", "not installed: jobs run as honed's children, without limits")
-    return _template("honed-job@.service", unit, absent, "each job runs in its own unit")
 
 
 def _template(check: str, unit: dict[str, str], absent: tuple[Status, str], words: str) -> Finding:

@@ -92,8 +92,7 @@ def _made(instance: Instance, path: Path) -> dict[str, Path]:
         return {}  # the check reports its fault
     made: dict[str, Path] = {}
     for name in sorted(names) if instance.layout.spool_dir.is_dir() else ():
-        known = instance.jobs(names=[name])
-        newest = max(known, key=lambda job: job["id"], default=None)
+        newest = max(instance.jobs(names=[name]), key=lambda job: job["id"], default=None)
         if newest is not None and newest["state"] == "succeeded":
             output_dir = instance.show(str(newest["id"]))["artifacts"]["output_dir"]
             made |= {} if output_dir is None else {name: Path(output_dir)}

@@ -74,9 +74,8 @@ def _has_journal(instance: Instance) -> bool:
 
 def journal_command(job_id: int, *, explain: bool = False, follow: bool = False) -> list[str]:
     """Return the call of journalctl for a job."""
-    command = ["journalctl", f"HONED_JOB={job_id}", "--priority=info"]
     # systemd's own messages about the unit have its name in the field UNIT.
-    command += ["+", f"UNIT=honed-job@{job_id}.service"]
+    command = ["journalctl", f"HONED_JOB={job_id}", "--priority=info", "+", f"UNIT=honed-job@{job_id}.service"]
     command += ["--catalog"] if explain else []
     return command + (["--follow", "--lines=all"] if follow else [])
 

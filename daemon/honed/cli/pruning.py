@@ -96,8 +96,7 @@ def _remove(ask: Ask, plan: PruneAnswer, options: argparse.Namespace) -> Iterato
     rows = {row["id"]: row for row in plan["jobs"]}
     numbers, waiting = list(rows), list[int]()
     for at in range(0, len(numbers), MAX_NUMBERS):
-        some = numbers[at : at + MAX_NUMBERS]
-        ids = [str(number) for number in some]
+        ids = [str(number) for number in numbers[at : at + MAX_NUMBERS]]
         answer: PruneAnswer = ask("prune", ids=ids, checkpoints=options.checkpoints, dry_run=False)
         plan["kept"] += answer["kept"]
         waiting += [row["id"] for row in answer["jobs"]]

@@ -43,19 +43,19 @@ def watch(read: Read, reference: str | None, *, as_json: bool = False) -> int:
     meter = Meter()
     with Live(console=terminal.console, auto_refresh=False) as live:
         while True:
-            began = time.monotonic()
-            jobs, one = _jobs(read, reference)
-            rest_sec = max(INTERVAL_SEC, REST * (time.monotonic() - began))
+            jobs, one, rest_sec = _look(read, reference)
             live.update(_screen(read, jobs, one, meter), refresh=True)
             if one is not None and one["state"] in _AT_REST:
                 return _status(one)
             time.sleep(rest_sec)
 
 
-def _jobs(read: Read, reference: str | None) -> tuple[Sequence[Row], Glance | None]:
-    """Return the watched jobs; the second value is set if one job is watched."""
+def _look(read: Read, reference: str | None) -> tuple[Sequence[Row], Glance | None, float]:
+    """Return the watched jobs, the one job if only one is watched, and the seconds until the next look."""
+    began = time.monotonic()
     one: Glance | None = read("glance", reference) if reference is not None else None
-    return [one] if one is not None else read("list"), one
+    jobs = [one] if one is not None else read("list")
+    return jobs, one, max(INTERVAL_SEC, REST * (time.monotonic() - began))
 
 
 def _status(job: Row) -> int:
@@ -115,9 +115,7 @@ def _load_words(load: Load) -> str:
 def _lines(read: Read, reference: str | None, say: Callable[[Row, Glance | None], None]) -> int:
     seen: dict[int, tuple[Any, ...]] = {}
     while True:
-        began = time.monotonic()
-        jobs, one = _jobs(read, reference)
-        rest_sec = max(INTERVAL_SEC, REST * (time.monotonic() - began))
+        jobs, one, rest_sec = _look(read, reference)
         for job in jobs:
             now = (job["state"], job["progress"]["step"])
             if seen.get(job["id"]) == now:

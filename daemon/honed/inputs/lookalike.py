@@ -121,14 +121,13 @@ def _below(path: Path, key: str) -> ModelError | None:
 def _checkpoints(path: Path, found: list[Path], key: str) -> ModelError | None:
     """Return a refusal that names the newest checkpoint, if the directory is a Trainer's output."""
     newest_first = sorted(found, key=lambda each: -int(each.name.rpartition("-")[2]))
+    names = quote.first([each.name for each in newest_first], MAX_NAMED)
+    what = f"a Trainer's output, with the model in its checkpoints ({names})"
     for each in newest_first:
-        names = quote.first([each.name for each in newest_first], MAX_NAMED)
-        what = f"a Trainer's output, with the model in its checkpoints ({names})"
-        if key == "adapter" and (each / "adapter_config.json").is_file():
+        is_adapter = (each / "adapter_config.json").is_file()
+        if (each / "config.json").is_file() or (key == "adapter" and is_adapter):
             return _elsewhere(path, each, key, what)
-        if (each / "config.json").is_file():
-            return _elsewhere(path, each, key, what)
-        if (each / "adapter_config.json").is_file():
+        if is_adapter:
             return _adapter(path, each, what.replace("the model", "an adapter"))
     return None
 

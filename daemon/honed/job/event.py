@@ -163,8 +163,7 @@ class EventWriter:
                 self._waiting.popleft()
             if self._num_lost:
                 num_lost, self._num_lost = self._num_lost, 0
-                text = f"{num_lost} events were lost: the disk was full"
-                self.log("warning", text)
+                self.log("warning", f"{num_lost} events were lost: the disk was full")
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                 raise

@@ -205,9 +205,7 @@ class Spool:
 
     def job(self, job_id: int) -> Job | None:
         """Return one job, in whatever state it is; of two copies the newer."""
-        if self._catalog is not None:
-            return self._catalog.get(job_id)
-        return self.entries.get(job_id)
+        return self.entries.get(job_id) if self._catalog is None else self._catalog.get(job_id)
 
     def named(self, name: str) -> list[Job]:
         """Return the jobs with this name, oldest first."""

@@ -815,6 +815,11 @@ class JobSpec(Section):
     ] = False
     """Try eight rows for a few steps first and report the findings; `only` does nothing else."""
 
+    def each_dataset(self) -> Iterator[tuple[str, DatasetSpec]]:
+        """Yield the data sets to train and to evaluate on, each with its key: datasets.0, …, eval_datasets.0, …"""
+        for key in ("datasets", "eval_datasets"):
+            yield from ((f"{key}.{number}", each) for number, each in enumerate(getattr(self, key)))
+
     @property
     def eval_strategy(self) -> str:
         """The strategy for evaluating held-out rows: as the job says, else by its eval_steps, else each epoch."""

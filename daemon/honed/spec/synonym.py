@@ -556,8 +556,7 @@ def _dataset_type(asked: Asked) -> Advice:
         case "sharegpt" | "sharegpt_simple" | "vicuna":
             made = "sharegpt"
         case "chat_template" | "chatml" | "openai" | "messages" | "conversational" | "chat":
-            mapping = _mapping_of(asked)
-            made = "sharegpt" if mapping == {"role": "from", "content": "value"} else "auto"
+            made = "sharegpt" if _mapping_of(asked) == {"role": "from", "content": "value"} else "auto"
         case "prompt-completion" | "prompt_completion" | "instruction" | "input-output":
             made = "prompt_completion"
         case "json" | "jsonl" | "csv" | "parquet" | "auto":

@@ -143,8 +143,7 @@ class Data:
             for each in self.read
             if each.num_bad
         ]
-        told += self.trained.told_orders()
-        told += [f"held out: {each}" for each in self.measured.told_orders()]
+        told += [*self.trained.told_orders(), *(f"held out: {each}" for each in self.measured.told_orders())]
         if self.trained.has_many_twice:
             told.append(f"{self.trained.num_twice} of {self.trained.num_rows} training rows repeat an earlier row")
         if self.groups is not None and self.groups.told:

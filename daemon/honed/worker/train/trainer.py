@@ -529,8 +529,7 @@ class Trainer(SFTTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        num_tokens = sum(map(_num_trained, batches))
-        self._num_step_tokens = int(self._ranks.sum(num_tokens)[0])
+        self._num_step_tokens = int(self._ranks.sum(sum(map(_num_trained, batches)))[0])
         self._progress.num_trained_tokens += self._num_step_tokens
         return batches, num_items
 
