@@ -10,7 +10,6 @@ state.json  dataset_info.json  data-00000-of-00001.arrow
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from honed.spec.data_form import SUFFIXES_HINT, form_of
 from honed.spec.spec import DatasetSpec
+from honed.system import durable
 from honed.system.error import DatasetError
 
 #: Words for splits, as in Hugging Face's own rules for file names.
@@ -220,11 +220,7 @@ def _saved(path: Path) -> list[Path] | None:
 
 
 def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        data = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size < 2**24 else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
+    return durable.json_object(lambda: path.read_bytes() if path.is_file() and path.stat().st_size < 2**24 else b"{}")
 
 
 def _shown(path: Path, found: Sequence[Path]) -> list[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from honed.system import quote
+from honed.system import durable, quote
 from honed.system.error import ModelError
 
 #: First bytes of a file that git-lfs has not fetched yet.
@@ -173,9 +172,8 @@ def _names(path: Path) -> Iterator[str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
+    def read() -> bytes:
         with path.open("rb") as file:
-            value = json.loads(file.read(1024 * 1024))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+            return file.read(1024 * 1024)
+
+    return durable.json_object(read)

@@ -38,11 +38,8 @@ def check(path: Path, unplaced: Iterable[str], wanted: Iterable[str]) -> str:
             hint="model_type, in config.json or the job file, may belong to another architecture; or the key of "
             "config.json that creates these weights is wrong or missing",
         )
-    if not names:
-        return ""
-    return f"{path}: {len(names)} stored weights do not exist in the model and are ignored: " + quote.first(
-        names, _MAX_NAMED
-    )
+    named = quote.first(names, _MAX_NAMED)
+    return f"{path}: {len(names)} stored weights do not exist in the model and are ignored: {named}" if names else ""
 
 
 def _is_of_another_architecture(name: str, layers: set[str]) -> bool:

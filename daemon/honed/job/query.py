@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import shlex
 import time
@@ -40,7 +39,7 @@ from honed.job.shape import (
     Wait,
 )
 from honed.job.spool import Spool
-from honed.system import untrusted
+from honed.system import durable, untrusted
 from honed.system.error import NotPermittedError, TimeLimitError, UsageError, plain
 from honed.system.layout import JobLayout, Layout
 
@@ -599,8 +598,4 @@ def _plan(files: JobLayout) -> PlanFile:
 
 
 def _read_json(path: Path, *, num_names: int) -> dict[str, Any]:
-    try:
-        data = json.loads(untrusted.read_plain(path, num_names=num_names))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
+    return durable.json_object(lambda: untrusted.read_plain(path, num_names=num_names))

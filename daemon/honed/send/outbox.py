@@ -294,11 +294,7 @@ def _parse(line: bytes, end: Position) -> Row | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the content of a file that the other side writes; empty if it does not exist or was lost by the disk."""
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
+    return durable.json_object(path.read_bytes)
 
 
 def _count(value: Any) -> int:

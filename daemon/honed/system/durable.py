@@ -8,7 +8,7 @@ import json
 import os
 import sqlite3
 import stat
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -146,6 +146,15 @@ def writing(path: Path, data: bytes, *, mode: int = 0o644) -> Steps[None]:
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
     write(path, as_json(value), mode=mode)
+
+
+def json_object(read: Callable[[], bytes]) -> dict[str, Any]:
+    """Return the object that a file has as JSON; empty if the file cannot be read, or has no object."""
+    try:
+        found = json.loads(read())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def as_json(value: Any) -> bytes:
