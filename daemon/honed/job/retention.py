@@ -24,6 +24,7 @@ from honed.job.query import Asker, find
 from honed.job.row_cache import RowCache
 from honed.job.shape import PruneAnswer, PrunedRow
 from honed.job.spool import Spool
+from honed.spec import problem
 from honed.spec.config import RetentionConfig
 from honed.system.error import NotPermittedError, UsageError
 from honed.system.layout import Layout
@@ -108,25 +109,13 @@ class Needs:
             plan = PlanFile.read(self._layout.job(job.id).plan_path)
         except (OSError, ValueError):
             return
-        for text in _texts(plan.document):
+        for _, text in problem.texts(plan.document):
             if (match := self._path.match(text)) is not None:
                 yield int(match[1])
 
 
 def _why(job: Job) -> str:
     return "pinned" if job.state.is_final else str(job.state)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    ahead = [value]
-    while ahead:
-        match ahead.pop():
-            case str(text):
-                yield text
-            case dict(mapping):
-                ahead += mapping.values()
-            case list(items):
-                ahead += items
 
 
 def output_hosts(layout: Layout, jobs: Iterable[Job]) -> dict[int, str]:

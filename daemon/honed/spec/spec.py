@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from honed.spec import document, other_tool, problem, pydantic_errors, rule, sweep, synonym, variant
+from honed.spec.advice import Advice
 from honed.spec.config import MAIL_ADDRESS, WEBHOOK_NAME
 from honed.spec.data_form import form_of
 from honed.spec.field import (
@@ -117,11 +118,16 @@ def _base_model(value: str) -> str:
     return value
 
 
-def _adapter(value: Any) -> Any:
-    if isinstance(value, str) and (advice := synonym.adapter_word(value)) is not None:
-        fix = None if advice.fix is None else {"adapter": None, **advice.fix}
-        refuse(f"expected the directory of an adapter to continue from, got {shown(value)}", advice.hint, fix=fix)
-    return value
+def _advised(key: str, expected: str, advise: Callable[[str], Advice | None]) -> BeforeValidator:
+    """Refuse a text for which there is advice, such as another tool's word."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and (advice := advise(value)) is not None:
+            fix = None if advice.fix is None else {key: None, **advice.fix}
+            refuse(f"expected {expected} {shown(value)}", advice.hint, fix=fix)
+        return value
+
+    return BeforeValidator(check, json_schema_input_type=str)
 
 
 #: The URL of a data set on the hub, which people copy in place of its id.
@@ -150,20 +156,6 @@ def _dataset_path(value: str) -> str:
             write=found["id"] if is_whole else None,
         )
     return value if is_hub_dataset(value) else absolute(value)
-
-
-def _chat_template(value: Any) -> Any:
-    if isinstance(value, str) and (advice := synonym.template_word(value)) is not None:
-        fix = None if advice.fix is None else {"chat_template": None, **advice.fix}
-        refuse(f"expected a file with a Jinja template, got {shown(value)}", advice.hint, fix=fix)
-    return value
-
-
-def _model_type(value: Any) -> Any:
-    if isinstance(value, str) and (advice := synonym.model_class(value)) is not None:
-        fix = None if advice.fix is None else {"model_type": None}
-        refuse(f"expected a model type such as qwen3, got the class {shown(value)}", advice.hint, fix=fix)
-    return value
 
 
 def _adapter_place(value: str) -> str:
@@ -678,7 +670,7 @@ class JobSpec(Section):
     model_type: (
         Annotated[
             str,
-            BeforeValidator(_model_type, json_schema_input_type=str),
+            _advised("model_type", "a model type such as qwen3, got the class", synonym.model_class),
             form(r"[A-Za-z0-9_-]+"),
             Expected("a model type such as qwen3"),
         ]
@@ -689,7 +681,10 @@ class JobSpec(Section):
     """Branch, tag or commit of a hub id."""
     trust_remote_code: Flag = False
     """Run code that comes with the model; only where the administrator allows it."""
-    chat_template: Annotated[AbsolutePath, BeforeValidator(_chat_template, json_schema_input_type=str)] | None = None
+    chat_template: (
+        Annotated[AbsolutePath, _advised("chat_template", "a file with a Jinja template, got", synonym.template_word)]
+        | None
+    ) = None
     """File with a chat template, for a base model without one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, in training and predictions; a row's own `chat_template_kwargs` override them."""
@@ -708,7 +703,7 @@ class JobSpec(Section):
     adapter: (
         Annotated[
             str,
-            BeforeValidator(_adapter, json_schema_input_type=str),
+            _advised("adapter", "the directory of an adapter to continue from, got", synonym.adapter_word),
             AfterValidator(_adapter_place),
             Expected("an absolute directory, or job:NAME"),
             Place(),
