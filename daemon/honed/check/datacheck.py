@@ -338,8 +338,7 @@ def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec
 def _shared(held_out: DatasetSpec, trained: DatasetSpec) -> str:
     """Return the first file that two data sets have in common; empty if there is none."""
     places = {_place(file) for file in files_of(trained)}
-    files = files_of(held_out)
-    return str(next((file for file in files if _place(file) in places), ""))
+    return str(next((file for file in files_of(held_out) if _place(file) in places), ""))
 
 
 def _place(file: Path) -> tuple[int, int]:

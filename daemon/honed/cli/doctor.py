@@ -524,8 +524,7 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
         return Finding(
             "sandbox", "error", f"the jobs' unit has access to {'; '.join(dangers)}", f"{sandbox.MEND}; then {OPEN}"
         )
-    shown = [*writable, *binds.replace(":", " ").split()]
-    opened = [Path(each.lstrip("-+")) for each in shown]
+    opened = [Path(each.lstrip("-+")) for each in [*writable, *binds.replace(":", " ").split()]]
     named = config.policy.allowed_paths if unit.get("LoadState") == "loaded" else None
     asked = [path for path in named or () if f"{path}:{path}:" not in binds]
     closed = [path for path in asked if not any(Path(path).is_relative_to(place) for place in opened)]

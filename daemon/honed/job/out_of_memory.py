@@ -96,9 +96,7 @@ def next_step(
     rest = [] if is_sure and place in {*PHASES.values(), "data"} else [rung for each in rungs.values() for rung in each]
     allowed = (spec.get("retry") or {}).get("may_shrink_media")
     last = _shrunk(spec.get("media") or {}, media) if allowed else ()
-    for text, changes in (*first, *rest, *last):
-        return Adjustment(attempt, text, changes)
-    return None
+    return next((Adjustment(attempt, text, changes) for text, changes in (*first, *rest, *last)), None)
 
 
 Rung = tuple[str, dict[str, Any]]

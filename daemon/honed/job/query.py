@@ -236,8 +236,7 @@ def _heads(jobs: Catalog, choice: Choice, num: int, queue: Queue | None) -> Iter
         if not choice.states or state in choice.states:
             found = queue() if queue is not None and state is State.QUEUED else jobs.of_state(state)
             yield from islice(found, num)
-    ended = (job for job in jobs.ended() if not choice.states or job.state in choice.states)
-    yield from islice(ended, num)
+    yield from islice((job for job in jobs.ended() if not choice.states or job.state in choice.states), num)
 
 
 def accepted(

@@ -146,8 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = [job for number in options.ids if (job := spool.job(number)) is not None]
     if len(jobs) < len(options.ids):
         return 1
-    stories = [gather(spool, layout, job) for job in jobs]
-    page = render(stories, num_all=options.of or len(jobs), now=time.time())
+    page = render([gather(spool, layout, job) for job in jobs], num_all=options.of or len(jobs), now=time.time())
     if len(page) > MAX_PRINTED_BYTES:
         print(f"the page has {len(page):,} bytes, more than honed-web serves", file=sys.stderr)
         return 1

@@ -275,8 +275,7 @@ def sizes(config: dict[str, Any]) -> Sizes | None:
 def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = None) -> Trained:
     """Return the shapes of all tensors that have a gradient."""
     if adapter is not None:
-        shapes = tuple(tensor.shape for tensor in adapter.tensors)
-        return Trained(shapes or ((adapter.num_parameters,),), ())
+        return Trained(tuple(tensor.shape for tensor in adapter.tensors) or ((adapter.num_parameters,),), ())
     loaded, parts = parameters(model), precision.trained_parts(spec)
     inside = tuple(each for each in loaded if modality.part(each.module) in parts)
     if spec.lora is None:

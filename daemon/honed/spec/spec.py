@@ -877,8 +877,7 @@ def validate(
     found += [pydantic_errors.Refusal(path, "") for path in unread]
     # Valid values may still conflict; a rule that reads a rejected key is skipped.
     if (mended := _mended(data, found) if found or spec is None else spec) is not None:
-        touched = [path for item in found for path in item.touched]
-        problems += rule.problems(mended, lines, except_of=touched)
+        problems += rule.problems(mended, lines, except_of=[path for item in found for path in item.touched])
     if problems:
         problems = _followed(data, problems, lines)
         problems = sorted(problems, key=lambda each: each.line or 0)

@@ -219,8 +219,7 @@ def build(
     both = _each_once(train, evaluated)
     _check_silenced(both)
     _check_left(train, evaluated, len(places), len(held_out), spec)
-    first = chat.encode(train.examples[0]).truncate(max_length).segments()
-    train = replace(train, first_segments=first)
+    train = replace(train, first_segments=chat.encode(train.examples[0]).truncate(max_length).segments())
     evaluated = train if is_evaluation else evaluated
     trained = Census() if is_evaluation else census_of(tables[0], places)
     measured = census_of(tables[-1], held_out)

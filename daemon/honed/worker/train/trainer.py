@@ -642,8 +642,7 @@ class Trainer(SFTTrainer):
     def gather_states(self) -> None:
         """Take each rank's part of the next checkpoint, which rank 0 writes."""
         if self._ranks.are_several:
-            own = {"random": _random_state(), "running_loss": float(self._tr_loss)}
-            self._states = self._ranks.gather(own)
+            self._states = self._ranks.gather({"random": _random_state(), "running_loss": float(self._tr_loss)})
 
     def _save_rng_state(self, output_dir: str) -> None:
         if not self._ranks.are_several:
