@@ -5,7 +5,6 @@ same examples.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from honed.cli import column, members, terminal
 from honed.cli.predictions import compared
 from honed.job.comparison import compare as pieces_of
 from honed.job.comparison import course_of, differences, flat, is_right, plan_of, scores_of, shared_answers, spec_of
-from honed.system import untrusted
+from honed.system import durable, untrusted
 from honed.system.error import UsageError
 
 if TYPE_CHECKING:
@@ -132,10 +131,7 @@ def _manifest(job: Shown) -> Mapping[str, Any]:
     if (output_dir := job["artifacts"]["output_dir"]) is None:  # an evaluation makes none
         return {}
     path = Path(output_dir) / "honed.json"
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(untrusted.read_plain(path, num_names=1))
-        return found if isinstance(found, dict) else {}
-    return {}
+    return durable.json_object(lambda: untrusted.read_plain(path, num_names=1))
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

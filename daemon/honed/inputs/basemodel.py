@@ -560,12 +560,13 @@ def _check_dtype(path: Path, config: dict[str, Any]) -> None:
 
 
 def _dtype_entries(config: dict[str, Any]) -> list[tuple[str, Any]]:
-    keys: tuple[str, ...] = ("dtype", "torch_dtype")
-    found = [(key, config[key]) for key in keys if key in config]
-    for name, nested in config.items():
-        if name.endswith("_config") and name != "quantization_config" and isinstance(nested, dict):
-            found += [(f"{name}.{key}", nested[key]) for key in keys if key in nested]
-    return found
+    nested = [
+        (f"{name}.", section)
+        for name, section in config.items()
+        if name.endswith("_config") and name != "quantization_config" and isinstance(section, dict)
+    ]
+    keys = ("dtype", "torch_dtype")
+    return [(at + key, section[key]) for at, section in [("", config), *nested] for key in keys if key in section]
 
 
 def _config_dtype(config: dict[str, Any]) -> str | None:

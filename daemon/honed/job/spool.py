@@ -118,7 +118,7 @@ class Spool:
     """One instance's spool, locked for the life of this object if `lock` is true."""
 
     def __init__(self, layout: Layout, *, lock: bool = True) -> None:
-        self._layout = layout
+        self.layout = layout
         self.dir = layout.spool_dir
         self.incoming_dir = self.dir / "incoming"
         self.claimed_dir = self.dir / "claimed"
@@ -168,10 +168,6 @@ class Spool:
     def all(self) -> Catalog:
         """Return all jobs; a reader other than the daemon gets the entries as they are at this moment."""
         return self._catalog if self._catalog is not None else Catalog(self.all_jobs().values())
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
 
     def state_dir(self, state: State) -> Path:
         return self.entries.directory(state)
@@ -359,7 +355,7 @@ class Spool:
                 durable.sync_dir(directory)
 
     def job_layout(self, job_id: int) -> JobLayout:
-        return self._layout.job(job_id)
+        return self.layout.job(job_id)
 
 
 def names_in(directory: Path) -> list[str]:

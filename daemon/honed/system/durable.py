@@ -148,10 +148,10 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
     write(path, as_json(value), mode=mode)
 
 
-def json_object(read: Callable[[], bytes]) -> dict[str, Any]:
+def json_object(read: Callable[[], bytes], parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
     """Return the object that a file has as JSON; empty if the file cannot be read, or has no object."""
     try:
-        found = json.loads(read())
+        found = parse(read())
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -173,11 +173,9 @@ def quantization_config(precision: Precision, model: Any = None, *, is_divided: 
 
 def roots(model: Any) -> dict[str, Part]:
     """Return the topmost module of each part, `""` for the whole; a projector may lie within its encoder."""
-    found: dict[str, Part] = {"": "language"}
-    for name, _ in model.named_modules():
-        if name and modality.part(name) != modality.part(name.rpartition(".")[0]):
-            found[name] = modality.part(name)
-    return found
+    parts = {name: modality.part(name) for name, _ in model.named_modules() if name}
+    tops = {name: part for name, part in parts.items() if part != modality.part(name.rpartition(".")[0])}
+    return {"": "language", **tops}
 
 
 def quantized_senses(model: Any) -> list[str]:
