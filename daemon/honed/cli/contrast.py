@@ -73,8 +73,7 @@ def compare(instance: Instance, options: argparse.Namespace) -> int:
     answers = shared_answers([instance.read("predictions", str(job["id"])) for job in jobs])
     if options.json:
         head = [{key: job[key] for key in ("id", "name", "state", "score")} for job in jobs]
-        whole = {"jobs": head, "spec": spec, "metrics": metrics, "losses": losses, "predictions": answers}
-        terminal.say_json(whole)
+        terminal.say_json({"jobs": head, "spec": spec, "metrics": metrics, "losses": losses, "predictions": answers})
         return 0
     for mark, style, job in zip(MARKS, _STYLES, jobs, strict=False):
         words = [terminal.state_words(job), column.COLUMNS["score"].text(job), column.COLUMNS["elapsed"].text(job)]

@@ -342,8 +342,7 @@ def _permissions(layout: Layout) -> Finding:
         )
     if layout.spool_dir.stat().st_mode & 0o002:
         return Finding("permissions", "error", f"{layout.spool_dir} is world-writable", f"chmod o-w {layout.spool_dir}")
-    devices = {path.stat().st_dev for path in (layout.spool_dir, layout.spool_dir / "incoming")}
-    if len(devices) > 1:
+    if len({path.stat().st_dev for path in (layout.spool_dir, layout.spool_dir / "incoming")}) > 1:
         detail = f"{layout.spool_dir}/incoming is on another file system: arrivals cannot be claimed by a rename"
         return Finding("permissions", "error", detail, "put both on one file system")
     mode = (layout.spool_dir / "incoming").stat().st_mode
@@ -498,9 +497,14 @@ def _check_unit(config: Config, job: dict[str, str], unit: dict[str, str]) -> li
     """Check honed-check@.service: without it, no person's job file is accepted where jobs are units."""
     if config.jobs.runner == "process" or job.get("LoadState") != "loaded":
         return []
-    absent: tuple[Status, str] = ("error", f"{unit.get('LoadState') or 'not known'}: users' job files wait")
-    words = "job files are checked with the permissions of their submitters"
-    return [_template("honed-check@.service", unit, absent, words)]
+    return [
+        _template(
+            "honed-check@.service",
+            unit,
+            ("error", f"{unit.get('LoadState') or 'not known'}: users' job files wait"),
+            "job files are checked with the permissions of their submitters",
+        )
+    ]
 
 
 def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None = None) -> list[Finding]:
@@ -508,9 +512,14 @@ def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None
     if not config.policy.hub or job.get("LoadState") != "loaded":
         return []
     unit = unit if unit is not None else _unit("honed-fetch@0.service")
-    detail = f"policy.hub is on, but the unit is {unit.get('LoadState') or 'not known'}: nothing is fetched"
-    words = "models and data sets are fetched from the hub"
-    return [_template("honed-fetch@.service", unit, ("error", detail), words)]
+    return [
+        _template(
+            "honed-fetch@.service",
+            unit,
+            ("error", f"policy.hub is on, but the unit is {unit.get('LoadState') or 'not known'}: nothing is fetched"),
+            "models and data sets are fetched from the hub",
+        )
+    ]
 
 
 def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
@@ -652,8 +661,7 @@ def _notices(layout: Layout) -> list[Finding]:
         return [Finding(check, "warning", f"{len(old)} are not delivered", f"see {commands.of(layout).send_log}")]
     if refused:
         detail = f"{len(refused)} were rejected; they are in {notification.refused_dir(layout)}"
-        hint = f"to retry them: {commands.of(layout).resend}; or remove them"
-        return [Finding(check, "warning", detail, hint)]
+        return [Finding(check, "warning", detail, f"to retry them: {commands.of(layout).resend}; or remove them")]
     return [Finding(check, "ok", f"{len(waiting)} wait")] if waiting else []
 
 

@@ -247,8 +247,7 @@ def _say_deferred(verdict: Verdict, *, as_json: bool) -> int:
     """Print that there is no plan yet for a job that waits for another job's output or for a fetch."""
     if as_json:
         fetch = verdict.needs_fetch.as_dict() if verdict.needs_fetch else None
-        told = {"waits_for": dict(verdict.waits_for), "needs_fetch": fetch, "warnings": verdict.warnings}
-        terminal.say_json(told)
+        terminal.say_json({"waits_for": dict(verdict.waits_for), "needs_fetch": fetch, "warnings": verdict.warnings})
         return 0
     needed = verdict.needs_fetch
     fetched = "the base model" if needed is None or needed.key == "base_model" else f"the data set {needed.repo_id}"

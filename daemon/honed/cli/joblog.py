@@ -76,8 +76,7 @@ def journal_command(job_id: int, *, explain: bool = False, follow: bool = False)
     """Return the call of journalctl for a job."""
     # systemd's own messages about the unit have its name in the field UNIT.
     command = ["journalctl", f"HONED_JOB={job_id}", "--priority=info", "+", f"UNIT=honed-job@{job_id}.service"]
-    command += ["--catalog"] if explain else []
-    return command + (["--follow", "--lines=all"] if follow else [])
+    return [*command, *(["--catalog"] if explain else []), *(["--follow", "--lines=all"] if follow else [])]
 
 
 def _follow_journal(instance: Instance, job: Shown, options: argparse.Namespace) -> int:

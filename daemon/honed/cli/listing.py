@@ -305,8 +305,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
             terminal.say(f"attempt {attempt['number']} was preempted: {preemption['reason']}{cost}", style="yellow")
     for item in job["events"]:
         if item["event"] == "fallback":
-            words = f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}"
-            terminal.say(words, style="yellow")
+            terminal.say(f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}", style="yellow")
         if item["event"] == "worse" and not remark and isinstance(found := item.get("found"), list):
             terminal.say(f"ended worse than it began: {', '.join(map(str, found))}", style="yellow")
     if memory := _memory_rows(job["memory"]["estimated"], job["memory"]["used"]):

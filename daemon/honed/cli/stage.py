@@ -114,8 +114,7 @@ def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path
     nowhere = dict.fromkeys(KINDS, Path())  # so that relative paths stay relative
     found: dict[Path, None] = {}
     try:
-        files = dataset.files(named.path, split=each.split)
-        for file, number, media in _media(files, each, nowhere):
+        for file, number, media in _media(dataset.files(named.path, split=each.split), each, nowhere):
             starts = each.media_dirs(file.parent)[media.kind]
             for path in media.paths:
                 place = Path(os.path.normpath(starts / path))

@@ -408,8 +408,9 @@ def _resolve_hub_id(hub_id: str, revision: str, cache_dir: Path, *, allow_hub: b
     where = f"base_model: {hub_id} at {revision} is {how} in the local cache {cache_dir}"
     fetch = f"HF_HOME={cache_dir} hf download {hub_id}" + (f" --revision {revision}" if revision != "main" else "")
     if allow_hub:
-        missing = snapshot.Missing(hub_id, revision)
-        raise UncachedError(where, missing, hint="honed fetches it before it accepts the job")
+        raise UncachedError(
+            where, snapshot.Missing(hub_id, revision), hint="honed fetches it before it accepts the job"
+        )
     raise ModelError(
         f"{where}; jobs may not fetch from the hub here (policy.hub)",
         hint=f"fetch it first, `{fetch}`, or use the path of a directory",

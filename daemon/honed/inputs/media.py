@@ -370,8 +370,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         turned = _eight_bits(turned)
     if turned.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in turned.info:
         clear = turned.convert("RGBA")
-        white = pillow.new("RGBA", clear.size, (255, 255, 255, 255))
-        return pillow.alpha_composite(white, clear).convert("RGB")
+        return pillow.alpha_composite(pillow.new("RGBA", clear.size, "white"), clear).convert("RGB")
     # A copy, so that the file can be closed.
     return turned.convert("RGB") if turned.mode != "RGB" else turned.copy()
 

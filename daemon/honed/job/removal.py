@@ -197,8 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     layout = layouts.of(options.root)
     spool = Spool(layout, lock=False)
     for item in options.items:
-        count = settle(spool, layout, item)
-        print(json.dumps({"item": item, **count.as_dict()}), flush=True)
+        print(json.dumps({"item": item, **settle(spool, layout, item).as_dict()}), flush=True)
     return 0
 
 

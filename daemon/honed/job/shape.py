@@ -210,13 +210,16 @@ class Shown(Row):
     events: list[dict[str, Any]]
 
 
-class Answer(TypedDict):
-    """A prediction for a held-out example."""
-
+class _Predicted(TypedDict):
     sample_index: int
-    prompt: str | None
     ground_truth: str | None
     prediction: str | None
+
+
+class Answer(_Predicted):
+    """A prediction for a held-out example."""
+
+    prompt: str | None
 
 
 class Prediction(Answer):
@@ -226,13 +229,10 @@ class Prediction(Answer):
     step: int
 
 
-class LastPrediction(TypedDict):
+class LastPrediction(_Predicted):
     """A prediction of the last step that has any, with its texts truncated."""
 
     step: int
-    sample_index: int
-    ground_truth: str | None
-    prediction: str | None
 
 
 class Glance(Row):

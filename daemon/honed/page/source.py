@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from honed.job import query
 from honed.job.database import connect_read_only, progress_of
@@ -142,11 +142,7 @@ class RunningRow(Progress):
     num_trained: float | None
 
 
-class _Health(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class DaemonHealth(_Health):
+class DaemonHealth(BaseModel, extra="forbid"):
     """The health of the honed daemon."""
 
     is_up: bool
@@ -155,7 +151,7 @@ class DaemonHealth(_Health):
     detail: str | None
 
 
-class DatabaseHealth(_Health):
+class DatabaseHealth(BaseModel, extra="forbid"):
     """The health of honed.db."""
 
     is_open: bool
@@ -163,7 +159,7 @@ class DatabaseHealth(_Health):
     detail: str | None
 
 
-class Health(_Health):
+class Health(BaseModel, extra="forbid"):
     """The overall health: ok with status 200, failing with 503."""
 
     status: str

@@ -89,10 +89,6 @@ def _chat_schema(value: str) -> str:
     return value
 
 
-def _webhook_or_name(value: str) -> str:
-    return value if WEBHOOK_NAME.fullmatch(value) else _web_address(value)
-
-
 def _hours(value: str | list[str]) -> str | list[str]:
     hours.parse(value)
     return value
@@ -365,7 +361,10 @@ class NotifyConfig(_Section):
     """File with the password of smtp_user, readable for honed's group alone."""
     mail_from: _MailAddress | None = None
     """Sender address of mails."""
-    admin_webhook: Annotated[str, AfterValidator(_webhook_or_name)] | None = None
+    admin_webhook: (
+        Annotated[str, AfterValidator(lambda value: value if WEBHOOK_NAME.fullmatch(value) else _web_address(value))]
+        | None
+    ) = None
     """Administrator's own webhook, for all jobs: a URL, or a name in webhook_files."""
     admin_mail: list[_MailAddress] = []
     """Administrator's own mail addresses, for all jobs."""

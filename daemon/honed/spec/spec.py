@@ -175,10 +175,6 @@ def _training_template(value: Any) -> Any:
     return value
 
 
-def _variant(value: str) -> str:
-    return value if value == variant.ASKED else absolute(value)
-
-
 def _lora(value: Any) -> Any:
     if (advice := synonym.lora_value(value)) is not None:
         refuse(f"expected a mapping, or null, got {shown(value)}", advice.hint, fix=advice.fix)
@@ -211,11 +207,6 @@ def _target_modules(value: str | list[str]) -> str | list[str]:
         except re.error:
             refuse(f"expected all-linear, a list of words or a regular expression, got {shown(value)}")
     return value
-
-
-def _none_as_empty(value: Any) -> Any:
-    """Replace null by an empty list."""
-    return [] if value is None else value
 
 
 def _listed(value: Any) -> Any:
@@ -692,7 +683,7 @@ class JobSpec(Section):
         Annotated[
             str,
             BeforeValidator(_training_template, json_schema_input_type=str),
-            AfterValidator(_variant),
+            AfterValidator(lambda value: value if value == variant.ASKED else absolute(value)),
             Expected("trl, or an absolute path"),
             Place(),
         ]
@@ -747,7 +738,8 @@ class JobSpec(Section):
     )
     """Training data."""
     eval_datasets: Annotated[
-        list[DatasetSpec], BeforeValidator(_none_as_empty, json_schema_input_type=list[DatasetSpec] | None)
+        list[DatasetSpec],
+        BeforeValidator(lambda value: [] if value is None else value, json_schema_input_type=list[DatasetSpec] | None),
     ] = Field(default_factory=list)
     """Held-out data; or use `eval_split`."""
     eval_split: ShareOrZero | None = None

@@ -410,8 +410,7 @@ def few(rows: Rows, *, size: int, seed: int, num_tokens: int | None = None) -> R
     """
     longest = int(rows.lengths.argmax())
     others = [place for place in range(len(rows.lengths)) if place != longest]
-    drawn = random.Random(seed).sample(others, min(NUM_ROWS - 1, len(others)))
-    chosen = sorted([longest, *drawn])
+    chosen = sorted([longest, *random.Random(seed).sample(others, min(NUM_ROWS - 1, len(others)))])
     if num_tokens is not None:
         size = num_tokens * len(chosen) // int(rows.lengths[chosen].sum())
     places = (chosen * -(-size // len(chosen)))[: max(size, len(chosen))]
