@@ -37,10 +37,10 @@ def status_of(run: Callable[[], int], log: logging.Logger) -> int:
     try:
         return run()
     except HonedError as error:
-        log.critical("%s%s", error.message, f" ({error.hint})" if error.hint else "")
+        log.critical("%s%s", error.message, f" ({error.hint})" if error.hint else "", stacklevel=2)
         return os.EX_CONFIG  # RestartPreventExitStatus= in the unit, as the next one
     except PermissionError as error:
-        log.critical("%s: %s", error.filename, error.strerror)
+        log.critical("%s: %s", error.filename, error.strerror, stacklevel=2)
         return os.EX_NOPERM
 
 
