@@ -336,8 +336,9 @@ class Machine:
     def doctor(self) -> dict[str, dict[str, str]]:
         """Return the findings of `honectl doctor` by their checks, without those that import the training stack."""
         code = (
-            "import json, pathlib; from honed.cli import doctor; from honed.system.layout import Layout; "
-            "print(json.dumps([each.as_dict() for each in doctor.examine(Layout(pathlib.Path('/')), imports=False)]))"
+            "import json, pathlib; from dataclasses import asdict; "
+            "from honed.cli import doctor; from honed.system.layout import Layout; "
+            "print(json.dumps([asdict(each) for each in doctor.examine(Layout(pathlib.Path('/')), imports=False)]))"
         )
         found = json.loads(self.run("/opt/honed/current/bin/python", "-P", "-c", code))
         return {each["check"]: each for each in found}

@@ -595,7 +595,7 @@ def test_generation_stops_at_the_end_of_a_turn_and_at_eos() -> None:
     assert (level, "<|eot_id|>" in note) == ("info", True)
     [(level, note)] = ChatFormat(tokenizer_of("words", "bytelevel")).advice.notes()
     assert (level, "will not learn to stop" in note) == ("warning", True)
-    assert ChatFormat(tokenizer_of("chatml", "bytelevel")).advice.notes() == []
+    assert not list(ChatFormat(tokenizer_of("chatml", "bytelevel")).advice.notes())
 
 
 # --- the check before the first step ---------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from honed.system import durable
 from honed.worker.stop import Stop
-from honed.worker.train import checkpoint, digest, disk_reserve
+from honed.worker.train import checkpoint, disk_reserve
 from honed.worker.train.checkpoint import Progress
 from honed.worker.train.divergence import Divergence
 from honed.worker.train.watched import WatchedTrainer
@@ -55,7 +56,7 @@ def hold_back(monkeypatch: pytest.MonkeyPatch, job: WorkerJob, *, number: int, u
 
 def fail_syncs(monkeypatch: pytest.MonkeyPatch, *, of: set[str], number: int) -> list[Path]:
     """Have the syncs of these checkpoints' files fail; return the files for which they have."""
-    sync: Callable[[Path], None] = digest._sync
+    sync: Callable[[Path], None] = durable.sync_file
     failed: list[Path] = []
 
     def failing(path: Path) -> None:
@@ -64,13 +65,13 @@ def fail_syncs(monkeypatch: pytest.MonkeyPatch, *, of: set[str], number: int) ->
             raise OSError(number, os.strerror(number), str(path))
         sync(path)
 
-    monkeypatch.setattr(digest, "_sync", failing)
+    monkeypatch.setattr(durable, "sync_file", failing)
     return failed
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, *, of: str) -> None:
     """Have the disk full at the first sync of this checkpoint's files."""
-    sync: Callable[[Path], None] = digest._sync
+    sync: Callable[[Path], None] = durable.sync_file
     failed: list[Path] = []
 
     def failing(path: Path) -> None:
@@ -79,7 +80,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, *, of: str) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         sync(path)
 
-    monkeypatch.setattr(digest, "_sync", failing)
+    monkeypatch.setattr(durable, "sync_file", failing)
 
 
 def test_steps_go_on_while_a_checkpoint_is_sealed_and_it_is_reported_once_it_is_in_place(

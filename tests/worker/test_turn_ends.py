@@ -125,7 +125,7 @@ def test_an_end_that_stands_between_two_calls_is_told_where_rows_have_such() -> 
     [(level, said)] = chat.advice.notes([one, two])
     assert level == "warning"
     assert "'<｜tool▁call▁end｜>', but also puts it between two calls of a turn, which 1 rows have" in quote.show(said)
-    assert masks.chat_of("deepseekv3").advice.notes([two]) == []
+    assert not list(masks.chat_of("deepseekv3").advice.notes([two]))
 
 
 def test_turns_that_have_an_end_only_as_the_last_are_told_where_rows_have_several() -> None:
@@ -136,7 +136,7 @@ def test_turns_that_have_an_end_only_as_the_last_are_told_where_rows_have_severa
     )
     chat = ChatFormat(build_marked_tokenizer(alpaca))
     assert trained(chat, TOLD) == ["Hello!", "4<|endoftext|>"]
-    assert chat.advice.notes([row(TOLD[:2])]) == []
+    assert not list(chat.advice.notes([row(TOLD[:2])]))
     [(level, said)] = chat.advice.notes([row(TOLD), row(TOLD[:2])])
     assert level == "warning"
     assert "ends only a row's last turn with '<|endoftext|>'" in quote.show(said)

@@ -153,8 +153,8 @@ def check(
                 warnings += [f"{name}: {told}" for told in _check_names(key, each)]
                 seen = _check_dataset(each, rights, cache, has_chat_template=has_chat_template)
                 found = seen.found
-                warnings += [f"{name}: {told}" for told in [*_overlooked(model, found), *_untrained(each, found)]]
-                warnings += [f"{name}: {told}" for told in _told_together(found)]
+                noted = [*_overlooked(model, found), *_untrained(each, found), *_told_together(found)]
+                warnings += [f"{name}: {told}" for told in noted]
                 warnings += _check_attached(job_spec, model, each, found)
             except DatasetError as error:
                 fix = {_within(name, key): value for key, value in error.fix.items()}
@@ -338,8 +338,7 @@ def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec
 def _shared(held_out: DatasetSpec, trained: DatasetSpec) -> str:
     """Return the first file that two data sets have in common; empty if there is none."""
     places = {_place(file) for file in files_of(trained)}
-    files = files_of(held_out)
-    return str(next((file for file in files if _place(file) in places), ""))
+    return str(next((file for file in files_of(held_out) if _place(file) in places), ""))
 
 
 def _place(file: Path) -> tuple[int, int]:

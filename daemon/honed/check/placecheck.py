@@ -99,23 +99,22 @@ def check_apart(job_spec: JobSpec, output_dir: Path, model: BaseModelInfo | None
     the job's data, where the next job would read it as rows."""
     if job_spec.output_dir is None:
         return []
-    for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
-        for number, each in enumerate(datasets):
-            if each.is_missing:
-                continue
-            data = each.place.resolve()
-            if output_dir == data or (data.is_dir() and data in output_dir.parents):
-                raise SpecError(
-                    f"output_dir: {output_dir} is in {data}, which {key}.{number} reads",
-                    hint="use a directory outside the data, or remove output_dir",
-                    fix={"output_dir": None},
-                )
-            if output_dir in data.parents:
-                raise SpecError(
-                    f"output_dir: it contains {data}, which {key}.{number} reads",
-                    hint="use a separate directory, or remove output_dir",
-                    fix={"output_dir": None},
-                )
+    for key, each in job_spec.each_dataset():
+        if each.is_missing:
+            continue
+        data = each.place.resolve()
+        if output_dir == data or (data.is_dir() and data in output_dir.parents):
+            raise SpecError(
+                f"output_dir: {output_dir} is in {data}, which {key} reads",
+                hint="use a directory outside the data, or remove output_dir",
+                fix={"output_dir": None},
+            )
+        if output_dir in data.parents:
+            raise SpecError(
+                f"output_dir: it contains {data}, which {key} reads",
+                hint="use a separate directory, or remove output_dir",
+                fix={"output_dir": None},
+            )
     named = [("base_model", model.path)] if model is not None else []
     named += [("adapter", Path(job_spec.adapter))] if job_spec.adapter and job_spec.adapter.startswith("/") else []
     return [

@@ -63,7 +63,7 @@ class Policy:
         """Raise the path's error type if it must not be read, or the workers cannot read it. A missing path passes."""
         for path in itertools.chain([named.path], _entries(named.path)):
             self._check_allowed(named, path)
-            self._check_own_places(named, path)
+            self._check_own_place(named, path, _real(path))
             if self.workers is not None:
                 self._check_home(named, path)
                 self._check_dropper(named, path)
@@ -85,12 +85,9 @@ class Policy:
         layout = self.layout
         return tuple(path.resolve() for path in (layout.cache_dir, layout.staged_dir, layout.jobs_dir))
 
-    def _check_own_places(self, named: Named, path: Path) -> None:
+    def _check_own_place(self, named: Named, path: Path, real: Path) -> None:
         """Check files in honed's own places: the dropper may read those that modes and ACLs allow, such as their jobs'
         outputs."""
-        self._check_own_place(named, path, _real(path))
-
-    def _check_own_place(self, named: Named, path: Path, real: Path) -> None:
         if self.workers is None or self.dropper is None:
             return
         if _is_below(real, *self._own_places()) and access.obstacle(real, self.dropper) is not None:
@@ -228,17 +225,16 @@ def inputs(job_spec: JobSpec, model: Path | None, adapter: Path | None) -> Itera
         yield Named("chat_template", Path(job_spec.chat_template))
     if (rows_template := job_spec.training_chat_template) not in (None, variant.ASKED):
         yield Named("training_chat_template", Path(rows_template))
-    for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
-        for number, each in enumerate(datasets):
-            if not each.is_missing:
-                yield Named(f"{key}.{number}.path", each.place, DatasetError)
-            match each.media_dir:
-                case MediaDirSpec() as places:
-                    for kind, place in places:
-                        if place is not None:
-                            yield Named(f"{key}.{number}.media_dir.{kind}", Path(place), DatasetError)
-                case str() as place:
-                    yield Named(f"{key}.{number}.media_dir", Path(place), DatasetError)
+    for key, each in job_spec.each_dataset():
+        if not each.is_missing:
+            yield Named(f"{key}.path", each.place, DatasetError)
+        match each.media_dir:
+            case MediaDirSpec() as places:
+                for kind, place in places:
+                    if place is not None:
+                        yield Named(f"{key}.media_dir.{kind}", Path(place), DatasetError)
+            case str() as place:
+                yield Named(f"{key}.media_dir", Path(place), DatasetError)
 
 
 def nearest_existing(path: Path) -> Path:

@@ -85,21 +85,20 @@ def _check(
     job_spec: JobSpec, model: BaseModelInfo, rights: Policy, chat: ChatFormat, cache: datacheck.Cache | None
 ) -> Iterator[str]:
     notes: dict[str, None] = {}
-    for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
-        for number, each in enumerate(datasets):
-            if each.is_missing:
-                continue
-            paths = files_of(each)
-            done = _key(job_spec, model, chat, datacheck.identity(each, paths, rights)[0])
-            if cache is None or (told := cache.rendered(done)) is None:
-                try:
-                    told = _look(job_spec, model, chat, each, rights)
-                except DatasetError as error:
-                    raise DatasetError(f"{key}.{number}: {error.said}", hint=error.hint, fix=error.fix) from error
-                if cache is not None and datacheck.identity(each, paths, rights)[1]:
-                    cache.remember(done, told)
-            yield from (f"{key}.{number}: {text}" for text in told[0])
-            notes |= dict.fromkeys(told[1])
+    for key, each in job_spec.each_dataset():
+        if each.is_missing:
+            continue
+        paths = files_of(each)
+        done = _key(job_spec, model, chat, datacheck.identity(each, paths, rights)[0])
+        if cache is None or (told := cache.rendered(done)) is None:
+            try:
+                told = _look(job_spec, model, chat, each, rights)
+            except DatasetError as error:
+                raise DatasetError(f"{key}: {error.said}", hint=error.hint, fix=error.fix) from error
+            if cache is not None and datacheck.identity(each, paths, rights)[1]:
+                cache.remember(done, told)
+        yield from (f"{key}: {text}" for text in told[0])
+        notes |= dict.fromkeys(told[1])
     yield from (f"{_template(job_spec, model)}: {text}" for text in notes)
 
 

@@ -303,7 +303,7 @@ def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where:
     if wanted == "all-linear":
         chosen = {name for name in modules.layers if name.rpartition(".")[2] in modules.leaves(parts)}
     elif isinstance(wanted, str):
-        chosen = _fitting(wanted, among) if modules.is_plain else set()
+        chosen = {name for name in among if _fits(wanted, name)} if modules.is_plain else set()
     else:
         found = [set(_matching(name, among)) for name in wanted]
         if any(
@@ -344,7 +344,6 @@ def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where:
 
 def _check_saved(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:
     """Check `modules_to_save`: peft matches the ends of names, and does not report a name that matches nothing."""
-    yield from ()
     for number, name in enumerate(lora.modules_to_save or ()):
         leaf = name.rpartition(".")[2]
         if modules.may_have(leaf):
@@ -370,7 +369,7 @@ def _check_patterns(lora: LoraSpec, modules: Modules, where: str) -> Iterator[st
         for pattern in getattr(lora, key) or {}:
             full = f"lora.{key}.{pattern}" if re.fullmatch(r"\w+", pattern) else f"lora.{key}"
             try:
-                fits = any(_fits_pattern(pattern, name) for name in modules.all)
+                fits = any(_fits(rf"(.*\.)?({pattern})", name) for name in modules.all)
             except re.error as error:
                 raise SpecError(
                     f"{full}: {shown(pattern)} is not a regular expression: {quote.mark(str(error))}",
@@ -387,10 +386,6 @@ def _check_patterns(lora: LoraSpec, modules: Modules, where: str) -> Iterator[st
                 value = getattr(lora, key)[pattern]
                 fix = {full: None, **{f"lora.{key}.{each}": value for each in near}} if near else {}
                 raise SpecError(what, hint=_meant(leaf, modules, frozenset(("language",))), fix=fix)
-
-
-def _fits_pattern(pattern: str, name: str) -> bool:
-    return any(re.match(rf"(.*\.)?({pattern})$", prefix + name) for prefix in _PREFIXES)
 
 
 def _check_layers(lora: LoraSpec, modules: Modules, model: BaseModelInfo, parts: frozenset[Part]) -> Iterator[str]:
@@ -424,11 +419,11 @@ def _matching(name: str, among: frozenset[str]) -> list[str]:
 def _fits_any(expression: str, modules: Modules, among: frozenset[str]) -> bool:
     """Return True if an expression matches a whole name, as it is stored or may be once loaded."""
     names = among if modules.is_plain else _unprefixed(among)
-    return any(re.fullmatch(expression, prefix + name) for name in names for prefix in _PREFIXES)
+    return any(_fits(expression, name) for name in names)
 
 
-def _fitting(expression: str, among: frozenset[str]) -> set[str]:
-    return {name for name in among if any(re.fullmatch(expression, prefix + name) for prefix in _PREFIXES)}
+def _fits(expression: str, name: str) -> bool:
+    return any(re.fullmatch(expression, prefix + name) for prefix in _PREFIXES)
 
 
 def _unprefixed(among: frozenset[str]) -> set[str]:

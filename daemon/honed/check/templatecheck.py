@@ -35,8 +35,7 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None) -> bool:
     if (asked := job_spec.training_chat_template) not in (None, variant.ASKED):
         _compile(_read(Path(asked), "training_chat_template"), f"training_chat_template: {asked}", SpecError)
     if job_spec.chat_template is not None:
-        text = _read(Path(job_spec.chat_template))
-        _compile(text, f"chat_template: {job_spec.chat_template}", SpecError)
+        _compile(_read(Path(job_spec.chat_template)), f"chat_template: {job_spec.chat_template}", SpecError)
     for_rows(job_spec, model)
     if job_spec.chat_template is not None or model is None:
         return True

@@ -54,7 +54,7 @@ def rerun(instance: Instance, options: argparse.Namespace) -> int:
         verdict = submission.send_one(instance, path, hold=options.hold, num_jobs=len(checked.members))
     is_refused = verdict.get("state") == "rejected"
     if options.json:
-        terminal.console.print_json(json.dumps(verdict))
+        terminal.say_json(verdict)
         return int(is_refused)
     if verdict["id"] is None or checked.members:
         submission.say_verdict(f"{content['name']} (of job {job['id']})", verdict)

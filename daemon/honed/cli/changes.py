@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from honed.cli import members, terminal
@@ -44,7 +43,7 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
             if not options.json:
                 terminal.say(f"job {job['id']} ({job['name']}): {_became(options.verb, job)}")
     if options.json:
-        terminal.console.print_json(json.dumps(changed))
+        terminal.say_json(changed)
     return status
 
 

@@ -17,12 +17,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from honed.cli import terminal
 from honed.job.job import MAX_PRIORITY, STOPPED_EARLY, State
-from honed.job.progress import duration, figure
+from honed.job.progress import duration, figure, short
 from honed.system.error import UsageError
 
 if TYPE_CHECKING:
@@ -88,15 +87,6 @@ def _score(row: Row) -> float | None:
     return score["value"] if (score := row.get("score")) else None
 
 
-def _score_text(row: Row) -> str:
-    return f"{score['name']} {figure(score['value'])}" if (score := row.get("score")) else ""
-
-
-def short(place: str | None) -> str:
-    """Return the last part of a path; a hub id stays whole."""
-    return PurePath(place).name if place and place.startswith("/") else place or ""
-
-
 def _data(row: Row) -> str:
     names = [short(each) for each in row.get("data") or ()]
     return names[0] + (f" +{len(names) - 1}" if names[1:] else "") if names else ""
@@ -105,10 +95,6 @@ def _data(row: Row) -> str:
 def _elapsed(row: Row) -> str:
     seconds = row.get("elapsed_sec")
     return "" if seconds is None else duration(seconds)
-
-
-def _priority(row: Row) -> str:
-    return "head" if row["priority"] == MAX_PRIORITY else str(row["priority"])
 
 
 def _swept(row: Row) -> str | None:
@@ -137,7 +123,12 @@ COLUMNS: dict[str, Column] = {
     "sweep": Column("sweep", _swept, _plain(_swept, limit=60), words=_sweep_names),
     "state": Column("state", terminal.state_words, _plain(terminal.state_words), words=lambda row: (row["state"],)),
     "outcome": Column("outcome", outcome, _plain(outcome), words=_code),
-    "priority": Column("priority", lambda row: row["priority"], _priority, is_right=True),
+    "priority": Column(
+        "priority",
+        lambda row: row["priority"],
+        lambda row: "head" if row["priority"] == MAX_PRIORITY else str(row["priority"]),
+        is_right=True,
+    ),
     "class": _column("class", lambda row: row["class"]),
     "model": Column(
         "model", lambda row: row.get("model"), lambda row: terminal.plain(short(row.get("model")), limit=30)
@@ -150,7 +141,11 @@ COLUMNS: dict[str, Column] = {
     ),
     "epoch": _number("epoch", "epoch"),
     "loss": _number("loss", "loss"),
-    "score": Column("score", _score, _score_text),  # a number with its name
+    "score": Column(  # a number with its name
+        "score",
+        _score,
+        lambda row: f"{score['name']} {figure(score['value'])}" if (score := row.get("score")) else "",
+    ),
     "elapsed": Column("elapsed", lambda row: row.get("elapsed_sec"), _elapsed, is_right=True),
     "eta": Column(
         "ETA",
@@ -280,8 +275,7 @@ def _test(text: str, known: Known) -> Callable[[Row], bool]:
         _check_known(text, name, value, [each.lower() for each in known[name]()], is_part=sign == "~")
     if sign == "~":
         return lambda row: any(value in word for word in (*_words(column, row), *column.words(row)))
-    is_equal = sign == "="
-    return lambda row: _is(column, row, value) is is_equal
+    return lambda row: _is(column, row, value) is (sign == "=")
 
 
 def _as_number(name: str, value: str) -> str:

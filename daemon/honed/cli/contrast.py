@@ -5,7 +5,6 @@ same examples.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from honed.cli import column, members, terminal
 from honed.cli.predictions import compared
 from honed.job.comparison import compare as pieces_of
 from honed.job.comparison import course_of, differences, flat, is_right, plan_of, scores_of, shared_answers, spec_of
-from honed.system import untrusted
+from honed.system import durable, untrusted
 from honed.system.error import UsageError
 
 if TYPE_CHECKING:
@@ -48,18 +47,16 @@ def diff(instance: Instance, options: argparse.Namespace) -> int:
     unknown = [job["id"] for job, manifest in zip(jobs, manifests, strict=True) if not manifest]
     if options.json:
         head = [{key: job[key] for key in ("id", "name", "state")} for job in jobs]
-        terminal.console.print_json(json.dumps({"jobs": head, **parts, "without_manifest": unknown}))
+        terminal.say_json({"jobs": head, **parts, "without_manifest": unknown})
         return 0
     titles = [f"{job['id']} ({terminal.plain(job['name'], limit=30)})" for job in jobs]
     for name, rows in parts.items():
         if name in ("data", "versions") and unknown:
             numbers = " and ".join(f"job {number}" for number in unknown)
             terminal.say(f"{name}: not known: {numbers} has no output with a manifest", style="dim")
-        elif not rows:
-            terminal.say(f"{name}: the same", style="dim")
+            terminal.say()
         else:
-            terminal.table([name, *titles], [[key, *map(_shown, values)] for key, values in rows.items()])
-        terminal.say()
+            _say_table(name, titles, rows, none=f"{name}: the same")
     return 0
 
 
@@ -76,8 +73,7 @@ def compare(instance: Instance, options: argparse.Namespace) -> int:
     answers = shared_answers([instance.read("predictions", str(job["id"])) for job in jobs])
     if options.json:
         head = [{key: job[key] for key in ("id", "name", "state", "score")} for job in jobs]
-        whole = {"jobs": head, "spec": spec, "metrics": metrics, "losses": losses, "predictions": answers}
-        terminal.console.print_json(json.dumps(whole))
+        terminal.say_json({"jobs": head, "spec": spec, "metrics": metrics, "losses": losses, "predictions": answers})
         return 0
     for mark, style, job in zip(MARKS, _STYLES, jobs, strict=False):
         words = [terminal.state_words(job), column.COLUMNS["score"].text(job), column.COLUMNS["elapsed"].text(job)]
@@ -134,10 +130,7 @@ def _manifest(job: Shown) -> Mapping[str, Any]:
     if (output_dir := job["artifacts"]["output_dir"]) is None:  # an evaluation makes none
         return {}
     path = Path(output_dir) / "honed.json"
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(untrusted.read_plain(path, num_names=1))
-        return found if isinstance(found, dict) else {}
-    return {}
+    return durable.json_object(lambda: untrusted.read_plain(path, num_names=1))
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

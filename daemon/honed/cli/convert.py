@@ -96,7 +96,8 @@ def converted(source: Path | str, tool: str | None = None) -> Converted:
     made.data = {key: value for key, value in made.data.items() if value is not None}
     _settle(made)
     _add_defaults(made, theirs.defaults)
-    made.missing |= _unknown_places(made.data)
+    unknown = (path for path, value in problem.texts(made.data) if value.startswith(f"{UNKNOWN}/"))
+    made.missing |= {problem.dotted(path): "write the path" for path in unknown}
     return made
 
 
@@ -226,33 +227,28 @@ def _add_defaults(made: Converted, defaults: Mapping[str, Any]) -> None:
     _settle(made)
 
 
-def _unknown_places(data: dict[str, Any]) -> dict[str, str]:
-    return {
-        problem.dotted(path): "write the path" for path, value in problem.texts(data) if value.startswith(f"{UNKNOWN}/")
-    }
-
-
 # --- The job file -----------------------------------------------------------------------------------------------------
 
 
 def rendered(made: Converted, source: Path | str) -> str:
     """Return the job file's text."""
-    name = _one_line(source.name) if isinstance(source, Path) else _LINE
+    name = one_line(source.name) if isinstance(source, Path) else _LINE
     lines = [f"# Converted from {name} ({made.tool}) by honectl convert."]
     if made.missing:
-        lines += ["#", "# To be filled in:", *(f"#   {key}: {_one_line(why)}" for key, why in made.missing.items())]
+        lines += ["#", "# To be filled in:", *(f"#   {key}: {one_line(why)}" for key, why in made.missing.items())]
     for title, notes in (("Without an equal here, and left out:", made.lost), ("Not needed here:", made.notes)):
         if notes:
-            lines += ["#", f"# {title}", *(f"#   {key}: {_one_line(why)}" for key, why in notes.items())]
+            lines += ["#", f"# {title}", *(f"#   {key}: {one_line(why)}" for key, why in notes.items())]
     if made.written:
-        said = (f"#   {key}: {_one_line(written(value))}" for key, value in made.written.items())
+        said = (f"#   {key}: {one_line(written(value))}" for key, value in made.written.items())
         lines += ["#", f"# Defaults of {made.tool} that differ from honed's, written out below:", *said]
     if made.unneeded:
         lines += ["#", f"# Off or empty, and so not needed: {', '.join(made.unneeded)}"]
     return schema.line() + "\n".join([*lines, ""]) + yaml_of(made.data)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Return a text for a comment in a job file."""
     return re.sub(r"\s+", " ", terminal.plain(text))
 
 

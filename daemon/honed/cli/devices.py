@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from datetime import datetime, timedelta
 
@@ -35,7 +34,7 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
         arguments = {key: getattr(options, key) for key in ("owner", "job", "until", "for_sec")}
     rows = instance.change_devices(options.verb, options.device, **arguments)
     if options.json:
-        terminal.console.print_json(json.dumps(rows))
+        terminal.say_json(rows)
         return 0
     closures = ((row["label"], [closure["detail"] for closure in row["closures"]] or ["open"]) for row in rows)
     for words in together((label, detail) for label, details in closures for detail in details):

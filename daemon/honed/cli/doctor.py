@@ -77,19 +77,16 @@ class Finding:
     detail: str
     hint: str = ""
 
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
-
 
 def doctor(instance: Instance, options: argparse.Namespace) -> int:
     with terminal.doing("looking at the configuration, the packages and the devices …"):
-        found = [finding.as_dict() for finding in examine(instance.layout)]
+        found = [asdict(finding) for finding in examine(instance.layout)]
     if options.json:
-        terminal.console.print_json(json.dumps(found))
+        terminal.say_json(found)
     else:
         terminal.table(
             ["check", "status", "detail", "hint"],
-            [[item["check"], item["status"], item["detail"], item["hint"]] for item in found],
+            [[*item.values()] for item in found],
         )
     return int(any(item["status"] == "error" for item in found))
 
@@ -108,7 +105,9 @@ def examine(layout: Layout, config: Config | None = None, *, imports: bool = Tru
         looks = () if training.is_missing() or not imports else (_torch, _torchvision, _bitsandbytes)
         compiled = [pool.submit(look) for look in looks]
         packages = [] if training.is_missing() else [*_packages(), *_beside_unsloth()]
-        found = [_python(), *_training(), *packages, _gpu(config)]
+        # Our metadata excludes older versions of Python; one too new for torch's wheels shows by torch's absence.
+        python = Finding("python", "ok", f"{sys.version.split()[0]}, {sys.executable}")
+        found = [python, *_training(), *packages, _gpu(config)]
         return [
             *configured,
             *found,
@@ -138,12 +137,6 @@ def _instance(layout: Layout, config: Config) -> list[Finding]:
         _daemon(layout),
         *_devices(layout),
     ]
-
-
-def _python() -> Finding:
-    """Report the Python version. Our metadata excludes older ones; one too new for torch's wheels shows by torch's
-    absence."""
-    return Finding("python", "ok", f"{sys.version.split()[0]}, {sys.executable}")
 
 
 # --- Packages ---------------------------------------------------------------------------------------------------------
@@ -323,8 +316,7 @@ _FREE_SOME = "free disk space; du -sh jobs/* in honed's state directory shows th
 
 
 def _disk(name: str, path: Path) -> Finding:
-    existing = nearest_existing(path)
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(nearest_existing(path)).free
     detail = f"{gib(free)} free for {path}"
     if free < NO_DISK_BYTES:
         return Finding(f"disk: {name}", "error", detail, _FREE_SOME)
@@ -350,8 +342,7 @@ def _permissions(layout: Layout) -> Finding:
         )
     if layout.spool_dir.stat().st_mode & 0o002:
         return Finding("permissions", "error", f"{layout.spool_dir} is world-writable", f"chmod o-w {layout.spool_dir}")
-    devices = {path.stat().st_dev for path in (layout.spool_dir, layout.spool_dir / "incoming")}
-    if len(devices) > 1:
+    if len({path.stat().st_dev for path in (layout.spool_dir, layout.spool_dir / "incoming")}) > 1:
         detail = f"{layout.spool_dir}/incoming is on another file system: arrivals cannot be claimed by a rename"
         return Finding("permissions", "error", detail, "put both on one file system")
     mode = (layout.spool_dir / "incoming").stat().st_mode
@@ -421,7 +412,12 @@ def _machine(config: Config) -> list[Finding]:
     has_templates = all(unit.get("LoadState") == "loaded" for unit in (job, check))
     return [
         _service(service),
-        _job_unit(job),
+        _template(
+            "honed-job@.service",
+            job,
+            ("warning", "not installed: jobs run as honed's children, without limits"),
+            "each job runs in its own unit",
+        ),
         *_check_unit(config, job, check),
         *_fetch_unit(config, job),
         _polkit(has_templates=has_templates),
@@ -488,39 +484,42 @@ def _service(unit: dict[str, str]) -> Finding:
     return Finding(check, "ok", f"{unit['ActiveState']}: {unit['StatusText']}")
 
 
-def _job_unit(unit: dict[str, str]) -> Finding:
-    if unit.get("LoadState") == "loaded":
-        if unit["NeedDaemonReload"] == "yes":
-            return Finding("honed-job@.service", "warning", "changed after systemd read it", "systemctl daemon-reload")
-        return Finding("honed-job@.service", "ok", "each job runs in its own unit")
-    return Finding(
-        "honed-job@.service", "warning", "not installed: jobs run as honed's children, without limits", INSTALL
-    )
+def _template(check: str, unit: dict[str, str], absent: tuple[Status, str], words: str) -> Finding:
+    """Check that a template is installed, and loaded from its current file."""
+    if unit.get("LoadState") != "loaded":
+        return Finding(check, *absent, INSTALL)
+    if unit.get("NeedDaemonReload") == "yes":
+        return Finding(check, "warning", "changed after systemd read it", "systemctl daemon-reload")
+    return Finding(check, "ok", words)
 
 
 def _check_unit(config: Config, job: dict[str, str], unit: dict[str, str]) -> list[Finding]:
     """Check honed-check@.service: without it, no person's job file is accepted where jobs are units."""
     if config.jobs.runner == "process" or job.get("LoadState") != "loaded":
         return []
-    check = "honed-check@.service"
-    if unit.get("LoadState") != "loaded":
-        return [Finding(check, "error", f"{unit.get('LoadState') or 'not known'}: users' job files wait", INSTALL)]
-    if unit.get("NeedDaemonReload") == "yes":
-        return [Finding(check, "warning", "changed after systemd read it", "systemctl daemon-reload")]
-    return [Finding(check, "ok", "job files are checked with the permissions of their submitters")]
+    return [
+        _template(
+            "honed-check@.service",
+            unit,
+            ("error", f"{unit.get('LoadState') or 'not known'}: users' job files wait"),
+            "job files are checked with the permissions of their submitters",
+        )
+    ]
 
 
 def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None = None) -> list[Finding]:
     """Check honed-fetch@.service, if policy.hub needs it: where jobs are units, honed itself has no network."""
     if not config.policy.hub or job.get("LoadState") != "loaded":
         return []
-    check, unit = "honed-fetch@.service", unit if unit is not None else _unit("honed-fetch@0.service")
-    if unit.get("LoadState") != "loaded":
-        detail = f"policy.hub is on, but the unit is {unit.get('LoadState') or 'not known'}: nothing is fetched"
-        return [Finding(check, "error", detail, INSTALL)]
-    if unit.get("NeedDaemonReload") == "yes":
-        return [Finding(check, "warning", "changed after systemd read it", "systemctl daemon-reload")]
-    return [Finding(check, "ok", "models and data sets are fetched from the hub")]
+    unit = unit if unit is not None else _unit("honed-fetch@0.service")
+    return [
+        _template(
+            "honed-fetch@.service",
+            unit,
+            ("error", f"policy.hub is on, but the unit is {unit.get('LoadState') or 'not known'}: nothing is fetched"),
+            "models and data sets are fetched from the hub",
+        )
+    ]
 
 
 def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
@@ -534,8 +533,7 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
         return Finding(
             "sandbox", "error", f"the jobs' unit has access to {'; '.join(dangers)}", f"{sandbox.MEND}; then {OPEN}"
         )
-    shown = [*writable, *binds.replace(":", " ").split()]
-    opened = [Path(each.lstrip("-+")) for each in shown]
+    opened = [Path(each.lstrip("-+")) for each in [*writable, *binds.replace(":", " ").split()]]
     named = config.policy.allowed_paths if unit.get("LoadState") == "loaded" else None
     asked = [path for path in named or () if f"{path}:{path}:" not in binds]
     closed = [path for path in asked if not any(Path(path).is_relative_to(place) for place in opened)]
@@ -663,8 +661,7 @@ def _notices(layout: Layout) -> list[Finding]:
         return [Finding(check, "warning", f"{len(old)} are not delivered", f"see {commands.of(layout).send_log}")]
     if refused:
         detail = f"{len(refused)} were rejected; they are in {notification.refused_dir(layout)}"
-        hint = f"to retry them: {commands.of(layout).resend}; or remove them"
-        return [Finding(check, "warning", detail, hint)]
+        return [Finding(check, "warning", detail, f"to retry them: {commands.of(layout).resend}; or remove them")]
     return [Finding(check, "ok", f"{len(waiting)} wait")] if waiting else []
 
 

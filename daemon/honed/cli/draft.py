@@ -92,8 +92,7 @@ def _made(instance: Instance, path: Path) -> dict[str, Path]:
         return {}  # the check reports its fault
     made: dict[str, Path] = {}
     for name in sorted(names) if instance.layout.spool_dir.is_dir() else ():
-        known = instance.jobs(names=[name])
-        newest = max(known, key=lambda job: job["id"], default=None)
+        newest = max(instance.jobs(names=[name]), key=lambda job: job["id"], default=None)
         if newest is not None and newest["state"] == "succeeded":
             output_dir = instance.show(str(newest["id"]))["artifacts"]["output_dir"]
             made |= {} if output_dir is None else {name: Path(output_dir)}
@@ -172,7 +171,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
                 }
             )
     if options.json:
-        terminal.console.print_json(json.dumps(answers))
+        terminal.say_json(answers)
         return int(not all(answer["ok"] for answer in answers))
     from honed.check.datacheck import NUM_ROWS
 
@@ -194,7 +193,7 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     if (made := verdict.plan) is None:
         return _say_deferred(verdict, as_json=options.json)
     if options.json:
-        terminal.console.print_json(json.dumps(made.as_dict() | {"warnings": verdict.warnings}))
+        terminal.say_json(made.as_dict() | {"warnings": verdict.warnings})
         return 0
     terminal.say(f"backend: {made.backend.name}", style="bold")
     for reason in made.backend.reasons:
@@ -248,8 +247,7 @@ def _say_deferred(verdict: Verdict, *, as_json: bool) -> int:
     """Print that there is no plan yet for a job that waits for another job's output or for a fetch."""
     if as_json:
         fetch = verdict.needs_fetch.as_dict() if verdict.needs_fetch else None
-        told = {"waits_for": dict(verdict.waits_for), "needs_fetch": fetch, "warnings": verdict.warnings}
-        terminal.console.print_json(json.dumps(told))
+        terminal.say_json({"waits_for": dict(verdict.waits_for), "needs_fetch": fetch, "warnings": verdict.warnings})
         return 0
     needed = verdict.needs_fetch
     fetched = "the base model" if needed is None or needed.key == "base_model" else f"the data set {needed.repo_id}"

@@ -96,8 +96,9 @@ def _say(
 ) -> None:
     warnings = list(verdict.warnings) if verdict is not None else []
     if options.json:
-        told = {"id": job["id"], "name": job["name"], "state": state, "changes": changes, "warnings": warnings}
-        terminal.console.print_json(json.dumps(told))
+        terminal.say_json(
+            {"id": job["id"], "name": job["name"], "state": state, "changes": changes, "warnings": warnings}
+        )
         return
     words = {
         "unchanged": "nothing changed",

@@ -31,7 +31,6 @@ def _run(words: list[str]) -> int:
     from honed.cli import command_line
 
     options = command_line.parser().parse_args(words)
-    import json
 
     from honed.cli import terminal
     from honed.cli.instance import Instance
@@ -42,7 +41,7 @@ def _run(words: list[str]) -> int:
         status: int = command_line.find(options.run)(Instance(layout.of(options.root)), options)
     except HonedError as error:
         if getattr(options, "json", False):
-            terminal.console.print_json(json.dumps({"error": error.as_dict()}))
+            terminal.say_json({"error": error.as_dict()})
         else:
             terminal.complain(error, prefix="honectl: ")
         return terminal.status_of(error)

@@ -256,11 +256,7 @@ def _of_plan(verdict: Verdict) -> list[str]:
 
 def rendered(made: Draft, verdict: Verdict) -> str:
     facts = [*made.found, *_of_plan(verdict)]
-    lines = ["# Made by honectl init.", *(f"#   {_line(each)}" for each in facts)]
+    lines = ["# Made by honectl init.", *(f"#   {convert.one_line(each)}" for each in facts)]
     if made.changes:
-        lines += ["# Chosen for this machine and data:", *(f"#   {_line(each)}" for each in made.changes)]
+        lines += ["# Chosen for this machine and data:", *(f"#   {convert.one_line(each)}" for each in made.changes)]
     return schema.line() + "\n".join([*lines, ""]) + convert.yaml_of(made.job, _COMMENTS)
-
-
-def _line(text: str) -> str:
-    return re.sub(r"\s+", " ", terminal.plain(text))

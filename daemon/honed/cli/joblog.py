@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ def logs(instance: Instance, options: argparse.Namespace) -> int:
             number = attempt["number"]
             if number not in offsets and not options.json:
                 print(terminal.plain(f"-- attempt {number}, {attempt['backend']}, {attempt['started_at']}"))
-            read = partial(_read_json, number) if options.json else _read_raw if options.raw else _read_told
+            say = partial(_say_json, number) if options.json else _say
+            read = _read_raw if options.raw else partial(_read, say)
             offsets[number] = read(files.attempt(number), offsets.get(number, 0))
         sys.stdout.flush()
         if not job["attempts"] and not options.follow:
@@ -73,11 +74,9 @@ def _has_journal(instance: Instance) -> bool:
 
 def journal_command(job_id: int, *, explain: bool = False, follow: bool = False) -> list[str]:
     """Return the call of journalctl for a job."""
-    command = ["journalctl", f"HONED_JOB={job_id}", "--priority=info"]
     # systemd's own messages about the unit have its name in the field UNIT.
-    command += ["+", f"UNIT=honed-job@{job_id}.service"]
-    command += ["--catalog"] if explain else []
-    return command + (["--follow", "--lines=all"] if follow else [])
+    command = ["journalctl", f"HONED_JOB={job_id}", "--priority=info", "+", f"UNIT=honed-job@{job_id}.service"]
+    return [*command, *(["--catalog"] if explain else []), *(["--follow", "--lines=all"] if follow else [])]
 
 
 def _follow_journal(instance: Instance, job: Shown, options: argparse.Namespace) -> int:
@@ -121,13 +120,11 @@ def _read_raw(attempt: Any, offset: int) -> int:
     return offset + end
 
 
-def _read_told(attempt: Any, offset: int) -> int:
-    reading = event.read(attempt.events_path, offset)
-    while reading.offset != offset:
+def _read(say: Callable[[event.Event], None], attempt: Any, offset: int) -> int:
+    while (reading := event.read(attempt.events_path, offset)).offset != offset:
         for item in reading.events:
-            _say(item)
+            say(item)
         offset = reading.offset
-        reading = event.read(attempt.events_path, offset)
     return offset
 
 
@@ -137,15 +134,9 @@ def _say(item: event.Event) -> None:
     print(f"{when} {told}")
 
 
-def _read_json(number: int, attempt: Any, offset: int) -> int:
-    """Print each event as a line of JSON, with the attempt's number."""
-    reading = event.read(attempt.events_path, offset)
-    while reading.offset != offset:
-        for item in reading.events:
-            print(json.dumps({"event": item.kind, "time": item.time} | item.data | {"attempt": number}))
-        offset = reading.offset
-        reading = event.read(attempt.events_path, offset)
-    return offset
+def _say_json(number: int, item: event.Event) -> None:
+    """Print an event as a line of JSON, with its attempt's number."""
+    print(json.dumps({"event": item.kind, "time": item.time} | item.data | {"attempt": number}))
 
 
 def _events(attempt: Any) -> Iterator[event.Event]:

@@ -178,15 +178,14 @@ def _counts(words: Sequence[str], variables: Mapping[str, str | None]) -> Iterat
             num //= _number(machines) or 1
         if num is None or num > 1:
             key, things = ("nodes", "machines of a cluster") if name in _MACHINES else ("gpus", "GPUs")
-            yield _option(name), f"write resources: {{{key}: {num or 'N'}}} for as many {things}; {_BATCH}"
+            yield (
+                name if name.isupper() else f"--{name}",
+                f"write resources: {{{key}: {num or 'N'}}} for as many {things}; {_BATCH}",
+            )
 
 
 def _number(count: str | None) -> int | None:
     return int(count) if count is not None and count.isascii() and count.isdecimal() else None
-
-
-def _option(name: str) -> str:
-    return name if name.isupper() else f"--{name}"
 
 
 def _take_plain(made: Launch, word: str) -> None:

@@ -36,17 +36,14 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     found = _chosen(instance, options)
     jobs = found["jobs"]
     if options.json:
-        terminal.console.print_json(json.dumps(jobs)) if len(jobs) <= MAX_PRETTY else print(json.dumps(jobs))
+        terminal.say_json(jobs) if len(jobs) <= MAX_PRETTY else print(json.dumps(jobs))
         return 0
     if options.output == "name":
         for job in jobs:
             terminal.say(job["name"] or str(job["id"]))
         return 0
     if columns is not None:
-        chosen = [COLUMNS[name] for name in columns]
-        rows = [[each.text(job) for each in chosen] for job in jobs]
-        titles = [each.title for each in chosen]
-        terminal.table(titles, rows, right=[each.title for each in chosen if each.is_right])
+        _say_rows(columns, _rows(columns, jobs))
         return 0
     _say_jobs(jobs)
     if left := _left_out(jobs, found["counts"]):
@@ -113,13 +110,17 @@ def _say_jobs(jobs: list[Row]) -> None:
     names = [*USUAL, *(["why"] if any(job.get("waiting_for") for job in jobs) else [])]
     if any(job.get("group") for job in jobs):
         names.insert(names.index("name") + 1, "sweep")
-    rows = [{name: COLUMNS[name].text(job) for name in names} for job in jobs]
+    rows = _rows(names, jobs)
     if terminal.console.is_terminal:
         _say_narrow(names, rows)
         return
     for row in rows:  # --json has all of it
         row["outcome"] = terminal.plain(row["outcome"], limit=column.MAX_OUTCOME)
     _say_rows(names, rows)
+
+
+def _rows(names: Sequence[str], jobs: list[Row]) -> list[dict[str, str]]:
+    return [{name: COLUMNS[name].text(job) for name in names} for job in jobs]
 
 
 def _say_rows(names: Sequence[str], rows: list[dict[str, str]]) -> None:
@@ -157,7 +158,7 @@ def _list_refused(instance: Instance, options: argparse.Namespace) -> int:
 
     found = instance.refused(limit=options.limit)
     if options.json:
-        terminal.console.print_json(json.dumps(found["files"]))
+        terminal.say_json(found["files"])
         return 0
     rows = [
         [
@@ -252,7 +253,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
             raise
         return _show_refused(refused, as_json=options.json)
     if options.json:
-        terminal.console.print_json(json.dumps(job))
+        terminal.say_json(job)
         return 0
     step, loss, eta = terminal.progress_cells(job)
     remark = terminal.plain(job.get("remark") or "", limit=400)
@@ -304,8 +305,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
             terminal.say(f"attempt {attempt['number']} was preempted: {preemption['reason']}{cost}", style="yellow")
     for item in job["events"]:
         if item["event"] == "fallback":
-            words = f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}"
-            terminal.say(words, style="yellow")
+            terminal.say(f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}", style="yellow")
         if item["event"] == "worse" and not remark and isinstance(found := item.get("found"), list):
             terminal.say(f"ended worse than it began: {', '.join(map(str, found))}", style="yellow")
     if memory := _memory_rows(job["memory"]["estimated"], job["memory"]["used"]):
@@ -329,7 +329,7 @@ def _cluster(job: Shown) -> str:
 def _show_group(found: GroupShown, *, as_json: bool) -> int:
     """Print the jobs of a sweep with their values and losses."""
     if as_json:
-        terminal.console.print_json(json.dumps(found))
+        terminal.say_json(found)
         return 0
     terminal.say(
         f"sweep {found['id']} ({found['name']}), from {found['file']}: {len(found['jobs'])} jobs", style="bold"
@@ -384,7 +384,7 @@ def _refusal(instance: Instance, name: str) -> Refusal | None:
 def _show_refused(refused: Refusal, *, as_json: bool) -> int:
     """Print why a file was refused."""
     if as_json:
-        terminal.console.print_json(json.dumps({"state": "rejected", **refused}))
+        terminal.say_json({"state": "rejected", **refused})
     else:
         terminal.say(f"{refused['file']}: refused, not a job", style=terminal.STATE_STYLES["rejected"])
         for line in refused["reason"].rstrip().splitlines():
@@ -470,7 +470,7 @@ def report(instance: Instance, options: argparse.Namespace) -> int:
     if options.open:
         _open(path)
     if options.json:  # last: if the page did not open, only the error is printed
-        terminal.console.print_json(json.dumps({"report": str(path)}))
+        terminal.say_json({"report": str(path)})
     return 0
 
 

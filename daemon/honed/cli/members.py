@@ -20,6 +20,7 @@ def of(instance: Instance, reference: str) -> list[Row]:
     members = [job for job in jobs if job.get("group")]
     numbers = sorted({group["id"] for job in members if (group := job.get("group"))})
     if len(numbers) > 1:
-        hint = f"use its number: {', '.join(map(str, numbers))}"
-        raise UsageError(f"{len(numbers)} sweeps are named {reference!r}", hint=hint)
+        raise UsageError(
+            f"{len(numbers)} sweeps are named {reference!r}", hint=f"use its number: {', '.join(map(str, numbers))}"
+        )
     return members

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 
 from rich.table import Table
@@ -35,7 +34,7 @@ def predictions(instance: Instance, options: argparse.Namespace) -> int:
     everything: list[Prediction] = instance.read("predictions", options.id)
     rows = comparison.chosen(everything, sample=options.sample, step=options.step)
     if options.json:
-        terminal.console.print_json(json.dumps(rows))
+        terminal.say_json(rows)
     elif options.jsonl:
         comparison.write_jsonl(rows, terminal.stream())
     elif options.csv:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,8 +96,7 @@ def _remove(ask: Ask, plan: PruneAnswer, options: argparse.Namespace) -> Iterato
     rows = {row["id"]: row for row in plan["jobs"]}
     numbers, waiting = list(rows), list[int]()
     for at in range(0, len(numbers), MAX_NUMBERS):
-        some = numbers[at : at + MAX_NUMBERS]
-        ids = [str(number) for number in some]
+        ids = [str(number) for number in numbers[at : at + MAX_NUMBERS]]
         answer: PruneAnswer = ask("prune", ids=ids, checkpoints=options.checkpoints, dry_run=False)
         plan["kept"] += answer["kept"]
         waiting += [row["id"] for row in answer["jobs"]]
@@ -158,7 +156,7 @@ def _count(number: int, noun: str) -> str:
 def _end(plan: PruneAnswer, options: argparse.Namespace, removed: Sequence[RemovedRow] = ()) -> int:
     """Print what was removed. Returns 1 if a named job stays, or something could not be removed."""
     if options.json:
-        terminal.console.print_json(json.dumps({**plan, "removed": list(removed), "is_dry_run": options.dry_run}))
+        terminal.say_json({**plan, "removed": list(removed), "is_dry_run": options.dry_run})
     elif removed:
         total = sum(row["num_bytes"] for row in removed)
         num_files = sum(row["num_files"] for row in removed)
@@ -167,8 +165,7 @@ def _end(plan: PruneAnswer, options: argparse.Namespace, removed: Sequence[Remov
         for row in removed:
             if row["problem"]:
                 terminal.say(f"job {row['id']}: some of its files could not be removed: {row['problem']}", style="red")
-    is_short = any(row["problem"] for row in removed) or bool(options.ids and plan.get("kept"))
-    return int(is_short)
+    return int(any(row["problem"] for row in removed) or bool(options.ids and plan.get("kept")))
 
 
 class Down:

@@ -112,12 +112,14 @@ def status() -> int:
     """List the environments. Returns 0 if the one in use is complete and of the installed package, else 1."""
     digest, current = _digest(_recipe()), training.CURRENT.resolve()
     for at in _environments():
-        notes = ["in use" if at == current else "unused"]
-        notes += [] if (at / training.STAMP).exists() else ["incomplete: run honed-setup again"]
-        notes += [] if at.name.endswith(digest) else ["of another version of the package"]
         users = list(environment.running_from(at))
-        notes += [f"processes: {', '.join(map(str, users))}"] if users else []
-        tell(f"{at}: {'; '.join(notes)}")
+        notes = [
+            "in use" if at == current else "unused",
+            "" if (at / training.STAMP).exists() else "incomplete: run honed-setup again",
+            "" if at.name.endswith(digest) else "of another version of the package",
+            f"processes: {', '.join(map(str, users))}" if users else "",
+        ]
+        tell(f"{at}: {'; '.join(filter(None, notes))}")
     if not current.is_dir():
         tell(f"{training.MISSING}: {training.REMEDY}")
     elif not is_current():

@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from honed.check.policy import Named, Policy, inputs
 from honed.inputs import dataset
@@ -28,6 +27,7 @@ from honed.inputs.row import fields
 from honed.spec import document, spec
 from honed.spec.config import Config
 from honed.spec.media import KINDS, Kind
+from honed.spec.problem import mended
 from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import access
 from honed.system.access import Acl
@@ -67,8 +67,7 @@ def stage(spec_path: Path, layout: Layout, config: Config) -> Staged:
             (named.key, named.path, _copy(named, beside, place / str(n))) for n, (named, beside) in enumerate(closed)
         )
         data = document.parse(spec_path.read_bytes(), spec_path.suffix).data
-        for key, _, copy in copies:
-            _set(data, key, str(copy))
+        data = mended(data, {key: str(copy) for key, _, copy in copies})
         staged_path = place / f"{spec_path.stem}.json"
         staged_path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except BaseException:
@@ -88,9 +87,8 @@ def _make_place(layout: Layout) -> Path:
         ) from error
     daemon = access.person(access.DAEMON_USER)
     worker = access.worker_of(layout.root, os.getuid(), layout.staged_dir)
-    rights = {} if worker is None else {worker.uid: 5}
     # The daemon may also remove it once its job is gone.
-    rights |= {} if daemon is None else {daemon.uid: 7}
+    rights = {each.uid: allowed for each, allowed in ((worker, 5), (daemon, 7)) if each is not None}
     if not access.set_acl(place, Acl(owner=7, group=0, other=0, users=rights, groups={}), inherited=True):
         place.chmod(0o755)
     return place
@@ -100,11 +98,7 @@ def _with_what_rows_name(
     job_spec: JobSpec, named_by_spec: Iterable[Named], policy: Policy
 ) -> Iterator[tuple[Named, list[Path]]]:
     """Yield each path that a job names, with the images, videos and sounds beside it that a data set's rows name."""
-    datasets = {
-        f"{key}.{number}.path": each
-        for key, found in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets))
-        for number, each in enumerate(found)
-    }
+    datasets = {f"{key}.path": each for key, each in job_spec.each_dataset()}
     for named in named_by_spec:
         named = replace(named, path=Path(os.path.normpath(named.path)))  # noqa: PLW2901
         each = datasets.get(named.key)
@@ -120,8 +114,7 @@ def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path
     nowhere = dict.fromkeys(KINDS, Path())  # so that relative paths stay relative
     found: dict[Path, None] = {}
     try:
-        files = dataset.files(named.path, split=each.split)
-        for file, number, media in _media(files, each, nowhere):
+        for file, number, media in _media(dataset.files(named.path, split=each.split), each, nowhere):
             starts = each.media_dirs(file.parent)[media.kind]
             for path in media.paths:
                 place = Path(os.path.normpath(starts / path))
@@ -186,11 +179,3 @@ def _tree(path: Path) -> Iterator[tuple[Path, Path]]:
         for directory, names, files in os.walk(path, followlinks=True):
             here = Path(directory)
             yield from ((here / name, (here / name).relative_to(path)) for name in [*sorted(names), *sorted(files)])
-
-
-def _set(data: Any, key: str, value: str) -> None:
-    """Set a dotted key: datasets.0.path."""
-    *above, last = key.split(".")
-    for part in above:
-        data = data[int(part)] if isinstance(data, list) else data[part]
-    data[last] = value

@@ -70,7 +70,7 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
         if answers[-1].get("state") == "rejected":
             _remove_copies(instance, options, path)
     if options.json:
-        terminal.console.print_json(json.dumps(answers))
+        terminal.say_json(answers)
     if options.wait:
         for answer in answers:
             for job_id in answer.get("jobs", [answer["id"]] if answer["id"] is not None else []):
@@ -170,7 +170,7 @@ def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
             else {"file": str(path), "id": None, "state": None}
             for path in options.files
         ]
-        terminal.console.print_json(json.dumps(answers))
+        terminal.say_json(answers)
 
 
 class _Fetching:
@@ -273,7 +273,7 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
         waits = why
     told = next((item for item in reversed(job["events"]) if item["event"] == "trial"), None)
     if options.json:
-        terminal.console.print_json(json.dumps({"id": job["id"], "error": job["error"], "findings": told}))
+        terminal.say_json({"id": job["id"], "error": job["error"], "findings": told})
     elif told is None:
         following.say_end(job)
     else:

@@ -4,6 +4,7 @@ escape sequences."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -84,6 +85,11 @@ def say_drawn(text: Text) -> None:
         parts = line.wrap(console, max(console.width - 4, 20)) if console.is_terminal else [line]
         for place, part in enumerate(parts):
             console.print(Text(indent + "  " * bool(place)) + part, soft_wrap=True)
+
+
+def say_json(value: Any) -> None:
+    """Print a value for programs, in colours on a terminal."""
+    console.print_json(json.dumps(value))
 
 
 def stream() -> TextIO:

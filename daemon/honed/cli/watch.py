@@ -16,6 +16,7 @@ from rich.text import Text
 from honed.cli import terminal
 from honed.cli.predictions import compared
 from honed.job.comparison import compare
+from honed.job.progress import size
 from honed.job.shape import Glance, Row
 from honed.system import device
 from honed.system.device import Load
@@ -36,25 +37,25 @@ def watch(read: Read, reference: str | None, *, as_json: bool = False) -> int:
     """Watch until all watched jobs are at rest; in a terminal, all jobs until ^C. Returns 1 if the one job did not
     succeed."""
     if as_json:
-        return _lines(read, reference, _say_json)
+        return _lines(read, reference, lambda job, glance: print(json.dumps(glance or job), flush=True))
     if not terminal.console.is_terminal:
         return _lines(read, reference, _Teller().say)
     meter = Meter()
     with Live(console=terminal.console, auto_refresh=False) as live:
         while True:
-            began = time.monotonic()
-            jobs, one = _jobs(read, reference)
-            rest_sec = max(INTERVAL_SEC, REST * (time.monotonic() - began))
+            jobs, one, rest_sec = _look(read, reference)
             live.update(_screen(read, jobs, one, meter), refresh=True)
             if one is not None and one["state"] in _AT_REST:
                 return _status(one)
             time.sleep(rest_sec)
 
 
-def _jobs(read: Read, reference: str | None) -> tuple[Sequence[Row], Glance | None]:
-    """Return the watched jobs; the second value is set if one job is watched."""
+def _look(read: Read, reference: str | None) -> tuple[Sequence[Row], Glance | None, float]:
+    """Return the watched jobs, the one job if only one is watched, and the seconds until the next look."""
+    began = time.monotonic()
     one: Glance | None = read("glance", reference) if reference is not None else None
-    return [one] if one is not None else read("list"), one
+    jobs = [one] if one is not None else read("list")
+    return jobs, one, max(INTERVAL_SEC, REST * (time.monotonic() - began))
 
 
 def _status(job: Row) -> int:
@@ -85,8 +86,8 @@ class Meter:
         if not (resident := glance["resident_bytes"]):
             return ""
         estimated = glance["estimated_bytes"]
-        of = f" (estimated for model and training: {_gib(estimated)})" if estimated else ""
-        parts = [f"memory {_gib(resident)}{of}"]
+        of = f" (estimated for model and training: {size(estimated)})" if estimated else ""
+        parts = [f"memory {size(resident)}{of}"]
         if (percent := self._cpu_percent(glance)) is not None:
             parts.append(f"CPU {percent:.0f} %")
         parts += [f"GPU {_load_words(load)}" for load in self.loads() if load.uuid == glance["device"]]
@@ -105,7 +106,7 @@ class Meter:
 
 def _load_words(load: Load) -> str:
     busy = f"{load.busy_percent} % busy, " if load.busy_percent is not None else ""
-    return f"{busy}{_gib(load.used_bytes)} of {_gib(load.total_bytes)} in use"
+    return f"{busy}{size(load.used_bytes)} of {size(load.total_bytes)} in use"
 
 
 # -- a pipe -----------------------------------------------------------------------------------------------------------
@@ -114,9 +115,7 @@ def _load_words(load: Load) -> str:
 def _lines(read: Read, reference: str | None, say: Callable[[Row, Glance | None], None]) -> int:
     seen: dict[int, tuple[Any, ...]] = {}
     while True:
-        began = time.monotonic()
-        jobs, one = _jobs(read, reference)
-        rest_sec = max(INTERVAL_SEC, REST * (time.monotonic() - began))
+        jobs, one, rest_sec = _look(read, reference)
         for job in jobs:
             now = (job["state"], job["progress"]["step"])
             if seen.get(job["id"]) == now:
@@ -126,10 +125,6 @@ def _lines(read: Read, reference: str | None, say: Callable[[Row, Glance | None]
         if jobs and all(job["state"] in _AT_REST for job in jobs):
             return _status(one) if one is not None else 0
         time.sleep(rest_sec)
-
-
-def _say_json(job: Row, glance: Glance | None) -> None:
-    print(json.dumps(glance or job), flush=True)
 
 
 class _Teller:
@@ -181,7 +176,7 @@ def _screen(read: Read, jobs: Sequence[Row], one: Glance | None, meter: Meter) -
 def _machine_line() -> str:
     found = device.probe()[0]
     held = found.total_bytes - found.free_bytes
-    return f"{terminal.plain(found.name)}: {_gib(held)} of {_gib(found.total_bytes)} in use"
+    return f"{terminal.plain(found.name)}: {size(held)} of {size(found.total_bytes)} in use"
 
 
 def _table(jobs: Sequence[Row], courses: dict[int, list[float]]) -> Table:
@@ -212,10 +207,6 @@ def _details(glance: Glance, meter: Meter) -> Iterator[RenderableType]:
         for row in rows:
             truth, written = (_cut(_flat((row[key] or "").strip())) for key in ("ground_truth", "prediction"))
             yield Text.assemble(f"    #{row['sample_index']} ", compared(compare(truth, written)))
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def _flat(text: str) -> str:

@@ -408,8 +408,9 @@ def _resolve_hub_id(hub_id: str, revision: str, cache_dir: Path, *, allow_hub: b
     where = f"base_model: {hub_id} at {revision} is {how} in the local cache {cache_dir}"
     fetch = f"HF_HOME={cache_dir} hf download {hub_id}" + (f" --revision {revision}" if revision != "main" else "")
     if allow_hub:
-        missing = snapshot.Missing(hub_id, revision)
-        raise UncachedError(where, missing, hint="honed fetches it before it accepts the job")
+        raise UncachedError(
+            where, snapshot.Missing(hub_id, revision), hint="honed fetches it before it accepts the job"
+        )
     raise ModelError(
         f"{where}; jobs may not fetch from the hub here (policy.hub)",
         hint=f"fetch it first, `{fetch}`, or use the path of a directory",
@@ -560,12 +561,13 @@ def _check_dtype(path: Path, config: dict[str, Any]) -> None:
 
 
 def _dtype_entries(config: dict[str, Any]) -> list[tuple[str, Any]]:
-    keys: tuple[str, ...] = ("dtype", "torch_dtype")
-    found = [(key, config[key]) for key in keys if key in config]
-    for name, nested in config.items():
-        if name.endswith("_config") and name != "quantization_config" and isinstance(nested, dict):
-            found += [(f"{name}.{key}", nested[key]) for key in keys if key in nested]
-    return found
+    nested = [
+        (f"{name}.", section)
+        for name, section in config.items()
+        if name.endswith("_config") and name != "quantization_config" and isinstance(section, dict)
+    ]
+    keys = ("dtype", "torch_dtype")
+    return [(at + key, section[key]) for at, section in [("", config), *nested] for key in keys if key in section]
 
 
 def _config_dtype(config: dict[str, Any]) -> str | None:
@@ -657,8 +659,7 @@ def _num_parameters(tensors: tuple[Tensor, ...], config: dict[str, Any]) -> int:
     """Count the parameters: bitsandbytes packs two 4-bit parameters into each uint8 that it stores."""
     quantization = config.get("quantization_config") or {}
     packed = 2 if quantization.get("load_in_4bit") or quantization.get("_load_in_4bit") else 1
-    counts = _count(tensors)
-    return sum(count * (packed if dtype == "uint8" else 1) for dtype, count in counts.items())
+    return sum(count * (packed if dtype == "uint8" else 1) for dtype, count in _count(tensors).items())
 
 
 def _quantization_method(path: Path, config: dict[str, Any]) -> str | None:

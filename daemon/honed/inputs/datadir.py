@@ -10,7 +10,6 @@ state.json  dataset_info.json  data-00000-of-00001.arrow
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from honed.spec.data_form import SUFFIXES_HINT, form_of
 from honed.spec.spec import DatasetSpec
+from honed.system import durable
 from honed.system.error import DatasetError
 
 #: Words for splits, as in Hugging Face's own rules for file names.
@@ -166,7 +166,8 @@ def _listed(path: Path) -> list[Path]:
         return found
     below = _below(path, MAX_DEPTH)
     tops = sorted({file.relative_to(path).parts[0] for file in below})
-    subjects = [top for top in tops if top != "data" and _word(top) is None and not _is_split_of_saved(path, top)]
+    splits = _json(path / "dataset_dict.json").get("splits") or []
+    subjects = [top for top in tops if top != "data" and _word(top) is None and top not in splits]
     if len(subjects) > 1 or (subjects and len(tops) > len(subjects)):
         raise DatasetError(
             f"{path}: data files are in several subdirectories, not in the directory itself: {', '.join(tops[:8])}",
@@ -218,16 +219,8 @@ def _saved(path: Path) -> list[Path] | None:
     return found
 
 
-def _is_split_of_saved(path: Path, name: str) -> bool:
-    return name in (_json(path / "dataset_dict.json").get("splits") or [])
-
-
 def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        data = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size < 2**24 else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
+    return durable.json_object(lambda: path.read_bytes() if path.is_file() and path.stat().st_size < 2**24 else b"{}")
 
 
 def _shown(path: Path, found: Sequence[Path]) -> list[str]:

@@ -200,9 +200,8 @@ def _read_text(path: Path, form: str) -> Iterator[tuple[Any, str]]:
         if form == ".csv":
             yield from _read_csv(path, file)
             return
-        begins = b"".join(head.removeprefix(_UTF8_MARK).split())[:2]
-        is_list = begins in (b"[{", b"[]")
-        if (form == ".json" and (is_list or not _is_jsonl(path))) or (form != ".json" and is_list):
+        is_list = b"".join(head.removeprefix(_UTF8_MARK).split())[:2] in (b"[{", b"[]")
+        if is_list or (form == ".json" and not _is_jsonl(path)):
             yield from _read_json(path, file)
         else:
             yield from _read_jsonl(path, file)

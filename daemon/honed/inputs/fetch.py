@@ -77,8 +77,6 @@ MAX_DELAY_SEC = 60.0
 PROGRESS_INTERVAL_SEC = 0.5
 #: Bytes of disk that a fetch leaves free.
 MIN_FREE_BYTES = 512 * 1024 * 1024
-#: Bytes hashed at a time.
-CHUNK_BYTES = 1024 * 1024
 #: Downloads of a file whose hash does not match, before the fetch fails.
 MAX_DAMAGED = 2
 
@@ -154,10 +152,6 @@ class Download:
         self.progress |= {"of": sum(file.num_bytes for file in files), "of_files": len(files)}
         self.progress["bytes"] = sum(map(self.num_bytes_here, files))
 
-    def end_file(self) -> None:
-        """Note that one more file is complete and has its name."""
-        self.progress["files"] += 1
-
     def num_bytes_here(self, file: File) -> int:
         for path in (self.blob(file), self._part(file)):
             with contextlib.suppress(OSError):
@@ -203,7 +197,7 @@ class Download:
                 if done and response.status_code != 206:
                     self._keep(out, 0)  # the hub sends the file from its beginning
                 for chunk in response.iter_bytes():
-                    _write(out.fileno(), chunk)
+                    durable.write_all(out.fileno(), chunk)
                     self._backoff.reset()
                     self.progress["bytes"] += len(chunk)
                     self.progress["received"] += len(chunk)
@@ -289,7 +283,7 @@ class Fetch:
                 self._download.say(file=file.name)
                 self._download.get(listing.commit, file)
                 _link(self._download.blob(file), path / file.name)
-                self._download.end_file()
+                self._download.progress["files"] += 1
             if self._request.revision != listing.commit:
                 ref = self._dir / "refs" / self._request.revision
                 durable.make_dir(ref.parent)
@@ -314,8 +308,7 @@ class Fetch:
     def _choose(self, listing: Listing) -> list[File]:
         """Choose a model's files, the small ones first, so that their faults show early."""
         self._check(listing)
-        names = [name for name in listing.files if self._is_wanted(name)]
-        names += self._weights(listing)
+        names = [*filter(self._is_wanted, listing.files), *self._weights(listing)]
         return [self._known(listing, name) for name in names]
 
     def _choose_data(self, listing: Listing) -> list[File]:
@@ -421,12 +414,6 @@ def _lock(fd: int, what: str) -> None:
         raise TransientError(f"another fetch of this {what} is running") from None
 
 
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
 def _is_what_it_should_be(path: Path, file: File) -> bool:
     """Return True if a file has its size and the hash in its name; a mirror's own ETag is not a hash, and is not
     checked."""
@@ -438,9 +425,7 @@ def _is_what_it_should_be(path: Path, file: File) -> bool:
     if len(file.blob) == 40:
         digest = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)  # git's
     with path.open("rb") as whole:
-        while chunk := whole.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest() == file.blob
+        return hashlib.file_digest(whole, lambda: digest).hexdigest() == file.blob
 
 
 def _link(blob: Path, name: Path) -> None:
@@ -531,8 +516,7 @@ def main() -> int:
     if options.request is not None:
         return _for_the_daemon(layout, options.request)
     try:
-        timeout_sec = config.load(layout).hub.fetch_timeout_sec
-        deadline = boot_time() + timeout_sec
+        deadline = boot_time() + config.load(layout).hub.fetch_timeout_sec
         repo_type = snapshot.DATASET if options.dataset else snapshot.MODEL
         request = Request(
             options.repo_id,
@@ -544,7 +528,8 @@ def main() -> int:
             options.name,
             options.split,
         )
-        print(json.dumps({"ok": True, "path": str(fetch(request.checked(), layout, _print))}), flush=True)
+        path = fetch(request.checked(), layout, lambda progress: print(json.dumps(progress), flush=True))
+        print(json.dumps({"ok": True, "path": str(path)}), flush=True)
     except HonedError as error:
         return _end(error)
     except KeyboardInterrupt:
@@ -552,10 +537,6 @@ def main() -> int:
             InterruptedRunError("interrupted", hint="files fetched so far are kept, and the next fetch continues")
         )
     return 0
-
-
-def _print(progress: FetchProgress) -> None:
-    print(json.dumps(progress), flush=True)
 
 
 def _end(error: HonedError) -> int:
@@ -600,7 +581,7 @@ def _alone(lock_path: Path) -> Iterator[None]:
         else:
             raise InterruptedRunError("it is already running")
         lock.truncate(0)
-        _write(lock.fileno(), str(os.getpid()).encode())
+        durable.write_all(lock.fileno(), str(os.getpid()).encode())
         yield
 
 

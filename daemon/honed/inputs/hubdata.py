@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -266,7 +266,9 @@ def located(
     """
     places: dict[str, DatasetPlace] = {}
     missing = None
-    for key, each in _of_hub(job_spec):
+    for key, each in job_spec.each_dataset():
+        if not each.is_of_hub:
+            continue
         asked = wanted(each, (commits or {}).get(key))
         if (place := find(cache_dir, asked)) is not None:
             places[key] = place
@@ -291,11 +293,6 @@ def placed(job_spec: JobSpec, places: Mapping[str, DatasetPlace]) -> JobSpec:
         "eval_datasets": put("eval_datasets", job_spec.eval_datasets),
     }
     return job_spec.model_copy(update=sets)
-
-
-def _of_hub(job_spec: JobSpec) -> Iterator[tuple[str, DatasetSpec]]:
-    for key, sets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
-        yield from ((f"{key}.{number}", each) for number, each in enumerate(sets) if each.is_of_hub)
 
 
 def _refused(key: str, asked: Missing, cache_dir: Path) -> DatasetError:

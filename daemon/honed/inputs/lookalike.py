@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from honed.system import durable, quote
 from honed.system.error import ModelError
 
 #: First bytes of a file that git-lfs has not fetched yet.
@@ -104,7 +104,7 @@ def _below(path: Path, key: str) -> ModelError | None:
         if len(snapshots) == 1:
             return _elsewhere(path, snapshots[0], key, "a hub cache of models")
         ids = [each.name.removeprefix("models--").replace("--", "/") for each in cached]
-        return ModelError(f"{path}: a hub cache of models", hint=f"use one of their ids: {_listed(ids)}")
+        return ModelError(f"{path}: a hub cache of models", hint=f"use one of their ids: {quote.first(ids, MAX_NAMED)}")
     marker = "adapter_config.json" if key == "adapter" else "config.json"
     models = [each for each in children if (each / marker).is_file()]
     if len(models) == 1:
@@ -112,7 +112,7 @@ def _below(path: Path, key: str) -> ModelError | None:
     if models:
         return ModelError(
             f"{path}: a directory with {len(models)} models in it",
-            hint=f"use one of them: {_listed([str(each) for each in models])}",
+            hint=f"use one of them: {quote.first([str(each) for each in models], MAX_NAMED)}",
         )
     return None
 
@@ -120,14 +120,13 @@ def _below(path: Path, key: str) -> ModelError | None:
 def _checkpoints(path: Path, found: list[Path], key: str) -> ModelError | None:
     """Return a refusal that names the newest checkpoint, if the directory is a Trainer's output."""
     newest_first = sorted(found, key=lambda each: -int(each.name.rpartition("-")[2]))
+    names = quote.first([each.name for each in newest_first], MAX_NAMED)
+    what = f"a Trainer's output, with the model in its checkpoints ({names})"
     for each in newest_first:
-        names = _listed([each.name for each in newest_first])
-        what = f"a Trainer's output, with the model in its checkpoints ({names})"
-        if key == "adapter" and (each / "adapter_config.json").is_file():
+        is_adapter = (each / "adapter_config.json").is_file()
+        if (each / "config.json").is_file() or (key == "adapter" and is_adapter):
             return _elsewhere(path, each, key, what)
-        if (each / "config.json").is_file():
-            return _elsewhere(path, each, key, what)
-        if (each / "adapter_config.json").is_file():
+        if is_adapter:
             return _adapter(path, each, what.replace("the model", "an adapter"))
     return None
 
@@ -172,15 +171,9 @@ def _names(path: Path) -> Iterator[str]:
         return
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
-
-
 def _json(path: Path) -> dict[str, Any]:
-    try:
+    def read() -> bytes:
         with path.open("rb") as file:
-            value = json.loads(file.read(1024 * 1024))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+            return file.read(1024 * 1024)
+
+    return durable.json_object(read)

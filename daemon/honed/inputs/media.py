@@ -138,8 +138,7 @@ def _rounded(side: int, scale: float) -> int:
 
 def num_taken(num_frames: int, limits: MediaLimits, *, is_list: bool = False) -> int:
     """Return the number of frames that are taken of a video."""
-    wanted = limits.num_frames or (num_frames if is_list else NUM_FRAMES)
-    return min(wanted, num_frames)
+    return min(limits.num_frames or (num_frames if is_list else NUM_FRAMES), num_frames)
 
 
 def spill(media: Media, directory: Path) -> Media:
@@ -371,8 +370,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         turned = _eight_bits(turned)
     if turned.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in turned.info:
         clear = turned.convert("RGBA")
-        white = pillow.new("RGBA", clear.size, (255, 255, 255, 255))
-        return pillow.alpha_composite(white, clear).convert("RGB")
+        return pillow.alpha_composite(pillow.new("RGBA", clear.size, "white"), clear).convert("RGB")
     # A copy, so that the file can be closed.
     return turned.convert("RGB") if turned.mode != "RGB" else turned.copy()
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.spec.media import Part
+from honed.system import durable
 
 #: Smallest and largest pixels of an image in the Qwen family, where its files do not set them.
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
@@ -283,11 +284,7 @@ def _tower(config: Any) -> Tower | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return durable.json_object(path.read_bytes, loads)
 
 
 def loads(data: bytes) -> Any:

@@ -350,8 +350,7 @@ def _number(text: str) -> float | None:
 
 
 def _is_number(truth: str) -> bool:
-    alone = truth.rsplit("####", 1)[-1].strip()
-    return _number(truth) is not None and _ALONE.fullmatch(alone) is not None
+    return _number(truth) is not None and _ALONE.fullmatch(truth.rsplit("####", 1)[-1].strip()) is not None
 
 
 def _numeric_match(text: str, truth: str) -> float | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from honed.inputs import modality
+from honed.system import quote
 from honed.system.error import ModelError
 
 #: Buffers that older versions stored, which each load makes anew, and heads that predict several tokens at once (MTP),
@@ -33,15 +34,12 @@ def check(path: Path, unplaced: Iterable[str], wanted: Iterable[str]) -> str:
     foreign = [name for name in names if _is_of_another_architecture(name, layers)]
     if foreign:
         raise ModelError(
-            f"{path}: stored weights that do not exist in its layers: {_some(foreign)}",
+            f"{path}: stored weights that do not exist in its layers: {quote.first(foreign, _MAX_NAMED)}",
             hint="model_type, in config.json or the job file, may belong to another architecture; or the key of "
             "config.json that creates these weights is wrong or missing",
         )
-    return (
-        f"{path}: {len(names)} stored weights do not exist in the model and are ignored: {_some(names)}"
-        if names
-        else ""
-    )
+    named = quote.first(names, _MAX_NAMED)
+    return f"{path}: {len(names)} stored weights do not exist in the model and are ignored: {named}" if names else ""
 
 
 def _is_of_another_architecture(name: str, layers: set[str]) -> bool:
@@ -52,8 +50,3 @@ def _is_of_another_architecture(name: str, layers: set[str]) -> bool:
         and name.endswith((".weight", ".bias"))
         and modality.part(name) == "language"
     )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if names[_MAX_NAMED:] else ""
-    return ", ".join(names[:_MAX_NAMED]) + more

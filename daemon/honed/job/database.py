@@ -502,8 +502,9 @@ class Reader:
 
     def latest_metrics(self, job_id: int) -> dict[str, float]:
         """Return the last value of each metric."""
-        rows = self._rows("SELECT name, value FROM metrics WHERE job_id = ? ORDER BY attempt, step, rowid", job_id)
-        return dict(rows)
+        return dict(
+            self._rows("SELECT name, value FROM metrics WHERE job_id = ? ORDER BY attempt, step, rowid", job_id)
+        )
 
     def metrics(self, job_id: int, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of one metric in the order of arrival."""

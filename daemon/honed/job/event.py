@@ -163,8 +163,7 @@ class EventWriter:
                 self._waiting.popleft()
             if self._num_lost:
                 num_lost, self._num_lost = self._num_lost, 0
-                text = f"{num_lost} events were lost: the disk was full"
-                self.log("warning", text)
+                self.log("warning", f"{num_lost} events were lost: the disk was full")
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                 raise
@@ -207,16 +206,9 @@ def read(path: Path, offset: int, *, end: int | None = None) -> Reading:
         # No newline in all that was read: if that is longer than any event, it is garbage and is skipped.
         too_long = len(data) >= MAX_READ_BYTES
         return Reading([], offset + len(data) if too_long else offset, int(too_long))
-    events, num_bad = [], 0
-    for line in data[:num_bytes].split(b"\n"):
-        if not line.strip():
-            continue
-        event = _parse(line)
-        if event is None:
-            num_bad += 1
-        else:
-            events.append(event)
-    return Reading(events, offset + num_bytes, num_bad)
+    parsed = [_parse(line) for line in data[:num_bytes].split(b"\n") if line.strip()]
+    events = [event for event in parsed if event is not None]
+    return Reading(events, offset + num_bytes, num_bad=len(parsed) - len(events))
 
 
 def _parse(line: bytes) -> Event | None:

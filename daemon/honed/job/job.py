@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NotRequired, TypedDict
@@ -294,19 +295,19 @@ class Job:
         if not isinstance(raw, dict) or not isinstance(raw.get("id"), int):
             raise ValueError("not a job entry")
         try:
-            known = _known(cls, raw)
-            known["attempts"] = tuple(_attempt(item) for item in raw["attempts"])
-            known["adjustments"] = tuple(Adjustment(**_known(Adjustment, item)) for item in raw.get("adjustments", ()))
-            known["depends_on"] = tuple(raw.get("depends_on", ()))
-            known["ends"] = tuple(raw.get("ends", ()))
-            known["edited_at"] = tuple(raw.get("edited_at", ()))
-            known["data"] = tuple(map(str, raw.get("data", ())))
+            made = known(cls, raw)
+            made["attempts"] = tuple(_attempt(item) for item in raw["attempts"])
+            made["adjustments"] = tuple(Adjustment(**known(Adjustment, item)) for item in raw.get("adjustments", ()))
+            made["depends_on"] = tuple(raw.get("depends_on", ()))
+            made["ends"] = tuple(raw.get("ends", ()))
+            made["edited_at"] = tuple(raw.get("edited_at", ()))
+            made["data"] = tuple(map(str, raw.get("data", ())))
             if raw.get("staged") is not None:
-                known["staged"] = Staged(**_known(Staged, raw["staged"]))
+                made["staged"] = Staged(**known(Staged, raw["staged"]))
             if raw.get("cut") is not None:
-                known["cut"] = Cut(**_known(Cut, raw["cut"]))
-            known["stop"] = Stop(raw["stop"]) if raw.get("stop") else None
-            job = cls(**{**known, "state": state})
+                made["cut"] = Cut(**known(Cut, raw["cut"]))
+            made["stop"] = Stop(raw["stop"]) if raw.get("stop") else None
+            job = cls(**{**made, "state": state})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a job entry: {error}") from error
         if state is State.RUNNING and not job.attempts:
@@ -315,13 +316,13 @@ class Job:
 
 
 def _attempt(raw: dict[str, Any]) -> Attempt:
-    known = _known(Attempt, raw)
-    if known.get("fallback") is not None:
-        known["fallback"] = Fallback(**_known(Fallback, known["fallback"]))
-    if known.get("preemption") is not None:
-        known["preemption"] = Preemption(**_known(Preemption, known["preemption"]))
-    known["passed"] = tuple(known.get("passed") or ())
-    return Attempt(**known)
+    made = known(Attempt, raw)
+    if made.get("fallback") is not None:
+        made["fallback"] = Fallback(**known(Fallback, made["fallback"]))
+    if made.get("preemption") is not None:
+        made["preemption"] = Preemption(**known(Preemption, made["preemption"]))
+    made["passed"] = tuple(made.get("passed") or ())
+    return Attempt(**made)
 
 
 @functools.cache
@@ -329,6 +330,7 @@ def _names(cls: type) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(cls))
 
 
-def _known(cls: type, raw: dict[str, Any]) -> dict[str, Any]:
+def known(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a dataclass has of a mapping; keys of later versions are left out."""
     names = _names(cls)
     return {key: value for key, value in raw.items() if key in names}

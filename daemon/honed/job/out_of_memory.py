@@ -94,11 +94,8 @@ def next_step(
     place = PHASES.get(phase, phase)
     first = rungs.pop(place, [])
     rest = [] if is_sure and place in {*PHASES.values(), "data"} else [rung for each in rungs.values() for rung in each]
-    allowed = (spec.get("retry") or {}).get("may_shrink_media")
-    last = _shrunk(spec.get("media") or {}, media) if allowed else ()
-    for text, changes in (*first, *rest, *last):
-        return Adjustment(attempt, text, changes)
-    return None
+    last = _shrunk(spec.get("media") or {}, media) if (spec.get("retry") or {}).get("may_shrink_media") else ()
+    return next((Adjustment(attempt, text, changes) for text, changes in (*first, *rest, *last)), None)
 
 
 Rung = tuple[str, dict[str, Any]]

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from honed.job.job import Adjustment, Job
+from honed.job.job import Adjustment, Job, known
 from honed.spec.media import Kind
 from honed.system import durable, untrusted
 from honed.system.device import Device
@@ -30,9 +30,6 @@ class Backend:
 
     name: str
     reasons: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, object]:
-        return {"name": self.name, "reasons": list(self.reasons)}
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Precision:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Precision:
         """Read the choices; keys of later versions are left out."""
-        return cls(**{each.name: data[each.name] for each in fields(cls) if each.name in data})
+        return cls(**known(cls, dict(data)))
 
 
 @dataclass(frozen=True)
@@ -111,9 +108,9 @@ class Memory:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Memory:
         """Read an estimate; older ones have fewer keys."""
-        known: dict[str, Any] = {each.name: data.get(each.name) or 0 for each in fields(cls)}
-        known["num_ranks"] = max(1, known["num_ranks"])
-        return cls(**{**known, "media": tuple(data.get("media") or ())})
+        figures: dict[str, Any] = {each.name: data.get(each.name) or 0 for each in fields(cls)}
+        more = {"num_ranks": max(1, figures["num_ranks"]), "media": tuple(data.get("media") or ())}
+        return cls(**{**figures, **more})
 
 
 @dataclass(frozen=True)
@@ -128,9 +125,6 @@ class RowNeeds:
         memory = max(self.memory_bytes, other.memory_bytes)  # one after the other
         return RowNeeds(self.num_rows + other.num_rows, self.disk_bytes + other.disk_bytes, memory)
 
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Loss:
@@ -138,9 +132,6 @@ class Loss:
 
     type: str | None  #: SFTConfig's `loss_type`; None leaves it to the backend
     reasons: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, object]:
-        return {"type": self.type, "reasons": list(self.reasons)}
 
 
 @dataclass(frozen=True)
@@ -155,14 +146,6 @@ class Parallel:
     gradient_accumulation_steps: int | None = None  #: likewise
     effective_batch: int | None = None  #: rows of one optimizer step on all devices together; likewise
     reasons: Mapping[str, str] = field(default_factory=dict)  #: why, for mode and effective_batch
-
-    def as_dict(self) -> dict[str, object]:
-        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "reasons": dict(self.reasons)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Parallel:
-        """Read the choices; keys of later versions are left out."""
-        return cls(**{each.name: data[each.name] for each in fields(cls) if each.name in data})
 
 
 @dataclass(frozen=True)
@@ -186,8 +169,7 @@ class Checkpoint:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
-        known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
-        return cls(**{**known, "architectures": tuple(data.get("architectures") or ())})
+        return cls(**{**known(cls, data), "architectures": tuple(data.get("architectures") or ())})
 
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
@@ -318,7 +300,7 @@ class PlanFile:
     @property
     def parallel(self) -> Parallel:
         """The division between devices; plans of earlier versions have none, for one device."""
-        return Parallel.from_dict(dict(self.document.get("parallel") or {}))
+        return Parallel(**known(Parallel, dict(self.document.get("parallel") or {})))
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -434,7 +416,7 @@ class PlanFile:
         return self._with(date=date.isoformat(timespec="seconds"))
 
     def for_trial(self, spec: Mapping[str, Any], output_dir: Path) -> PlanFile:
-        return self._with(spec=spec, output_dir=str(output_dir), is_trial=True, parallel=Parallel().as_dict())
+        return self._with(spec=spec, output_dir=str(output_dir), is_trial=True, parallel=asdict(Parallel()))
 
     def _with(self, **keys: Any) -> PlanFile:
         return PlanFile({**self.document, **keys})

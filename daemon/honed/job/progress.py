@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from typing import Any
 
 
@@ -29,6 +30,11 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{math.ceil(num_bytes / 2**20)} MiB"
 
 
+def size(num_bytes: float) -> str:
+    """Format bytes for people: 1.2 GiB, 900 MiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
 def together(facts: Iterable[tuple[str, str]]) -> list[str]:
     """Return sentences about devices, one for all that have the same fact: `GPU 0, GPU 1 are drained: a new fan`."""
     labels: dict[str, list[str]] = {}
@@ -39,3 +45,8 @@ def together(facts: Iterable[tuple[str, str]]) -> list[str]:
 
 def figure(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
+def short(place: str | None) -> str:
+    """Return the last part of a path; a hub id stays whole."""
+    return PurePath(place).name if place and place.startswith("/") else place or ""

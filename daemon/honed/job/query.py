@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import shlex
 import time
@@ -40,7 +39,7 @@ from honed.job.shape import (
     Wait,
 )
 from honed.job.spool import Spool
-from honed.system import untrusted
+from honed.system import durable, untrusted
 from honed.system.error import NotPermittedError, TimeLimitError, UsageError, plain
 from honed.system.layout import JobLayout, Layout
 
@@ -180,8 +179,7 @@ def rows(
     """Iterate over the chosen jobs' rows; the jobs are fixed now, each row is built when it is requested. `queue`
     returns the queued jobs in their order; without it they are listed by priority and number."""
     chosen = (job for job in _ordered(spool.all(), choice.after, queue) if choice.has(job, asker))
-    jobs = list(islice(chosen, choice.limit))
-    return _rows(layout, jobs, asker)
+    return _rows(layout, list(islice(chosen, choice.limit)), asker)
 
 
 def _rows(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[Row]:
@@ -238,8 +236,7 @@ def _heads(jobs: Catalog, choice: Choice, num: int, queue: Queue | None) -> Iter
         if not choice.states or state in choice.states:
             found = queue() if queue is not None and state is State.QUEUED else jobs.of_state(state)
             yield from islice(found, num)
-    ended = (job for job in jobs.ended() if not choice.states or job.state in choice.states)
-    yield from islice(ended, num)
+    yield from islice((job for job in jobs.ended() if not choice.states or job.state in choice.states), num)
 
 
 def accepted(
@@ -291,15 +288,13 @@ def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) 
     best = min(ended, key=lambda job: job["eval_loss"] or 0.0, default=None)
     first = jobs[0].group
     assert first is not None
-    best_id = best["id"] if best is not None else None
-    halving = first.get("halving")
     return {
         "id": number,
         "name": first["name"],
         "file": first["file"],
         "jobs": made,
-        "best": best_id,
-        "halving": halving,
+        "best": best["id"] if best is not None else None,
+        "halving": first.get("halving"),
     }
 
 
@@ -321,9 +316,8 @@ def _group_job(layout: Layout, reader: Reader, job: Job) -> GroupJob:
 
 
 def _stopped_early(job: Job) -> StoppedEarly | None:
-    if job.cut is None or not job.was_stopped_early:
+    if (cut := job.cut) is None or not job.was_stopped_early:
         return None
-    cut = job.cut
     return {"rung": cut.rung, "step": cut.step, "eval_loss": cut.eval_loss, "reason": cut.words}
 
 
@@ -332,9 +326,18 @@ def _row(job: Job, progress: Progress, score: Score | None, asker: Asker) -> Row
     if asker.may_read(job):
         return summary(job, progress, score)
     row = summary(job, {**progress, "epoch": None, "loss": None})
-    row |= {"name": "", "outcome": None, "remark": "", "source": None, "preemption": None, "class": None}
-    row["group"] = None
-    row |= {"model": None, "data": [], "elapsed_sec": None}
+    row |= {
+        "name": "",
+        "outcome": None,
+        "remark": "",
+        "source": None,
+        "preemption": None,
+        "class": None,
+        "group": None,
+        "model": None,
+        "data": [],
+        "elapsed_sec": None,
+    }
     return row if row["waiting_for"] is None else {**row, "waiting_for": {**row["waiting_for"], "detail": ""}}
 
 
@@ -594,8 +597,4 @@ def _plan(files: JobLayout) -> PlanFile:
 
 
 def _read_json(path: Path, *, num_names: int) -> dict[str, Any]:
-    try:
-        data = json.loads(untrusted.read_plain(path, num_names=num_names))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
+    return durable.json_object(lambda: untrusted.read_plain(path, num_names=num_names))

@@ -110,7 +110,8 @@ def _visit(parent_fd: int, path: Path, info: os.stat_result, device: int, count:
                 os.fchmod(fd, stat.S_IMODE(info.st_mode) | 0o700)
             with os.scandir(fd) as entries:
                 names = [entry.name for entry in entries]
-            for name in sorted(names, key=_what_is_needed_last):
+            # plan.json last: it names the job's staged copies, and an interrupted removal still needs it.
+            for name in sorted(names, key=lambda name: name == "plan.json"):
                 with contextlib.suppress(FileNotFoundError):
                     below = os.stat(name, dir_fd=fd, follow_symlinks=False)
                     _visit(fd, path / name, below, device, count, remove=remove)
@@ -122,11 +123,6 @@ def _visit(parent_fd: int, path: Path, info: os.stat_result, device: int, count:
         pass
     except OSError as error:
         count.complain(path, error)
-
-
-def _what_is_needed_last(name: str) -> bool:
-    """Sort plan.json last: it names the job's staged copies, and an interrupted removal still needs it."""
-    return name == "plan.json"
 
 
 # -- a job's ----------------------------------------------------------------------------------------------------------
@@ -201,8 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     layout = layouts.of(options.root)
     spool = Spool(layout, lock=False)
     for item in options.items:
-        count = settle(spool, layout, item)
-        print(json.dumps({"item": item, **count.as_dict()}), flush=True)
+        print(json.dumps({"item": item, **settle(spool, layout, item).as_dict()}), flush=True)
     return 0
 
 

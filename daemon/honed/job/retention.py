@@ -24,6 +24,7 @@ from honed.job.query import Asker, find
 from honed.job.row_cache import RowCache
 from honed.job.shape import PruneAnswer, PrunedRow
 from honed.job.spool import Spool
+from honed.spec import problem
 from honed.spec.config import RetentionConfig
 from honed.system.error import NotPermittedError, UsageError
 from honed.system.layout import Layout
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 DAY_SEC = 86400.0
 #: Files in rejected/; the oldest are removed.
 MAX_REJECTED = 10_000
-FINAL = tuple(state for state in State if state.is_final)
 
 
 @dataclass(frozen=True)
@@ -109,25 +109,13 @@ class Needs:
             plan = PlanFile.read(self._layout.job(job.id).plan_path)
         except (OSError, ValueError):
             return
-        for text in _texts(plan.document):
+        for _, text in problem.texts(plan.document):
             if (match := self._path.match(text)) is not None:
                 yield int(match[1])
 
 
 def _why(job: Job) -> str:
     return "pinned" if job.state.is_final else str(job.state)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    ahead = [value]
-    while ahead:
-        match ahead.pop():
-            case str(text):
-                yield text
-            case dict(mapping):
-                ahead += mapping.values()
-            case list(items):
-                ahead += items
 
 
 def output_hosts(layout: Layout, jobs: Iterable[Job]) -> dict[int, str]:
@@ -230,8 +218,7 @@ def needed_of(needs: Needs, spool: Spool, jobs: Iterable[Job]) -> dict[int, str]
     """Return {number: reason to keep it} for all jobs that must stay."""
     jobs = list(jobs)
     hosts = output_hosts(spool.layout, jobs)
-    found = hosts | needs.reasons(job for job in jobs if job.is_pinned or not job.state.is_final)
-    return _compared(jobs) | found
+    return _compared(jobs) | hosts | needs.reasons(job for job in jobs if job.is_pinned or not job.state.is_final)
 
 
 def _compared(jobs: Sequence[Job]) -> dict[int, str]:

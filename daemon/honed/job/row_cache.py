@@ -145,14 +145,15 @@ class RowCache:
 
     def _take(self, job: Job, name: str) -> None:
         entry = self._known.get((job.uid, name))
-        with contextlib.suppress(FileNotFoundError):
-            made = self._layout.job(job.id).rows_dir / name / FILES[0]
-            with untrusted.directory(made, num_names=3) as fd:
-                infos = [os.stat(each, dir_fd=fd, follow_symlinks=False) for each in FILES]
-                if all(stat.S_ISREG(info.st_mode) for info in infos) and not (entry and self._is_of(entry, infos)):
-                    self._link(job.uid, name, fd)
-                    jobs = entry.jobs if entry is not None else frozenset()
-                    entry = Entry(job.uid, name, sum(map(_taken, infos)), 0.0, jobs)
+        with (
+            contextlib.suppress(FileNotFoundError),
+            untrusted.directory(self._layout.job(job.id).rows_dir / name / FILES[0], num_names=3) as fd,
+        ):
+            infos = [os.stat(each, dir_fd=fd, follow_symlinks=False) for each in FILES]
+            if all(stat.S_ISREG(info.st_mode) for info in infos) and not (entry and self._is_of(entry, infos)):
+                self._link(job.uid, name, fd)
+                jobs = entry.jobs if entry is not None else frozenset()
+                entry = Entry(job.uid, name, sum(map(_taken, infos)), 0.0, jobs)
         if entry is not None:
             # Known first: on a full disk its use may not be written, but its bytes count.
             self._known[job.uid, name] = entry

@@ -16,6 +16,15 @@ from honed.system.usage import Usage
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 
+class _Named(TypedDict):
+    id: int
+    name: str
+
+
+class _Listed(_Named):
+    state: str
+
+
 class Progress(TypedDict):
     """A job's progress as last reported; None where it is not known."""
 
@@ -51,12 +60,9 @@ class PreemptionRow(TypedDict):
     lost_steps: int | None  #: 0 if it wrote a checkpoint; None if it did not, or not yet
 
 
-class Row(_Class):
+class Row(_Listed, _Class):
     """One row of `list`."""
 
-    id: int
-    name: str
-    state: str
     outcome: str | None
     remark: str
     priority: int
@@ -85,23 +91,18 @@ class StoppedEarly(TypedDict):
     reason: str  #: for people
 
 
-class GroupJob(TypedDict):
+class GroupJob(_Listed):
     """A job of a sweep."""
 
-    id: int
-    name: str
-    state: str
     outcome: str | None
     values: dict[str, Any]
     eval_loss: float | None  #: the last one reported; at the end that of the model that was saved
     stopped_early: StoppedEarly | None
 
 
-class GroupShown(TypedDict):
+class GroupShown(_Named):
     """The answer to `group`: the jobs of a sweep that the asker may read."""
 
-    id: int
-    name: str
     file: str
     jobs: list[GroupJob]
     best: int | None  #: the job with the lowest eval_loss of those that succeeded
@@ -209,13 +210,16 @@ class Shown(Row):
     events: list[dict[str, Any]]
 
 
-class Answer(TypedDict):
-    """A prediction for a held-out example."""
-
+class _Predicted(TypedDict):
     sample_index: int
-    prompt: str | None
     ground_truth: str | None
     prediction: str | None
+
+
+class Answer(_Predicted):
+    """A prediction for a held-out example."""
+
+    prompt: str | None
 
 
 class Prediction(Answer):
@@ -225,13 +229,10 @@ class Prediction(Answer):
     step: int
 
 
-class LastPrediction(TypedDict):
+class LastPrediction(_Predicted):
     """A prediction of the last step that has any, with its texts truncated."""
 
     step: int
-    sample_index: int
-    ground_truth: str | None
-    prediction: str | None
 
 
 class Glance(Row):
@@ -251,11 +252,8 @@ class Glance(Row):
 # -- arrivals ----------------------------------------------------------------------------------------------------------
 
 
-class Submitted(TypedDict):
+class Submitted(_Named):
     """The number and the name that a job file was given."""
-
-    id: int
-    name: str
 
 
 class Refusal(TypedDict):
@@ -274,14 +272,11 @@ class Refused(TypedDict):
     are_all: bool
 
 
-class Arrival(TypedDict):
+class Arrival(_Listed):
     """An arrival or a job that waits for a fetch; see daemon.arrivals.fetches."""
 
-    id: int
-    name: str
     uid: int | None
     source: str | None
-    state: str
     repo_id: str | None
     revision: str | None
     repo_type: str
@@ -347,13 +342,7 @@ class Telemetry(TypedDict):
 # -- removal -----------------------------------------------------------------------------------------------------------
 
 
-class _Named(TypedDict):
-    id: int
-    name: str
-    state: str
-
-
-class PrunedRow(_Named):
+class PrunedRow(_Listed):
     """A job that is to be removed."""
 
     num_bytes: int | None  #: None until it is measured
@@ -398,5 +387,5 @@ class Removed(TypedDict):
     problem: str | None
 
 
-class RemovedRow(_Named, Removed):
+class RemovedRow(_Listed, Removed):
     """A job that was removed."""

@@ -161,7 +161,7 @@ class Spool:
     """One instance's spool, locked for the life of this object if `lock` is true."""
 
     def __init__(self, layout: Layout, *, lock: bool = True) -> None:
-        self._layout = layout
+        self.layout = layout
         self.dir = layout.spool_dir
         self.incoming_dir = self.dir / "incoming"
         self.claimed_dir = self.dir / "claimed"
@@ -212,10 +212,6 @@ class Spool:
         """Return all jobs; a reader other than the daemon gets the entries as they are at this moment."""
         return self._catalog if self._catalog is not None else Catalog(self.all_jobs().values())
 
-    @property
-    def layout(self) -> Layout:
-        return self._layout
-
     def state_dir(self, state: State) -> Path:
         return self.entries.directory(state)
 
@@ -248,9 +244,7 @@ class Spool:
 
     def job(self, job_id: int) -> Job | None:
         """Return one job, in whatever state it is; of two copies the newer."""
-        if self._catalog is not None:
-            return self._catalog.get(job_id)
-        return self.entries.get(job_id)
+        return self.entries.get(job_id) if self._catalog is None else self._catalog.get(job_id)
 
     def named(self, name: str) -> list[Job]:
         """Return the jobs with this name, oldest first."""
@@ -374,7 +368,7 @@ class Spool:
                 durable.sync_dir(directory)
 
     def job_layout(self, job_id: int) -> JobLayout:
-        return self._layout.job(job_id)
+        return self.layout.job(job_id)
 
 
 def names_in(directory: Path) -> list[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from honed.spec import problem
 from honed.system.layout import Layout
 
 #: Pattern of their names.
@@ -18,7 +19,7 @@ _PLACE = re.compile(r"[0-9a-f]{16}")
 def places(job_spec: Mapping[str, Any], layout: Layout, uid: int) -> list[Path]:
     """Return the directories of copies named in a job that its submitter owns: a spec may name anybody's."""
     found = []
-    for place in sorted({place for text in _texts(job_spec) if (place := place_of(Path(text), layout)) is not None}):
+    for place in sorted(filter(None, {place_of(Path(text), layout) for _, text in problem.texts(job_spec)})):
         with contextlib.suppress(OSError):
             info = place.lstat()
             if stat.S_ISDIR(info.st_mode) and info.st_uid == uid:
@@ -32,15 +33,3 @@ def place_of(path: Path, layout: Layout) -> Path | None:
         return None
     name = path.relative_to(layout.staged_dir).parts[0]
     return layout.staged_dir / name if _PLACE.fullmatch(name) else None
-
-
-def _texts(value: Any) -> Iterator[str]:
-    match value:
-        case str():
-            yield value
-        case dict():
-            for each in value.values():
-                yield from _texts(each)
-        case list():
-            for each in value:
-                yield from _texts(each)

@@ -14,7 +14,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from honed.job.comparison import is_right
 from honed.job.event import Event
 from honed.job.job import MAX_PRIORITY
 from honed.job.plan_file import PlanFile
-from honed.job.progress import duration, figure
+from honed.job.progress import duration, figure, size
 from honed.job.shape import Segment
 
 #: Rows that a trial must memorize.
@@ -61,9 +61,6 @@ class Findings:
     estimated_bytes: int | None
     device: str  #: cuda, cpu or mps
     warnings: list[str]  #: warnings that the worker logged
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Findings:
@@ -327,19 +324,14 @@ def _how_long(found: Findings) -> str:
 def _how_much(found: Findings) -> str:
     if not found.peak_bytes:
         return "Unknown: the system does not report it."
-    there = f", {_gib(found.available_bytes)} available" if found.available_bytes else ""
+    there = f", {size(found.available_bytes)} available" if found.available_bytes else ""
     batch = "with the longest row in a batch"
     if found.device == "cuda":
-        estimated = f" (estimated: {_gib(found.estimated_bytes)})" if found.estimated_bytes else ""
-        return f"{_gib(found.peak_bytes)} GPU memory at peak{there}{estimated}, {batch}."
+        estimated = f" (estimated: {size(found.estimated_bytes or 0)})" if found.estimated_bytes else ""
+        return f"{size(found.peak_bytes)} GPU memory at peak{there}{estimated}, {batch}."
     # The measured memory is a whole process: for a small model mostly libraries, which no estimate includes.
-    alone = f" The estimate for the model and its training alone is {_gib(found.estimated_bytes)}."
+    alone = f" The estimate for the model and its training alone is {size(found.estimated_bytes or 0)}."
     return (
-        f"{_gib(found.peak_bytes)} peak memory of the process, including Python and its libraries{there}, "
+        f"{size(found.peak_bytes)} peak memory of the process, including Python and its libraries{there}, "
         f"{batch}.{alone if found.estimated_bytes else ''}"
     )
-
-
-def _gib(num_bytes: int | None) -> str:
-    size = num_bytes or 0
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -148,6 +148,5 @@ async def unreadable(request: Request, error: OSError | sqlite3.Error) -> Respon
 
 
 async def no_route(request: Request, error: HTTPException) -> Response:
-    hint = "/ lists all jobs, and /openapi.json all addresses"
-    wrong = UsageError("there is no page at this address", hint=hint)
+    wrong = UsageError("there is no page at this address", hint="/ lists all jobs, and /openapi.json all addresses")
     return said(error.status_code, wrong, error.headers, scope=request.scope)

@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from honed import __version__
 from honed.job.job import State
-from honed.page.source import Source
+from honed.page.source import Health, Source
 
 #: Rows of one page, at most and by default.
 MAX_ROWS, ROWS = 500, 100
@@ -238,31 +238,6 @@ class PredictionList(_Answer):
     """Address of the next page; null on the last."""
 
 
-class DaemonHealth(_Answer):
-    """The health of the honed daemon."""
-
-    is_up: bool
-    version: str | None
-    is_paused: bool | None
-    detail: str | None
-
-
-class DatabaseHealth(_Answer):
-    """The health of honed.db."""
-
-    is_open: bool
-    num_jobs: int | None
-    detail: str | None
-
-
-class Health(_Answer):
-    """The overall health: ok with status 200, failing with 503."""
-
-    status: str
-    honed: DaemonHealth
-    database: DatabaseHealth
-
-
 # -- addresses --------------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +266,13 @@ ENDPOINTS = (
         Source.predictions,
         "predictions",
     ),
-    Endpoint("/healthz", "Health of the daemon and its database", NoParameters, Health, lambda one, _: one.health()),
+    Endpoint(
+        "/healthz",
+        "Health of the daemon and its database",
+        NoParameters,
+        Health,
+        lambda one, _: one.health().model_dump(),
+    ),
 )
 #: Endpoints without JSON: address, summary, media type.
 _OTHERS = (

@@ -24,7 +24,7 @@ from honed.job.spool import Spool
 from honed.page import plot
 from honed.page.page import document
 from honed.page.plot import Series
-from honed.page.report import MAX_PRINTED_BYTES, Story, compared, gather, outcome, telling_scores
+from honed.page.report import Story, compared, gather, outcome, put_out, telling_scores
 from honed.system import layout as layouts
 from honed.system import niceness
 from honed.system.log import guard_tracebacks
@@ -147,12 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(jobs) < len(options.ids):
         return 1
     stories = [gather(spool, layout, job) for job in jobs]
-    page = render(stories, num_all=options.of or len(jobs), now=time.time())
-    if len(page) > MAX_PRINTED_BYTES:
-        print(f"the page has {len(page):,} bytes, more than honed-web serves", file=sys.stderr)
-        return 1
-    sys.stdout.buffer.write(page)
-    return 0
+    return put_out(render(stories, num_all=options.of or len(jobs), now=time.time()), "the page")
 
 
 if __name__ == "__main__":

@@ -91,8 +91,7 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
-        refused = self._refused(scope)
-        await (refused or self._app)(scope, receive, send_guarded)
+        await (self._refused(scope) or self._app)(scope, receive, send_guarded)
 
     def _refused(self, scope: Scope) -> Response | None:
         rules, peer, session = self._web.rules, scope["state"]["peer"], self._web.session
@@ -100,7 +99,9 @@ class Guard:
         shown = shown_token(headers.get(b"authorization"))
         has_token = shown is not None and rules.token is not None and equal(shown, rules.token)
         holder: Holder = scope["state"]["holder"]
-        has_cookie = session is not None and peer is None and session.has(headers.get(b"cookie", ""), _port(scope))
+        has_cookie = (
+            session is not None and peer is None and session.has(headers.get(b"cookie", ""), scope["server"][1])
+        )
         is_owner = has_cookie and not _is_of_another_page(headers) and holder.is_of_owner
         kind = (
             kind_of(rules.policy, peer) if peer is not None else Kind.TOKEN if has_token or is_owner else Kind.UNKNOWN
@@ -147,11 +148,6 @@ def _login(rules: Rules, session: Session | None) -> Login:
     return Login.LINK if session is not None else Login.NONE
 
 
-def _port(scope: Scope) -> int:
-    """Return the port of ours to which a client over TCP has connected."""
-    return int(scope["server"][1])
-
-
 def asker_of(policy: PolicyConfig, peer: Peer | None, *, has_token: bool) -> Asker:
     """Return the asker, as the daemon does for its control socket; over TCP the token alone identifies a client."""
     if peer is None or has_token:
@@ -186,5 +182,4 @@ def shown_token(header: str | None) -> str | None:
 def _is_ours(host: str, names: frozenset[str]) -> bool:
     """Return True if a Host header names us. A foreign page whose name resolves to 127.0.0.1 (DNS rebinding) sends its
     own."""
-    name = re.sub(r":[0-9]*$", "", host.strip().lower()).rstrip(".")
-    return name in names
+    return re.sub(r":[0-9]*$", "", host.strip().lower()).rstrip(".") in names

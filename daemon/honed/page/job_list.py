@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlencode
 
 from honed.job.database import Reader
 from honed.job.job import State
-from honed.job.progress import duration, figure
+from honed.job.progress import duration, figure, short
 from honed.job.query import Asker
 from honed.job.shape import Gpu, Row, Status, Telemetry
 from honed.page.comparison import MAX_JOBS
@@ -245,8 +244,3 @@ def _cut(choice: Choice, rows: Sequence[Row]) -> tuple[list[Row], int | None, in
     ended = [row for row in rows if row["state"] in is_over and (not choice.before or row["id"] < choice.before)]
     older_than = ended[MAX_ENDED - 1]["id"] if len(ended) > MAX_ENDED else None
     return [*waiting[:MAX_UNFINISHED], *ended[:MAX_ENDED]], older_than, max(0, len(waiting) - MAX_UNFINISHED)
-
-
-def short(place: str | None) -> str:
-    """Return the last part of a path; a hub id stays whole."""
-    return PurePath(place).name if place and place.startswith("/") else place or ""

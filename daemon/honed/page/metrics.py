@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -63,13 +63,9 @@ class Figures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         health = self._source.health()
-        yield GaugeMetricFamily("honed_up", "Whether honed responds", value=health["honed"]["is_up"])
-        yield GaugeMetricFamily(
-            "honed_database_up", "Whether honed.db can be read", value=health["database"]["is_open"]
-        )
-        version = GaugeMetricFamily("honed_web_info", "The version of honed-web", labels=("version",))
-        version.add_metric((__version__,), 1)
-        yield version
+        yield GaugeMetricFamily("honed_up", "Whether honed responds", value=health.honed.is_up)
+        yield GaugeMetricFamily("honed_database_up", "Whether honed.db can be read", value=health.database.is_open)
+        yield _gauge("honed_web_info", "The version of honed-web", "version", [(__version__, 1)])
         with contextlib.suppress(HonedError):  # honed has never run here: the two metrics above show it
             yield from self._queue()
             yield from self._running()
@@ -78,12 +74,8 @@ class Figures(Collector):
         if (values := counters.read(self._source.layout.counters_path)) is not None:
             yield from _counted(values)
         if (told := self._source.telemetry()) is not None:
-            degraded = GaugeMetricFamily(
-                "honed_degraded", "Whether honed is degraded, by kind of fault", labels=("kind",)
-            )
-            for kind, is_wrong in told["faults"].items():
-                degraded.add_metric((kind,), is_wrong)
-            yield degraded
+            words = "Whether honed is degraded, by kind of fault"
+            yield _gauge("honed_degraded", words, "kind", told["faults"].items())
             yield GaugeMetricFamily("honed_damaged_entries", "Damaged entries in corrupt/", value=told["num_damaged"])
             yield from _loads(told["gpus"])
             yield from _process("honed_process", told["process"])
@@ -94,23 +86,15 @@ class Figures(Collector):
     def _queue(self) -> Iterator[Metric]:
         jobs = self._source.entries.all_jobs().values()
         states = Counter(job.state for job in jobs)
-        by_state = GaugeMetricFamily("honed_jobs", "Jobs by state", labels=("state",))
-        for state in State:
-            by_state.add_metric((state,), states[state])
-        yield by_state
-        outcomes = GaugeMetricFamily("honed_outcomes", "Finished jobs that are kept, by outcome", labels=("outcome",))
-        for outcome, count in sorted(Counter(job.outcome for job in jobs if job.state.is_final).items(), key=str):
-            outcomes.add_metric((outcome or "none",), count)
-        yield outcomes
+        yield _gauge("honed_jobs", "Jobs by state", "state", [(state, states[state]) for state in State])
+        outcomes = sorted(Counter(job.outcome for job in jobs if job.state.is_final).items(), key=str)
+        found = [(outcome or "none", count) for outcome, count in outcomes]
+        yield _gauge("honed_outcomes", "Finished jobs that are kept, by outcome", "outcome", found)
         waiting = [job.submitted_at for job in jobs if job.state is State.QUEUED]
         age = max(0.0, time.time() - min(waiting)) if waiting else 0.0
         yield GaugeMetricFamily("honed_queue_age_seconds", "Age of the job that has been queued the longest", value=age)
-        reasons = GaugeMetricFamily(
-            "honed_jobs_waiting", "Why the first 500 queued jobs wait, by the code of the reason", labels=("reason",)
-        )
-        for reason, count in sorted(self._source.waiting().items()):
-            reasons.add_metric((reason,), count)
-        yield reasons
+        words = "Why the first 500 queued jobs wait, by the code of the reason"
+        yield _gauge("honed_jobs_waiting", words, "reason", sorted(self._source.waiting().items()))
         yield GaugeMetricFamily("honed_paused", "Whether the queue is paused", value=self._source.entries.is_paused)
 
     def _running(self) -> Iterator[Metric]:
@@ -123,13 +107,9 @@ class Figures(Collector):
                 if is_open and isinstance(value := progress.get(key), int | float):
                     family.add_metric((str(job_id),), value)
             yield family
-        started = GaugeMetricFamily(
-            "honed_job_started_timestamp_seconds", "Start time of a running job's attempt", labels=("job",)
-        )
-        for job_id, job in running.items():
-            if job.attempts:
-                started.add_metric((str(job_id),), job.attempt.started_at)
-        yield started
+        started = [(str(job_id), job.attempt.started_at) for job_id, job in running.items() if job.attempts]
+        words = "Start time of a running job's attempt"
+        yield _gauge("honed_job_started_timestamp_seconds", words, "job", started)
 
     def _outbox(self) -> Iterator[Metric]:
         path = self._source.layout.outbox_dir
@@ -152,16 +132,22 @@ class Figures(Collector):
             yield GaugeMetricFamily(f"honed_outbox_{name}", words, value=value)
 
     def _file_systems(self) -> Iterator[Metric]:
-        size = GaugeMetricFamily("honed_filesystem_size_bytes", "Size of a file system", labels=("directory",))
-        free = GaugeMetricFamily(
-            "honed_filesystem_avail_bytes", "Bytes that honed can still write", labels=("directory",)
-        )
+        found: dict[str, os.statvfs_result] = {}
         for directory in (self._source.layout.state_dir, self._source.layout.spool_dir):
             with contextlib.suppress(OSError):
-                found = os.statvfs(directory)
-                size.add_metric((str(directory),), found.f_blocks * found.f_frsize)
-                free.add_metric((str(directory),), found.f_bavail * found.f_frsize)
-        yield from (size, free)
+                found[str(directory)] = os.statvfs(directory)
+        sizes = [(name, each.f_blocks * each.f_frsize) for name, each in found.items()]
+        free = [(name, each.f_bavail * each.f_frsize) for name, each in found.items()]
+        yield _gauge("honed_filesystem_size_bytes", "Size of a file system", "directory", sizes)
+        yield _gauge("honed_filesystem_avail_bytes", "Bytes that honed can still write", "directory", free)
+
+
+def _gauge(name: str, words: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
+    """Return a metric with a value for each of the label's."""
+    family = GaugeMetricFamily(name, words, labels=(label,))
+    for each, value in values:
+        family.add_metric((each,), value)
+    return family
 
 
 def _counted(values: counters.Values) -> Iterator[Metric]:

@@ -176,8 +176,10 @@ def _axes(x_ticks: Sequence[float], y_ticks: Sequence[float], x_scale: _Scale, y
     step = y_ticks[1] - y_ticks[0]
     for tick in y_ticks:
         y = y_scale(tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label(tick, step)}</text>')
+        parts += [
+            f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>',
+            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label(tick, step)}</text>',
+        ]
     step = x_ticks[1] - x_ticks[0]
     for tick in x_ticks:
         x = x_scale(tick)

@@ -8,6 +8,7 @@ that a data set or a model names are not opened, since that would happen with ho
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import itertools
 import json
@@ -98,17 +99,13 @@ class Story:
 
 
 def gather(spool: Spool, layout: Layout, job: Job) -> Story:
-    reader = Reader(layout.database_path)
-    try:
+    with contextlib.closing(Reader(layout.database_path)) as reader:
         figures, predictions, events = reader.figures(job.id), reader.predictions(job.id), reader.events(job.id)
-    finally:
-        reader.close()
     try:
         spec_text = _read(layout.job(job.id).spec_path)
     except OSError as error:
         spec_text = f"({error.strerror})"
-    shown = query.show(spool, layout, str(job.id))
-    return Story(job, shown, figures, predictions, events, spec_text)
+    return Story(job, query.show(spool, layout, str(job.id)), figures, predictions, events, spec_text)
 
 
 def _read(path: Path) -> str:
@@ -313,9 +310,8 @@ def _plots(story: Story, *, is_served: bool) -> list[Markup]:
         for start in range(0, len(of_kind), 4):
             some = [(name, name.partition("/")[2].replace("_", " ")) for name in of_kind[start : start + 4]]
             drawn.append(lines(title, series(*some), from_zero=True))
-    for name in names:
-        if name not in scores and not _NO_PLOT.search(name):
-            drawn.append(lines(name.replace("_", " "), series((name, name))))
+    others = [name for name in names if name not in scores and not _NO_PLOT.search(name)]
+    drawn += [lines(name.replace("_", " "), series((name, name))) for name in others]
     return [each for each in drawn if each]
 
 
@@ -614,9 +610,13 @@ def print_page(layout: Layout, job_id: int) -> int:
     spool = Spool(layout, lock=False)
     if (job := spool.job(job_id)) is None:
         return 1
-    page = render(gather(spool, layout, job), now=time.time(), is_served=True)
+    return put_out(render(gather(spool, layout, job), now=time.time(), is_served=True), f"job {job_id}: its page")
+
+
+def put_out(page: bytes, what: str) -> int:
+    """Print a page for honed-web. Returns 1 if it is too long."""
     if len(page) > MAX_PRINTED_BYTES:
-        print(f"job {job_id}: its page has {len(page):,} bytes, more than honed-web serves", file=sys.stderr)
+        print(f"{what} has {len(page):,} bytes, more than honed-web serves", file=sys.stderr)
         return 1
     sys.stdout.buffer.write(page)
     return 0

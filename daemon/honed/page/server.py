@@ -282,8 +282,7 @@ def is_local(listening: socket.socket) -> bool:
     if listening.family == socket.AF_UNIX:
         return True
     address = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
+    return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
 
 
 def shown_address(listening: socket.socket) -> str:
@@ -411,16 +410,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     logs.set_up(verbose=options.verbose, identifier="honed-web")
     root = layouts.user_root() if options.user else options.root
-    try:
-        return serve(
-            layouts.of(root), address=options.listen, patience_sec=options.patience_sec, idle_sec=options.idle_sec
-        )
-    except HonedError as error:
-        log.critical("%s%s", error.message, f" ({error.hint})" if error.hint else "")
-        return 78  # EX_CONFIG: RestartPreventExitStatus= in the unit
-    except PermissionError as error:
-        log.critical("%s: %s", error.filename, error.strerror)
-        return 77  # EX_NOPERM
+    run = partial(
+        serve, layouts.of(root), address=options.listen, patience_sec=options.patience_sec, idle_sec=options.idle_sec
+    )
+    return logs.status_of(run, log)
 
 
 def parser() -> argparse.ArgumentParser:

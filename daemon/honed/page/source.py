@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel
 
 from honed.job import query
 from honed.job.database import connect_read_only, progress_of
@@ -140,20 +142,26 @@ class RunningRow(Progress):
     num_trained: float | None
 
 
-class DaemonHealth(TypedDict):
+class DaemonHealth(BaseModel, extra="forbid"):
+    """The health of the honed daemon."""
+
     is_up: bool
     version: str | None
     is_paused: bool | None
     detail: str | None
 
 
-class DatabaseHealth(TypedDict):
+class DatabaseHealth(BaseModel, extra="forbid"):
+    """The health of honed.db."""
+
     is_open: bool
     num_jobs: int | None
     detail: str | None
 
 
-class Health(TypedDict):
+class Health(BaseModel, extra="forbid"):
+    """The overall health: ok with status 200, failing with 503."""
+
     status: str
     honed: DaemonHealth
     database: DatabaseHealth
@@ -216,8 +224,7 @@ class Source:
             ),
             key=lambda row: -row["id"],
         )
-        has_more = len(found) > limit
-        return Page(found[:limit], _cursor(found[limit - 1]["id"]) if has_more else None)
+        return Page(found[:limit], _cursor(found[limit - 1]["id"]) if len(found) > limit else None)
 
     def _explain(self, row: Row, asker: Asker) -> None:
         """Add to a row why its job waits: while honed is up, the files do not have that for queued jobs."""
@@ -366,15 +373,12 @@ class Source:
         try:
             with self.database() as db:
                 num_jobs = _one(db, "SELECT count(*) FROM jobs")
-            found: DatabaseHealth = {
-                "is_open": db is not None,
-                "num_jobs": num_jobs,
-                "detail": None if db is not None else "it does not exist yet",
-            }
+            why = None if db is not None else "it does not exist yet"
+            database = DatabaseHealth(is_open=db is not None, num_jobs=num_jobs, detail=why)
         except HonedError as error:
-            found = {"is_open": False, "num_jobs": None, "detail": error.message}
-        is_well = daemon["is_up"] and found["is_open"]
-        return {"status": "ok" if is_well else "failing", "honed": daemon, "database": found}
+            database = DatabaseHealth(is_open=False, num_jobs=None, detail=error.message)
+        is_well = daemon.is_up and database.is_open
+        return Health(status="ok" if is_well else "failing", honed=daemon, database=database)
 
     def telemetry(self) -> Telemetry | None:
         """Return what honed tells of itself and of the GPUs; None if it does not answer."""

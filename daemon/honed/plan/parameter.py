@@ -275,8 +275,7 @@ def sizes(config: dict[str, Any]) -> Sizes | None:
 def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = None) -> Trained:
     """Return the shapes of all tensors that have a gradient."""
     if adapter is not None:
-        shapes = tuple(tensor.shape for tensor in adapter.tensors)
-        return Trained(shapes or ((adapter.num_parameters,),), ())
+        return Trained(tuple(tensor.shape for tensor in adapter.tensors) or ((adapter.num_parameters,),), ())
     loaded, parts = parameters(model), precision.trained_parts(spec)
     inside = tuple(each for each in loaded if modality.part(each.module) in parts)
     if spec.lora is None:
@@ -298,7 +297,7 @@ def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter
             added += _expert_adapter(parameter, lora.r, through_experts)
         elif _is_target(lora, parameter, set(names)) and parameter.name not in saved:
             targets.append(parameter)
-            added += [(rank, _num_inputs(parameter)), (parameter.num_outputs, rank)]
+            added += [(rank, parameter.num_elements // max(1, parameter.num_outputs)), (parameter.num_outputs, rank)]
             added += [(parameter.num_outputs,)] if lora.use_dora else []
     embeddings = frozenset(
         place for place, parameter in enumerate(saved.values(), len(added)) if parameter.role == "embedding"
@@ -306,10 +305,6 @@ def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter
     added += [parameter.shape for parameter in saved.values()]
     biases = _biases(lora, loaded, {parameter.module for parameter in targets})
     return Trained(tuple(added), tuple(biases), embeddings)
-
-
-def _num_inputs(parameter: Parameter) -> int:
-    return parameter.num_elements // max(1, parameter.num_outputs)
 
 
 def _with_tied_head(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
@@ -354,10 +349,8 @@ def _matches(module: str, names: str | list[str]) -> bool:
 
 
 def _rank(lora: LoraSpec, parameter: Parameter) -> int:
-    for pattern, rank in (lora.rank_pattern or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", parameter.module):
-            return rank
-    return lora.r
+    given = (lora.rank_pattern or {}).items()
+    return next((rank for pattern, rank in given if re.match(rf"(.*\.)?({pattern})$", parameter.module)), lora.r)
 
 
 def experts_targeted(lora: LoraSpec, loaded: tuple[Parameter, ...], names: dict[str, str]) -> set[str]:

@@ -37,9 +37,6 @@ class Step:
     fits: bool
     is_chosen: bool
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -78,13 +75,13 @@ class Plan:
             is_pickled=model.is_pickled,
         )
         return {
-            "backend": self.backend.as_dict(),
+            "backend": asdict(self.backend),
             "precision": self.precision.as_dict(),
             "memory": self.memory.as_dict(),
-            "parallel": self.parallel.as_dict(),
-            "loss": self.loss.as_dict(),
-            "rows": None if self.rows is None else self.rows.as_dict(),
-            "rungs": [each.as_dict() for each in self.rungs],
+            "parallel": asdict(self.parallel),
+            "loss": asdict(self.loss),
+            "rows": None if self.rows is None else asdict(self.rows),
+            "rungs": [asdict(each) for each in self.rungs],
             "checkpoint": checkpoint.as_dict(),
             "base_model_path": str(model.path),
             "device": self.device.as_dict(),

@@ -149,9 +149,8 @@ def _checkpointing(spec: JobSpec, _device: Device) -> Iterator[Change]:
 
 
 def _chunked_loss(spec: JobSpec, device: Device) -> Iterator[Change]:
-    if loss.why_whole(spec, None):
-        return
-    if device.kind == "cuda" and spec.training.loss_type == "nll" and not spec.training.use_liger_kernel:
+    is_plain = spec.training.loss_type == "nll" and not spec.training.use_liger_kernel
+    if device.kind == "cuda" and is_plain and not loss.why_whole(spec, None):
         yield "loss_type: chunked_nll", _changed(spec, loss_type="chunked_nll")
 
 
@@ -210,9 +209,7 @@ def _divided(num_devices: int, spec: JobSpec, device: Device) -> Iterator[Change
 
 
 def _eight_bit_optimizer(spec: JobSpec, device: Device) -> Iterator[Change]:
-    if spec.kind == "evaluate":
-        return
-    if (spec.training.optim or "").startswith("adamw_torch") and device.kind == "cuda":
+    if spec.kind != "evaluate" and spec.training.optim.startswith("adamw_torch") and device.kind == "cuda":
         yield "optim: adamw_8bit", _changed(spec, optim="adamw_8bit")
 
 

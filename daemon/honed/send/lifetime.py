@@ -61,9 +61,8 @@ class Lifetime:
     def must_end(self) -> bool:
         """Return True if we were told to stop, or the time for the last deliveries is over."""
         self._look(0)
-        if self._signals & {signal.SIGTERM, signal.SIGINT}:
-            return True
-        return self._ends_at is not None and self._clock() >= self._ends_at
+        is_over = self._ends_at is not None and self._clock() >= self._ends_at
+        return is_over or bool(self._signals & {signal.SIGTERM, signal.SIGINT})
 
     def left_sec(self) -> float:
         """Return the seconds left for the last deliveries; 0 if we were told to stop."""

@@ -22,7 +22,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from email.headerregistry import Address
 from email.message import EmailMessage
 from email.policy import SMTP as MAIL_POLICY
@@ -200,7 +200,7 @@ class Messenger:
             said,
             extra=about(notice.payload.get("job_id"), NOTICE_REFUSED),
         )
-        record = {"answer": said, "notice": notice.to_json()}
+        record = {"answer": said, "notice": asdict(notice)}
         durable.write_json(notification.refused_dir(self._layout) / path.name, record, mode=0o640)
         path.unlink(missing_ok=True)
 

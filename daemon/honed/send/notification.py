@@ -21,7 +21,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -80,9 +80,6 @@ class Notice:
     is_own: bool  #: sent to the administrator: no job has named the receiver
     payload: Payload
     created_at: float
-
-    def to_json(self) -> dict[str, object]:
-        return self.__dict__
 
     @classmethod
     def from_json(cls, data: Any) -> Notice:
@@ -198,7 +195,7 @@ class Notices:
             return
         self._has_complained = False
         path = directory / f"{notice.key}.json"
-        durable.write_json(path, notice.to_json(), mode=0o640)
+        durable.write_json(path, asdict(notice), mode=0o640)
         # Notices are ordered by modification time: the clock has a coarse resolution and may have been set back.
         self._dated_ns = max(int(self._now() * 1e9), self._dated_ns + 1)
         with contextlib.suppress(FileNotFoundError):  # already delivered

@@ -154,9 +154,7 @@ class Outbox:
         fd = os.open(self._current, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         before = os.fstat(fd).st_size
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
+            durable.write_all(fd, data)
             os.fdatasync(fd)
         except OSError:
             # A partial line must not run into the next one; and honed-send reads whole lines only.
@@ -296,11 +294,7 @@ def _parse(line: bytes, end: Position) -> Row | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the content of a file that the other side writes; empty if it does not exist or was lost by the disk."""
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
+    return durable.json_object(path.read_bytes)
 
 
 def _count(value: Any) -> int:

@@ -78,8 +78,7 @@ class RefusedRows:
         self._num_bytes = None
         num_sent, paths = 0, sorted(self._dir.glob("*.json"))
         for path in paths:
-            data = json.loads(path.read_bytes())["row"]
-            answer = send([Row(data, outbox.Position(0, 0), 0)])
+            answer = send([Row(json.loads(path.read_bytes())["row"], outbox.Position(0, 0), 0)])
             if answer.verdict is Verdict.TAKEN or answer.status == http.client.CONFLICT:
                 path.unlink()
                 num_sent += 1

@@ -155,14 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logs.set_up(verbose=options.verbose, identifier="honed-send")
     sender = Sender(layouts.of(options.root), stdin=sys.stdin if options.until_eof else None)
-    try:
-        return sender.send_again() if options.again else sender.run()
-    except HonedError as error:
-        log.critical("%s%s", error.message, f" ({error.hint})" if error.hint else "")
-        return 78  # EX_CONFIG: RestartPreventExitStatus= in the unit
-    except PermissionError as error:
-        log.critical("%s: %s", error.filename, error.strerror)
-        return 77  # EX_NOPERM
+    return logs.status_of(sender.send_again if options.again else sender.run, log)
 
 
 if __name__ == "__main__":

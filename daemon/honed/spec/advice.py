@@ -80,11 +80,8 @@ def trains_adapter(data: Mapping[str, Any]) -> bool:
 def settings(data: Mapping[str, Any], *names: str) -> Any:
     """Return the first of several keys that is set, at the top level or under `training`."""
     training = data.get("training")
-    for name in names:
-        for place in (data, training if isinstance(training, dict) else {}):
-            if place.get(name) is not None:
-                return place[name]
-    return None
+    places = (data, training if isinstance(training, dict) else {})
+    return next((place[name] for name in names for place in places if place.get(name) is not None), None)
 
 
 # --- Kinds of advice --------------------------------------------------------------------------------------------------

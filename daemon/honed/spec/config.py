@@ -51,10 +51,22 @@ MAIL_ADDRESS = re.compile(
 )
 
 
-def _mail_address(value: str) -> str:
-    if not MAIL_ADDRESS.fullmatch(value):
-        raise ValueError("not an email address")
-    return value
+def _matching(pattern: re.Pattern[str], problem: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not pattern.fullmatch(value):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
+
+
+def _name_of(what: str, pattern: re.Pattern[str]) -> AfterValidator:
+    return _matching(pattern, f"the name of a {what} may contain letters, digits, - and _")
+
+
+#: A class's name.
+CLASS_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MailAddress = Annotated[str, _matching(MAIL_ADDRESS, "not an email address")]
 
 
 #: Apprise's schemas of chats that are reached over TLS alone.
@@ -75,16 +87,6 @@ def _chat_schema(value: str) -> str:
     if value in _NO_CHATS:
         raise ValueError("a scheme that acts on this machine, or one for mail, which smtp_host delivers")
     return value
-
-
-def _webhook_name(value: str) -> str:
-    if not WEBHOOK_NAME.fullmatch(value):
-        raise ValueError("the name of a webhook may contain letters, digits, - and _")
-    return value
-
-
-def _webhook_or_name(value: str) -> str:
-    return value if WEBHOOK_NAME.fullmatch(value) else _web_address(value)
 
 
 def _hours(value: str | list[str]) -> str | list[str]:
@@ -338,7 +340,7 @@ class NotifyConfig(_Section):
     allowed_webhooks: list[Annotated[str, AfterValidator(_web_address)]] = []
     """URLs that a job may call, each with everything below its path: https://ntfy.example.org/honed. None by default:
     honed-send has network access, and a job file must not choose its target."""
-    webhook_files: dict[Annotated[str, AfterValidator(_webhook_name)], Directory] = {}
+    webhook_files: dict[Annotated[str, _name_of("webhook", WEBHOOK_NAME)], Directory] = {}
     """Webhooks with a secret URL, under a name that jobs may use: name = file. The file has the URL on its first line
     and, where one is needed, a bearer token on its second. It is readable for honed's group alone. Instead of an http
     or https URL it may have the Apprise URL of a chat: slack://…, ntfys://…."""
@@ -357,11 +359,14 @@ class NotifyConfig(_Section):
     """User name at the mail server, where it needs one."""
     smtp_password_file: Directory | None = None
     """File with the password of smtp_user, readable for honed's group alone."""
-    mail_from: Annotated[str, AfterValidator(_mail_address)] | None = None
+    mail_from: _MailAddress | None = None
     """Sender address of mails."""
-    admin_webhook: Annotated[str, AfterValidator(_webhook_or_name)] | None = None
+    admin_webhook: (
+        Annotated[str, AfterValidator(lambda value: value if WEBHOOK_NAME.fullmatch(value) else _web_address(value))]
+        | None
+    ) = None
     """Administrator's own webhook, for all jobs: a URL, or a name in webhook_files."""
-    admin_mail: list[Annotated[str, AfterValidator(_mail_address)]] = []
+    admin_mail: list[_MailAddress] = []
     """Administrator's own mail addresses, for all jobs."""
     admin_states: list[Literal["succeeded", "failed", "cancelled"]] = ["failed"]
     """Final states of jobs that the administrator is notified of."""
@@ -394,12 +399,6 @@ class WebConfig(_Section):
     hosts: list[str] = []
     """Names of this machine that browsers may request, besides localhost and its addresses: those that a proxy in front
     forwards. Any other is rejected, or else a foreign page could point its own name to our address."""
-
-
-def _profile_name(value: str) -> str:
-    if not CLASS_NAME.fullmatch(value):
-        raise ValueError("the name of a profile may contain letters, digits, - and _")
-    return value
 
 
 #: The first characters of a place for a job on a cluster, which stands for its GPUs.
@@ -458,7 +457,7 @@ class SlurmConfig(_Section):
     processors, one job at a time."""
     gpu_compute_capability: tuple[int, int] = (8, 0)
     """CUDA compute capability of the nodes' GPUs, for which jobs are planned: [8, 0] is an A100's."""
-    profiles: dict[Annotated[str, AfterValidator(_profile_name)], SlurmProfile] = {}
+    profiles: dict[Annotated[str, _name_of("profile", CLASS_NAME)], SlurmProfile] = {}
     """Kinds of jobs, as [slurm.profiles.NAME]."""
 
     def profile(self, name: str | None) -> SlurmConfig:
@@ -488,16 +487,6 @@ class SlurmConfig(_Section):
         """Return the options of sbatch."""
         named = {key: getattr(self, key) for key in _SLURM_KEYS}
         return [*(f"--{key}={value}" for key, value in named.items() if value), *self.options]
-
-
-def _class_name(value: str) -> str:
-    if not CLASS_NAME.fullmatch(value):
-        raise ValueError("the name of a class may contain letters, digits, - and _")
-    return value
-
-
-#: A class's name.
-CLASS_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ClassConfig(_Section):
@@ -559,7 +548,7 @@ class Config(_Section):
     notify: NotifyConfig = NotifyConfig()
     fair_share: FairShareConfig = FairShareConfig()
     slurm: SlurmConfig = SlurmConfig()
-    classes: dict[Annotated[str, AfterValidator(_class_name)], ClassConfig] = {}
+    classes: dict[Annotated[str, _name_of("class", CLASS_NAME)], ClassConfig] = {}
     users: dict[str, UserConfig] = {}
 
     _outdated: tuple[tuple[Path, Gone], ...] = ()

@@ -548,8 +548,7 @@ class _Json:
         line = self._line()
         if number := _JSON_NUMBER.match(self._text, self._at):
             self._at = number.end()
-            is_float = number[1] or number[2]
-            return _float(number[0], line) if is_float else _integer(number[0], line)
+            return _float(number[0], line) if number[1] or number[2] else _integer(number[0], line)
         if not (word := _JSON_WORD.match(self._text, self._at)):
             self._refuse("a value")
         if word[0] not in _JSON_WORDS:

@@ -119,8 +119,7 @@ def _fault(key: str, line: int | None, code: str, message: str, whole: str, hint
 def mended(data: Mapping[str, Any], fix: Mapping[str, Any]) -> dict[str, Any]:
     """Apply a fix to a job file's content. Removals come first; sections that become empty stay."""
     content: dict[str, Any] = copy.deepcopy(dict(data))
-    removed = sorted((as_path(key) for key, value in fix.items() if value is None), key=_last_first)
-    for path in removed:
+    for path in sorted((as_path(key) for key, value in fix.items() if value is None), key=_last_first):
         above = at(content, path[:-1])
         if isinstance(above, dict):
             above.pop(path[-1], None)

@@ -459,8 +459,7 @@ def _meant(path: KeyPath, key: str, section: str) -> KeyPath | None:
 
 def _section(path: KeyPath) -> str:
     """Return the section of a path as named in NAMES: all data sets share one, whatever their index."""
-    name = ".".join(part for part in path if isinstance(part, str))
-    return re.sub(r"^eval_datasets(?=\.|$)", "datasets", name)
+    return re.sub(r"^eval_datasets(?=\.|$)", "datasets", ".".join(part for part in path if isinstance(part, str)))
 
 
 def _normal(key: str) -> str:

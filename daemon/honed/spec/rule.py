@@ -45,12 +45,18 @@ def _has_eval(spec: JobSpec) -> bool:
     return bool(spec.eval_datasets) or spec.eval_split is not None
 
 
+def _clash(is_so: Callable[[JobSpec], object], finding: Finding) -> Callable[[JobSpec], Iterator[Finding]]:
+    """Return the search for a conflict that is told in the same words of every spec."""
+    return lambda spec: iter([finding] if is_so(spec) else [])
+
+
 _HOLD_OUT = "add eval_split: 0.05, or eval_datasets"
 
 
-def _datasets(spec: JobSpec) -> Iterator[Finding]:
-    if not spec.datasets:
-        yield ("datasets",), "missing: a job needs at least one data set", "datasets: [{path: /srv/data/rows.jsonl}]"
+_datasets = _clash(
+    lambda spec: not spec.datasets,
+    (("datasets",), "missing: a job needs at least one data set", "datasets: [{path: /srv/data/rows.jsonl}]"),
+)
 
 
 def _fractions(spec: JobSpec) -> Iterator[Finding]:
@@ -81,14 +87,15 @@ def _of_hub(spec: JobSpec) -> Iterator[Finding]:
                     )
 
 
-def _held_out(spec: JobSpec) -> Iterator[Finding]:
-    if spec.eval_split is not None and spec.eval_datasets:
-        yield (
-            ("eval_split",),
-            "eval_datasets is also set",
-            "remove eval_split to evaluate only on eval_datasets, or remove eval_datasets",
-            {"eval_split": None},
-        )
+_held_out = _clash(
+    lambda spec: spec.eval_split is not None and spec.eval_datasets,
+    (
+        ("eval_split",),
+        "eval_datasets is also set",
+        "remove eval_split to evaluate only on eval_datasets, or remove eval_datasets",
+        {"eval_split": None},
+    ),
+)
 
 
 def _quantization(spec: JobSpec) -> Iterator[Finding]:
@@ -101,34 +108,37 @@ def _quantization(spec: JobSpec) -> Iterator[Finding]:
         )
 
 
-def _adapter(spec: JobSpec) -> Iterator[Finding]:
-    if spec.lora is not None and spec.adapter is not None:
-        yield (
-            ("lora",),
-            "adapter is also set, and has its own LoRA settings",
-            "remove lora to continue training the adapter, or remove adapter to train a new one",
-            {"lora": None},
-        )
+_adapter = _clash(
+    lambda spec: spec.lora is not None and spec.adapter is not None,
+    (
+        ("lora",),
+        "adapter is also set, and has its own LoRA settings",
+        "remove lora to continue training the adapter, or remove adapter to train a new one",
+        {"lora": None},
+    ),
+)
 
 
-def _merged(spec: JobSpec) -> Iterator[Finding]:
-    if spec.save_merged != "none" and spec.lora is None and spec.adapter is None:
-        yield (
-            ("save_merged",),
-            "there is no adapter to merge: full fine-tuning writes a complete checkpoint anyway",
-            "remove it, or add a lora: section",
-            {"save_merged": None},
-        )
+_merged = _clash(
+    lambda spec: spec.save_merged != "none" and spec.lora is None and spec.adapter is None,
+    (
+        ("save_merged",),
+        "there is no adapter to merge: full fine-tuning writes a complete checkpoint anyway",
+        "remove it, or add a lora: section",
+        {"save_merged": None},
+    ),
+)
 
 
-def _adapter_dtype(spec: JobSpec) -> Iterator[Finding]:
-    if spec.adapter_dtype != "auto" and spec.lora is None and spec.adapter is None:
-        yield (
-            ("adapter_dtype",),
-            "there is no adapter: full fine-tuning trains the weights themselves",
-            "remove it, or add a lora: section",
-            {"adapter_dtype": None},
-        )
+_adapter_dtype = _clash(
+    lambda spec: spec.adapter_dtype != "auto" and spec.lora is None and spec.adapter is None,
+    (
+        ("adapter_dtype",),
+        "there is no adapter: full fine-tuning trains the weights themselves",
+        "remove it, or add a lora: section",
+        {"adapter_dtype": None},
+    ),
+)
 
 
 def _train_parts(spec: JobSpec) -> Iterator[Finding]:
@@ -175,9 +185,10 @@ def _kept_weights(spec: JobSpec) -> Iterator[Finding]:
         )
 
 
-def _evaluation(spec: JobSpec) -> Iterator[Finding]:
-    if spec.training.eval_strategy != "no" and not _has_eval(spec):
-        yield ("training", "eval_strategy"), "there is nothing to evaluate on", _HOLD_OUT, {"eval_split": 0.05}
+_evaluation = _clash(
+    lambda spec: spec.training.eval_strategy != "no" and not _has_eval(spec),
+    (("training", "eval_strategy"), "there is nothing to evaluate on", _HOLD_OUT, {"eval_split": 0.05}),
+)
 
 
 def _needs_evaluation(spec: JobSpec) -> Iterator[Finding]:
@@ -215,9 +226,10 @@ def _evaluating(spec: JobSpec) -> Fix:
 _SAVES = {"save_strategy", "save_steps"}
 
 
-def _guard(spec: JobSpec) -> Iterator[Finding]:
-    if spec.guard is not None and not _has_eval(spec):
-        yield ("guard",), "there is no held-out data to measure on", _HOLD_OUT, {"eval_split": 0.05}
+_guard = _clash(
+    lambda spec: spec.guard is not None and not _has_eval(spec),
+    (("guard",), "there is no held-out data to measure on", _HOLD_OUT, {"eval_split": 0.05}),
+)
 
 
 def _best_prediction(spec: JobSpec) -> Iterator[Finding]:
@@ -296,14 +308,15 @@ def _best_metric(spec: JobSpec) -> Iterator[Finding]:
         )
 
 
-def _truthless(spec: JobSpec) -> Iterator[Finding]:
-    if spec.predictions.prompts and spec.predictions.metrics != "auto":
-        yield (
-            ("predictions", "metrics"),
-            "predictions.prompts have no reference answers to measure against",
-            "remove predictions.metrics, or remove predictions.prompts to predict held-out rows",
-            {"predictions.metrics": None},
-        )
+_truthless = _clash(
+    lambda spec: spec.predictions.prompts and spec.predictions.metrics != "auto",
+    (
+        ("predictions", "metrics"),
+        "predictions.prompts have no reference answers to measure against",
+        "remove predictions.metrics, or remove predictions.prompts to predict held-out rows",
+        {"predictions.metrics": None},
+    ),
+)
 
 
 def _best(spec: JobSpec) -> Iterator[Finding]:
@@ -376,24 +389,26 @@ def _loaders(spec: JobSpec) -> Iterator[Finding]:
             )
 
 
-def _liger(spec: JobSpec) -> Iterator[Finding]:
-    if spec.training.use_liger_kernel and spec.training.loss_type == "chunked_nll":
-        yield (
-            ("training", "loss_type"),
-            "chunked_nll and use_liger_kernel are mutually exclusive",
-            "write nll",
-            {"training.loss_type": "nll"},
-        )
+_liger = _clash(
+    lambda spec: spec.training.use_liger_kernel and spec.training.loss_type == "chunked_nll",
+    (
+        ("training", "loss_type"),
+        "chunked_nll and use_liger_kernel are mutually exclusive",
+        "write nll",
+        {"training.loss_type": "nll"},
+    ),
+)
 
 
-def _smoothing(spec: JobSpec) -> Iterator[Finding]:
-    if spec.training.label_smoothing_factor and spec.training.loss_type == "dft":
-        yield (
-            ("training", "label_smoothing_factor"),
-            "loss_type: dft does not support label smoothing",
-            "remove it, or write training.loss_type: nll, which supports it",
-            {"training.label_smoothing_factor": None},
-        )
+_smoothing = _clash(
+    lambda spec: spec.training.label_smoothing_factor and spec.training.loss_type == "dft",
+    (
+        ("training", "label_smoothing_factor"),
+        "loss_type: dft does not support label smoothing",
+        "remove it, or write training.loss_type: nll, which supports it",
+        {"training.label_smoothing_factor": None},
+    ),
+)
 
 
 def _schedule(spec: JobSpec) -> Iterator[Finding]:
@@ -486,9 +501,10 @@ def _adapted_parts(spec: JobSpec) -> Iterator[Finding]:
         )
 
 
-def _notify(spec: JobSpec) -> Iterator[Finding]:
-    if spec.notify is not None and spec.notify.webhook is None and spec.notify.mail is None:
-        yield ("notify",), "has no recipients", "add webhook or mail, or remove it", {"notify": None}
+_notify = _clash(
+    lambda spec: spec.notify is not None and spec.notify.webhook is None and spec.notify.mail is None,
+    (("notify",), "has no recipients", "add webhook or mail, or remove it", {"notify": None}),
+)
 
 
 def _is_divided(spec: JobSpec) -> bool:
@@ -591,23 +607,25 @@ def _merge_keys(spec: JobSpec) -> Iterator[Finding]:
             )
 
 
-def _merge_gpus(spec: JobSpec) -> Iterator[Finding]:
-    if spec.resources.num_ranks > 1:
-        yield (
-            ("resources",),
-            "a merge uses the CPU of one machine",
-            "write resources: {gpus: 0}, or remove it",
-            {"resources": None},
-        )
+_merge_gpus = _clash(
+    lambda spec: spec.resources.num_ranks > 1,
+    (
+        ("resources",),
+        "a merge uses the CPU of one machine",
+        "write resources: {gpus: 0}, or remove it",
+        {"resources": None},
+    ),
+)
 
 
-def _merge_adapter(spec: JobSpec) -> Iterator[Finding]:
-    if spec.adapter is None:
-        yield (
-            ("adapter",),
-            "missing: a merge needs the adapter to merge into base_model",
-            "write a directory, or job:NAME",
-        )
+_merge_adapter = _clash(
+    lambda spec: spec.adapter is None,
+    (
+        ("adapter",),
+        "missing: a merge needs the adapter to merge into base_model",
+        "write a directory, or job:NAME",
+    ),
+)
 
 
 def _evaluation_keys(spec: JobSpec) -> Iterator[Finding]:
@@ -632,23 +650,25 @@ def _evaluation_keys(spec: JobSpec) -> Iterator[Finding]:
             )
 
 
-def _evaluated(spec: JobSpec) -> Iterator[Finding]:
-    if not spec.eval_datasets and not spec.datasets:
-        yield (
-            ("eval_datasets",),
-            "missing: an evaluation needs at least one data set",
-            "eval_datasets: [{path: /srv/data/rows.jsonl}]",
-        )
+_evaluated = _clash(
+    lambda spec: not spec.eval_datasets and not spec.datasets,
+    (
+        ("eval_datasets",),
+        "missing: an evaluation needs at least one data set",
+        "eval_datasets: [{path: /srv/data/rows.jsonl}]",
+    ),
+)
 
 
-def _asked_once(spec: JobSpec) -> Iterator[Finding]:
-    if spec.predictions.sample_frequency not in ("eval", "off"):
-        yield (
-            ("predictions", "sample_frequency"),
-            "an evaluation has one round of predictions",
-            "remove it, or write off",
-            {"predictions.sample_frequency": None},
-        )
+_asked_once = _clash(
+    lambda spec: spec.predictions.sample_frequency not in ("eval", "off"),
+    (
+        ("predictions", "sample_frequency"),
+        "an evaluation has one round of predictions",
+        "remove it, or write off",
+        {"predictions.sample_frequency": None},
+    ),
+)
 
 
 def _training(*names: str) -> tuple[KeyPath, ...]:

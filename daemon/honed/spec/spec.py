@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from honed.spec import document, other_tool, problem, pydantic_errors, rule, sweep, synonym, variant
+from honed.spec.advice import Advice
 from honed.spec.config import MAIL_ADDRESS, WEBHOOK_NAME
 from honed.spec.data_form import form_of
 from honed.spec.field import (
@@ -117,11 +118,16 @@ def _base_model(value: str) -> str:
     return value
 
 
-def _adapter(value: Any) -> Any:
-    if isinstance(value, str) and (advice := synonym.adapter_word(value)) is not None:
-        fix = None if advice.fix is None else {"adapter": None, **advice.fix}
-        refuse(f"expected the directory of an adapter to continue from, got {shown(value)}", advice.hint, fix=fix)
-    return value
+def _advised(key: str, expected: str, advise: Callable[[str], Advice | None]) -> BeforeValidator:
+    """Refuse a text for which there is advice, such as another tool's word."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and (advice := advise(value)) is not None:
+            fix = None if advice.fix is None else {key: None, **advice.fix}
+            refuse(f"expected {expected} {shown(value)}", advice.hint, fix=fix)
+        return value
+
+    return BeforeValidator(check, json_schema_input_type=str)
 
 
 #: The URL of a data set on the hub, which people copy in place of its id.
@@ -152,20 +158,6 @@ def _dataset_path(value: str) -> str:
     return value if is_hub_dataset(value) else absolute(value)
 
 
-def _chat_template(value: Any) -> Any:
-    if isinstance(value, str) and (advice := synonym.template_word(value)) is not None:
-        fix = None if advice.fix is None else {"chat_template": None, **advice.fix}
-        refuse(f"expected a file with a Jinja template, got {shown(value)}", advice.hint, fix=fix)
-    return value
-
-
-def _model_type(value: Any) -> Any:
-    if isinstance(value, str) and (advice := synonym.model_class(value)) is not None:
-        fix = None if advice.fix is None else {"model_type": None}
-        refuse(f"expected a model type such as qwen3, got the class {shown(value)}", advice.hint, fix=fix)
-    return value
-
-
 def _adapter_place(value: str) -> str:
     if _JOB.fullmatch(value):
         return value
@@ -181,10 +173,6 @@ def _training_template(value: Any) -> Any:
     elif isinstance(value, str) and "/" not in value and not Path(value).suffix:
         refuse(f"expected trl, or an absolute path, got {shown(value)}")
     return value
-
-
-def _variant(value: str) -> str:
-    return value if value == variant.ASKED else absolute(value)
 
 
 def _lora(value: Any) -> Any:
@@ -219,11 +207,6 @@ def _target_modules(value: str | list[str]) -> str | list[str]:
         except re.error:
             refuse(f"expected all-linear, a list of words or a regular expression, got {shown(value)}")
     return value
-
-
-def _none_as_empty(value: Any) -> Any:
-    """Replace null by an empty list."""
-    return [] if value is None else value
 
 
 def _listed(value: Any) -> Any:
@@ -678,7 +661,7 @@ class JobSpec(Section):
     model_type: (
         Annotated[
             str,
-            BeforeValidator(_model_type, json_schema_input_type=str),
+            _advised("model_type", "a model type such as qwen3, got the class", synonym.model_class),
             form(r"[A-Za-z0-9_-]+"),
             Expected("a model type such as qwen3"),
         ]
@@ -689,7 +672,10 @@ class JobSpec(Section):
     """Branch, tag or commit of a hub id."""
     trust_remote_code: Flag = False
     """Run code that comes with the model; only where the administrator allows it."""
-    chat_template: Annotated[AbsolutePath, BeforeValidator(_chat_template, json_schema_input_type=str)] | None = None
+    chat_template: (
+        Annotated[AbsolutePath, _advised("chat_template", "a file with a Jinja template, got", synonym.template_word)]
+        | None
+    ) = None
     """File with a chat template, for a base model without one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, in training and predictions; a row's own `chat_template_kwargs` override them."""
@@ -697,7 +683,7 @@ class JobSpec(Section):
         Annotated[
             str,
             BeforeValidator(_training_template, json_schema_input_type=str),
-            AfterValidator(_variant),
+            AfterValidator(lambda value: value if value == variant.ASKED else absolute(value)),
             Expected("trl, or an absolute path"),
             Place(),
         ]
@@ -708,7 +694,7 @@ class JobSpec(Section):
     adapter: (
         Annotated[
             str,
-            BeforeValidator(_adapter, json_schema_input_type=str),
+            _advised("adapter", "the directory of an adapter to continue from, got", synonym.adapter_word),
             AfterValidator(_adapter_place),
             Expected("an absolute directory, or job:NAME"),
             Place(),
@@ -752,7 +738,8 @@ class JobSpec(Section):
     )
     """Training data."""
     eval_datasets: Annotated[
-        list[DatasetSpec], BeforeValidator(_none_as_empty, json_schema_input_type=list[DatasetSpec] | None)
+        list[DatasetSpec],
+        BeforeValidator(lambda value: [] if value is None else value, json_schema_input_type=list[DatasetSpec] | None),
     ] = Field(default_factory=list)
     """Held-out data; or use `eval_split`."""
     eval_split: ShareOrZero | None = None
@@ -814,6 +801,11 @@ class JobSpec(Section):
         Expected("true, false or only"),
     ] = False
     """Try eight rows for a few steps first and report the findings; `only` does nothing else."""
+
+    def each_dataset(self) -> Iterator[tuple[str, DatasetSpec]]:
+        """Yield the data sets to train and to evaluate on, each with its key: datasets.0, …, eval_datasets.0, …"""
+        for key in ("datasets", "eval_datasets"):
+            yield from ((f"{key}.{number}", each) for number, each in enumerate(getattr(self, key)))
 
     @property
     def eval_strategy(self) -> str:
@@ -877,8 +869,7 @@ def validate(
     found += [pydantic_errors.Refusal(path, "") for path in unread]
     # Valid values may still conflict; a rule that reads a rejected key is skipped.
     if (mended := _mended(data, found) if found or spec is None else spec) is not None:
-        touched = [path for item in found for path in item.touched]
-        problems += rule.problems(mended, lines, except_of=touched)
+        problems += rule.problems(mended, lines, except_of=[path for item in found for path in item.touched])
     if problems:
         problems = _followed(data, problems, lines)
         problems = sorted(problems, key=lambda each: each.line or 0)

@@ -209,5 +209,4 @@ def lines_of(member: Member, lines: Mapping[KeyPath, int]) -> dict[KeyPath, int]
     """Return the lines of a member's keys: those of the file, and of `sweep` for the keys that it sets."""
     at = line_of((KEY,), lines)
     swept = {problem.as_path(key): at for key in member.values} if at is not None else {}
-    ours = itertools.chain(lines.items(), swept.items())
-    return {path: line for path, line in ours if path[:1] != (KEY,)}
+    return {path: line for path, line in itertools.chain(lines.items(), swept.items()) if path[:1] != (KEY,)}

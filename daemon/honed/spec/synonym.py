@@ -294,7 +294,8 @@ def _adapter_kind(asked: Asked) -> Advice:
         return _lora_config(asked)
     word = str(value).lower().replace(" ", "_")
     if "qlora" in word:
-        has_bits = _is_quantized(asked.data)
+        bits = ("load_in_4bit", "load_in_8bit", "quantization_bit", "quantization")
+        has_bits = any(asked.data.get(key) for key in bits)
         fix = {"lora": {}} if has_bits else {"lora": {}, "quantization": "4bit"}
         return Advice(f"write a lora: section{'' if has_bits else ' and quantization: 4bit'}", fix)
     if word == "dora":
@@ -307,10 +308,6 @@ def _adapter_kind(asked: Asked) -> Advice:
         name = "freeze-tuning" if word == "freeze" else shown(value)
         return Advice(f"{name} is not supported yet: use a lora: section with layers_to_transform, or full fine-tuning")
     return Advice("a lora: section trains an adapter; without one the job is full fine-tuning")
-
-
-def _is_quantized(data: Any) -> bool:
-    return any(data.get(key) for key in ("load_in_4bit", "load_in_8bit", "quantization_bit", "quantization"))
 
 
 def adapter_word(value: str) -> Advice | None:
@@ -377,8 +374,7 @@ def _lora_config(asked: Asked) -> Advice:
             kept[key] = _modules(value) if key == "target_modules" else value
         elif key not in ("task_type", "peft_type", "inference_mode", "name", "fan_in_fan_out"):
             other.append(key)
-    words = "write it as lora:, without task_type and peft_type"
-    return Advice(words, None if other else {"lora": kept})
+    return Advice("write it as lora:, without task_type and peft_type", None if other else {"lora": kept})
 
 
 def _share(value: Any) -> Any:
@@ -560,8 +556,7 @@ def _dataset_type(asked: Asked) -> Advice:
         case "sharegpt" | "sharegpt_simple" | "vicuna":
             made = "sharegpt"
         case "chat_template" | "chatml" | "openai" | "messages" | "conversational" | "chat":
-            mapping = _mapping_of(asked)
-            made = "sharegpt" if mapping == {"role": "from", "content": "value"} else "auto"
+            made = "sharegpt" if _mapping_of(asked) == {"role": "from", "content": "value"} else "auto"
         case "prompt-completion" | "prompt_completion" | "instruction" | "input-output":
             made = "prompt_completion"
         case "json" | "jsonl" | "csv" | "parquet" | "auto":
@@ -735,15 +730,6 @@ def _special_tokens(asked: Asked) -> Advice:
     return Advice("remove it: the tokenizer has its own special tokens; add others to its files", {})
 
 
-def _stages(_: Asked) -> Advice:
-    """Advise for DeepSpeed, FSDP and other ways to spread a job over devices."""
-    return Advice(
-        "remove it: resources: {gpus: 2} trains on several GPUs, and parallel decides how; DeepSpeed, tensor and "
-        "sequence parallelism are not supported yet",
-        {},
-    )
-
-
 def _multiplier(_: Asked) -> Advice:
     return Advice(
         "remove it: it multiplies a rate that OpenAI chooses; write training.learning_rate: the rate itself, 1e-4 "
@@ -770,7 +756,11 @@ _SPEED = drop("it does not affect the result, and honed chooses the kernels")
 _LIGER = switch({"training.use_liger_kernel": True}, note="enables all of Liger's kernels, if the package is installed")
 _ON_ANSWERS = "honed trains only on the assistant's turns; text rows are trained on in full"
 _QUANTIZER = drop("honed quantizes to nf4 with double quantization")
-_STAGES = by(_stages)
+#: For DeepSpeed, FSDP and other ways to spread a job over devices.
+_STAGES = drop(
+    "resources: {gpus: 2} trains on several GPUs, and parallel decides how; DeepSpeed, tensor and sequence parallelism "
+    "are not supported yet"
+)
 _OWN_TOKENIZER = drop("the tokenizer is the base model's")
 _HUB = drop("honed uploads nothing to the hub")
 _TRACKED = drop("report_to selects the trackers that receive metrics, and honed where they write")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import grp
 import logging
+import operator
 import os
 import pwd
 import stat
@@ -50,7 +52,7 @@ class Acl:
 
     def encode(self) -> bytes:
         named = [*self.users.values(), *self.groups.values(), self.group]
-        mask = self.mask if self.mask is not None else _union(named)
+        mask = self.mask if self.mask is not None else functools.reduce(operator.or_, named)
         entries = [
             (_USER_OBJ, self.owner, _NOBODY),
             *((_USER, permissions, uid) for uid, permissions in sorted(self.users.items())),
@@ -76,13 +78,6 @@ class Acl:
                 case _:
                     single[tag] = permissions
         return cls(single[_USER_OBJ], single[_GROUP_OBJ], single[_OTHER], users, groups, single.get(_MASK))
-
-
-def _union(permissions: list[int]) -> int:
-    found = 0
-    for each in permissions:
-        found |= each
-    return found
 
 
 def acl_of(path: Path | int) -> Acl | None:

@@ -83,11 +83,10 @@ class Client:
 
 
 def _remote(data: dict[str, Any]) -> HonedError:
-    evidence = data.get("evidence", "")
-    for kind in (UsageError, NotPermittedError):
-        if data.get("code") == kind.code:
-            return kind(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=evidence)
-    error = HonedError(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=evidence)
+    kind = {each.code: each for each in (UsageError, NotPermittedError)}.get(data.get("code", ""), HonedError)
+    error = kind(
+        data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=data.get("evidence", "")
+    )
     error.code = data.get("code", "error")  # type: ignore[misc]
     return error
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -58,7 +59,7 @@ def probe(gpus: list[int] | None = None) -> list[Device]:
 
     Never raises: without an NVIDIA driver there is no GPU, and a GPU that does not answer (off the bus) is skipped.
     """
-    return cuda_devices(gpus) or [_mps() if _is_apple_silicon() else cpu()]
+    return cuda_devices(gpus) or [_mps() if (platform.system(), platform.machine()) == ("Darwin", "arm64") else cpu()]
 
 
 #: Share of a GPU's memory by which two GPUs of one kind may differ.
@@ -115,15 +116,10 @@ def gpu_loads() -> list[Load]:
     """Return the utilisation, memory use, power and temperature of each GPU that answers; empty without NVML's
     library or driver."""
     try:
-        nvml = _nvml()
+        with _nvml() as nvml:
+            found = [_load(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     except EnvironmentInvalidError:
         return []
-    try:
-        found = [_load(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-    except nvml.NVMLError:
-        return []
-    finally:
-        nvml.nvmlShutdown()
     return [load for load in found if load is not None]
 
 
@@ -152,17 +148,13 @@ def _load(nvml: Any, index: int) -> Load | None:
 
 def driver_version() -> str:
     """Return the NVIDIA driver's version. Raises EnvironmentInvalidError with NVML's message."""
-    nvml = _nvml()
-    try:
+    with _nvml() as nvml:
         return _text(nvml.nvmlSystemGetDriverVersion())
-    except nvml.NVMLError as error:
-        raise EnvironmentInvalidError(f"NVML: {error}", hint="see nvidia-smi") from error
-    finally:
-        nvml.nvmlShutdown()
 
 
-def _nvml() -> Any:
-    """Return NVML, initialised; the caller shuts it down."""
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """Yield NVML, initialised. Raises EnvironmentInvalidError without it, and for an error of its own."""
     hint = "is the NVIDIA driver installed and loaded?"
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
@@ -176,20 +168,20 @@ def _nvml() -> Any:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         raise EnvironmentInvalidError(f"NVML: {error}", hint=hint) from error
-    return pynvml
+    try:
+        yield pynvml
+    except pynvml.NVMLError as error:
+        raise EnvironmentInvalidError(f"NVML: {error}", hint="see nvidia-smi") from error
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _ask_nvml(gpus: list[int] | None) -> list[Device]:
     if gpus == []:
         return []
-    nvml = _nvml()
-    try:
+    with _nvml() as nvml:
         count = nvml.nvmlDeviceGetCount()
         found = [_cuda(nvml, index) for index in range(count) if gpus is None or index in gpus]
-    except nvml.NVMLError as error:
-        raise EnvironmentInvalidError(f"NVML: {error}", hint="see nvidia-smi") from error
-    finally:
-        nvml.nvmlShutdown()
     return [device for device in found if device is not None]
 
 
@@ -227,10 +219,6 @@ def cpu() -> Device:
     """Return this machine's processor and memory as a device."""
     total, free = system_memory()
     return Device(kind="cpu", name=_cpu_name(), total_bytes=total, free_bytes=free)
-
-
-def _is_apple_silicon() -> bool:
-    return platform.system() == "Darwin" and platform.machine() == "arm64"
 
 
 def _mps() -> Device:

@@ -8,7 +8,7 @@ import json
 import os
 import sqlite3
 import stat
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -47,7 +47,15 @@ def machine_fault(error: BaseException) -> str | None:
 
 def sync_dir(path: Path) -> None:
     """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    sync_and_close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's content durable."""
+    sync_and_close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def sync_and_close(fd: int) -> None:
     try:
         os.fsync(fd)
     finally:
@@ -75,6 +83,13 @@ def _raise(error: OSError) -> None:
     raise error
 
 
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of the data to a descriptor: one call may take a part of it."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 def _create_beside(path: Path, data: bytes, *, mode: int) -> tuple[Path, int]:
     """Create a hidden file beside `path` that holds `data`, not synced yet; return its path and descriptor."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -90,9 +105,7 @@ def _create_beside(path: Path, data: bytes, *, mode: int) -> tuple[Path, int]:
             temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
         fd = os.open(temporary, flags, mode)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
+        write_all(fd, data)
     except BaseException:
         os.close(fd)
         with contextlib.suppress(OSError):
@@ -133,6 +146,15 @@ def writing(path: Path, data: bytes, *, mode: int = 0o644) -> Steps[None]:
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
     write(path, as_json(value), mode=mode)
+
+
+def json_object(read: Callable[[], bytes], parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
+    """Return the object that a file has as JSON; empty if the file cannot be read, or has no object."""
+    try:
+        found = parse(read())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def as_json(value: Any) -> bytes:

@@ -32,6 +32,7 @@ and where) and a hint (what to do). Logs and notices contain both; quotes from a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, NotRequired, TypedDict
 
@@ -69,8 +70,14 @@ class HonedError(Exception):
     """
 
     code: ClassVar[str] = "error"
-    exit_status: ClassVar[int] = 70  #: EX_SOFTWARE
+    exit_status: ClassVar[int] = os.EX_SOFTWARE
     is_transient: ClassVar[bool] = False  #: worth another attempt from the last checkpoint
+
+    def __init_subclass__(cls, *, code: str = "", exit_status: int = 0, is_transient: bool = False) -> None:
+        """Set what the class is declared with; a class without a code has that of the class above it."""
+        super().__init_subclass__()
+        if code:
+            cls.code, cls.exit_status, cls.is_transient = code, exit_status, is_transient
 
     def __init__(
         self, message: str, *, hint: str = "", fix: Mapping[str, Any] | None = None, evidence: str = ""
@@ -115,18 +122,12 @@ class HonedError(Exception):
         return record
 
 
-class UsageError(HonedError):
+class UsageError(HonedError, code="usage", exit_status=2):
     """A command was called with invalid arguments."""
 
-    code = "usage"
-    exit_status = 2
 
-
-class SpecError(HonedError):
+class SpecError(HonedError, code="spec_invalid", exit_status=os.EX_CONFIG):
     """An invalid job file; each problem names its key and line."""
-
-    code = "spec_invalid"
-    exit_status = 78  #: EX_CONFIG
 
 
 class QuotingError(HonedError):
@@ -139,11 +140,8 @@ class QuotingError(HonedError):
         super().__init__(message, hint=hint, fix=fix, evidence=evidence)
 
 
-class DatasetError(QuotingError):
+class DatasetError(QuotingError, code="dataset_invalid", exit_status=os.EX_DATAERR):
     """A data set that is missing, does not parse, or has no row to train on."""
-
-    code = "dataset_invalid"
-    exit_status = 65  #: EX_DATAERR
 
 
 def unreadable(kind: type[HonedError], where: object, error: OSError) -> HonedError:
@@ -151,142 +149,82 @@ def unreadable(kind: type[HonedError], where: object, error: OSError) -> HonedEr
     return kind(f"{where}: {error.strerror or error}", hint="check that the job's submitter can read it")
 
 
-class ModelError(QuotingError):
+class ModelError(QuotingError, code="model_invalid", exit_status=os.EX_NOINPUT):
     """A base model directory that is incomplete or cannot be read."""
 
-    code = "model_invalid"
-    exit_status = 66  #: EX_NOINPUT
 
-
-class PrecisionError(HonedError):
+class PrecisionError(HonedError, code="precision_mismatch", exit_status=80):
     """The loaded model does not match the plan, and this cannot be fixed."""
 
-    code = "precision_mismatch"
-    exit_status = 80
 
-
-class MaskError(HonedError):
+class MaskError(HonedError, code="mask_invalid", exit_status=81):
     """The trained tokens are not the assistant's turns; the message shows them decoded."""
 
-    code = "mask_invalid"
-    exit_status = 81
 
-
-class LossError(HonedError):
+class LossError(HonedError, code="loss_mismatch", exit_status=89):
     """The trained loss differs from the loss computed from the model's own logits."""
 
-    code = "loss_mismatch"
-    exit_status = 89
 
-
-class MemoryShortError(HonedError):
+class MemoryShortError(HonedError, code="memory_insufficient", exit_status=82):
     """The job can never fit in the device's memory."""
 
-    code = "memory_insufficient"
-    exit_status = 82
 
-
-class DiskShortError(HonedError):
+class DiskShortError(HonedError, code="disk_insufficient", exit_status=os.EX_CANTCREAT):
     """Not enough disk space for checkpoints or output."""
 
-    code = "disk_insufficient"
-    exit_status = 73  #: EX_CANTCREAT
     needed_bytes: int = 0  #: bytes that must be free for the job to continue, if known
 
 
-class TimeLimitError(HonedError):
+class TimeLimitError(HonedError, code="time_limit", exit_status=88):
     """The job's own time_limit_sec is over; its checkpoint is kept."""
 
-    code = "time_limit"
-    exit_status = 88
 
-
-class BackendError(HonedError):
+class BackendError(HonedError, code="backend_unavailable", exit_status=os.EX_UNAVAILABLE):
     """The chosen backend cannot train this model here; the daemon falls back if the job allows it."""
 
-    code = "backend_unavailable"
-    exit_status = 69  #: EX_UNAVAILABLE
 
-
-class OutOfMemoryError(HonedError):
+class OutOfMemoryError(HonedError, code="out_of_memory", exit_status=83, is_transient=True):
     """The device's or the machine's memory ran out during the run."""
 
-    code = "out_of_memory"
-    exit_status = 83
-    is_transient = True
 
-
-class DivergedError(HonedError):
+class DivergedError(HonedError, code="diverged", exit_status=84):
     """Losses, gradients or weights are not finite any more, or the gradient exploded."""
 
-    code = "diverged"
-    exit_status = 84
 
-
-class StalledError(HonedError):
+class StalledError(HonedError, code="stalled", exit_status=85, is_transient=True):
     """No progress for too long."""
 
-    code = "stalled"
-    exit_status = 85
-    is_transient = True
 
-
-class RegressedError(HonedError):
+class RegressedError(HonedError, code="regressed", exit_status=86):
     """The model ended worse than it began, by the job's own guard."""
 
-    code = "regressed"
-    exit_status = 86
 
-
-class InterruptedRunError(HonedError):
+class InterruptedRunError(HonedError, code="interrupted", exit_status=os.EX_TEMPFAIL, is_transient=True):
     """Stopped on request, with a checkpoint."""
 
-    code = "interrupted"
-    exit_status = 75  #: EX_TEMPFAIL
-    is_transient = True
 
-
-class KilledError(HonedError):
+class KilledError(HonedError, code="killed", exit_status=87, is_transient=True):
     """The worker died without a result file: by a signal or an exit."""
 
-    code = "killed"
-    exit_status = 87
-    is_transient = True
 
-
-class EnvironmentInvalidError(HonedError):
+class EnvironmentInvalidError(HonedError, code="environment_invalid", exit_status=os.EX_OSFILE):
     """This machine or its installation cannot run the job: versions, permissions, a missing package."""
 
-    code = "environment_invalid"
-    exit_status = 72  #: EX_OSFILE
 
-
-class ClusterRefusedError(HonedError):
+class ClusterRefusedError(HonedError, code="cluster_refused", exit_status=79):
     """The cluster will never take such a job; the message has its words."""
 
-    code = "cluster_refused"
-    exit_status = 79
 
-
-class DegradedError(HonedError):
+class DegradedError(HonedError, code="degraded", exit_status=os.EX_IOERR):
     """A fault of the machine, such as a full disk, keeps honed from answering a request."""
 
-    code = "degraded"
-    exit_status = 74  #: EX_IOERR
 
-
-class NotPermittedError(HonedError):
+class NotPermittedError(HonedError, code="not_permitted", exit_status=os.EX_NOPERM):
     """The requested object belongs to another user."""
 
-    code = "not_permitted"
-    exit_status = 77  #: EX_NOPERM
 
-
-class InternalError(HonedError):
+class InternalError(HonedError, code="error", exit_status=os.EX_SOFTWARE):
     """An unexpected exception: a bug in honed or a library."""
-
-    code = "error"
-    exit_status = 70  #: EX_SOFTWARE
 
 
 BY_CODE: dict[str, type[HonedError]] = {

@@ -105,11 +105,7 @@ def _look(_marks: tuple[tuple[str, int], ...]) -> Installed:
     """Read the packages, cached until a directory changes: it takes half the time of checking a small job."""
     names = [*WINDOWS, *OPTIONAL_WINDOWS, "flash_attn"]
     versions = {name: version(name) for name in names}
-    return Installed(versions, frozenset(name for name in names if _is_importable(name)))
-
-
-def _is_importable(name: str) -> bool:
-    return importlib.util.find_spec(MODULES.get(name, name)) is not None
+    return Installed(versions, frozenset(name for name in names if importlib.util.find_spec(MODULES.get(name, name))))
 
 
 def version(name: str) -> str | None:

@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, TextIO
 
 from honed.system import journal, quote
-from honed.system.error import said
+from honed.system.error import HonedError, said
 from honed.system.journal import Journal
 from honed.system.printable import printable
 
@@ -29,6 +30,18 @@ MAX_CHARS = 32_000
 MAX_CHAIN = 8
 #: The attribute of a log record that holds its fields.
 FIELDS = "honed_fields"
+
+
+def status_of(run: Callable[[], int], log: logging.Logger) -> int:
+    """Return a program's exit status. Logs the errors that its user has to mend."""
+    try:
+        return run()
+    except HonedError as error:
+        log.critical("%s%s", error.message, f" ({error.hint})" if error.hint else "", stacklevel=2)
+        return os.EX_CONFIG  # RestartPreventExitStatus= in the unit, as the next one
+    except PermissionError as error:
+        log.critical("%s: %s", error.filename, error.strerror, stacklevel=2)
+        return os.EX_NOPERM
 
 
 class Subject(Protocol):

@@ -17,9 +17,7 @@ Endpoint = tuple[str, int]
 def is_of(client: Endpoint, ours: Endpoint, uids: Set[int]) -> bool:
     """Return True if the client's end of a connection, whose other end is `ours`, is one of these users'. On a system
     that lists no connections it is anybody's."""
-    if not (_TABLES / "tcp").exists():
-        return True
-    return user_of(client, ours) in uids
+    return not (_TABLES / "tcp").exists() or user_of(client, ours) in uids
 
 
 def user_of(client: Endpoint, ours: Endpoint) -> int | None:

@@ -14,7 +14,7 @@ internal use; they are removed from quoted text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _OPEN, _OPEN_ASIDE, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
 #: A truncated quote extends to the end of the text.
@@ -51,6 +51,12 @@ def names(texts: Iterable[str], form: str = "{}") -> str:
     told = [(text, _NAME.fullmatch(text) is not None) for text in texts]
     joined = ", ".join(form.format(text if is_plain else _cut(text)[1:-1]) for text, is_plain in told)
     return joined if all(is_plain for _, is_plain in told) else mark(joined)
+
+
+def first(texts: Sequence[str], number: int, *, separator: str = ", ") -> str:
+    """Join the first texts of a list, and say how many more there are."""
+    more = f" and {len(texts) - number} more" if len(texts) > number else ""
+    return separator.join(texts[:number]) + more
 
 
 def place(text: str) -> str:

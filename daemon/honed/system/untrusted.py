@@ -13,6 +13,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from honed.system import durable
+
 #: Bytes of a file that is read at once: a result, an exit. Ours have some kilobytes.
 MAX_BYTES = 16 * 1024 * 1024
 #: Number of names at the end of a path that the worker can change: `attempts/<n>/<file>`.
@@ -87,8 +89,4 @@ def write_plain(path: Path, data: bytes, *, mode: int = 0o644, num_names: int = 
 
 def sync_plain(path: Path, *, num_names: int = NUM_NAMES) -> None:
     """Make a regular file durable, whoever wrote it. Raises OSError if it is not one."""
-    fd = open_plain(path, num_names=num_names)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    durable.sync_and_close(open_plain(path, num_names=num_names))

@@ -42,48 +42,46 @@ class Advice:
 
     renderers: Renderers
 
-    def notes(self, examples: Iterable[Example] = ()) -> list[tuple[str, str]]:
-        """Return notable facts about the template, or about its effect on these rows, each after its level.
+    def notes(self, examples: Iterable[Example] = ()) -> Iterator[tuple[str, str]]:
+        """Yield notable facts about the template, or about its effect on these rows, each after its level.
 
         The level is warning, or info where nothing is wrong.
         """
         renderer = self.renderers.own
         probe, eos = renderer.probe, renderer.tokenizer.eos_token
-        found = []
         if not probe.ends:
-            sentence = (
+            yield (
+                "warning",
                 "the chat template does not end a turn with a token: the model will not learn to stop; use a "
-                "template that does with `chat_template:`"
+                "template that does with `chat_template:`",
             )
-            found.append(("warning", sentence))
         if probe.is_open_inside and (num_rows := sum(map(_trains_inside, examples))):
-            sentence = (
+            yield (
+                "warning",
                 f"the chat template ends only a row's last turn with {_quoted(probe.ends[0])}, but earlier turns "
                 f"with no token: in {num_rows} rows such turns do not teach the model to stop; use another template "
-                "with `chat_template:`, or make each turn the last of a row"
+                "with `chat_template:`, or make each turn the last of a row",
             )
-            found.append(("warning", sentence))
         if probe.between_calls and (num_rows := sum(map(_calls_together, examples))):
-            sentence = (
+            yield (
+                "warning",
                 f"the chat template ends a turn with one call with {_quoted(probe.between_calls[0])}, but also puts "
                 f"it between two calls of a turn, which {num_rows} rows have: answers will stop after the first; use "
-                "another template with `chat_template:`"
+                "another template with `chat_template:`",
             )
-            found.append(("warning", sentence))
         if probe.unwritten:
             ends = " or ".join(map(_quoted, dict.fromkeys(filter(None, [probe.unwritten, probe.unwritten_call]))))
-            sentence = (
+            yield (
+                "info",
                 "the chat template ends a turn only with the header of the next, and the last one with nothing: "
-                f"honed adds {ends} there and trains it, so that the model learns to stop"
+                f"honed adds {ends} there and trains it, so that the model learns to stop",
             )
-            found.append(("info", sentence))
         elif probe.ends and not probe.ends[0].endswith(eos or probe.ends[0]):
-            sentence = (
+            yield (
+                "info",
                 f"turns end in {_quoted(probe.ends[0])}, but the tokenizer's eos token is {_quoted(eos)}: both stop "
-                "generation"
+                "generation",
             )
-            found.append(("info", sentence))
-        return found
 
     def on_row(self, example: Example, omitted: Sequence[Omission]) -> str:
         """Return advice for a row of which the template leaves out some; settings are tried where possible."""

@@ -205,8 +205,7 @@ class _Turns:
     def _check_front(self, front: str, i: int, run: Span) -> None:
         """Check the trained text before a message's words: only the template's marks of a turn, nothing earlier."""
         probe = self._probe
-        leads = {squeeze(lead) for _, lead in probe.fronts}
-        if not front or front in leads:
+        if not front or front in {squeeze(lead) for _, lead in probe.fronts}:
             return
         message = self._messages[i]
         openings = {squeeze(opening) for opening, _ in probe.fronts} | {squeeze(probe.header)}

@@ -84,8 +84,7 @@ class Places:
 
     def labels(self, expanded: Expanded, places: Sequence[Place]) -> Iterator[tuple[str, str]]:
         """Yield the text of each place, and the label that people see instead."""
-        added = added_tokens(self._renderer.tokenizer)
-        tokens = re.compile("|".join(map(re.escape, added)) or r"(?!)")
+        tokens = re.compile("|".join(map(re.escape, added_tokens(self._renderer.tokenizer))) or r"(?!)")
         seen: Counter[Kind] = Counter()
         for place in places:
             text = expanded.text[place.start : place.end]

@@ -194,10 +194,7 @@ class Conversation:
 
     def _told(self, i: int) -> str:
         """Return the conversation up to message i if the whole one begins with it, else an empty string."""
-        try:
-            told = self._renderer.render(self._messages[: i + 1], self._tools)
-        except TEMPLATE_ERRORS:
-            return ""
+        told = self._try([*self._messages[: i + 1]]) or ""
         if self.text.startswith(told):
             return told
         told = self._probe.opened(told, self._messages[i])

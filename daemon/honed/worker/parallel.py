@@ -225,8 +225,7 @@ class Ranks:
                 found = self.broadcast(None)
             match found:
                 case (made, None):
-                    result: T = made
-                    return result
+                    return made
                 case (None, Exception() as problem):
                     raise problem
             raise message.refusal("rank 0", "it is not the result of what the other ranks wait for")

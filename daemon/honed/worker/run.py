@@ -218,7 +218,7 @@ class _Story:
                 imports.ahead(imports.of(job))
 
         found = trials.run(job, attempt=attempt, tell=self._log, stop=self._stop, meanwhile=prepare)
-        self._events.emit("trial", **found.as_dict())
+        self._events.emit("trial", **asdict(found))
         level = "info" if found.verdict == "learns" else "warning"
         self._log(level, f"trial: {trial.headline(found)}")
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from honed.job import event, trial
@@ -71,7 +72,7 @@ def run(
     if result["error"]:
         raise from_dict(result["error"])
     found = trial.judge(_events(place.events_path), job.plan)
-    durable.write_json(layout.dir / "findings.json", found.as_dict())
+    durable.write_json(layout.dir / "findings.json", asdict(found))
     return found
 
 

@@ -55,8 +55,8 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The findings of a fresh process on this machine, and the heavy libraries that it imported itself."""
     root = tmp_path_factory.mktemp("root")
     code = (
-        "import json\n"
-        f"found = [f.as_dict() for f in examine(Layout(Path({str(root)!r})), Config())]\n"
+        "import json\nfrom dataclasses import asdict\n"
+        f"found = [asdict(f) for f in examine(Layout(Path({str(root)!r})), Config())]\n"
         "imported = [name for name in ('torch', 'bitsandbytes') if name in sys.modules]\n"
         "print(json.dumps({'found': found, 'imported': imported}))"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,7 @@ def test_a_notice_whose_receiver_is_down_is_not_read_at_each_look(tmp_path: Path
     notification.refused_dir(layout).mkdir(parents=True)
     for number in range(20):
         notice = Notice(f"{number:032x}", {"webhook": "http://127.0.0.1:1/"}, True, {"text": "x"}, time.time())
-        (notification.notices_dir(layout) / f"{notice.key}.json").write_text(json.dumps(notice.to_json()))
+        (notification.notices_dir(layout) / f"{notice.key}.json").write_text(json.dumps(asdict(notice)))
     messenger = Counting(layout)
     messenger.reload(NotifyConfig(retry_delay_sec=600, max_retry_delay_sec=600))
     for _ in range(10):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_a_trials_plan_is_the_jobs_made_small() -> None:
         "spec": made.spec,
         "output_dir": "/o",
         "is_trial": True,
-        "parallel": Parallel().as_dict(),
+        "parallel": asdict(Parallel()),
     }  # on one device
     assert json.dumps(made.document) == json.dumps(plan.document | changed)
     assert made.is_trial

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.inputs.basemodel import read_header
+from honed.system import quote
 from honed.system.error import ModelError
 
 #: Advice for an adapter that does not fit.
@@ -59,8 +60,7 @@ def check_fitted(adapter_dir: Path, wrapped: Any, found: Any) -> None:
         (lacking, "lacks weights that its own adapter_config.json requires"),
     ):
         if names:
-            more = f" and {len(names) - 3} more" if names[3:] else ""
-            raise ModelError(f"{adapter_dir}: {what}: {', '.join(names[:3])}{more}", hint=OTHER_BASE)
+            raise ModelError(f"{adapter_dir}: {what}: {quote.first(names, 3)}", hint=OTHER_BASE)
 
 
 def is_passed_over(model: Any, name: str) -> bool:

@@ -25,6 +25,7 @@ from typing import Any
 from honed.inputs import modality
 from honed.job.event import EventWriter
 from honed.job.plan_file import Precision
+from honed.system import quote
 from honed.system.error import PrecisionError
 from honed.worker.model.division import class_of
 
@@ -60,9 +61,6 @@ class Audit:
     quantization: str
     mended: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
     @property
     def text(self) -> str:
         return ", ".join(f"{each.role} {each.dtype} {each.num_parameters:,} on {each.device}" for each in self.counts)
@@ -82,7 +80,7 @@ class Auditor:
         with self._advised():
             found = examine(model, self._precision, when, mended=mended)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        self._events.emit("audit", **found.as_dict())
+        self._events.emit("audit", **asdict(found))
         for text in found.mended:
             self._events.log("info", f"audit ({when}): {text}")
         return found
@@ -113,9 +111,8 @@ class Auditor:
             and role(name, parameter) not in ("meta", "quantized")
         ]
         if changed:
-            more = f" and {len(changed) - MAX_NAMED} more" if changed[MAX_NAMED:] else ""
             raise PrecisionError(
-                f"weights changed their dtype during training: {'; '.join(changed[:MAX_NAMED])}{more}",
+                f"weights changed their dtype during training: {quote.first(changed, MAX_NAMED, separator='; ')}",
                 hint="its last checkpoint is not affected"
                 + ("; submit it again with backend: transformers" if self._is_other else ""),
             )
@@ -214,9 +211,8 @@ def _mend_parameters(model: Any, precision: Precision) -> list[str]:
         changed[kind, found, allowed[0]] = changed.get((kind, found, allowed[0]), 0) + 1
         parameter.data = parameter.data.to(getattr(torch, allowed[0]))
     if lost:
-        more = f" and {len(lost) - MAX_NAMED} more" if lost[MAX_NAMED:] else ""
         raise PrecisionError(
-            f"planned {precision.load_dtype}, but {'; '.join(lost[:MAX_NAMED])}{more}",
+            f"planned {precision.load_dtype}, but {quote.first(lost, MAX_NAMED, separator='; ')}",
             hint="set the dtype in the job file",
         )
     return [f"{number} {kind} weights were {found}, now {wanted}" for (kind, found, wanted), number in changed.items()]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from honed.job.plan_file import Precision
+from honed.system import quote
 from honed.worker.model import division
 
 #: Weights that a warning names.
@@ -85,9 +86,8 @@ def cast(model: Any, precision: Precision, optimizer: Any = None) -> str:
     if not _is_cast(precision):
         return ""
     if names := overflowing(model, precision):
-        more = f" and {len(names) - MAX_NAMED} more" if names[MAX_NAMED:] else ""
         return (
-            f"the output is saved in {precision.load_dtype}: {', '.join(names[:MAX_NAMED])}{more} grew beyond 65504, "
+            f"the output is saved in {precision.load_dtype}: {quote.first(names, MAX_NAMED)} grew beyond 65504, "
             "the largest number in float16; set save_dtype: bfloat16 or float32 to avoid this"
         )
     for tensor, dtype in _targets(model, str(precision.save_dtype)):

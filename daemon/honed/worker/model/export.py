@@ -198,11 +198,7 @@ def sync(directory: Path) -> None:
         if path.is_dir():
             durable.sync_dir(path)
         else:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            durable.sync_file(path)
     durable.sync_dir(directory)
 
 

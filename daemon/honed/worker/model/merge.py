@@ -24,7 +24,7 @@ from typing import Any
 from honed.inputs import basemodel
 from honed.inputs.basemodel import DTYPES, FLOAT_DTYPES, QUANTIZATION_STATE, Tensor
 from honed.job.event import EventWriter
-from honed.system import durable, installed
+from honed.system import durable, installed, quote
 from honed.system.error import DivergedError, HonedError, ModelError, PrecisionError, TimeLimitError
 from honed.worker.assignment import Assignment
 from honed.worker.model import adapter
@@ -599,7 +599,6 @@ def _check(target: Path, planned: list[Tensor], dtype: str) -> None:
     ]
     wrong += [f"{each.name} differs from the plan" for each in planned if found.get(each.name) != each]
     if wrong:
-        more = f" and {len(wrong) - 5} more" if wrong[5:] else ""
         raise PrecisionError(
-            f"merged in {dtype}, but {'; '.join(wrong[:5])}{more}", hint="this is a bug: please report it"
+            f"merged in {dtype}, but {quote.first(wrong, 5, separator='; ')}", hint="this is a bug: please report it"
         )

@@ -49,7 +49,7 @@ def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None
     import torch
 
     precision = assignment.precision
-    config = trained_config(config)
+    config = getattr(config, "thinker_config", config)  # of one that also speaks, the part that it trains
     options: dict[str, Any] = {}
     is_divided = assignment.plan.parallel.mode == "fsdp"
     empty = check_complete(assignment, config)
@@ -122,11 +122,6 @@ def incomplete(assignment: Assignment, missing: list[str]) -> ModelError:
     )
 
 
-def trained_config(config: Any) -> Any:
-    """Return the config of the trained model: for one that also speaks, the part that reads, hears, sees and writes."""
-    return getattr(config, "thinker_config", config)
-
-
 def model_class(config: Any) -> Any:
     """Return the auto class for a config: for vision and audio models the one for the whole, not for text alone."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
@@ -178,11 +173,9 @@ def quantization_config(precision: Precision, model: Any = None, *, is_divided: 
 
 def roots(model: Any) -> dict[str, Part]:
     """Return the topmost module of each part, `""` for the whole; a projector may lie within its encoder."""
-    found: dict[str, Part] = {"": "language"}
-    for name, _ in model.named_modules():
-        if name and modality.part(name) != modality.part(name.rpartition(".")[0]):
-            found[name] = modality.part(name)
-    return found
+    parts = {name: modality.part(name) for name, _ in model.named_modules() if name}
+    tops = {name: part for name, part in parts.items() if part != modality.part(name.rpartition(".")[0])}
+    return {"": "language", **tops}
 
 
 def quantized_senses(model: Any) -> list[str]:

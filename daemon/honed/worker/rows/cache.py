@@ -47,8 +47,9 @@ _MAX_FILE_BYTES = 2**27
 
 def key(job: Assignment, chat: ChatFormat, datasets: Sequence[DatasetSpec], hashes: Mapping[str, str]) -> str:
     """Return the name of the entry for these data sets; `hashes` are those of their files."""
-    spec, templates = job.spec, list(_templates(chat))
-    packages = [*_PACKAGES, *(() if _backend(chat.tokenizer) is not None else _SLOW_PACKAGES)]
+    spec, tokenizer = job.spec, chat.tokenizer
+    templates = [str(chat.renderer.template), str(getattr(tokenizer, "chat_template", None))]
+    packages = [*_PACKAGES, *(() if _backend(tokenizer) is not None else _SLOW_PACKAGES)]
     decisive: dict[str, object] = {
         "format": FORMAT,
         "versions": {"honed": honed.__version__, **{name: installed.version(name) for name in packages}},
@@ -111,11 +112,6 @@ def keep(rows_dir: Path, names: Iterable[str]) -> None:
     for path in rows_dir.iterdir() if rows_dir.is_dir() else ():
         if path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _templates(chat: ChatFormat) -> Iterator[str]:
-    yield str(chat.renderer.template)
-    yield str(getattr(chat.tokenizer, "chat_template", None))
 
 
 def _backend(tokenizer: Any) -> Any:

@@ -17,7 +17,6 @@ from honed.check.policy import Named
 from honed.inputs import dataset
 from honed.inputs.census import Census
 from honed.inputs.datadir import files_of
-from honed.inputs.row import Example
 from honed.job.shape import Segment
 from honed.job.trial import NUM_ROWS
 from honed.spec.spec import JobSpec
@@ -144,8 +143,7 @@ class Data:
             for each in self.read
             if each.num_bad
         ]
-        told += self.trained.told_orders()
-        told += [f"held out: {each}" for each in self.measured.told_orders()]
+        told += [*self.trained.told_orders(), *(f"held out: {each}" for each in self.measured.told_orders())]
         if self.trained.has_many_twice:
             told.append(f"{self.trained.num_twice} of {self.trained.num_rows} training rows repeat an earlier row")
         if self.groups is not None and self.groups.told:
@@ -200,9 +198,9 @@ def build(
     """
     spec = assignment.spec
     for each in [*spec.datasets, *spec.eval_datasets]:
-        for file in _files(each):
+        for file in files_of(each):
             assignment.check_read(Named("datasets", file, DatasetError))
-    files = [file for each in [*spec.datasets, *spec.eval_datasets] for file in _files(each)]
+    files = [file for each in [*spec.datasets, *spec.eval_datasets] for file in files_of(each)]
     before = _stamps(files)
     hashes = {str(file): sha256(file, stop) for file in files}
     maker = Maker(
@@ -221,7 +219,7 @@ def build(
     both = _each_once(train, evaluated)
     _check_silenced(both)
     _check_left(train, evaluated, len(places), len(held_out), spec)
-    train = replace(train, first_segments=_segments(train.examples[0], chat, max_length))
+    train = replace(train, first_segments=chat.encode(train.examples[0]).truncate(max_length).segments())
     evaluated = train if is_evaluation else evaluated
     trained = Census() if is_evaluation else census_of(tables[0], places)
     measured = census_of(tables[-1], held_out)
@@ -376,12 +374,7 @@ def census_of(table: Table, places: npt.NDArray[np.int64]) -> Census:
 def _firsts(digests: npt.NDArray[np.uint64]) -> list[int]:
     """Return for each row the place of the first one with the same digest."""
     _, index, inverse = np.unique(digests, return_index=True, return_inverse=True)
-    firsts: list[int] = index[inverse].tolist()
-    return firsts
-
-
-def _segments(example: Example, chat: ChatFormat, max_length: int | None) -> list[Segment]:
-    return chat.encode(example).truncate(max_length).segments()
+    return index[inverse].tolist()
 
 
 def _hint(rows: Rows) -> str:
@@ -417,8 +410,7 @@ def few(rows: Rows, *, size: int, seed: int, num_tokens: int | None = None) -> R
     """
     longest = int(rows.lengths.argmax())
     others = [place for place in range(len(rows.lengths)) if place != longest]
-    drawn = random.Random(seed).sample(others, min(NUM_ROWS - 1, len(others)))
-    chosen = sorted([longest, *drawn])
+    chosen = sorted([longest, *random.Random(seed).sample(others, min(NUM_ROWS - 1, len(others)))])
     if num_tokens is not None:
         size = num_tokens * len(chosen) // int(rows.lengths[chosen].sum())
     places = (chosen * -(-size // len(chosen)))[: max(size, len(chosen))]
@@ -464,10 +456,6 @@ def _stamps(files: Sequence[Path]) -> list[tuple[int, ...]]:
     """Return what changes with a file's content."""
     infos = [file.stat() for file in files]
     return [(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns) for info in infos]
-
-
-def _files(each: Any) -> list[Path]:
-    return list(files_of(each))
 
 
 def sha256(file: Path, stop: Stop) -> str:

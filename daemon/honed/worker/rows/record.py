@@ -96,8 +96,7 @@ def unpacked(blob: bytes) -> Example:
 
 def remark_of(blob: bytes) -> Remark:
     """Return the remark on a row. Raises UnpicklingError if it is anything else."""
-    found: Remark = _Unpickler(io.BytesIO(blob)).load()
-    return found
+    return _Unpickler(io.BytesIO(blob)).load()
 
 
 _FIELDS = tuple(Example.__dataclass_fields__)

@@ -176,8 +176,7 @@ def load(directory: Path, beat: Callable[[], None]) -> Table | None:
         for name in (TOKENS, ROWS):
             if _seal(directory / name, beat) != manifest["files"][name]:
                 raise DamagedError(f"{directory.name}/{name} has changed since it was written")
-        counts = [Counts(**{**each, "bad": tuple(each["bad"])}) for each in manifest["counts"]]
-        return Table(directory, counts)
+        return Table(directory, [Counts(**{**each, "bad": tuple(each["bad"])}) for each in manifest["counts"]])
     except FileNotFoundError as error:
         if directory.exists():
             raise DamagedError(f"{directory.name} lacks {Path(error.filename).name}") from error

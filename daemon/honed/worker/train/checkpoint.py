@@ -14,11 +14,12 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from honed.job import fence
+from honed.job.job import known
 from honed.system import durable
 from honed.worker import message
 from honed.worker.train import digest
@@ -68,8 +69,7 @@ class Progress:
     @classmethod
     def read(cls, found: dict[str, Any]) -> Progress:
         """Read the progress in a manifest; an earlier version's lacks some keys, and a later one's has unknown ones."""
-        known = {item.name for item in fields(cls)}
-        return cls(**{name: value for name, value in found.items() if name in known})
+        return cls(**known(cls, found))
 
 
 @message.carry

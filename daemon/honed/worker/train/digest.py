@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from honed.system import durable
+
 #: Bytes. Small enough for all threads to get a share of a checkpoint, large enough that starting one costs nothing.
 PIECE_BYTES = 64 * 1024 * 1024
 #: Disks are no faster with more readers than this.
@@ -30,7 +32,7 @@ def take(directory: Path, names: Iterable[str], *, beat: Beat) -> dict[str, dict
     names = list(names)
     with ThreadPoolExecutor(_num_threads()) as pool:
         # Sync first: the disk takes the longest, and the hashes are computed from memory meanwhile.
-        syncs = [pool.submit(_sync, directory / name) for name in names]
+        syncs = [pool.submit(durable.sync_file, directory / name) for name in names]
         sizes = {name: _open_size(directory / name) for name in names}
         hashes = _hash(pool, directory, sizes, beat)
         for future in as_completed(syncs):
@@ -54,10 +56,7 @@ def fault(directory: Path, entries: Mapping[str, Mapping[str, Any]], *, beat: Be
     with ThreadPoolExecutor(_num_threads()) as pool:
         sizes = {name: int(entry["size"]) for name, entry in entries.items() if entry["sha256"] is not None}
         hashes = _hash(pool, directory, sizes, beat)
-    for name, found in hashes.items():
-        if found != entries[name]["sha256"]:
-            return f"{name} was changed"
-    return None
+    return next((f"{name} was changed" for name, found in hashes.items() if found != entries[name]["sha256"]), None)
 
 
 def _hash(pool: ThreadPoolExecutor, directory: Path, sizes: Mapping[str, int], beat: Beat) -> dict[str, Hash]:
@@ -95,14 +94,6 @@ def _open_size(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"{path.name} is not a regular file")
     return found.st_size
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _num_threads() -> int:

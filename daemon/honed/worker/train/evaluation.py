@@ -191,13 +191,9 @@ class TokenMeans:
             return
         self._every = every
         shares = [count / total for count in counts]
-
-        def mean(values: list[Any]) -> float:
-            # A batch without a token has no mean: 0 / 0.
-            return sum(float(value) * share for value, share in zip(values, shares, strict=True) if share)
-
         if name in metrics:
             metrics[name] = sum(loss * (count / total) for count, loss in every if count)
         for key, values in means.items():
             if len(values) == len(shares):
-                means[key] = [mean(values)]
+                # A batch without a token has no mean: 0 / 0.
+                means[key] = [sum(float(value) * share for value, share in zip(values, shares, strict=True) if share)]

@@ -230,10 +230,11 @@ class Examiner:
     def _worse(self, figures: dict[str, float]) -> list[str]:
         """Describe scores that fell by more than one answer, which chance may do, and an evaluation loss that rose."""
         before = self._progress.figures_before
-        found = []
-        for name in (each for each in before if each.partition("/")[0] == "eval_loss"):
-            if figures.get(name, 0.0) > before[name] * (1 + LOSS_TOLERANCE):
-                found.append(f"{name} rose from {before[name]:.3f} to {figures[name]:.3f}")
+        found = [
+            f"{name} rose from {loss:.3f} to {figures[name]:.3f}"
+            for name, loss in before.items()
+            if name.partition("/")[0] == "eval_loss" and figures.get(name, 0.0) > loss * (1 + LOSS_TOLERANCE)
+        ]
         scores = [(metric.name, name) for metric in self._metrics for name in before]
         for metric, name in scores:
             group = name.removeprefix(f"{metric}/") if name.startswith(f"{metric}/") else ""

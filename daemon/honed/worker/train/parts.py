@@ -9,7 +9,6 @@ files and takes its own part of each tensor.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from honed.system import durable
 from honed.system.error import PrecisionError
 from honed.worker.model import division
 from honed.worker.parallel import Ranks
@@ -42,11 +42,7 @@ def write(directory: Path, model: Any, optimizer: Any, ranks: Ranks) -> None:
     }
     path = directory / f"part-{ranks.rank}-of-{ranks.world}.pt"
     torch.save(found, path)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    durable.sync_file(path)
 
 
 def load_weights(directory: Path, model: Any, ranks: Ranks) -> None:

@@ -84,7 +84,9 @@ def arguments(
     if (loss_type := _loss_type(assignment, pinned=loss_type, is_resumed=is_resumed)) is not None:
         defaults["loss_type"] = loss_type
     if spec.early_stopping_patience is not None:
-        defaults |= _early_stopping(defaults | asked)
+        # It goes by the best evaluation, and restores its checkpoint.
+        defaults |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        defaults |= _saved_as_evaluated(defaults | asked)
     elif spec.training.load_best_model_at_end and not {"save_strategy", "save_steps"} & set(asked):
         defaults |= _saved_as_evaluated(defaults | asked)
     needs_preparing = asked.get("packing") or asked.get("shuffle_dataset") or asked.get("use_liger_kernel")
@@ -172,15 +174,6 @@ def _promised() -> dict[str, Any]:
 
 #: TRL's changes to a data set before training that would separate rows from their media.
 _NOT_BESIDE_MEDIA = ("packing", "padding_free", "shuffle_dataset")
-
-
-def _early_stopping(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with which early stopping goes by the best evaluation, and restores its checkpoint."""
-    return {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss",
-        **_saved_as_evaluated(chosen),
-    }
 
 
 def _saved_as_evaluated(chosen: dict[str, Any]) -> dict[str, Any]:
@@ -536,8 +529,7 @@ class Trainer(SFTTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        num_tokens = sum(map(_num_trained, batches))
-        self._num_step_tokens = int(self._ranks.sum(num_tokens)[0])
+        self._num_step_tokens = int(self._ranks.sum(sum(map(_num_trained, batches)))[0])
         self._progress.num_trained_tokens += self._num_step_tokens
         return batches, num_items
 
@@ -650,8 +642,7 @@ class Trainer(SFTTrainer):
     def gather_states(self) -> None:
         """Take each rank's part of the next checkpoint, which rank 0 writes."""
         if self._ranks.are_several:
-            own = {"random": _random_state(), "running_loss": float(self._tr_loss)}
-            self._states = self._ranks.gather(own)
+            self._states = self._ranks.gather({"random": _random_state(), "running_loss": float(self._tr_loss)})
 
     def _save_rng_state(self, output_dir: str) -> None:
         if not self._ranks.are_several:
