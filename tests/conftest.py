@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import costs
+import warm
 
 # The speed of the machine is no property of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -41,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    warm.directory()  # before there are test processes, which share what is in it
     costs.register(config)
 
 

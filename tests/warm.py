@@ -1,7 +1,7 @@
 """Processes that begin with their imports done: `Popen` for subprocess.Popen, `run` for subprocess.run.
 
 The imports of a worker take longer than all that most tests look at, and those of honectl or the daemon as long as what
-they then do. A server of each test process imports once, and a process is a fork of it that has only imported. From
+they then do. A server imports once for all test processes, and a process is a fork of it that has only imported. From
 there it is what its command line asks for: the shim forks, the worker is the shim's child, signals, sessions and exit
 statuses are a cold one's. Not so /proc/PID/environ and cmdline (the server's), the children of a daemon (the server's,
 so that it gets no SIGCHLD of them), the descriptors that an exec would close, what Python does at its end, and the seed
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -37,6 +38,10 @@ from typing import IO, Any, NoReturn
 
 #: The server's socket, for this process and for those that it starts, of processes of that kind.
 ADDRESS = "HONED_TEST_WARM_{}"
+#: The directory of all servers of a run of tests. They end with the process that holds its `life` open: the first.
+DIRECTORY = "HONED_TEST_WARM_DIR"
+#: `cgroup.procs` of the cgroup of a test process, which what is forked for it enters: see costs.py.
+CGROUP = "HONED_TEST_CGROUP"
 MAX_REQUEST_BYTES = 1 << 18
 START_SEC = 180.0
 
@@ -80,10 +85,11 @@ class Popen:
             "cwd": str(cwd or Path.cwd()),
             "start_new_session": start_new_session,
             "environment": dict(os.environ if env is None else env),
+            "cgroup": os.environ.get(CGROUP, ""),
         }
         self.stdin: IO[bytes] | None = None
+        place = address(self.kind)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(address(self.kind))
         with contextlib.ExitStack() as own:
 
             def fd_of(stream: Any, inherited_fd: int) -> int:
@@ -104,6 +110,7 @@ class Popen:
             output_fd = fd_of(stdout, 1)
             error_fd = output_fd if stderr == subprocess.STDOUT else fd_of(stderr, 2)
             fds = [fd_of(stdin, 0), output_fd, error_fd]
+            self._socket.connect(place)
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
             self.pid = int(self._socket.recv(100))
         self.returncode: int | None = None
@@ -233,37 +240,51 @@ def kind_of(command: Sequence[str]) -> str:
     return "worker"
 
 
+def directory() -> Path:
+    """The directory of the servers of this run. The first process that asks makes it, and they end with it: pytest, or
+    a program of the tests that is run by itself."""
+    if DIRECTORY not in os.environ:
+        made = Path(tempfile.mkdtemp(prefix="honed-warm-"))
+        os.mkfifo(made / "life")
+        os.open(made / "life", os.O_RDWR)
+        atexit.register(_remove, made, os.getpid())
+        os.environ[DIRECTORY] = str(made)
+    return Path(os.environ[DIRECTORY])
+
+
+def _remove(made: Path, pid: int) -> None:
+    import shutil
+
+    if os.getpid() == pid:
+        shutil.rmtree(made, ignore_errors=True)
+
+
 def address(kind: str) -> str:
     """The server's socket. It is started where there is none; processes that we start find it by the environment."""
     variable = ADDRESS.format(kind.upper())
     if variable not in os.environ:
-        directory = Path(tempfile.mkdtemp(prefix="honed-warm-"))
-        path = directory / "socket"
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_HOME": str(directory)}
-        with (directory / "log").open("wb") as log:
-            server = COLD_POPEN(
-                [sys.executable, __file__, str(path), kind],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
-        atexit.register(_end, server, directory)
-        deadline = time.monotonic() + START_SEC
-        while not path.exists():
-            assert server.poll() is None, (directory / "log").read_text()
-            assert time.monotonic() < deadline, (directory / "log").read_text()
-            time.sleep(0.05)
-        os.environ[variable] = str(path)
+        place = directory() / kind
+        place.mkdir(exist_ok=True)
+        with (place / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (place / "socket").exists():
+                _start(kind, place)
+        os.environ[variable] = str(place / "socket")
     return os.environ[variable]
 
 
-def _end(server: subprocess.Popen[bytes], directory: Path) -> None:
-    import shutil
-
-    server.kill()
-    server.wait()
-    shutil.rmtree(directory, ignore_errors=True)
+def _start(kind: str, place: Path) -> None:
+    """Start a server and wait until it has imported all."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_HOME": str(place)}
+    with (directory() / "life").open("rb", buffering=0) as life, (place / "log").open("wb") as log:
+        server = COLD_POPEN(
+            [sys.executable, __file__, str(place / "socket"), kind], stdin=life, stdout=log, stderr=log, env=environment
+        )
+    deadline = time.monotonic() + START_SEC
+    while not (place / "socket").exists():
+        assert server.poll() is None, (place / "log").read_text()
+        assert time.monotonic() < deadline, (place / "log").read_text()
+        time.sleep(0.05)
 
 
 class RankPopen(Popen):
@@ -282,7 +303,7 @@ class JumpingPopen(Popen):
 
 
 def main() -> None:
-    """Serve until the test process ends: our standard input is then closed."""
+    """Serve until the run of tests ends: our standard input is then closed."""
     if sys.argv[2] == "jumping":
         from crash import jumping
 
@@ -294,12 +315,13 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     serve(listen(sys.argv[1]))
+    os._exit(0)
 
 
 def listen(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
-    listener.listen()
+    listener.listen(socket.SOMAXCONN)
     return listener
 
 
@@ -308,22 +330,25 @@ def serve(listener: socket.socket) -> None:
     wake_read_fd, wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    waiting: list[socket.socket] = []  # connections without their request: who connected may be stopped before it
     clients: dict[int, socket.socket] = {}
     while True:
-        ready = select.select([0, listener, wake_read_fd], [], [])[0]
+        ready = select.select([0, listener, wake_read_fd, *waiting], [], [])[0]
         if 0 in ready and not os.read(0, 1):
             return
         if wake_read_fd in ready:
             os.read(wake_read_fd, 4096)
             tell_ends(clients)
         if listener in ready:
-            client = listener.accept()[0]
+            waiting.append(listener.accept()[0])
+        for client in [each for each in waiting if each in ready]:
+            waiting.remove(client)
             message, fds, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, 3)
             if not message:
                 client.close()
                 continue
             if (pid := os.fork()) == 0:
-                for each in (listener, client, *clients.values()):
+                for each in (listener, client, *waiting, *clients.values()):
                     each.close()
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -385,6 +410,8 @@ def import_of_worker(hidden: list[str] | None) -> None:
 
 def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
     """Be the process that was asked for."""
+    if request["cgroup"]:
+        Path(request["cgroup"]).write_text("0")
     if request["start_new_session"]:
         os.setsid()
     for place, fd in enumerate(fds):
