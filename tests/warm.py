@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, NoReturn
 
 #: The server's socket, for this process and for those that it starts, of processes of that kind.
@@ -293,6 +294,12 @@ class RankPopen(Popen):
     kind = "ranks"
 
 
+class TestsPopen(Popen):
+    """A process that runs tests: see forked.py."""
+
+    kind = "tests"
+
+
 class JumpingPopen(Popen):
     """A process of honed's but a worker, whose clock is set: see crash/jumping.py."""
 
@@ -308,12 +315,15 @@ def main() -> None:
         from crash import jumping
 
         jumping.plant()
-    if sys.argv[2] in (*HIDDEN, "ranks"):
+    if sys.argv[2] == "tests":
+        import_of_tests()
+    elif sys.argv[2] in (*HIDDEN, "ranks"):
         import_of_worker(HIDDEN.get(sys.argv[2]))
     else:
         import_of_others()
     gc.freeze()
     gc.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all; see who waits for its tests to end
     serve(listen(sys.argv[1]))
     os._exit(0)
 
@@ -352,6 +362,7 @@ def serve(listener: socket.socket) -> None:
                     each.close()
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 become(json.loads(message), fds)
             for fd in fds:
                 os.close(fd)
@@ -380,6 +391,24 @@ def import_of_others() -> None:
     for module in pkgutil.walk_packages(honed.__path__, "honed."):
         if not module.name.startswith("honed.worker") and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
+
+
+def import_of_tests() -> None:
+    """Import what the modules of tests do: the training stack with all that it finds. Not what pytest rewrites."""
+    import_of_others()
+    from honed.worker.model import load, torchvision
+
+    torchvision.mend()
+    with contextlib.suppress(ImportError):
+        load.choose("transformers").import_libraries()
+        import torchvision.transforms.v2
+        from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer  # noqa: F401
+        from trl import SFTTrainer  # noqa: F401
+
+        import honed.worker.preview
+        import honed.worker.run
+        import honed.worker.train.callback
+        import honed.worker.train.trainer  # noqa: F401
 
 
 def import_of_worker(hidden: list[str] | None) -> None:
@@ -442,14 +471,19 @@ def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
 
 
 def go_on_as(command: list[str], exec_anew: Callable[[str, Sequence[str]], NoReturn]) -> NoReturn:
-    """Be `python … -m MODULE ARGUMENTS` or `python … FILE ARGUMENTS`, or exec it where its imports are others."""
+    """Be `python … -m MODULE ARGUMENTS`, `… FILE ARGUMENTS` or `… -c CODE`, or exec it where its imports are others."""
     words = command[1:]
-    while words[0] in ("-I", "-S", "-P"):
+    while words[0] in ("-I", "-S", "-P", "-u"):
         del words[0]
     status = 1
     try:
         sys.orig_argv = list(command)
-        if words[0] != "-m":
+        if words[0] == "-c":
+            sys.argv = words[:1]
+            sys.modules["__main__"] = ModuleType("__main__")
+            exec(words[1], vars(sys.modules["__main__"]))
+            atexit._run_exitfuncs()
+        elif words[0] != "-m":
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")
         elif words[1] == "honed.worker" and KIND != "ranks" and not has_usual_imports(words[2:]):
