@@ -8,7 +8,8 @@ so that it gets no SIGCHLD of them), the descriptors that an exec would close, w
 of str hashes (one for all). There are two servers: a worker's has torch, transformers and
 TRL, and all others are forks of one that has honed without them. A worker that would import otherwise (Unsloth,
 bitsandbytes, wandb, torchvision, a merge) begins anew, by exec, and so does a process with a sitecustomize. Tests that
-train several vision models or several quantized ones have a server for such workers, too (`address`).
+train several vision models, several quantized ones or some through Unsloth have a server for such workers, too
+(`address`).
 
 Tests of these, of how a process starts and what it imports, and those that put other modules in the place of some use
 subprocess.
@@ -47,16 +48,19 @@ MAX_REQUEST_BYTES = 1 << 18
 START_SEC = 180.0
 
 #: The servers of workers, and the packages that such a worker hides: of a text model that is not quantized, of a vision
-#: model, and of a quantized text model.
+#: model, of a quantized text model, and of a model through Unsloth, which patches what it finds.
 HIDDEN = {
     "worker": ["wandb", "aiohttp", "torchvision", "bitsandbytes"],
     "seeing": ["wandb", "aiohttp", "bitsandbytes"],
     "quantized": ["wandb", "aiohttp", "torchvision"],
+    "unsloth": ["wandb"],
 }
 
 COLD_POPEN = subprocess.Popen
 #: Of the server that this process is a fork of.
 KIND = sys.argv[2] if __name__ == "__main__" else ""
+#: Variables that libraries set as they are imported, and that they read later.
+_set_by_imports: dict[str, str] = {}
 
 
 # -- in tests ---------------------------------------------------------------------------------------------------------
@@ -233,10 +237,14 @@ def kind_of(command: Sequence[str]) -> str:
     from honed.job.plan_file import PlanFile
 
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        plan = PlanFile.from_json((Path(command[4]).parents[1] / "plan.json").read_bytes())
-        hidden = list(Needs.of(plan, plan.backend.name).hidden)
+        module = command.index("-m") + 1
+        place = Path(command[module + 1])
+        job_dir = place if command[module] == "honed.worker" else place.parents[1]
+        plan = PlanFile.from_json((job_dir / "plan.json").read_bytes())
+        backend = command[command.index("--backend") + 1] if "--backend" in command else plan.backend.name
+        hidden = list(Needs.of(plan, backend).hidden)
         for kind, names in HIDDEN.items():
-            if names == hidden and ADDRESS.format(kind.upper()) in os.environ:
+            if names == hidden and backend_of(kind) == backend and ADDRESS.format(kind.upper()) in os.environ:
                 return kind
     return "worker"
 
@@ -258,6 +266,10 @@ def _remove(made: Path, pid: int) -> None:
 
     if os.getpid() == pid:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def backend_of(kind: str) -> str:
+    return "unsloth" if kind == "unsloth" else "transformers"
 
 
 def address(kind: str) -> str:
@@ -298,6 +310,12 @@ class TestsPopen(Popen):
     """A process that runs tests: see forked.py."""
 
     kind = "tests"
+
+
+class UnslothPopen(Popen):
+    """A process that has imported Unsloth."""
+
+    kind = "unsloth"
 
 
 class JumpingPopen(Popen):
@@ -412,7 +430,7 @@ def import_of_tests() -> None:
 
 
 def import_of_worker(hidden: list[str] | None) -> None:
-    """Import what a worker of the transformers backend does, and hide what it hides; for several ranks nothing."""
+    """Import what a worker does, and hide what it hides; for several ranks nothing."""
     gc.disable()
     from honed.worker.__main__ import ENVIRONMENT
 
@@ -421,11 +439,13 @@ def import_of_worker(hidden: list[str] | None) -> None:
     from honed.worker import imports
     from honed.worker.model import load, torchvision
 
+    before = dict(os.environ)
     if hidden is not None:
-        imports.narrow(hidden, defers=True)
-    if KIND == "seeing":
+        imports.narrow(hidden, defers=KIND != "unsloth")
+    if KIND in ("seeing", "unsloth"):
         torchvision.mend()
-    load.choose("transformers").import_libraries()
+    load.choose(backend_of(KIND)).import_libraries()
+    _set_by_imports.update((name, value) for name, value in os.environ.items() if before.get(name) != value)
     import honed.worker.preview
     import honed.worker.rows.data
     import honed.worker.run
@@ -451,7 +471,7 @@ def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(_set_by_imports | request["environment"])
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [place for place in places if place and place not in sys.path]
     os.chdir(request["cwd"])
@@ -517,7 +537,8 @@ def has_usual_imports(words: list[str]) -> bool:
     except Exception:  # noqa: BLE001 - the worker is to say so
         return False
     hidden = [name for name in HIDDEN["worker"] if sys.modules.get(name, sys) is None]
-    return job.backend == "transformers" and imports.hidden(job) == hidden and imports.is_plain(job)
+    is_known = KIND == "unsloth" or imports.is_plain(job)
+    return job.backend == backend_of(KIND) and imports.hidden(job) == hidden and is_known
 
 
 if __name__ == "__main__":
