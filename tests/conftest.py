@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import costs
+import warm
 
 # The speed of the machine is no property of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -41,6 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    warm.directory()  # before there are test processes, which share what is in it
+    specs = getattr(config.option, "tx", None)
+    if specs and not any(name.startswith("COVERAGE_PROCESS") for name in os.environ):
+        warm.address("tests")
+        program = shlex.join([sys.executable, str(TESTS / "forked.py")])
+        config.option.tx = [f"popen//python={program}" if spec == "popen" else spec for spec in specs]
     costs.register(config)
 
 
@@ -66,6 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
     places = places_of(dict.fromkeys(item.path for item in chosen))
     items[:] = sorted(chosen, key=lambda item: places[item.path])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Nothing that is there now will be garbage: collections of it need not go through all libraries and tests."""
+    gc.freeze()
 
 
 def places_of(paths: Collection[Path]) -> dict[Path, float]:

@@ -1,8 +1,9 @@
 """CPU time of each test with all processes that it starts: `--costs FILE` writes a line for each, dearest directories
 are printed at the end.
 
-Each test process enters a cgroup of its own, so that servers, daemons that outlive their parents and booted guests are
-counted too; where there is none to be had, only what a test process and the children that it waited for have used.
+Each test process enters a cgroup of its own, so that daemons that outlive their parents, booted guests and forks of
+servers are counted too, and a server's imports for who first needed it; where there is none to be had, only what a test
+process and the children that it waited for have used.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+import warm
 
 #: Directories of cgroups, the file with their CPU time, and the number of its units in a second.
 PLACES = (
@@ -34,6 +37,7 @@ def clock() -> Callable[[], float]:
             directory.mkdir()
             if (directory / name).exists():
                 (directory / "cgroup.procs").write_text(str(os.getpid()))
+                os.environ[warm.CGROUP] = str(directory / "cgroup.procs")
                 return lambda: int((directory / name).read_text().split("user_usec")[0].split()[-1]) / unit
             directory.rmdir()
     return lambda: sum(os.times()[:4])

@@ -1,14 +1,15 @@
 """Processes that begin with their imports done: `Popen` for subprocess.Popen, `run` for subprocess.run.
 
 The imports of a worker take longer than all that most tests look at, and those of honectl or the daemon as long as what
-they then do. A server of each test process imports once, and a process is a fork of it that has only imported. From
+they then do. A server imports once for all test processes, and a process is a fork of it that has only imported. From
 there it is what its command line asks for: the shim forks, the worker is the shim's child, signals, sessions and exit
 statuses are a cold one's. Not so /proc/PID/environ and cmdline (the server's), the children of a daemon (the server's,
 so that it gets no SIGCHLD of them), the descriptors that an exec would close, what Python does at its end, and the seed
 of str hashes (one for all). There are two servers: a worker's has torch, transformers and
 TRL, and all others are forks of one that has honed without them. A worker that would import otherwise (Unsloth,
 bitsandbytes, wandb, torchvision, a merge) begins anew, by exec, and so does a process with a sitecustomize. Tests that
-train several vision models or several quantized ones have a server for such workers, too (`address`).
+train several vision models, several quantized ones or some through Unsloth have a server for such workers, too
+(`address`).
 
 Tests of these, of how a process starts and what it imports, and those that put other modules in the place of some use
 subprocess.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -32,26 +34,34 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, NoReturn
 
 from waiting import wait_for
 
 #: The server's socket, for this process and for those that it starts, of processes of that kind.
 ADDRESS = "HONED_TEST_WARM_{}"
+#: The directory of all servers of a run of tests. They end with the process that holds its `life` open: the first.
+DIRECTORY = "HONED_TEST_WARM_DIR"
+#: `cgroup.procs` of the cgroup of a test process, which what is forked for it enters: see costs.py.
+CGROUP = "HONED_TEST_CGROUP"
 MAX_REQUEST_BYTES = 1 << 18
 START_SEC = 180.0
 
 #: The servers of workers, and the packages that such a worker hides: of a text model that is not quantized, of a vision
-#: model, and of a quantized text model.
+#: model, of a quantized text model, and of a model through Unsloth, which patches what it finds.
 HIDDEN = {
     "worker": ["wandb", "aiohttp", "torchvision", "bitsandbytes"],
     "seeing": ["wandb", "aiohttp", "bitsandbytes"],
     "quantized": ["wandb", "aiohttp", "torchvision"],
+    "unsloth": ["wandb"],
 }
 
 COLD_POPEN = subprocess.Popen
 #: Of the server that this process is a fork of.
 KIND = sys.argv[2] if __name__ == "__main__" else ""
+#: Variables that libraries set as they are imported, and that they read later.
+_set_by_imports: dict[str, str] = {}
 
 
 # -- in tests ---------------------------------------------------------------------------------------------------------
@@ -81,10 +91,11 @@ class Popen:
             "cwd": str(cwd or Path.cwd()),
             "start_new_session": start_new_session,
             "environment": dict(os.environ if env is None else env),
+            "cgroup": os.environ.get(CGROUP, ""),
         }
         self.stdin: IO[bytes] | None = None
+        place = address(self.kind)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(address(self.kind))
         with contextlib.ExitStack() as own:
 
             def fd_of(stream: Any, inherited_fd: int) -> int:
@@ -105,6 +116,7 @@ class Popen:
             output_fd = fd_of(stdout, 1)
             error_fd = output_fd if stderr == subprocess.STDOUT else fd_of(stderr, 2)
             fds = [fd_of(stdin, 0), output_fd, error_fd]
+            self._socket.connect(place)
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
             self.pid = int(self._socket.recv(100))
         self.returncode: int | None = None
@@ -226,49 +238,83 @@ def kind_of(command: Sequence[str]) -> str:
     from honed.job.plan_file import PlanFile
 
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        plan = PlanFile.from_json((Path(command[4]).parents[1] / "plan.json").read_bytes())
-        hidden = list(Needs.of(plan, plan.backend.name).hidden)
+        module = command.index("-m") + 1
+        place = Path(command[module + 1])
+        job_dir = place if command[module] == "honed.worker" else place.parents[1]
+        plan = PlanFile.from_json((job_dir / "plan.json").read_bytes())
+        backend = command[command.index("--backend") + 1] if "--backend" in command else plan.backend.name
+        hidden = list(Needs.of(plan, backend).hidden)
         for kind, names in HIDDEN.items():
-            if names == hidden and ADDRESS.format(kind.upper()) in os.environ:
+            if names == hidden and backend_of(kind) == backend and ADDRESS.format(kind.upper()) in os.environ:
                 return kind
     return "worker"
+
+
+def directory() -> Path:
+    """The directory of the servers of this run. The first process that asks makes it, and they end with it: pytest, or
+    a program of the tests that is run by itself."""
+    if DIRECTORY not in os.environ:
+        made = Path(tempfile.mkdtemp(prefix="honed-warm-"))
+        os.mkfifo(made / "life")
+        os.open(made / "life", os.O_RDWR)
+        atexit.register(_remove, made, os.getpid())
+        os.environ[DIRECTORY] = str(made)
+    return Path(os.environ[DIRECTORY])
+
+
+def _remove(made: Path, pid: int) -> None:
+    import shutil
+
+    if os.getpid() == pid:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def backend_of(kind: str) -> str:
+    return "unsloth" if kind == "unsloth" else "transformers"
 
 
 def address(kind: str) -> str:
     """The server's socket. It is started where there is none; processes that we start find it by the environment."""
     variable = ADDRESS.format(kind.upper())
     if variable not in os.environ:
-        directory = Path(tempfile.mkdtemp(prefix="honed-warm-"))
-        path = directory / "socket"
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_HOME": str(directory)}
-        with (directory / "log").open("wb") as log:
-            server = COLD_POPEN(
-                [sys.executable, __file__, str(path), kind],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
-        atexit.register(_end, server, directory)
-        log = (directory / "log").read_text
-        wait_for(lambda: path.exists() or server.poll() is not None, START_SEC, what="a warm server", account=log)
-        assert path.exists(), log()
-        os.environ[variable] = str(path)
+        place = directory() / kind
+        place.mkdir(exist_ok=True)
+        with (place / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (place / "socket").exists():
+                _start(kind, place)
+        os.environ[variable] = str(place / "socket")
     return os.environ[variable]
 
 
-def _end(server: subprocess.Popen[bytes], directory: Path) -> None:
-    import shutil
-
-    server.kill()
-    server.wait()
-    shutil.rmtree(directory, ignore_errors=True)
+def _start(kind: str, place: Path) -> None:
+    """Start a server and wait until it has imported all."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_HOME": str(place)}
+    with (directory() / "life").open("rb", buffering=0) as life, (place / "log").open("wb") as log:
+        server = COLD_POPEN(
+            [sys.executable, __file__, str(place / "socket"), kind], stdin=life, stdout=log, stderr=log, env=environment
+        )
+    path, log_of = place / "socket", (place / "log").read_text
+    wait_for(lambda: path.exists() or server.poll() is not None, START_SEC, what=f"the {kind} server", account=log_of)
+    assert path.exists(), log_of()
 
 
 class RankPopen(Popen):
     """A shim with several ranks: their libraries know torch.distributed, which a single worker's do without."""
 
     kind = "ranks"
+
+
+class TestsPopen(Popen):
+    """A process that runs tests: see forked.py."""
+
+    kind = "tests"
+
+
+class UnslothPopen(Popen):
+    """A process that has imported Unsloth."""
+
+    kind = "unsloth"
 
 
 class JumpingPopen(Popen):
@@ -281,24 +327,28 @@ class JumpingPopen(Popen):
 
 
 def main() -> None:
-    """Serve until the test process ends: our standard input is then closed."""
+    """Serve until the run of tests ends: our standard input is then closed."""
     if sys.argv[2] == "jumping":
         from crash import jumping
 
         jumping.plant()
-    if sys.argv[2] in (*HIDDEN, "ranks"):
+    if sys.argv[2] == "tests":
+        import_of_tests()
+    elif sys.argv[2] in (*HIDDEN, "ranks"):
         import_of_worker(HIDDEN.get(sys.argv[2]))
     else:
         import_of_others()
     gc.freeze()
     gc.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all; see who waits for its tests to end
     serve(listen(sys.argv[1]))
+    os._exit(0)
 
 
 def listen(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
-    listener.listen()
+    listener.listen(socket.SOMAXCONN)
     return listener
 
 
@@ -307,25 +357,29 @@ def serve(listener: socket.socket) -> None:
     wake_read_fd, wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    waiting: list[socket.socket] = []  # connections without their request: who connected may be stopped before it
     clients: dict[int, socket.socket] = {}
     while True:
-        ready = select.select([0, listener, wake_read_fd], [], [])[0]
+        ready = select.select([0, listener, wake_read_fd, *waiting], [], [])[0]
         if 0 in ready and not os.read(0, 1):
             return
         if wake_read_fd in ready:
             os.read(wake_read_fd, 4096)
             tell_ends(clients)
         if listener in ready:
-            client = listener.accept()[0]
+            waiting.append(listener.accept()[0])
+        for client in [each for each in waiting if each in ready]:
+            waiting.remove(client)
             message, fds, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, 3)
             if not message:
                 client.close()
                 continue
             if (pid := os.fork()) == 0:
-                for each in (listener, client, *clients.values()):
+                for each in (listener, client, *waiting, *clients.values()):
                     each.close()
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 become(json.loads(message), fds)
             for fd in fds:
                 os.close(fd)
@@ -356,8 +410,26 @@ def import_of_others() -> None:
             importlib.import_module(module.name)
 
 
+def import_of_tests() -> None:
+    """Import what the modules of tests do: the training stack with all that it finds. Not what pytest rewrites."""
+    import_of_others()
+    from honed.worker.model import load, torchvision
+
+    torchvision.mend()
+    with contextlib.suppress(ImportError):
+        load.choose("transformers").import_libraries()
+        import torchvision.transforms.v2
+        from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer  # noqa: F401
+        from trl import SFTTrainer  # noqa: F401
+
+        import honed.worker.preview
+        import honed.worker.run
+        import honed.worker.train.callback
+        import honed.worker.train.trainer  # noqa: F401
+
+
 def import_of_worker(hidden: list[str] | None) -> None:
-    """Import what a worker of the transformers backend does, and hide what it hides; for several ranks nothing."""
+    """Import what a worker does, and hide what it hides; for several ranks nothing."""
     gc.disable()
     from honed.worker.__main__ import ENVIRONMENT
 
@@ -366,11 +438,13 @@ def import_of_worker(hidden: list[str] | None) -> None:
     from honed.worker import imports
     from honed.worker.model import load, torchvision
 
+    before = dict(os.environ)
     if hidden is not None:
-        imports.narrow(hidden, defers=True)
-    if KIND == "seeing":
+        imports.narrow(hidden, defers=KIND != "unsloth")
+    if KIND in ("seeing", "unsloth"):
         torchvision.mend()
-    load.choose("transformers").import_libraries()
+    load.choose(backend_of(KIND)).import_libraries()
+    _set_by_imports.update((name, value) for name, value in os.environ.items() if before.get(name) != value)
     import honed.worker.preview
     import honed.worker.rows.data
     import honed.worker.run
@@ -384,6 +458,8 @@ def import_of_worker(hidden: list[str] | None) -> None:
 
 def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
     """Be the process that was asked for."""
+    if request["cgroup"]:
+        Path(request["cgroup"]).write_text("0")
     if request["start_new_session"]:
         os.setsid()
     for place, fd in enumerate(fds):
@@ -394,7 +470,7 @@ def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(_set_by_imports | request["environment"])
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [place for place in places if place and place not in sys.path]
     os.chdir(request["cwd"])
@@ -414,14 +490,19 @@ def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
 
 
 def go_on_as(command: list[str], exec_anew: Callable[[str, Sequence[str]], NoReturn]) -> NoReturn:
-    """Be `python … -m MODULE ARGUMENTS` or `python … FILE ARGUMENTS`, or exec it where its imports are others."""
+    """Be `python … -m MODULE ARGUMENTS`, `… FILE ARGUMENTS` or `… -c CODE`, or exec it where its imports are others."""
     words = command[1:]
-    while words[0] in ("-I", "-S", "-P"):
+    while words[0] in ("-I", "-S", "-P", "-u"):
         del words[0]
     status = 1
     try:
         sys.orig_argv = list(command)
-        if words[0] != "-m":
+        if words[0] == "-c":
+            sys.argv = words[:1]
+            sys.modules["__main__"] = ModuleType("__main__")
+            exec(words[1], vars(sys.modules["__main__"]))
+            atexit._run_exitfuncs()
+        elif words[0] != "-m":
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")
         elif words[1] == "honed.worker" and KIND != "ranks" and not has_usual_imports(words[2:]):
@@ -455,7 +536,8 @@ def has_usual_imports(words: list[str]) -> bool:
     except Exception:  # noqa: BLE001 - the worker is to say so
         return False
     hidden = [name for name in HIDDEN["worker"] if sys.modules.get(name, sys) is None]
-    return job.backend == "transformers" and imports.hidden(job) == hidden and imports.is_plain(job)
+    is_known = KIND == "unsloth" or imports.is_plain(job)
+    return job.backend == backend_of(KIND) and imports.hidden(job) == hidden and is_known
 
 
 if __name__ == "__main__":

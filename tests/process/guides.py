@@ -84,9 +84,9 @@ PAGES: dict[str, Callable[[Path], None]] = {
 class Reader:
     """A reader at a terminal, whose instance runs in `root`."""
 
-    def __init__(self, root: Path, *, has_usual_imports: bool) -> None:
+    def __init__(self, root: Path, *, preview: str) -> None:
         self.root = root
-        self._has_usual_imports = has_usual_imports  #: a preview of rows with media imports more
+        self._preview = preview  #: the server of a preview's process: that of rows with media imports more
         self.real = RealInstance(root / INSTANCE)
         self.real.configure("[device]\ngpus = []\n")  # as the machine was that printed the pages
 
@@ -103,11 +103,13 @@ class Reader:
         """Run a command in the reader's home; honectl with its imports done."""
         words = self.ours(command)
         environment = {**os.environ, "HONED_ROOT": str(self.real.root), "COLUMNS": "120", "LC_ALL": "C.UTF-8"}
+        environment["HONED_TEST_PREVIEW"] = self._preview
         verb, _, rest = words.partition(" | ")
         with tempfile.TemporaryFile("w+") as output:
             if verb.startswith("honectl "):
-                is_warm = verb.startswith("honectl preview ") and self._has_usual_imports
-                program = [str(Path(__file__).with_name("warmpreview.py"))] if is_warm else ["-m", "honed.cli.honectl"]
+                is_preview = verb.startswith("honectl preview ")
+                program = ["-m", "honed.cli.honectl"]
+                program = [str(Path(__file__).with_name("warmpreview.py"))] if is_preview else program
                 line = [sys.executable, *program, *verb.split()[1:]]
                 warm.Popen(line, stdout=output, stderr=subprocess.STDOUT, cwd=self.root / HOME, env=environment).wait()
                 output.seek(0)
@@ -129,7 +131,7 @@ def follow(name: str, root: Path, act: Callable[..., None]) -> Reader:
     """Have a reader follow a page: `guide.check` or `guide.rewrite`."""
     if PAGES[name] is vision:
         warm.address("seeing")
-    reader = Reader(root, has_usual_imports=PAGES[name] is not vision)
+    reader = Reader(root, preview="seeing" if PAGES[name] is vision else "worker")
     try:
         PAGES[name](root)
         if PAGES[name] in (tutorial, vision, merge_chains):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -10,9 +11,15 @@ import warm
 from honed.cli import honectl
 
 
+class Preview(warm.Popen):
+    """A preview's process, with the imports that its rows need."""
+
+    kind = os.environ.get("HONED_TEST_PREVIEW", "worker")
+
+
 def run(command: list[str], *, env: dict[str, str], **_keys: Any) -> subprocess.CompletedProcess[bytes]:
     """Run a preview's process, and take what it has written."""
-    done = warm.run(command, env=env, popen=warm.WorkerPopen)
+    done = warm.run(command, env=env, popen=Preview)
     return subprocess.CompletedProcess(command, done.returncode, done.stdout.encode(), done.stderr.encode())
 
 

@@ -12,6 +12,7 @@ environment that runs the tests at `ENVIRONMENT`, wherever they are on the host.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import warm
 from waiting import DEADLINE_SEC, wait_for
 
 HERE = Path(__file__).parent
@@ -47,10 +49,6 @@ FIND_WRITABLE = (
     "-not -path '/dev/*' \\( -type d -o -type f \\) -writable -print -o -path '/dev/*' -type d -writable -print; "
     "done 2>/dev/null | sort -u"
 )
-
-
-#: What scripts/install made below /opt/honed, as a tar archive, once a machine of this process has had it installed.
-_environments: list[bytes] = []
 
 
 def why_not() -> str | None:
@@ -321,17 +319,23 @@ class Machine:
     # -- honed --------------------------------------------------------------------------------------------------------
 
     def install(self) -> str:
-        """Run scripts/install, which finds the Python environment that it made for an earlier machine of this process
-        and does all else. Returns what it said."""
-        if _environments:
-            self.run("tar", "--extract", "--directory=/", stdin=_environments[0])
-        said = self.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
-        if not _environments:
-            kept = ("--exclude=opt/honed/files", "--exclude=opt/honed/current", "opt/honed")
-            command = self.command("tar", "--create", "--directory=/", *kept)
-            packed = subprocess.run(command, capture_output=True, check=True)
-            _environments.append(packed.stdout)
-        return said
+        """Run scripts/install, which finds the Python environment that it made for the first of all machines, and all
+        else. Returns what it said."""
+        packed = warm.directory() / "environment.tar"
+        with packed.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not packed.exists():
+                said = self._install()
+                kept = ("--exclude=opt/honed/files", "--exclude=opt/honed/current", "opt/honed")
+                with packed.with_suffix(".new").open("wb") as file:
+                    subprocess.run(self.command("tar", "--create", "--directory=/", *kept), stdout=file, check=True)
+                packed.with_suffix(".new").rename(packed)
+                return said
+        self.run("tar", "--extract", "--directory=/", stdin=packed.read_bytes())
+        return self._install()
+
+    def _install(self) -> str:
+        return self.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
 
     def doctor(self) -> dict[str, dict[str, str]]:
         """Return the findings of `honectl doctor` by their checks, without those that import the training stack."""

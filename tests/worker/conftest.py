@@ -147,25 +147,26 @@ class Cutter:
     """A process that has imported the libraries of a backend and forks workers, which it may end; see cutter.py."""
 
     def __init__(self, backend: str) -> None:
-        self._process = subprocess.Popen(
+        answers_fd, answering_fd = os.pipe()
+        self._process = {"transformers": warm.RankPopen, "unsloth": warm.UnslothPopen}[backend](
             [sys.executable, str(Path(__file__).with_name("cutter.py")), backend],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=answering_fd,
             stderr=subprocess.DEVNULL,
-            text=True,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
+        os.close(answering_fd)
+        self._answers = os.fdopen(answers_fd)
 
     def run(self, job: WorkerJob, attempt: int = 1, **cut: Any) -> Ended:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"job_dir": str(job.dir), "attempt": attempt, **cut}) + "\n")
-        self._process.stdin.flush()
-        return job._ended(json.loads(self._process.stdout.readline())["status"], attempt)
+        self._process.stdin.write(json.dumps({"job_dir": str(job.dir), "attempt": attempt, **cut}).encode() + b"\n")
+        return job._ended(json.loads(self._answers.readline())["status"], attempt)
 
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._answers.close()
 
 
 def read_events(path: Path) -> list[Event]:

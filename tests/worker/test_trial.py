@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from honed.job import trial
 from honed.job.trial import Findings
 from worker.conftest import Ended, MakeJob, read_events
@@ -102,7 +103,9 @@ def test_what_ends_the_trial_ends_the_job(make_job: MakeJob) -> None:
 PARTS = ["Does it learn?", "Training data", "Duration", "Memory"]
 
 
+@pytest.mark.usefixtures("warm_trials")
 def test_a_job_with_pictures_is_tried(make_job: MakeJob, tmp_path: Path) -> None:
+    warm.address("seeing")
     rows = write_pictures(tmp_path / "pictures.jsonl", 12)
     job = make_job(
         model=build_vision_checkpoint(tmp_path / "qwen", "qwen2_5_vl"),
@@ -149,7 +152,9 @@ def test_the_steps_of_a_packed_jobs_trial_are_as_full_as_its_own(make_job: MakeJ
 
 
 @pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
+@pytest.mark.usefixtures("warm_trials")
 def test_a_job_through_unsloth_is_tried_through_unsloth(make_job: MakeJob) -> None:
+    warm.address("unsloth")
     job = make_job(
         num_rows=16,
         eval_split=0.25,

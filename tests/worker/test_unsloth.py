@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+import warm
 from worker.conftest import Cutter, Ended, MakeJob
 from zoo.model import build_checkpoint
 
@@ -50,7 +53,7 @@ def test_both_backends_tell_the_same_story_of_the_same_job(
     make_job: MakeJob, cutter_of: Callable[[str], Cutter], quantization: str
 ) -> None:
     job = make_job(**KEYS, quantization=quantization)
-    ended = job.wait(job.start()) if quantization == "none" else cutter_of("unsloth").run(job)
+    ended = job.wait(job.start(popen=subprocess.Popen)) if quantization == "none" else cutter_of("unsloth").run(job)
     assert ended.status == 0, (ended.result, job.log()[-3000:])
     assert "unsloth" in ended.of("started")[0]["versions"]
     assert "Unsloth" in job.log()
@@ -68,6 +71,13 @@ def test_both_backends_tell_the_same_story_of_the_same_job(
     assert {name: value.shape for name, value in weights[0].items()} == {n: v.shape for n, v in weights[1].items()}
 
 
+def test_a_fork_of_one_that_has_imported_unsloth_has_the_variables_that_it_set() -> None:
+    code = (
+        "import os, sys; assert 'unsloth' in sys.modules; print(os.environ['UNSLOTH_IS_PRESENT'], os.environ['MINE'])"
+    )
+    assert warm.run([sys.executable, "-c", code], env={"MINE": "2"}, popen=warm.UnslothPopen).stdout == "True 1 2\n"
+
+
 def test_nothing_of_the_training_stack_is_imported_before_unsloth(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +88,7 @@ def test_nothing_of_the_training_stack_is_imported_before_unsloth(
     (package / "__init__.py").write_text(code)
     monkeypatch.syspath_prepend(str(package.parent))
     job = make_job(**KEYS)
-    assert job.wait(job.start()).status == 69
+    assert job.wait(job.start(popen=subprocess.Popen)).status == 69
     heavy = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes", "unsloth_zoo"}
     assert heavy & set(json.loads(told.read_text())) == set()
 
@@ -102,7 +112,7 @@ def test_an_unsloth_that_cannot_be_imported_ends_the_process_with_its_own_status
     (broken / "__init__.py").write_text("raise NotImplementedError('Unsloth cannot find any torch accelerator?')\n")
     monkeypatch.syspath_prepend(str(broken.parent))
     job = make_job(**KEYS)
-    ended = job.wait(job.start())
+    ended = job.wait(job.start(popen=subprocess.Popen))
     assert ended.status == 69
     assert ended.result["error"]["code"] == "backend_unavailable"
     assert "torch accelerator" in ended.result["error"]["message"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import textwrap
+from collections.abc import Mapping
 
 from pydantic import BaseModel
 
 
-def docstrings(model: type[BaseModel]) -> dict[str, str]:
+@functools.cache
+def docstrings(model: type[BaseModel]) -> Mapping[str, str]:
     """Return the docstring of each field of a model, by name, from the source: the string below the field.
 
     pydantic would read the source of every model on import (`use_attribute_docstrings`), a third of the daemon's start.

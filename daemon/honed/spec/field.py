@@ -89,6 +89,7 @@ def keys(section: type[BaseModel]) -> dict[str, FieldInfo]:
     return {info.alias or name: info for name, info in section.model_fields.items()}
 
 
+@functools.cache
 def kinds(section: type[BaseModel]) -> Mapping[str, Any]:
     """Return a section's keys with their full annotations."""
     hints = typing.get_type_hints(section, include_extras=True)

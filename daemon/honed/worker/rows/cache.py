@@ -139,11 +139,10 @@ def _code(tokenizer: Any) -> Iterator[str]:
     its package, which it may import."""
     modules = {each.__module__ for each in type(tokenizer).__mro__}
     own = {name for name in modules if name.partition(".")[0] not in ("builtins", "transformers", "tokenizers")}
-    packages = {name.rpartition(".")[0] or name for name in own}
-    for name, module in sorted(sys.modules.items()):
-        if name in own or any(name.startswith(f"{package}.") for package in packages):
-            file = getattr(module, "__file__", None)
-            yield f"{name.rpartition('.')[2]} {_hash(Path(file)) if file and Path(file).is_file() else None}"
+    starts = tuple(f"{name.rpartition('.')[0] or name}." for name in own)
+    for name in sorted(name for name in list(sys.modules) if name in own or name.startswith(starts)):
+        file = getattr(sys.modules[name], "__file__", None)
+        yield f"{name.rpartition('.')[2]} {_hash(Path(file)) if file and Path(file).is_file() else None}"
 
 
 def _hash(path: Path) -> str:
