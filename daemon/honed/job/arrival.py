@@ -56,6 +56,7 @@ class Dropped:
     path: Path
     uid: int  #: its owner
     inode: int
+    changed_ns: int  #: its change time
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,9 @@ class Arrivals:
                 # The change time, because a rename updates it and leaves the other times.
                 info = os.lstat(f"{self._spool.incoming_dir}/{name}")
                 found.append((info.st_ctime_ns, name, info.st_uid, info.st_ino))
-        return [Dropped(self._spool.incoming_dir / name, uid, inode) for _, name, uid, inode in sorted(found)]
+        return [
+            Dropped(self._spool.incoming_dir / name, uid, ino, changed) for changed, name, uid, ino in sorted(found)
+        ]
 
     def claim(self, arrival: Path) -> Claim | None:
         """Claim an arrival under a new number; None if it is gone. A crash leaves it in incoming/ or in claimed/.

@@ -106,10 +106,10 @@ class Needs:
     def _in_plan(self, job: Job) -> Iterator[int]:
         """Yield jobs whose directories contain paths in the plan, whose links were resolved during the check."""
         try:
-            plan = PlanFile.read(self._layout.job(job.id).plan_path)
-        except (OSError, ValueError):
+            texts = [*problem.texts(PlanFile.read(self._layout.job(job.id).plan_path).document)]
+        except (OSError, ValueError, RecursionError):
             return
-        for _, text in problem.texts(plan.document):
+        for _, text in texts:
             if (match := self._path.match(text)) is not None:
                 yield int(match[1])
 

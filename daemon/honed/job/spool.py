@@ -71,8 +71,10 @@ class Entries:
         for _ in range(2):  # the second round has what moved in the first, to a place that was read before
             for state in State:
                 for path in self._paths(state):
-                    job = read_entry(path, state) if path not in read else None
-                    if job is not None or path.exists():  # a damaged entry is told of once
+                    if path in read:
+                        continue
+                    job = read_entry(path, state)
+                    if job is not None or os.path.lexists(path):  # a damaged entry is told of once
                         read.add(path)
                     if job is not None and (job.id not in found or job.revision > found[job.id].revision):
                         found[job.id] = job

@@ -511,7 +511,8 @@ class Watch:
     def _are_alive(self) -> bool:
         """Look for ends, and end the ranks that are left after one that failed. Return False once all have ended."""
         for number in self._nodes.orders() if self._nodes else ():
-            self._send(number)
+            with contextlib.suppress(OSError):  # no signal's number
+                self._send(number)
         ended = {}
         for rank in sorted(self._alive):
             found = os.waitid(os.P_PID, self._pids[rank], os.WEXITED | os.WNOWAIT | os.WNOHANG)

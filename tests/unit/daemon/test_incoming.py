@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -84,6 +85,12 @@ class Door:
         self.incoming.scan(self.checks.numbers)
         return self.checks.num_by_user()
 
+    def watch(self) -> None:
+        """Let the watcher be one that watches, and that has done so at the last listing."""
+        self.watcher._observer = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]
+        assert self.order() == []
+        self.now += LISTING_REST
+
 
 @pytest.fixture
 def door(tmp_path: Path) -> Iterator[Door]:
@@ -144,6 +151,7 @@ def test_a_file_that_is_whole_after_a_while_does_not_wait_for_the_next_listing(d
 
 def test_files_are_taken_in_the_order_of_their_events(door: Door) -> None:
     """Files of one tick of the kernel's clock have the same time."""
+    door.watch()
     names = ["z.json", "a.json", "m.json"]
     for name in reversed(names):
         door.place(name)
@@ -207,12 +215,10 @@ def test_a_file_that_a_listing_has_missed_is_not_behind_the_later_ones_that_it_h
     tmp_path: Path, has_events: bool
 ) -> None:
     door = Door(tmp_path, Partial)
-    door.watcher._observer = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]
-    assert door.order() == []
+    door.watch()
     for name in ("first.json", "second.json"):
         door.place(name)
         os.utime(door.spool.incoming_dir / name, (1e9, 1e9))  # whole by their age, event or not
-    door.now += LISTING_REST
     assert door.order() == []
     assert door.incoming.num_unsettled, "it must be looked at again soon"
     if has_events:
@@ -264,6 +270,45 @@ def test_an_overlays_inodes_change_neither_the_order_nor_the_count_of_failures(t
     door.drop("never.json")  # another file under that name
     assert door.order() == [*names, "never.json"]
     assert not door.incoming._listing._known
+    door.checkers.close()
+    door.spool.close()
+
+
+def test_an_event_that_comes_late_moves_no_file_behind_those_after_it(door: Door) -> None:
+    door.watch()
+    names = [f"{number:02}.json" for number in range(MAX_TOGETHER + 8)]
+    for name in names:
+        door.place(name)
+        os.utime(door.spool.incoming_dir / name, (1e9, 1e9))
+    assert door.order() == []
+    door.now += LISTING_REST
+    assert door.order() == names[:MAX_TOGETHER]  # without their events
+    for name in names[: MAX_TOGETHER + 4]:
+        door.tell(name)
+    assert door.order() == names
+
+
+def test_what_lay_there_before_the_watch_is_not_behind_a_file_that_comes_as_it_begins(door: Door) -> None:
+    for name in ("2.json", "1.json"):
+        door.place(name)
+        os.utime(door.spool.incoming_dir / name, (1e9, 1e9))
+        time.sleep(0.02)  # a tick of the kernel's clock
+    door.drop("0.json")
+    assert door.order() == ["2.json", "1.json", "0.json"]
+
+
+def test_a_file_in_place_of_one_that_could_not_be_taken_is_taken_even_with_its_inode(tmp_path: Path) -> None:
+    door = Door(tmp_path, Overlay)
+    door.watch()
+    arrivals = door.incoming._arrivals
+    assert isinstance(arrivals, Overlay)
+    arrivals.num_faults = MAX_DENIALS
+    door.drop("a.json")
+    for _ in range(MAX_DENIALS):
+        assert door.order() == []
+    assert door.incoming._listing._left
+    door.tell("a.json")
+    assert door.order() == ["a.json"]
     door.checkers.close()
     door.spool.close()
 

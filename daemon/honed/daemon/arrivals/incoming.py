@@ -51,10 +51,10 @@ MAX_SUBMITTED = 10_000
 
 @dataclass
 class _Known:
-    """A file that is to be claimed: its owner, and its inode by the listings, which an overlay's files have another of
-    by stat; None before the first."""
+    """A file that is to be claimed: as it was when it got its place; and its inode by the listings, which an overlay's
+    files have another of by stat; None before the first."""
 
-    uid: int
+    file: Dropped
     inode: int | None
 
 
@@ -94,7 +94,9 @@ class Listing:
             self._left.pop(name, None)
             self._num_denials.pop(name, None)
         self._look_again(now)
-        self._add(hinted)
+        was_watching, self._was_watching = self._was_watching, self._watcher.is_watching
+        if was_watching:  # else what was there before has no event
+            self._add(hinted)
         new = []
         for name, inode in present.items():
             known = self._known.get(name)
@@ -102,7 +104,6 @@ class Listing:
                 known.inode = inode
             elif known is None or known.inode != inode:
                 new.append(name)
-        was_watching, self._was_watching = self._was_watching, self._watcher.is_watching
         self._unnamed = {name: self._unnamed.get(name, now) for name in new} if was_watching else {}
         due = [name for name in new if not was_watching or now >= self._unnamed[name] + EVENT_SEC]
         for each in self._arrivals.dropped_of(due):
@@ -141,11 +142,13 @@ class Listing:
         return self._watcher.is_whole(path, self._round_at)
 
     def _add(self, hinted: Sequence[str]) -> None:
-        """Add files behind all others of their users, in this order; also those that were known: a file of the same
-        name may have replaced them."""
+        """Add files behind all others of their users, in this order; also those that were known and have changed
+        since, or have been replaced by another. An event that is late moves nothing."""
         found = {each.path.name: each for each in self._arrivals.dropped_of(hinted)}
         for name in hinted:
-            if (each := found.get(name)) is not None:
+            each, known = found.get(name), self._known.get(name)
+            if each is not None and (known is None or known.file != each or name in self._left):
+                self._left.pop(name, None)  # even if it has the inode of the one that could not be taken
                 self._append(each, None)
 
     def _append(self, file: Dropped, inode: int | None) -> None:
@@ -153,12 +156,12 @@ class Listing:
         if name in self._known:
             self._forget(name)
         self._unnamed.pop(name, None)
-        self._known[name] = _Known(uid, inode)
+        self._known[name] = _Known(file, inode)
         self.not_looked_at.setdefault(uid, OrderedDict())[name] = None
 
     def _forget(self, name: str) -> None:
         """Forget a file that is gone, or has been replaced by another."""
-        uid = self._known.pop(name).uid
+        uid = self._known.pop(name).file.uid
         self._looked_at.pop(name, None)
         own = self.not_looked_at.get(uid)
         if own is not None and name in own:

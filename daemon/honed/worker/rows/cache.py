@@ -141,7 +141,7 @@ def _code(tokenizer: Any) -> Iterator[str]:
     own = {name for name in modules if name.partition(".")[0] not in ("builtins", "transformers", "tokenizers")}
     starts = tuple(f"{name.rpartition('.')[0] or name}." for name in own)
     for name in sorted(name for name in list(sys.modules) if name in own or name.startswith(starts)):
-        file = getattr(sys.modules[name], "__file__", None)
+        file = getattr(sys.modules.get(name), "__file__", None)
         yield f"{name.rpartition('.')[2]} {_hash(Path(file)) if file and Path(file).is_file() else None}"
 
 
