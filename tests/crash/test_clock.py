@@ -31,6 +31,8 @@ for line in sys.stdin:
     held[-1].write(text)
     held[-1].flush()
     print(flush=True)
+for file in held:  # one after the other: an end of ours would close the last one first
+    file.close()
 """
 
 
@@ -214,7 +216,7 @@ def test_files_seen_in_one_order_are_taken_in_it_whatever_their_times_say(instan
         holder.stdout.readline()
         wait_for(lambda wanted=number: instance.client.ask("status")["num_arriving"] == wanted, what="it is seen")
     (instance.incoming_dir / "first.json").chmod(0o640)  # by its times it is the younger one now
-    holder.kill()
+    holder.stdin.close()
     holder.wait()
     for name in ("first", "second"):
         instance.wait_state(f"succeed-1.{name}", State.SUCCEEDED)

@@ -42,6 +42,7 @@ class Instance:
     #: True if the daemon and its children start with their imports done; never the case in namespaces of their own.
     is_warm = True
     popen: type[warm.Popen] = warm.Popen  #: what starts them then
+    _dropped_at_ns = 0  # the time of the last file that was dropped
 
     def __init__(self, root: Path) -> None:
         warm.address(self.popen.kind)
@@ -54,7 +55,6 @@ class Instance:
         self.client = Client(self.layout.control_path)
         self.process: subprocess.Popen[bytes] | warm.Popen | None = None
         self.log_path = root / "honed.log"
-        self._dropped_at_ns = 0
         self.environment = dict(os.environ)
         self.configure("")
 

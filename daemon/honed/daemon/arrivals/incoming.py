@@ -106,7 +106,8 @@ class Listing:
                 new.append(name)
         self._unnamed = {name: self._unnamed.get(name, now) for name in new} if was_watching else {}
         due = [name for name in new if not was_watching or now >= self._unnamed[name] + EVENT_SEC]
-        for each in self._arrivals.dropped_of(due):
+        seen_at = dict(self._unnamed)
+        for each in sorted(self._arrivals.dropped_of(due), key=lambda file: seen_at.get(file.path.name, now)):
             self._append(each, present[each.path.name])
 
     def add_hinted(self, now: float) -> None:
