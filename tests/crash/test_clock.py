@@ -16,12 +16,12 @@ import pytest
 import warm
 from honed.job.job import State
 from honed.send import notification
-from process.harness import Instance
+from process.harness import Instance, is_alive
 from process.listener import Listener, Quiet
 from waiting import wait_for
 
 DAY_SEC = 86_400.0
-#: Writes the files that it is told to, and holds them open until it is killed: until then they are not whole.
+#: Writes the files that it is told to, and holds them open until its input ends: until then they are not whole.
 HOLDER = """
 import json, sys
 held = []
@@ -150,7 +150,9 @@ def test_the_days_that_a_machine_is_off_are_no_time_of_a_jobs(instance: Jumping,
     instance.kill(signal.SIGKILL)
     (job,) = instance.spool.jobs(State.RUNNING)
     attempt = instance.layout.job(1).attempt(1)
-    os.kill(json.loads((attempt.dir / "lock").read_text())["shim_pid"], signal.SIGKILL)  # as a power cut does
+    record = json.loads((attempt.dir / "lock").read_text())
+    os.kill(record["shim_pid"], signal.SIGKILL)  # as a power cut does
+    wait_for(lambda: not is_alive(record["worker_pid"]), what="the end of its worker's pulse")
     # Its files, as if all that had been in an earlier boot, three days ago.
     entry_path = instance.layout.spool_dir / "running/1.json"
     entry = json.loads(entry_path.read_text())

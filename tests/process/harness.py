@@ -35,6 +35,11 @@ SOON = f"[spool]\nsettle_sec = {SETTLE_SEC}\n"
 _FILE_CLOCK = 5
 
 
+def is_alive(pid: int) -> bool:
+    """Return True if a process has not ended; one that nobody has waited for yet has."""
+    return Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+
+
 class Instance:
     """One honed and its directory."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import Instance
+from harness import Instance, is_alive
 
 from honed.cli import doctor
 from honed.job.job import Job, State
@@ -48,10 +48,6 @@ def let_end(instance: Instance) -> None:
 
 def worker_pid(files: JobLayout) -> int:
     return int(json.loads((files.attempt(1).dir / "lock").read_text())["worker_pid"])
-
-
-def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
 
 
 def workers(instance: Instance) -> list[int]:
