@@ -27,8 +27,7 @@ from waiting import DEADLINE_SEC, wait_for
 from zoo import plain
 
 HERE = Path(__file__).parent
-SETTLE_SEC = 0.1
-SOON = f"[spool]\nsettle_sec = {SETTLE_SEC}\n"
+SOON = "[spool]\nsettle_sec = 0.1\n"
 
 
 #: CLOCK_REALTIME_COARSE, which the kernel takes the times of files from, at the least.
@@ -70,8 +69,6 @@ class Instance:
 
     def start(self, *arguments: str) -> None:
         """Start the daemon and wait until it is ready. It takes the files that were dropped in their order."""
-        # Of two that have just come, it may see the first a moment before it has settled, and the second after that.
-        wait_for(lambda: time.time_ns() - self._dropped_at_ns > 1e9 * SETTLE_SEC, what="files that have settled")
         with self.log_path.open("ab") as file:
             num_ready = self.log.count(" ready: ")
             command = [*self.command, str(self.root), *arguments]
