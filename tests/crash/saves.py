@@ -129,7 +129,7 @@ class Saved:
 def save_output(job: Assignment, save: Save) -> None:
     facts = {"metrics": {}, "word": save.word}
     model, tokenizer = Saved(save, MODEL_FILES), Saved(save, TOKENIZER_FILES)
-    export.export(job, model, tokenizer, facts, progress=lambda _done, _of: None)
+    export.export(job, model, tokenizer, facts, progress=lambda _done, _of: None, prove=lambda _made: None)
 
 
 def save_checkpoint(checkpoints_dir: Path, save: Save) -> None:

@@ -460,7 +460,7 @@ class _Story:
         self.remark = exam.remark(trainer.state, figures) if regression is None else ""
         trainer.check_weights()
         self._stage("export")
-        from honed.worker.model import export
+        from honed.worker.model import export, proof
 
         facts: Facts = {
             "started": started,
@@ -493,7 +493,7 @@ class _Story:
                         facts,
                         progress=merging,
                         is_regressed=regression is not None,
-                        is_divided=is_divided,
+                        prove=lambda made: proof.prove(made, job, trainer.model),
                     )
                 )
         except InterruptedRunError:

@@ -20,6 +20,7 @@ class Facts(TypedDict):
     step: int
     metrics: dict[str, float]
     data: NotRequired[dict[str, str]]  #: sha256 of each file; not of a merge
+    changes: NotRequired[list[str]]  #: what else differs from the base's files, and what to know about serving
 
 
 def made(assignment: Assignment, facts: Facts, *, manifest: str) -> str:
@@ -57,10 +58,17 @@ def made(assignment: Assignment, facts: Facts, *, manifest: str) -> str:
             "",
             *figures,
             "",
+            *_changes(facts),
             f"The spec, plan, versions, hashes of the data and seed are in {manifest}.",
             "",
         ]
     )
+
+
+def _changes(facts: Facts) -> list[str]:
+    """Return the section on what differs from the base's files apart from what was trained, if anything does."""
+    changes = facts.get("changes", ())
+    return ["Notes on the files:", "", *(f"- {_text(each)}" for each in changes), ""] if changes else []
 
 
 def _yaml(text: str) -> str:

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from honed import __version__
+from honed.inputs import basemodel
 from honed.job import fence
 from honed.job.plan_file import Identity
 from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import card, division, generation, merge
+from honed.worker.model import card, config_file, generation, leftover, merge, proof, serving
 from honed.worker.model.card import Facts
 from honed.worker.model.load import load_config
 
@@ -40,14 +41,14 @@ def export(
     facts: Facts,
     *,
     progress: Callable[[int, int], None],
+    prove: Callable[[Path], None],
     is_regressed: bool = False,
-    is_divided: bool = False,
 ) -> tuple[dict[str, str], Exception | None]:
     """Write everything, sync it, and rename it into place.
 
     Returns the artifacts, name to path, and the error of a merge that failed, if any: the adapter is kept then.
-    `progress` is called with (done, of) during the merge. What was gathered from several ranks (`is_divided`) is
-    compared with the files.
+    `progress` is called with (done, of) during the merge. `prove` raises ModelError if the output in a directory is
+    not what was trained.
 
     Before the rename there is nothing at `output_dir`; after it, everything. An earlier attempt's output is replaced.
     The output of a regressed run goes beside `output_dir`, so that nobody who waits for an output takes it for one.
@@ -57,11 +58,12 @@ def export(
     with beside(target) as made:
         with generation.savable(model):
             model.save_pretrained(made)
-        if is_divided:
-            division.check_saved(model, made)
+        changes = _complete(assignment, model, made)
         generation.restore(assignment.base_model_path, made)
         tokenizer.save_pretrained(made)
         _copy_processor(assignment.base_model_path, made)
+        prove(made)
+        facts = {**facts, "changes": changes}
         fault: Exception | None = None
         if assignment.spec.save_merged != "none":
             try:
@@ -75,6 +77,33 @@ def export(
                 artifacts["merged"] = str(target / "merged")
         finish(assignment, made, facts, target=target)
     return artifacts, fault
+
+
+def _complete(assignment: Assignment, model: Any, made: Path) -> list[str]:
+    """Bring what the libraries wrote to the form of the base's own files; return the changes against the base."""
+    base, with_code = assignment.base_model_path, assignment.spec.trust_remote_code
+    if (made / config_file.ADAPTER_FILE).exists():
+        return _complete_adapter(assignment, made)
+    if not (made / config_file.FILE).exists():
+        return []
+    if with_code:
+        for path in base.glob("*.py"):
+            shutil.copyfile(path, made / path.name)
+    changes = config_file.write(base, made, model.config, with_code=with_code)
+    return [*changes, *leftover.complete(base, made, model)]
+
+
+def _complete_adapter(assignment: Assignment, made: Path) -> list[str]:
+    import peft
+
+    spec, commit = assignment.spec, assignment.plan.base_model_commit
+    base_model = spec.base_model if commit else str(assignment.base_model_path)
+    config_file.write_adapter(
+        made, base_model=base_model, revision=commit, defaults=peft.LoraConfig().to_dict()
+    )
+    tensors, _ = basemodel.read_header(made / "adapter_model.safetensors", hint="")
+    raw = json.loads((made / config_file.ADAPTER_FILE).read_bytes())
+    return serving.remarks(raw, (each.name for each in tensors))
 
 
 def _beside_as_regressed(assignment: Assignment) -> Path:
@@ -218,6 +247,9 @@ def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, i
         config=load_config(assignment),
         trust_remote_code=assignment.spec.trust_remote_code,
         progress=progress,
+    )
+    proof.prove_files(
+        adapter_dir / "merged", assignment.base_model_path, trust_remote_code=assignment.spec.trust_remote_code
     )
 
 
