@@ -62,17 +62,20 @@ def check(
     from honed.text.chat import ChatFormat  # noqa: PLC0415  (most checks end before they need jinja2)
     from honed.text.tokenfile import read  # noqa: PLC0415
 
-    tokenizer = read(model.path, templatecheck.source(job_spec, model))
+    tokenizer = read(model.path, templatecheck.source(job_spec, model), eos_token=job_spec.training.eos_token)
     if tokenizer is None:
         return []
     try:
-        return list(_check(job_spec, model, rights, ChatFormat.of(job_spec, tokenizer), cache))
+        warnings = list(_check(job_spec, model, rights, ChatFormat.of(job_spec, tokenizer), cache))
     except (MemoryError, RecursionError) as error:
         short = "memory" if isinstance(error, MemoryError) else "depth"
         raise ModelError(
             f"{_template(job_spec, model)}: rendering the first rows needs more {short} than a check may use",
             hint="use another template with chat_template:",
         ) from error
+    if tokenizer.fault is not None:
+        raise tokenizer.fault
+    return warnings
 
 
 def _template(job_spec: JobSpec, model: BaseModelInfo) -> str:

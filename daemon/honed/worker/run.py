@@ -284,7 +284,7 @@ class _Story:
         self._stage("data")
         from honed.worker.rows import data as datas
 
-        tokenizer = load.load_tokenizer(job)
+        tokenizer = load.load_tokenizer(job, warn=lambda text: self._log("warning", text))
         chat = ChatFormat.of(spec, tokenizer, date=job.date)
         data = ranks.in_turn(
             lambda: datas.build(
