@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from honed.job.plan_file import Identity
 from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import card, division, generation, merge
+from honed.worker.model import card, division, generation, merge, tokenizer_files
 from honed.worker.model.card import Facts
 from honed.worker.model.load import load_config
 
@@ -40,14 +40,15 @@ def export(
     facts: Facts,
     *,
     progress: Callable[[int, int], None],
+    stop_ids: Sequence[int] = (),
     is_regressed: bool = False,
     is_divided: bool = False,
 ) -> tuple[dict[str, str], Exception | None]:
     """Write everything, sync it, and rename it into place.
 
     Returns the artifacts, name to path, and the error of a merge that failed, if any: the adapter is kept then.
-    `progress` is called with (done, of) during the merge. What was gathered from several ranks (`is_divided`) is
-    compared with the files.
+    `progress` is called with (done, of) during the merge. `stop_ids` are the tokens that end a trained turn. What was
+    gathered from several ranks (`is_divided`) is compared with the files.
 
     Before the rename there is nothing at `output_dir`; after it, everything. An earlier attempt's output is replaced.
     The output of a regressed run goes beside `output_dir`, so that nobody who waits for an output takes it for one.
@@ -59,9 +60,8 @@ def export(
             model.save_pretrained(made)
         if is_divided:
             division.check_saved(model, made)
-        generation.restore(assignment.base_model_path, made)
-        tokenizer.save_pretrained(made)
         _copy_processor(assignment.base_model_path, made)
+        changes = tokenizer_files.write(assignment, tokenizer, made, stop_ids)
         fault: Exception | None = None
         if assignment.spec.save_merged != "none":
             try:
@@ -73,7 +73,7 @@ def export(
                 shutil.rmtree(made / "merged", ignore_errors=True)
             else:
                 artifacts["merged"] = str(target / "merged")
-        finish(assignment, made, facts, target=target)
+        finish(assignment, made, {**facts, "changes": changes}, target=target)
     return artifacts, fault
 
 
