@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from honed.inputs import modality, score
+from honed.inputs import basemodel, modality, score
 from honed.job import trial
 from honed.job.event import EventWriter, has_begun
 from honed.plan import pace, position
@@ -284,7 +284,7 @@ class _Story:
         self._stage("data")
         from honed.worker.rows import data as datas
 
-        tokenizer = load.load_tokenizer(job)
+        tokenizer = load.load_tokenizer(job, warn=lambda text: self._log("warning", text))
         chat = ChatFormat.of(spec, tokenizer, date=job.date)
         data = ranks.in_turn(
             lambda: datas.build(
@@ -305,8 +305,11 @@ class _Story:
         events.emit("rows", entries=data.entries, shared=data.shared_entries)
         for text in data.told():
             self._log("warning", text)
-        for level, text in chat.advice.notes(data.train.examples) if "messages" in data.train.kinds else ():
-            self._log(level, text)
+        if "messages" in data.train.kinds:
+            if spec.training.eos_token is not None:
+                chat.require_end(spec.training.eos_token)
+            for level, text in chat.advice.notes(data.train.examples, basemodel.end_ids(job.base_model_path)):
+                self._log(level, text)
         if is_divided and data.media is not None:  # not every row was inspected before
             words = f"parallel: fsdp: {division_plan.WITH_MEDIA}"
             raise SpecError(words, hint="write parallel: ddp", fix={"parallel": "ddp"})
@@ -492,6 +495,7 @@ class _Story:
                         loaded.tokenizer,
                         facts,
                         progress=merging,
+                        stop_ids=chat.stop_token_ids,
                         is_regressed=regression is not None,
                         prove=lambda made: proof.prove(made, job, trainer.model),
                     )

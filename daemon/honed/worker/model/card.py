@@ -27,7 +27,7 @@ def made(assignment: Assignment, facts: Facts, *, manifest: str) -> str:
     """Return the model card of an output; `manifest` names the file beside it that has the rest."""
     spec, metrics = assignment.spec, facts["metrics"]
     if spec.kind == "merge":
-        return _merged(assignment, manifest)
+        return _merged(assignment, facts, manifest)
     kind = "LoRA adapter" if spec.lora or spec.adapter else "fully fine-tuned model"
     library = "peft" if spec.lora or spec.adapter else "transformers"
     figures = [
@@ -108,7 +108,7 @@ def _task(base: Path) -> str:
             return "text-generation"
 
 
-def _merged(assignment: Assignment, manifest: str) -> str:
+def _merged(assignment: Assignment, facts: Facts, manifest: str) -> str:
     spec = assignment.spec
     return "\n".join(
         [
@@ -123,6 +123,7 @@ def _merged(assignment: Assignment, manifest: str) -> str:
             f"{_code(assignment.base_model_path)} with the adapter {_code(spec.adapter)} merged into it, every "
             f"parameter in {assignment.precision.load_dtype}, by honed {__version__} (job {assignment.job_id}).",
             "",
+            *_changes(facts),
             f"The spec, plan and versions are in {manifest}.",
             "",
         ]

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from honed.job.plan_file import Identity
 from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import card, config_file, generation, leftover, merge, proof, serving
+from honed.worker.model import card, config_file, generation, leftover, merge, proof, serving, tokenizer_files
 from honed.worker.model.card import Facts
 from honed.worker.model.load import load_config
 
@@ -42,13 +42,14 @@ def export(
     *,
     progress: Callable[[int, int], None],
     prove: Callable[[Path], None],
+    stop_ids: Sequence[int] = (),
     is_regressed: bool = False,
 ) -> tuple[dict[str, str], Exception | None]:
     """Write everything, sync it, and rename it into place.
 
     Returns the artifacts, name to path, and the error of a merge that failed, if any: the adapter is kept then.
     `progress` is called with (done, of) during the merge. `prove` raises ModelError if the output in a directory is
-    not what was trained.
+    not what was trained. `stop_ids` are the tokens that end a trained turn.
 
     Before the rename there is nothing at `output_dir`; after it, everything. An earlier attempt's output is replaced.
     The output of a regressed run goes beside `output_dir`, so that nobody who waits for an output takes it for one.
@@ -59,11 +60,9 @@ def export(
         with generation.savable(model):
             model.save_pretrained(made)
         changes = _complete(assignment, model, made)
-        generation.restore(assignment.base_model_path, made)
-        tokenizer.save_pretrained(made)
         _copy_processor(assignment.base_model_path, made)
+        changes += tokenizer_files.write(assignment, tokenizer, made, stop_ids)
         prove(made)
-        facts = {**facts, "changes": changes}
         fault: Exception | None = None
         if assignment.spec.save_merged != "none":
             try:
@@ -75,7 +74,7 @@ def export(
                 shutil.rmtree(made / "merged", ignore_errors=True)
             else:
                 artifacts["merged"] = str(target / "merged")
-        finish(assignment, made, facts, target=target)
+        finish(assignment, made, {**facts, "changes": changes}, target=target)
     return artifacts, fault
 
 

@@ -27,7 +27,7 @@ from honed.job.event import EventWriter
 from honed.system import durable, installed, quote
 from honed.system.error import DivergedError, HonedError, ModelError, PrecisionError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import adapter
+from honed.worker.model import adapter, tokenizer_files
 from honed.worker.model.card import Facts
 from honed.worker.stop import Stop
 
@@ -38,10 +38,6 @@ TELL_INTERVAL_SEC = 1.0
 #: Files copied from the base model's directory: no weights, nothing of other tools.
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 NOT_COPIED = re.compile(r"config\.json|honed\.json|.*\.index\.json|adapter_config\.json|README.*|requirements\.txt")
-TOKENIZER = re.compile(
-    r"tokenizer.*\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|.*\.model"
-    r"|tekken\.json|chat_template\.jinja|.*\.tiktoken"
-)
 #: safetensors' name for a dtype, by torch's name.
 WORDS = {torch_word: word for word, (torch_word, _) in DTYPES.items()}
 
@@ -91,7 +87,13 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
 
         stop.check()
         events.emit("stage", stage="export")
-        facts = Facts(started=started, versions=versions(job.backend), step=merged.num_tensors, metrics={})
+        facts = Facts(
+            started=started,
+            versions=versions(job.backend),
+            step=merged.num_tensors,
+            metrics={},
+            changes=[*merged.changes],
+        )
         export.finish(job, place, facts)
     artifacts = {"output_dir": str(job.output_dir)}
     num_bytes = durable.num_bytes_below(job.output_dir)
@@ -108,6 +110,7 @@ class Merged:
     num_shards: int
     dtype: str
     is_untied: bool
+    changes: tuple[str, ...] = ()  #: of the base's files
 
     def __str__(self) -> str:
         untied = "; the head is now stored separately from the embeddings" if self.is_untied else ""
@@ -141,9 +144,9 @@ def merge(
         shards = _shards(tensors, max_shard_bytes)
         _write(target, shards, value, dtype, progress)
     _write_config(base_dir, target, config, dtype, architecture=mixture.architecture, is_untied=mixture.is_untied)
-    _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
+    changes = _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
     _check(target, tensors, dtype)
-    return Merged(len(tensors), mixture.num_changed, len(shards), dtype, mixture.is_untied)
+    return Merged(len(tensors), mixture.num_changed, len(shards), dtype, mixture.is_untied, tuple(changes))
 
 
 # --- The base model's files -------------------------------------------------------------------------------------------
@@ -573,19 +576,15 @@ def _write_config(base_dir: Path, target: Path, config: Any, dtype: str, *, arch
     (target / "config.json").write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _copy_files(base_dir: Path, adapter_dir: Path, target: Path, chat_template: str | None, *, with_code: bool) -> None:
-    """Copy the tokenizer and other files without weights; the tokenizer is the adapter's own if it has one."""
-    has_own = any(all((adapter_dir / name).is_file() for name in row) for row in basemodel.TOKENIZER_FILES)
+def _copy_files(
+    base_dir: Path, adapter_dir: Path, target: Path, chat_template: str | None, *, with_code: bool
+) -> list[str]:
+    """Copy the files without weights; the tokenizer's are the adapter's own if it has one. Return their changes."""
     for path in sorted(base_dir.iterdir()):
         is_wanted = path.suffix in COPIED_SUFFIXES and not NOT_COPIED.fullmatch(path.name) and path.is_file()
-        if is_wanted and (path.suffix != ".py" or with_code) and not (has_own and TOKENIZER.fullmatch(path.name)):
+        if is_wanted and (path.suffix != ".py" or with_code) and not tokenizer_files.is_one(path.name):
             shutil.copyfile(path, target / path.name)
-    if has_own:
-        for path in sorted(adapter_dir.iterdir()):
-            if TOKENIZER.fullmatch(path.name) and path.is_file():
-                shutil.copyfile(path, target / path.name)
-    if chat_template is not None:
-        shutil.copyfile(chat_template, target / "chat_template.jinja")
+    return tokenizer_files.merged(base_dir, adapter_dir, target, chat_template, with_code=with_code)
 
 
 def _check(target: Path, planned: list[Tensor], dtype: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from honed.system import quote
 from honed.system.error import HonedError, ModelError
 from honed.worker.assignment import Assignment
-from honed.worker.model import adapter, config_file, leftover
+from honed.worker.model import adapter, config_file, generation, leftover
 from honed.worker.model.placement import Placement
 
 _MAX_NAMED = 3
@@ -197,19 +197,17 @@ def _parts(config: Any) -> dict[str, Any]:
 
 def _check_ends(made: Path, base_dir: Path) -> None:
     """Raise ModelError for end tokens outside of the vocabulary, unless the base's own files name them, too."""
-    for name in (config_file.FILE, "generation_config.json"):
-        if not (made / name).is_file():
-            continue
-        ends, size = _ends(made / name), _vocabulary(made / config_file.FILE)
-        known = _ends(base_dir / name) if (base_dir / name).is_file() else set()
-        _check(
-            f"{name} ends answers at tokens that do not exist",
-            (str(each) for each in ends - known if not 0 <= each < size),
-        )
+    config = made if (made / config_file.FILE).is_file() else base_dir
+    size = _vocabulary(config / config_file.FILE)
+    for name in (config_file.FILE, generation.FILE):
+        if (made / name).is_file():
+            known = {each for file in (config_file.FILE, generation.FILE) for each in _ends(base_dir / file)}
+            added = (str(each) for each in _ends(made / name) - known if not 0 <= each < size)
+            _check(f"{name} ends answers at tokens that do not exist", added)
 
 
 def _ends(path: Path) -> set[int]:
-    found = json.loads(path.read_bytes()).get("eos_token_id")
+    found = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
     return set() if found is None else {int(each) for each in (found if isinstance(found, list) else [found])}
 
 
