@@ -97,9 +97,7 @@ def _complete_adapter(assignment: Assignment, made: Path) -> list[str]:
 
     spec, commit = assignment.spec, assignment.plan.base_model_commit
     base_model = spec.base_model if commit else str(assignment.base_model_path)
-    config_file.write_adapter(
-        made, base_model=base_model, revision=commit, defaults=peft.LoraConfig().to_dict()
-    )
+    config_file.write_adapter(made, base_model=base_model, revision=commit, defaults=peft.LoraConfig().to_dict())
     tensors, _ = basemodel.read_header(made / "adapter_model.safetensors", hint="")
     raw = json.loads((made / config_file.ADAPTER_FILE).read_bytes())
     return serving.remarks(raw, (each.name for each in tensors))

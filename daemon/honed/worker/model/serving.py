@@ -64,4 +64,6 @@ def _rank(config: Mapping[str, Any]) -> list[str]:
     rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
     if rank > MAX_RANK:
         return [f"vLLM loads adapters up to rank {MAX_RANK}, and this one has {rank}: {_ADVICE}"]
-    return [f"vLLM loads this adapter if it is started with --max-lora-rank {rank} or more"] if rank > DEFAULT_RANK else []
+    return (
+        [f"vLLM loads this adapter if it is started with --max-lora-rank {rank} or more"] if rank > DEFAULT_RANK else []
+    )

@@ -105,6 +105,8 @@ def _for_readers(made: Path, tokenizer: Any) -> Iterator[str]:
     was = config.get("tokenizer_class")
     if isinstance(was, str) and "auto_map" not in config and not _fits(made, was, tokenizer):
         config["tokenizer_class"] = PLAIN
+        # In transformers 4 that class also returns token_type_ids, which few models take; in 5 it returns these two.
+        config.setdefault("model_input_names", ["input_ids", "attention_mask"])
         _write(made / CONFIG, config)
         why = (
             "transformers 4 does not know that class"
