@@ -43,11 +43,13 @@ class Advice:
 
     renderers: Renderers
 
-    def notes(self, examples: Iterable[Example] = (), end_ids: Sequence[int] = ()) -> Iterator[tuple[str, str]]:
+    def notes(
+        self, examples: Iterable[Example] = (), end_ids: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, str]]:
         """Yield notable facts about the template, or about its effect on these rows, each after its level.
 
         The level is warning, or info where nothing is wrong. `end_ids` are the tokens at which the base model's answers
-        end.
+        end, where they are known.
         """
         renderer = self.renderers.own
         probe, eos = renderer.probe, renderer.tokenizer.eos_token
@@ -138,7 +140,7 @@ class Advice:
         return ""
 
 
-def _other_end(tokens: Tokens, end: str, end_ids: Sequence[int]) -> tuple[str, str]:
+def _other_end(tokens: Tokens, end: str, end_ids: Sequence[int] | None) -> tuple[str, str]:
     """Return a note on turns that end with another token than the tokenizer's eos."""
     says = f"turns end in {_quoted(end)}, but the tokenizer's eos token is {_quoted(tokens.tokenizer.eos_token)}"
     ids = tokens.ids(end)
@@ -147,7 +149,7 @@ def _other_end(tokens: Tokens, end: str, end_ids: Sequence[int]) -> tuple[str, s
             f"turns end in {_quoted(end)}, which is not one token: neither predictions nor programs that read the "
             "output stop there; use another template with `chat_template:`"
         )
-    if set(ids) <= set(end_ids):
+    if end_ids is None or set(ids) <= set(end_ids):
         return "info", f"{says}: both stop generation"
     return "warning", (
         f"{says}: predictions and the output's generation_config.json stop at both; for programs that read only the "

@@ -228,7 +228,10 @@ def _backend(file: Path) -> tuple[Any, ModelError | None]:
         found = _load(file, facts) if (facts := _facts(file)) and facts[2] <= MAX_FILE_BYTES else None
     except ImportError:
         return None, None
-    return (None, found) if isinstance(found, ModelError) else (found, None)
+    if not isinstance(found, ModelError):
+        return found, None
+    model = (_json(file) or {}).get("model")  # a file without a vocabulary is no tokenizer at all
+    return None, found if isinstance(model, dict) and model.get("vocab") else None
 
 
 def _facts(file: Path) -> tuple[int, ...]:
