@@ -392,7 +392,7 @@ class _Story:
                 ),
                 ranks=ranks,
             )
-        predictor.optimizer = lambda: trainer.optimizer
+        predictor.optimizer, predictor.rule = lambda: trainer.optimizer, loaded.rule
         if is_evaluation:  # a training ends between two steps
             predictor.is_late = lambda: trainer.is_late
         memory = usage.Usage(events)
@@ -484,10 +484,12 @@ class _Story:
         try:
             with division.whole(trainer.model, is_zero=ranks.is_zero) as is_here:
                 if is_here:
-                    if why := cast.cast(trainer.model, precision, trainer.optimizer):
+                    if loaded.rule is None:
+                        pass  # an adapter
+                    elif why := cast.cast(trainer.model, precision, loaded.rule, trainer.optimizer):
                         self._log("warning", why)
-                    elif precision.save_dtype is not None:
-                        auditor.saved(trainer.model)
+                    else:
+                        auditor.saved(trainer.model, loaded.rule)
                 self.artifacts, fault = ranks.by_zero(
                     lambda: export.export(
                         job,

@@ -40,10 +40,32 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 _DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
 #: What peft 0.10 wrote. Later keys are left out at their defaults, since an older peft refuses a key that it lacks.
 _ADAPTER_KEYS = frozenset(
-    """alpha_pattern auto_mapping base_model_name_or_path bias fan_in_fan_out inference_mode init_lora_weights
-    layer_replication layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout megatron_config
-    megatron_core modules_to_save peft_type r rank_pattern revision target_modules task_type use_dora use_rslora
-    """.split()
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layer_replication",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_config",
+        "megatron_core",
+        "modules_to_save",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "revision",
+        "target_modules",
+        "task_type",
+        "use_dora",
+        "use_rslora",
+    }
 )
 _INDENT = 2
 
@@ -55,25 +77,49 @@ def write(base_dir: Path, made: Path, config: Any, *, with_code: bool) -> list[s
     spelling added, where the model is only a part of what the base's file describes.
     """
     saved, raw = _read(made / FILE), _read(base_dir / FILE)
-    stored_type = raw.get("model_type")
     if _is_part(raw, config):
         changes = _spell_rope(saved, type(config))
         _dump(made / FILE, saved)
         return ["config.json describes the trained part of the base model", *changes]
-    raw["model_type"] = config.model_type
-    changes = [] if stored_type == config.model_type else [_said("model_type", stored_type, config.model_type)]
+    changes = _set_differing(raw, saved, type(config))
+    changes += _set_common(raw, config, saved, with_code=with_code)
+    return _write(base_dir, made, raw, changes)
+
+
+def write_merged(
+    base_dir: Path, made: Path, config: Any, values: Json, *, architecture: str, with_code: bool
+) -> list[str]:
+    """Write the config.json of a merged model, whose `dtype` and other values are given; return the changes."""
+    raw = _read(base_dir / FILE)
+    saved = {"architectures": raw.get("architectures") or [architecture], "dtype": values["dtype"]}
+    changes = []
+    for prefix, level in _levels(raw):
+        for key, each in values.items():
+            if key != "dtype" and (key in level or not prefix) and level.get(key) != each:
+                changes.append(_said(f"{prefix}{key}", level.get(key), each))
+                level[key] = each
+    changes += _set_common(raw, config, saved, with_code=with_code)
+    return _write(base_dir, made, raw, changes)
+
+
+def _set_common(raw: Json, config: Any, saved: Json, *, with_code: bool) -> list[str]:
+    """Set what every output may have otherwise than its base."""
+    changes = []
+    for key, value in (("model_type", config.model_type), ("architectures", saved["architectures"])):
+        if raw.get(key) != value:
+            changes.append(_said(key, raw.get(key), value))
+            raw[key] = value
     changes += _set_dtype(raw, saved.get("dtype") or saved.get("torch_dtype"))
-    if raw.get("architectures") != saved.get("architectures"):
-        changes.append(_said("architectures", raw.get("architectures"), saved["architectures"]))
-        raw["architectures"] = saved["architectures"]
-    changes += _set_differing(raw, saved, type(config))
     changes += [f"removed {key}" for key in _remove(raw, saved, with_code=with_code)]
-    changes += _spell_rope(raw, type(config))
+    return changes + _spell_rope(raw, type(config))
+
+
+def _write(base_dir: Path, made: Path, raw: Json, changes: list[str]) -> list[str]:
     if changes:
         _dump(made / FILE, raw)
     else:
         shutil.copyfile(base_dir / FILE, made / FILE)
-    return [f"config.json: {change}" for change in changes]
+    return [f"{FILE}: {change}" for change in changes]
 
 
 def _is_part(raw: Json, config: Any) -> bool:
@@ -83,11 +129,6 @@ def _is_part(raw: Json, config: Any) -> bool:
 def differences(one: Any, other: Any) -> list[str]:
     """Return the keys in which two configs of one class describe other models."""
     return sorted(path for path, _, _ in _compare(_plain(one), _plain(other)))
-
-
-def read(path: Path, kind: type[Any]) -> Any:
-    """Return the config in a file as transformers reads it, as an object of a class."""
-    return kind.from_dict({key: each for key, each in _read(path).items() if key != "model_type"})
 
 
 def _plain(config: Any) -> Json:
@@ -109,7 +150,7 @@ def _compare(one: Json, other: Json, prefix: str = "") -> Iterator[tuple[str, An
 
 def _set_differing(raw: Json, saved: Json, kind: type[Any]) -> list[str]:
     """Take over what has changed in the model's config since it was read."""
-    fresh, live = _plain(kind.from_dict(dict(raw))), _plain(kind.from_dict(dict(saved)))
+    fresh, live = (_plain(kind.from_dict({**each, "model_type": kind.model_type})) for each in (raw, saved))
     changes = []
     for path, before, after in sorted(_compare(fresh, live), key=lambda each: each[0]):
         key, *rest = path.split(".")
@@ -185,7 +226,7 @@ def _spell_rope(raw: Json, kind: type[Any]) -> list[str]:
         return []
     trial: Json = json.loads(json.dumps(raw))
     for prefix, level in _levels(trial):
-        level |= added.get(prefix, {})
+        level.update(added.get(prefix, {}))
     before, after = (_plain(kind.from_dict(json.loads(json.dumps(each)))) for each in (raw, trial))
     if any(True for _ in _compare(before, after)):
         return []

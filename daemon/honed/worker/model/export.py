@@ -24,7 +24,7 @@ from honed.job.plan_file import Identity
 from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import card, config_file, generation, leftover, merge, proof, serving, tokenizer_files
+from honed.worker.model import card, config_file, generation, leftover, merge, serving, tokenizer_files
 from honed.worker.model.card import Facts
 from honed.worker.model.load import load_config
 
@@ -66,7 +66,7 @@ def export(
         fault: Exception | None = None
         if assignment.spec.save_merged != "none":
             try:
-                _merge(assignment, made, progress)
+                changes += _merge(assignment, made, progress)
             except (InterruptedRunError, TimeLimitError):
                 raise
             except Exception as error:  # noqa: BLE001 - whatever it is, what was trained is kept
@@ -234,9 +234,12 @@ def _owner(target: Path) -> tuple[int, str] | None:
     return None
 
 
-def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, int], None]) -> None:
-    """Merge the saved adapter into the base model as it is stored: unquantized, even if training quantized it."""
-    merge.merge(
+def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, int], None]) -> list[str]:
+    """Merge the saved adapter into the base model as it is stored: unquantized, even if training quantized it.
+
+    Returns the changes to the base's files.
+    """
+    made = merge.merge(
         assignment.base_model_path,
         adapter_dir,
         adapter_dir / "merged",
@@ -245,9 +248,7 @@ def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, i
         trust_remote_code=assignment.spec.trust_remote_code,
         progress=progress,
     )
-    proof.prove_files(
-        adapter_dir / "merged", assignment.base_model_path, trust_remote_code=assignment.spec.trust_remote_code
-    )
+    return [f"merged/{change}" for change in made.changes]
 
 
 def _manifest(assignment: Assignment, facts: Facts) -> dict[str, object]:

@@ -17,8 +17,7 @@ from typing import Any
 
 from honed.system import quote
 from honed.system.error import ModelError
-from honed.worker.model import config_file
-from honed.worker.model.placement import Placement
+from honed.worker.model import config_file, names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Buffers that older versions stored, and that every load makes anew.
@@ -71,18 +70,20 @@ def complete(base_dir: Path, made: Path, model: Any) -> list[str]:
     longer declares such layers.
     """
     base, have = stored(base_dir), stored(made)
-    names = [name for name in Placement(model, base).unread if name not in have and not _REMADE.search(name)]
-    is_whole = all(base[name].dtype in _FLOATS for name in names)
-    if not names or not is_whole:
-        return config_file.declare_no_drafts(made) if not is_whole or not base else []
-    copy(base_dir, made, names)
-    return [f"{len(names)} weights that transformers does not read are the base's own: {quote.first(names, 2)}"]
+    placed = names.read(model, base)
+    unread = [name for name in base if placed.parameter(name) is None and name not in have and not _REMADE.search(name)]
+    if not base or not all(base[name].dtype in _FLOATS for name in unread):
+        return config_file.declare_no_drafts(made)
+    if not unread:
+        return []
+    copy(base_dir, made, unread)
+    return [f"{len(unread)} weights that transformers does not read are the base's own: {quote.first(unread, 2)}"]
 
 
-def copy(base_dir: Path, made: Path, names: Iterable[str]) -> None:
+def copy(base_dir: Path, made: Path, unread: Iterable[str]) -> None:
     """Copy tensors of the base into an output, in a further file of weights, and write the index anew."""
     tensors = stored(base_dir)
-    wanted = {name: tensors[name] for name in sorted(names)}
+    wanted = {name: tensors[name] for name in sorted(unread)}
     have = stored(made)
     paths = files(made)
     number = len(paths) + 1

@@ -20,6 +20,7 @@ from honed.system.error import BackendError, HonedError, InternalError, ModelErr
 from honed.system.installed import MODEL_TYPE_ALIASES
 from honed.worker import cause
 from honed.worker.assignment import Assignment
+from honed.worker.model import dtypes
 from honed.worker.model.audit import Auditor
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Loaded:
     model: Any
     tokenizer: Any
     told: tuple[str, ...] = ()  #: messages for the job's owner
+    rule: dtypes.Rule | None = None  #: the dtypes in which full fine-tuning's weights are saved
 
 
 def choose(name: str) -> Backend:
@@ -83,6 +85,8 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
         # Freeze before the audit, or it would take a frozen base for trained weights.
         freeze(model, assignment)
         auditor.model(model, "loaded")
+        wanted = assignment.precision.save_dtype
+        rule = None if wanted is None else dtypes.for_saving(model, assignment.base_model_path, wanted)
         model = backend.attach_adapter(model, assignment)
     except (ImportError, HonedError):
         raise
@@ -92,7 +96,7 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
         found = cause.explain(error, str(assignment.job_id))
         kind = ModelError if isinstance(found, InternalError) else type(found)
         raise kind(f"{assignment.base_model_path}: {found.said}", hint=found.hint) from error
-    return Loaded(model, tokenizer, tuple(backend.told))
+    return Loaded(model, tokenizer, tuple(backend.told), rule)
 
 
 def freeze(model: Any, assignment: Assignment) -> None:

@@ -4,7 +4,7 @@
 
 The model is built without weights and wrapped by peft; a module gets its weights only while it is merged. So every form
 of LoRA that peft merges is merged here, and modules without tensors of their own on disk are refused by name. The
-written files are read again, to check that every parameter is in the requested dtype, and no other.
+written files are read again, to check that each tensor is in its dtype (dtypes.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from honed.job.event import EventWriter
 from honed.system import durable, installed, quote
 from honed.system.error import DivergedError, HonedError, ModelError, PrecisionError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import adapter, tokenizer_files
+from honed.worker.model import adapter, config_file, dtypes, names, tokenizer_files
 from honed.worker.model.card import Facts
+from honed.worker.model.dtypes import Rule
 from honed.worker.stop import Stop
 
 #: Largest size of one file of weights, in bytes.
@@ -108,14 +109,14 @@ class Merged:
     num_tensors: int
     num_changed: int
     num_shards: int
-    dtype: str
+    dtypes: str  #: in words
     is_untied: bool
     changes: tuple[str, ...] = ()  #: of the base's files
 
     def __str__(self) -> str:
         untied = "; the head is now stored separately from the embeddings" if self.is_untied else ""
         files = "one file" if self.num_shards == 1 else f"{self.num_shards} files"
-        return f"merged: {self.num_changed} of {self.num_tensors} tensors changed, all in {self.dtype}, {files}{untied}"
+        return f"merged: {self.num_changed} of {self.num_tensors} tensors changed, {self.dtypes}, {files}{untied}"
 
 
 def merge(
@@ -138,15 +139,24 @@ def merge(
     durable.make_dir(target)
     base = _Base(base_dir, str(config.model_type))
     with base.opened():
-        mixture = _Mixture(base, adapter_dir, _skeleton(config, trust_remote_code=trust_remote_code))
-        tensors = [mixture.tensor(name, dtype) for name in mixture.names]
-        value = mixture.value
+        mixture = _Mixture(base, adapter_dir, _skeleton(config, dtype, trust_remote_code=trust_remote_code), dtype)
+        tensors = [mixture.tensor(name) for name in mixture.names]
         shards = _shards(tensors, max_shard_bytes)
-        _write(target, shards, value, dtype, progress)
-    _write_config(base_dir, target, config, dtype, architecture=mixture.architecture, is_untied=mixture.is_untied)
-    changes = _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
-    _check(target, tensors, dtype)
-    return Merged(len(tensors), mixture.num_changed, len(shards), dtype, mixture.is_untied, tuple(changes))
+        _write(target, shards, mixture, progress)
+    untied = {"tie_word_embeddings": False} if mixture.is_untied else {}
+    changes = config_file.write_merged(
+        base_dir,
+        target,
+        config,
+        {"dtype": dtype, **untied},
+        architecture=mixture.architecture,
+        with_code=trust_remote_code,
+    )
+    changes += _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
+    _check(target, tensors)
+    floats = {each.name: each.dtype for each in tensors if each.dtype in FLOAT_DTYPES}
+    told = dtypes.told(floats, dtype)
+    return Merged(len(tensors), mixture.num_changed, len(shards), told, mixture.is_untied, tuple(changes))
 
 
 # --- The base model's files -------------------------------------------------------------------------------------------
@@ -198,9 +208,9 @@ class _Base:
             else self._get(name)
         )
 
-    def is_float(self, name: str) -> bool:
-        """Return True if the tensor is a parameter: a floating tensor, or a quantized one."""
-        return self.tensors[name].dtype in FLOAT_DTYPES or (
+    def is_quantized(self, name: str) -> bool:
+        """Return True if the tensor is a weight that bitsandbytes has quantized."""
+        return (
             self._quantization is not None
             and name.endswith(".weight")
             and self.tensors[name].dtype in ("uint8", "int8")
@@ -213,11 +223,8 @@ class _Base:
 # --- The model without weights, and the adapter -----------------------------------------------------------------------
 
 
-def _skeleton(config: Any, *, trust_remote_code: bool) -> Any:
-    """Build the model as it is loaded, with a placeholder of one number for each parameter.
-
-    It is not on the meta device: peft moves an adapter to its module's device, and would lose it there.
-    """
+def _skeleton(config: Any, dtype: str, *, trust_remote_code: bool) -> Any:
+    """Build the model as it is loaded in a dtype, on meta."""
     import torch
 
     from honed.worker.model.transformers_backend import model_class
@@ -226,13 +233,19 @@ def _skeleton(config: Any, *, trust_remote_code: bool) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        model = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        return model_class(config).from_config(config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
+
+
+def _fill(model: Any) -> None:
+    """Give a model on meta a placeholder of one number for each parameter.
+
+    peft moves an adapter to its module's device, and would lose it on meta.
+    """
     placeholders: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             placeholder = placeholders.setdefault(id(parameter), _placeholder(parameter.shape))
             module.register_parameter(name, placeholder)
-    return model
 
 
 def _placeholder(shape: Any) -> Any:
@@ -248,13 +261,16 @@ def _is_placeholder(parameter: Any) -> bool:
 class _Mixture:
     """The base model with the adapter, one tensor at a time, under the names of the base model's files."""
 
-    def __init__(self, base: _Base, adapter_dir: Path, model: Any) -> None:
+    def __init__(self, base: _Base, adapter_dir: Path, model: Any, dtype: str) -> None:
         self._base = base
         self.architecture = type(model).__name__
         self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
         self._ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        self._names, self._fused = _parameter_names(model, base.tensors)
-        self._stored = {parameter: name for name, parameter in self._names.items()}
+        found = names.read(model, base.tensors)
+        self._whole, self._fused = dict(found.whole), found.fused
+        self._stored = {parameter: name for name, parameter in self._whole.items()}
+        self._rule = dtypes.rule(model, base.tensors.values(), found, dtype)
+        _fill(model)
         self._init = _attach(model, adapter_dir)
         self._model = model
         self._parts = dict(_parts(model, adapter_dir))
@@ -264,25 +280,30 @@ class _Mixture:
         self.num_changed = 0
         extra = self._untied()
         self.is_untied = bool(extra)
-        self._names |= extra
+        self._whole |= extra
         self.names = [*base.tensors, *(name for name in extra if name not in base.tensors)]
 
-    def tensor(self, name: str, dtype: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
         """Return the name, dtype and shape of the tensor that will be written under a stored name."""
         stored = self._base.tensors.get(name)
-        shape = self._shapes.get(self._names.get(name, ""))
+        parameter = self._whole.get(name, "")
         if stored is None:
-            assert shape is not None
-            return Tensor(name, dtype, shape)
-        return Tensor(name, dtype if self._base.is_float(name) else stored.dtype, shape or stored.shape)
+            return Tensor(name, self._rule.of(parameter), self._shapes[parameter])
+        place = names.Names(self._whole, self._fused)
+        dtype = self._rule.of_stored(stored, place, is_quantized=self._base.is_quantized(name))
+        return Tensor(name, dtype, self._shapes.get(parameter) or stored.shape)
+
+    def is_copied(self, name: str) -> bool:
+        """Return True for a stored tensor that the model's class ignores."""
+        return name not in self._whole and name not in self._fused
 
     def value(self, name: str) -> Any:
         fused = self._fused.get(name)
         if fused is not None and self._is_changed(fused.parameter):
             self.num_changed += 1
             return self._split(fused.parameter)[name]
-        parameter = self._names.get(name)
-        if parameter is None or not self._is_changed(parameter):
+        parameter = self._whole.get(name)
+        if parameter not in self._shapes or not self._is_changed(parameter):
             return self._base.read(name) if name in self._base.tensors else self._read(str(parameter))
         self.num_changed += 1
         return self._changed(parameter)
@@ -409,38 +430,6 @@ class _Mixture:
         return found
 
 
-@dataclass(frozen=True)
-class _Member:
-    """A stored tensor that is one of several from which a parameter is built, in transformers' own terms."""
-
-    parameter: str
-    pattern: str
-    converter: Any
-
-
-def _parameter_names(model: Any, stored: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, _Member]]:
-    """Map stored names to the parameters loaded from them alone, and to their parts in combined parameters.
-
-    Both follow transformers' own rules; tensors that it ignores are in neither.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
-
-    changes = get_model_conversion_mapping(model)
-    renamings = [change for change in changes if not isinstance(change, WeightConverter)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    whole, fused = {}, {}
-    for name in sorted(stored, key=dot_natural_key):
-        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
-        if pattern is not None and renamed in parameters:
-            fused[name] = _Member(renamed, pattern, by_pattern[pattern])
-        elif renamed in parameters:
-            whole[name] = renamed
-    return whole, fused
-
-
 def _attach(model: Any, adapter_dir: Path) -> str:
     """Wrap the model's modules in place, load the adapter, and return how its weights were initialized."""
     import peft
@@ -508,9 +497,7 @@ def _shards(tensors: list[Tensor], max_bytes: int) -> list[list[Tensor]]:
     return shards
 
 
-def _write(
-    target: Path, shards: list[list[Tensor]], value: Callable[[str], Any], dtype: str, progress: Progress
-) -> None:
+def _write(target: Path, shards: list[list[Tensor]], mixture: _Mixture, progress: Progress) -> None:
     count, number = sum(map(len, shards)), 0
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards, 1):
@@ -519,7 +506,7 @@ def _write(
             stream.write(_header(shard))
             for each in shard:
                 progress(number, count)
-                stream.write(_bytes(each, value(each.name), dtype))
+                stream.write(_bytes(each, mixture.value(each.name), is_copied=mixture.is_copied(each.name)))
                 number += 1
         weight_map |= dict.fromkeys((each.name for each in shard), file)
     progress(count, count)
@@ -541,39 +528,20 @@ def _header(shard: list[Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(planned: Tensor, value: Any, dtype: str) -> memoryview:
+def _bytes(planned: Tensor, value: Any, *, is_copied: bool) -> memoryview:
     """Return a tensor in its dtype, as it is on disk. Raises PrecisionError if a number leaves the dtype's range."""
     import torch
 
     assert tuple(value.shape) == planned.shape, planned.name
     cast = value.to(getattr(torch, planned.dtype))
-    if planned.dtype == dtype and not torch.isfinite(cast).all():
+    if not is_copied and cast.is_floating_point() and not torch.isfinite(cast).all():
         if torch.isfinite(value).all():
             raise PrecisionError(
-                f"{planned.name}: up to {value.abs().max():.3g}, which {dtype} cannot hold", hint="dtype: bfloat16"
+                f"{planned.name}: up to {value.abs().max():.3g}, which {planned.dtype} cannot hold",
+                hint="dtype: bfloat16",
             )
         raise DivergedError(f"{planned.name}: not a number", hint="the adapter or the base model is damaged")
     return memoryview(cast.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _write_config(base_dir: Path, target: Path, config: Any, dtype: str, *, architecture: str, is_untied: bool) -> None:
-    raw = json.loads((base_dir / "config.json").read_bytes())
-    for key in ("quantization_config", "compression_config", "torch_dtype", "_name_or_path"):
-        raw.pop(key, None)
-    raw |= {
-        "dtype": dtype,
-        "model_type": config.model_type,
-        "architectures": raw.get("architectures") or [architecture],
-    }
-    levels = [raw, *(each for key, each in raw.items() if key.endswith("_config") and isinstance(each, dict))]
-    for level in levels[1:]:
-        if level.keys() & {"dtype", "torch_dtype"}:
-            level.pop("torch_dtype", None)
-            level["dtype"] = dtype
-    if is_untied:
-        for level in (raw, *(level for level in levels[1:] if "tie_word_embeddings" in level)):
-            level["tie_word_embeddings"] = False
-    (target / "config.json").write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _copy_files(
@@ -587,17 +555,15 @@ def _copy_files(
     return tokenizer_files.merged(base_dir, adapter_dir, target, chat_template, with_code=with_code)
 
 
-def _check(target: Path, planned: list[Tensor], dtype: str) -> None:
+def _check(target: Path, planned: list[Tensor]) -> None:
     """Read the written files' headers. Raises PrecisionError, naming the tensors that are not as planned."""
     try:
         found = {each.name: each for each in basemodel.inspect(target).tensors}
     except HonedError as error:
         raise PrecisionError(f"the merged checkpoint is incomplete: {error.said}", hint=error.hint) from error
-    wrong = [
-        f"{each.name} is {each.dtype}" for each in found.values() if each.dtype != dtype and each.dtype in FLOAT_DTYPES
-    ]
-    wrong += [f"{each.name} differs from the plan" for each in planned if found.get(each.name) != each]
+    wrong = [each.name for each in planned if found.get(each.name) != each]
     if wrong:
         raise PrecisionError(
-            f"merged in {dtype}, but {quote.first(wrong, 5, separator='; ')}", hint="this is a bug: please report it"
+            f"the merged checkpoint differs from the plan: {quote.first(wrong, 5, separator='; ')}",
+            hint="this is a bug: please report it",
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ from typing import Any
 from honed.system import quote
 from honed.system.error import HonedError, ModelError
 from honed.worker.assignment import Assignment
-from honed.worker.model import adapter, config_file, generation, leftover
-from honed.worker.model.placement import Placement
+from honed.worker.model import adapter, config_file, generation, leftover, names
 
 _MAX_NAMED = 3
 _HINT = "requeue the job: it resumes from its last checkpoint; if this happens again, please report it"
@@ -38,26 +38,6 @@ def prove(made: Path, assignment: Assignment, model: Any) -> None:
             _prove_adapter(made, model, _skeleton(base_dir, trust_remote_code=trust_remote_code, like=model))
         else:
             _prove_whole(made, base_dir, model, trust_remote_code=trust_remote_code)
-        _check_ends(made, base_dir)
-
-
-def prove_files(made: Path, base_dir: Path, *, trust_remote_code: bool) -> None:
-    """Prove that a whole model's files have each parameter that its config.json describes; the values are not read."""
-    import torch
-
-    with _told(made):
-        stored = leftover.stored(made)
-        skeleton = _skeleton(made, trust_remote_code=trust_remote_code)
-        placement = Placement(skeleton, stored)
-        found = {}
-        with torch.device("meta"):
-            for name, value in placement.values(lambda each: torch.empty(stored[each].shape)):
-                found[name] = tuple(value.shape)
-        _check(
-            "has other shapes than config.json describes",
-            (name for name, shape in found.items() if shape != tuple(placement.tensors[name].shape)),
-        )
-        _check_names(placement, found, stored, base_dir)
         _check_ends(made, base_dir)
 
 
@@ -105,29 +85,46 @@ def _prove_whole(made: Path, base_dir: Path, model: Any, *, trust_remote_code: b
     if type(skeleton).__name__ != type(model).__name__:
         raise ModelError(f"config.json describes a {type(skeleton).__name__}, not a {type(model).__name__}")
     _check("config.json describes another model", config_file.differences(skeleton.config, model.config))
-    stored, held = leftover.stored(made), model.state_dict()
-    placement = Placement(skeleton, stored)
-    other = [name for name, each in placement.tensors.items() if name not in held or held[name].shape != each.shape]
-    _check("config.json describes other weights", {*other, *(held.keys() - placement.tensors.keys())})
-    wrong, found = [], set()
+    stored, held, described = leftover.stored(made), model.state_dict(), skeleton.state_dict()
+    other = [name for name, each in described.items() if name not in held or held[name].shape != each.shape]
+    _check("config.json describes other weights", {*other, *(held.keys() - described.keys())})
+    placed = names.read(skeleton, stored)
+    found, wrong = set(), []
     with _opened(made) as read:
-        for name, value in placement.values(read):
+        for name, value in _loaded(placed, skeleton, read):
             found.add(name)
             if not _is_same(value, held[name]):
                 wrong.append(name)
     _check("has other weights than the model in memory", wrong)
-    _check_names(placement, found, stored, base_dir)
+    _check("lacks weights", _missing(skeleton, found))
+    _check_copied(made, base_dir, [name for name in stored if placed.parameter(name) is None])
     _check_ties(skeleton, held)
 
 
-def _check_names(placement: Placement, found: Any, stored: dict[str, leftover.Stored], base_dir: Path) -> None:
-    _check("lacks weights", placement.missing(found))
-    base = leftover.stored(base_dir)
-    copied = {name: base[name] for name in placement.unread if name in base}
-    _check("has weights that no model reads", set(placement.unread) - copied.keys())
+def _loaded(placed: names.Names, skeleton: Any, read: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter and its value, as transformers makes it of stored tensors."""
+    for name, parameter in placed.whole.items():
+        yield parameter, read(name)
+    for first, group in placed.groups.items():
+        yield from group.convert(first, read, skeleton).items()
+
+
+def _missing(skeleton: Any, found: set[str]) -> set[str]:
+    """Return the parameters that are not among the found ones, nor tied to one of them, nor made anew by each load."""
+    groups: dict[str, set[str]] = {}
+    for target, source in (getattr(skeleton, "all_tied_weights_keys", None) or {}).items():
+        groups.setdefault(source, {source}).add(target)
+    have = found.union(*(group for group in groups.values() if group & found))
+    remade = getattr(skeleton, "_keys_to_ignore_on_load_missing", None) or ()
+    return {name for name in skeleton.state_dict().keys() - have if not any(re.search(each, name) for each in remade)}
+
+
+def _check_copied(made: Path, base_dir: Path, unread: list[str]) -> None:
+    """Raise ModelError for stored tensors that no model reads, unless they are the base's."""
+    ours, theirs = leftover.stored(made), leftover.stored(base_dir)
+    _check("has weights that no model reads", set(unread) - theirs.keys())
     _check(
-        "has other weights than the base",
-        (name for name, each in copied.items() if not leftover.is_same(stored[name], each)),
+        "has other weights than the base", (name for name in unread if not leftover.is_same(ours[name], theirs[name]))
     )
 
 
