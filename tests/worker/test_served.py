@@ -1,4 +1,4 @@
-"""Outputs can be served: a clean process opens them as users do, with honed's transformers and with transformers 4.57."""
+"""Outputs can be served: a clean process opens them as users do, with this transformers and with 4.57."""
 
 from __future__ import annotations
 

@@ -245,6 +245,7 @@ def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, i
         adapter_dir / "merged",
         dtype=assignment.spec.save_merged,
         config=load_config(assignment),
+        trained=assignment.precision,
         trust_remote_code=assignment.spec.trust_remote_code,
         progress=progress,
     )

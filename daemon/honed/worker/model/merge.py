@@ -16,20 +16,22 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from honed.inputs import basemodel
-from honed.inputs.basemodel import DTYPES, FLOAT_DTYPES, QUANTIZATION_STATE, Tensor
+from honed.inputs.basemodel import DTYPES, FLOAT_DTYPES, Tensor
 from honed.job.event import EventWriter
+from honed.job.plan_file import Precision
 from honed.system import durable, installed, quote
 from honed.system.error import DivergedError, HonedError, ModelError, PrecisionError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import adapter, config_file, dtypes, names, tokenizer_files
+from honed.worker.model import adapter, beginning, config_file, dtypes, names, tokenizer_files, written
 from honed.worker.model.card import Facts
-from honed.worker.model.dtypes import Rule
+from honed.worker.model.oracle import Oracle
+from honed.worker.model.stored import Base
 from honed.worker.stop import Stop
 
 #: Largest size of one file of weights, in bytes.
@@ -127,6 +129,7 @@ def merge(
     dtype: str,
     config: Any,
     chat_template: str | None = None,
+    trained: Precision | None = None,
     trust_remote_code: bool = False,
     progress: Progress = lambda _number, _count: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -137,87 +140,48 @@ def merge(
     model or cannot be merged into its files, PrecisionError where a parameter leaves the dtype's range.
     """
     durable.make_dir(target)
-    base = _Base(base_dir, str(config.model_type))
+    base = Base(base_dir, str(config.model_type))
     with base.opened():
-        mixture = _Mixture(base, adapter_dir, _skeleton(config, dtype, trust_remote_code=trust_remote_code), dtype)
-        tensors = [mixture.tensor(name) for name in mixture.names]
+        empty = _skeleton(config, dtype, trust_remote_code=trust_remote_code)
+        mixture = _Mixture(base, adapter_dir, empty, dtype, trained or beginning.of_adapter(adapter_dir))
+        is_untied = mixture.is_untied()
+        values = {"dtype": dtype} | ({"tie_word_embeddings": False} if is_untied else {})
+        changes = config_file.write_merged(
+            base_dir, target, config, values, architecture=mixture.architecture, with_code=trust_remote_code
+        )
+        changes += _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
+        own = _skeleton(_own_config(target, config, trust_remote_code), dtype, trust_remote_code=trust_remote_code)
+        _untie(mixture, own)
+        units = list(mixture.units())
+        tensors = [mixture.tensor(name) for unit in units for name in unit]
         shards = _shards(tensors, max_shard_bytes)
-        _write(target, shards, mixture, progress)
-    untied = {"tie_word_embeddings": False} if mixture.is_untied else {}
-    changes = config_file.write_merged(
-        base_dir,
-        target,
-        config,
-        {"dtype": dtype, **untied},
-        architecture=mixture.architecture,
-        with_code=trust_remote_code,
-    )
-    changes += _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
+        _write(target, units, shards, mixture, progress)
+        mixture.check_all_used()
     _check(target, tensors)
+    written.check(target, own, [name for name in base.tensors if mixture.is_copied(name)])
     floats = {each.name: each.dtype for each in tensors if each.dtype in FLOAT_DTYPES}
     told = dtypes.told(floats, dtype)
-    return Merged(len(tensors), mixture.num_changed, len(shards), told, mixture.is_untied, tuple(changes))
+    return Merged(len(tensors), mixture.num_changed, len(shards), told, is_untied, tuple(changes))
 
 
-# --- The base model's files -------------------------------------------------------------------------------------------
+def _own_config(directory: Path, config: Any, trust_remote_code: bool) -> Any:
+    """Read the config that was written, as a user's program does, under the model type that the job gives."""
+    from transformers import AutoConfig
+
+    found = json.loads((directory / "config.json").read_bytes())
+    return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code) if found else config
 
 
-class _Base:
-    """The stored tensors by name. The files are memory-mapped, so that a tensor takes memory only while it is used."""
-
-    def __init__(self, path: Path, model_type: str) -> None:
-        info = basemodel.inspect(path, model_type=model_type)
-        self.path = path
-        self.tensors = {each.name: each for each in info.tensors if not QUANTIZATION_STATE.search(each.name)}
-        self._state = {each.name for each in info.tensors} - set(self.tensors)
-        self._quantization = info.quantization
-        self._places = self._index()
-        self._files: dict[Path, Any] = {}
-
-    def _index(self) -> dict[str, Path]:
-        single = self.path / "model.safetensors"
-        if single.exists():
-            return dict.fromkeys([*self.tensors, *self._state], single)
-        index = json.loads((self.path / "model.safetensors.index.json").read_bytes())
-        return {name: self.path / file for name, file in index["weight_map"].items()}
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Keep the files open inside the context."""
-        from safetensors import safe_open
-
-        with contextlib.ExitStack() as stack:
-            for path in sorted(set(self._places.values())):
-                self._files[path] = stack.enter_context(safe_open(path, framework="pt"))
-            yield
-        self._files.clear()
-
-    def read(self, name: str) -> Any:
-        """Read a tensor; bitsandbytes' quantized ones are returned in float32."""
-        if self.tensors[name].dtype not in ("uint8", "int8") or self._quantization is None:
-            return self._get(name)
-        module = name.removesuffix(".weight")
-        if f"{module}.SCB" in self._state:
-            return self._get(name).float() * self._get(f"{module}.SCB").float()[:, None] / 127.0
-        from bitsandbytes.functional import QuantState, dequantize_4bit
-
-        state = {each: self._get(each) for each in self._state if each.startswith(f"{name}.")}
-        return (
-            dequantize_4bit(self._get(name), QuantState.from_dict(state, device="cpu")).float()
-            if state
-            else self._get(name)
+def _untie(mixture: _Mixture, own: Any) -> None:
+    """Have the tensors stored that the written config does not tie. Raises ModelError if it ties what must differ."""
+    kept = set(getattr(own, "all_tied_weights_keys", None) or {})
+    mixture.untie([target for target in mixture.ties if target not in kept])
+    if differing := list(mixture.differing(kept & set(mixture.ties))):
+        raise ModelError(
+            f"{mixture.architecture} has no way to store {quote.first(differing, 3)} apart from the weights that they "
+            "share with other layers, and the adapter changes them",
+            hint="remove such modules from target_modules, or use base model and adapter separately",
         )
-
-    def is_quantized(self, name: str) -> bool:
-        """Return True if the tensor is a weight that bitsandbytes has quantized."""
-        return (
-            self._quantization is not None
-            and name.endswith(".weight")
-            and self.tensors[name].dtype in ("uint8", "int8")
-        )
-
-    def _get(self, name: str) -> Any:
-        return self._files[self._places[name]].get_tensor(name)
 
 
 # --- The model without weights, and the adapter -----------------------------------------------------------------------
@@ -258,55 +222,131 @@ def _is_placeholder(parameter: Any) -> bool:
     return not any(parameter.stride())
 
 
-class _Mixture:
-    """The base model with the adapter, one tensor at a time, under the names of the base model's files."""
+def _is_absent(parameter: Any) -> bool:
+    """Return True for a parameter that the adapter has nothing for."""
+    return _is_placeholder(parameter) or parameter.device.type == "meta"
 
-    def __init__(self, base: _Base, adapter_dir: Path, model: Any, dtype: str) -> None:
+
+def _base_layer(part: Any) -> Any:
+    """Return the module that peft wrapped."""
+    return part.original_module if hasattr(part, "token_adapter") else part.get_base_layer()
+
+
+class _Mixture:
+    """The base model with the adapter, one parameter at a time, under the names of the base model's files."""
+
+    def __init__(self, base: Base, adapter_dir: Path, model: Any, dtype: str, loaded: Precision | None) -> None:
         self._base = base
         self.architecture = type(model).__name__
         self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
-        self._ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        found = names.read(model, base.tensors)
-        self._whole, self._fused = dict(found.whole), found.fused
-        self._stored = {parameter: name for name, parameter in self._whole.items()}
-        self._rule = dtypes.rule(model, base.tensors.values(), found, dtype)
+        self.ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        self._places = names.read(model, base.tensors)
+        self._stored = {parameter: name for name, parameter in self._places.whole.items()}
+        shapes = {name: each.shape for name, each in base.tensors.items()}
+        self._first = {
+            each: first for first, made in self._places.built(shapes, model).items() for each in made
+        }  #: of each parameter that is built with others
+        self._rule = dtypes.rule(model, base.tensors.values(), self._places, dtype)
+        self._loaded = beginning.Loaded() if loaded is None else beginning.planned(loaded, model)
         _fill(model)
-        self._init = _attach(model, adapter_dir)
+        self._init, is_rslora = _attach(model, adapter_dir)
         self._model = model
         self._parts = dict(_parts(model, adapter_dir))
+        self._oracle = Oracle(model, lambda each: not _is_absent(each), is_rslora=is_rslora)
         self._last: tuple[str, dict[str, Any]] = ("", {})
-        self._last_split: tuple[str, dict[str, Any]] = ("", {})
+        self._start: tuple[str, Any] = ("", None)
         self._check_stored(adapter_dir)
         self.num_changed = 0
-        extra = self._untied()
-        self.is_untied = bool(extra)
-        self._whole |= extra
-        self.names = [*base.tensors, *(name for name in extra if name not in base.tensors)]
+        self.names = list(base.tensors)
+
+    def untie(self, ties: Collection[str]) -> None:
+        """Store tensors apart that are tied in the base, and not in the merged model."""
+        for target in ties:
+            for parameter in (target, self.ties[target]):
+                name = self._stored.get(parameter, parameter)
+                if parameter not in self._first:
+                    self._places.whole[name] = self._stored[parameter] = parameter
+                if name not in self.names and parameter not in self._first:
+                    self.names.append(name)
+
+    def is_untied(self) -> bool:
+        """Return True if the adapter makes tensors differ that are tied in the base."""
+        return any(True for _ in self.differing(self.ties))
+
+    def differing(self, ties: Iterable[str]) -> Iterator[str]:
+        """Yield those of the ties whose two tensors the adapter makes differ."""
+        import torch
+
+        for target in ties:
+            both = (target, self.ties[target])
+            if any(map(self._is_changed, both)) and not torch.equal(*(self._current(each).float() for each in both)):
+                yield target
+
+    def units(self) -> Iterator[list[str]]:
+        """Yield the stored names, those of a group together: its parameters are merged once."""
+        seen: set[str] = set()
+        for name in self.names:
+            first = self._places.first.get(name)
+            if first is None:
+                yield [name]
+            elif first not in seen:
+                seen.add(first)
+                yield list(self._places.groups[first].members)
 
     def tensor(self, name: str) -> Tensor:
         """Return the name, dtype and shape of the tensor that will be written under a stored name."""
         stored = self._base.tensors.get(name)
-        parameter = self._whole.get(name, "")
+        parameter = self._places.whole.get(name, "")
         if stored is None:
             return Tensor(name, self._rule.of(parameter), self._shapes[parameter])
-        place = names.Names(self._whole, self._fused)
-        dtype = self._rule.of_stored(stored, place, is_quantized=self._base.is_quantized(name))
+        dtype = self._rule.of_stored(stored, self._places, is_quantized=self._base.is_quantized(name))
         return Tensor(name, dtype, self._shapes.get(parameter) or stored.shape)
 
     def is_copied(self, name: str) -> bool:
         """Return True for a stored tensor that the model's class ignores."""
-        return name not in self._whole and name not in self._fused
+        return self._places.parameter(name) is None
 
-    def value(self, name: str) -> Any:
-        fused = self._fused.get(name)
-        if fused is not None and self._is_changed(fused.parameter):
-            self.num_changed += 1
-            return self._split(fused.parameter)[name]
-        parameter = self._whole.get(name)
-        if parameter not in self._shapes or not self._is_changed(parameter):
-            return self._base.read(name) if name in self._base.tensors else self._read(str(parameter))
-        self.num_changed += 1
-        return self._changed(parameter)
+    def changed(self, unit: list[str]) -> dict[str, Any]:
+        """Return the merged tensors of a unit by their stored names; none if the adapter does not change it."""
+        changed = self._changes(unit)
+        if not changed:
+            return {}
+        self.num_changed += len(unit)
+        if self._places.first.get(unit[0]) is None:
+            return {unit[0]: self._changed(changed[0])}
+        return self._split(unit)
+
+    def check(self, unit: list[str], written: Mapping[str, Any]) -> None:
+        """Compare what was written for a unit with base plus adapter. Raises ModelError."""
+        changed = self._changes(unit)
+        first = self._places.first.get(unit[0])
+        if first is None:
+            made = {changed[0]: written[unit[0]]}
+        else:
+            made = self._places.groups[first].convert(first, written.__getitem__, self._model)
+        for parameter in changed:
+            self._oracle.check(parameter, made[parameter], self._expected(parameter))
+
+    def check_all_used(self) -> None:
+        """Raise ModelError if a tensor of the adapter is in nothing that was written."""
+        self._oracle.check_all_used()
+
+    def _changes(self, unit: list[str]) -> list[str]:
+        """Return the parameters of a unit that the adapter changes."""
+        first = self._places.first.get(unit[0])
+        if first is None:
+            parameter = self._places.whole.get(unit[0], "")
+            found = [parameter] if parameter in self._shapes else []
+        else:
+            found = [each for each, other in self._first.items() if other == first]
+        return [each for each in found if self._is_changed(each)]
+
+    def unchanged(self, name: str) -> Any:
+        """Return a tensor of the base by its stored name."""
+        return self._base.read(name) if name in self._base.tensors else self._read(self._places.whole[name])
+
+    def _current(self, parameter: str) -> Any:
+        return self._changed(parameter) if self._is_changed(parameter) else self._read(parameter)
 
     def _part(self, parameter: str) -> str | None:
         """Return the name of the module in the adapter that a parameter belongs to; None if there is none."""
@@ -327,111 +367,121 @@ class _Mixture:
         module, _, leaf = parameter.rpartition(".")
         with contextlib.suppress(AttributeError):
             found = getattr(self._model.get_submodule(module), leaf)
-            return None if _is_placeholder(found) or found.device.type == "meta" else found.data
+            return None if _is_absent(found) else found
         return None
 
     def _changed(self, parameter: str) -> Any:
         place = self._part(parameter)
         if place is None:
-            return self._trained(parameter)
+            return self._trained(parameter).data
         if self._last[0] != place:
             self._last = (place, self._merge_module(place))
         return self._last[1][parameter.removeprefix(f"{place}.")]
 
+    def _expected(self, parameter: str) -> Iterator[tuple[Any, Any]]:
+        """Return what is expected in a changed parameter, by the other computation, in blocks."""
+        from peft.utils.other import ModulesToSaveWrapper
+
+        place = self._part(parameter)
+        if place is None:
+            return self._oracle.trained(self._trained(parameter))
+        part, leaf = self._parts[place], parameter.removeprefix(f"{place}.")
+        if isinstance(part, ModulesToSaveWrapper):
+            return self._oracle.trained(part.modules_to_save["default"].get_parameter(leaf))
+        for wrapper in _wrappers(part):
+            part = wrapper if wrapper.parameter_name == leaf else part
+        return self._oracle.wrapped(part, leaf, lambda: self._begun(place, leaf))
+
     def _merge_module(self, place: str) -> dict[str, Any]:
         """Return a module's merged tensors by their names in it."""
         import torch
-        from peft.utils.other import ModulesToSaveWrapper
+        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
         part = self._parts[place]
         if isinstance(part, ModulesToSaveWrapper):
             return {name: each.data for name, each in part.modules_to_save["default"].named_parameters()}
-        layer = part.get_base_layer()
+        layer = _base_layer(part)
         wrappers = _wrappers(part)
         leaves = {each.parameter_name for each in wrappers}
         own = {leaf: each for leaf, each in layer.named_parameters(recurse=False) if not wrappers or leaf in leaves}
-        for leaf, parameter in own.items():
-            if _is_placeholder(parameter):
-                # A copy: mapped memory must not be written to.
-                read = self._read(f"{place}.{leaf}").to(torch.float32, copy=True)
-                setattr(layer, leaf, torch.nn.Parameter(read.reshape(parameter.shape), requires_grad=False))
+        for leaf in own:
+            begun = self._begun(place, leaf).to(torch.float32, copy=True)  # mapped memory must not be written to
+            setattr(layer, leaf, torch.nn.Parameter(begun, requires_grad=False))
         with torch.no_grad():
-            self._begin_as_in_training(part)
-            for each in wrappers or [part]:
+            for each in wrappers or [part.token_adapter if isinstance(part, TrainableTokensWrapper) else part]:
                 each.merge()
         values = {leaf: getattr(layer, leaf).data for leaf in own}
         for leaf, parameter in own.items():
             setattr(layer, leaf, parameter)
         return values
 
-    def _begin_as_in_training(self, layer: Any) -> None:
-        """Take the first weights out of the base again, as PiSSA and OLoRA did, then restore the trained ones."""
-        if self._init not in ("pissa", "olora"):
-            return
-        trained = {name: each.data for name, each in layer.named_parameters() if ".base_layer" not in f".{name}"}
-        layer.pissa_init("default", "pissa") if self._init == "pissa" else layer.olora_init("default")
-        for name, each in layer.named_parameters():
-            if name in trained:
-                each.data = trained[name]
+    def _begun(self, place: str, leaf: str) -> Any:
+        """Return a tensor of a module in the adapter as the training began with it."""
+        import torch
 
-    def _split(self, parameter: str) -> dict[str, Any]:
-        """Split a merged parameter that is stored as several tensors, such as experts, into these by stored name."""
+        part = self._parts[place]
+        layer = _base_layer(part)
+        own = getattr(layer, leaf)
+        if not _is_placeholder(own):
+            return own.data  # peft saves the embeddings beside some adapters
+        if self._start[0] == f"{place}.{leaf}":
+            return self._start[1]
+        read = self._read(f"{place}.{leaf}").reshape(own.shape)
+        if leaf != "weight" or self._init not in beginning.REPEATED or not hasattr(part, "lora_A"):
+            return read
+        setattr(layer, leaf, torch.nn.Parameter(read.to(torch.float32, copy=True), requires_grad=False))
+        with torch.no_grad():
+            beginning.repeat(part, self._init, place, self._loaded)
+        self._start = (f"{place}.{leaf}", getattr(layer, leaf).data)
+        setattr(layer, leaf, own)
+        return self._start[1]
+
+    def _split(self, unit: list[str]) -> dict[str, Any]:
+        """Split merged parameters that are stored as several tensors, such as experts, into these by stored name."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        if self._last_split[0] != parameter:
-            self._last_split = (parameter, {})  # releases the previous one first
-            self._last_split = (parameter, revert_weight_conversion(self._model, {parameter: self._changed(parameter)}))
-        return self._last_split[1]
+        first = self._places.first[unit[0]]
+        group = [each for each, other in self._first.items() if other == first]
+        found = revert_weight_conversion(self._model, {each: self._current(each) for each in group})
+        if found.keys() != set(unit):
+            raise ModelError(
+                f"{self._base.path}: {first} would be stored as {quote.first(sorted(found), 3)}, not as it is in the "
+                f"base: {quote.first(unit, 3)}",
+                hint="remove such modules from target_modules, or use base model and adapter separately",
+            )
+        return dict(found)
 
     def _read(self, parameter: str) -> Any:
         stored = self._stored.get(self._stored_as(parameter))
-        if stored is not None:
+        if stored is not None and stored in self._base.tensors:
             return self._base.read(stored)
-        members = {name: each for name, each in self._fused.items() if each.parameter == parameter}
-        converter = copy.deepcopy(next(iter(members.values())).converter)
-        for name, each in members.items():
-            converter.add_tensor(parameter, name, each.pattern, self._base.read(name))
-        return converter.convert(parameter, model=self._model, config=self._model.config)[parameter]
+        first = self._first[self._stored_as(parameter)]
+        return self._places.groups[first].convert(first, self._base.read, self._model)[self._stored_as(parameter)]
 
     def _stored_as(self, parameter: str) -> str:
         """Return the parameter itself, or one that it is tied to, whichever the files contain."""
-        if parameter in self._stored:
-            return parameter
-        source = self._ties.get(parameter, parameter)
-        alike = [source, *(target for target, other in self._ties.items() if other == source)]
-        return next((each for each in alike if each in self._stored), parameter)
+        source = self.ties.get(parameter, parameter)
+        alike = [parameter, source, *(target for target, other in self.ties.items() if other == source)]
+        return next((each for each in alike if self._is_stored(each)), parameter)
+
+    def _is_stored(self, parameter: str) -> bool:
+        return parameter in self._first or self._stored.get(parameter, "") in self._base.tensors
 
     def _check_stored(self, adapter_dir: Path) -> None:
         changed = [name for name in self._shapes if self._is_changed(name)]
         if not changed:
             raise ModelError(f"{adapter_dir}: the adapter does not change {self.architecture}", hint=adapter.OTHER_BASE)
-        fused = {each.parameter for each in self._fused.values()}
         for name in changed:
-            if self._stored_as(name) not in self._stored and name not in fused:
+            if not self._is_stored(self._stored_as(name)):
                 raise ModelError(
                     f"{self._base.path}: none of its files contains {name} under a name that transformers "
                     f"{installed.version('transformers')} uses, so the adapter's part for it cannot be merged",
                     hint="remove such modules from target_modules, or use base model and adapter separately",
                 )
 
-    def _untied(self) -> dict[str, str]:
-        """Return tied tensors that the adapter makes differ, which are stored separately: stored name → parameter."""
-        import torch
 
-        found: dict[str, str] = {}
-        for target, source in self._ties.items():
-            if self._is_changed(target) or self._is_changed(source):
-                values = [
-                    self._changed(each).float() if self._is_changed(each) else self._read(each).float()
-                    for each in (target, source)
-                ]
-                if not torch.equal(*values):
-                    found |= {self._stored.get(each, each): each for each in (target, source)}
-        return found
-
-
-def _attach(model: Any, adapter_dir: Path) -> str:
-    """Wrap the model's modules in place, load the adapter, and return how its weights were initialized."""
+def _attach(model: Any, adapter_dir: Path) -> tuple[str, bool]:
+    """Wrap the model's modules in place, load the adapter; return how it was initialized, and whether it is rsLoRA."""
     import peft
     import torch
     from safetensors.torch import load_file
@@ -451,7 +501,7 @@ def _attach(model: Any, adapter_dir: Path) -> str:
         name: each.to(torch.float32) for name, each in load_file(adapter_dir / "adapter_model.safetensors").items()
     }
     adapter.wrap(model, config, state, adapter_dir)
-    return str(init).lower()
+    return str(init).lower(), bool(config.use_rslora)
 
 
 def _wrappers(part: Any) -> list[Any]:
@@ -469,11 +519,21 @@ def _parts(model: Any, adapter_dir: Path) -> Iterator[tuple[str, Any]]:
     """Yield the modules that peft wrapped, by their former names. Raises ModelError for one that is not merged here."""
     from peft.tuners.lora import layer as lora
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 
+    kinds = (
+        lora.Linear,
+        lora.Embedding,
+        lora._ConvNd,
+        lora.ParamWrapper,
+        ModulesToSaveWrapper,
+        TrainableTokensWrapper,
+    )
     for name, module in model.named_modules():
-        if isinstance(module, lora.Linear | lora.Embedding | lora._ConvNd | lora.ParamWrapper | ModulesToSaveWrapper):
+        if isinstance(module, kinds):
             yield name, module
+        elif name.endswith(".token_adapter"):
+            continue  # of a wrapper that was yielded
         elif isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             raise ModelError(
                 f"{adapter_dir}: {name}: merging peft's {type(module).__name__} is not supported",
@@ -497,23 +557,45 @@ def _shards(tensors: list[Tensor], max_bytes: int) -> list[list[Tensor]]:
     return shards
 
 
-def _write(target: Path, shards: list[list[Tensor]], mixture: _Mixture, progress: Progress) -> None:
+def _write(
+    target: Path, units: list[list[str]], shards: list[list[Tensor]], mixture: _Mixture, progress: Progress
+) -> None:
+    """Write all tensors, in the order of the units, and compare those that the adapter changes."""
     count, number = sum(map(len, shards)), 0
     weight_map: dict[str, str] = {}
+    values = _cast(units, {each.name: each for shard in shards for each in shard}, mixture)
     for index, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
         with (target / file).open("wb") as stream:
             stream.write(_header(shard))
             for each in shard:
                 progress(number, count)
-                stream.write(_bytes(each, mixture.value(each.name), is_copied=mixture.is_copied(each.name)))
+                name, value = next(values)
+                assert name == each.name
+                stream.write(_bytes(value))
                 number += 1
         weight_map |= dict.fromkeys((each.name for each in shard), file)
+    for _ in values:  # the last comparison
+        raise AssertionError
     progress(count, count)
     if len(shards) > 1:
         total = sum(each.num_bytes for shard in shards for each in shard)
         index_data = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target / "model.safetensors.index.json").write_text(json.dumps(index_data, indent=1) + "\n")
+
+
+def _cast(units: list[list[str]], planned: Mapping[str, Tensor], mixture: _Mixture) -> Iterator[tuple[str, Any]]:
+    """Yield each stored name and its tensor, as it is on disk; what is done with it is done before the comparison."""
+    for unit in units:
+        values = mixture.changed(unit)
+        for name in unit:
+            value = values[name] if name in values else mixture.unchanged(name)
+            cast = _rounded(planned[name], value, is_copied=mixture.is_copied(name))
+            if name in values:
+                values[name] = cast
+            yield name, cast
+        if values:
+            mixture.check(unit, values)
 
 
 def _header(shard: list[Tensor]) -> bytes:
@@ -528,8 +610,8 @@ def _header(shard: list[Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(planned: Tensor, value: Any, *, is_copied: bool) -> memoryview:
-    """Return a tensor in its dtype, as it is on disk. Raises PrecisionError if a number leaves the dtype's range."""
+def _rounded(planned: Tensor, value: Any, *, is_copied: bool) -> Any:
+    """Return a tensor in its dtype. Raises PrecisionError if a number leaves the dtype's range."""
     import torch
 
     assert tuple(value.shape) == planned.shape, planned.name
@@ -541,7 +623,13 @@ def _bytes(planned: Tensor, value: Any, *, is_copied: bool) -> memoryview:
                 hint="dtype: bfloat16",
             )
         raise DivergedError(f"{planned.name}: not a number", hint="the adapter or the base model is damaged")
-    return memoryview(cast.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return cast
+
+
+def _bytes(value: Any) -> memoryview:
+    import torch
+
+    return memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _copy_files(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from honed.system import quote
 from honed.system.error import HonedError, ModelError
 from honed.worker.assignment import Assignment
-from honed.worker.model import adapter, config_file, generation, leftover, names
+from honed.worker.model import adapter, config_file, generation, leftover, names, written
 
 _MAX_NAMED = 3
 _HINT = "requeue the job: it resumes from its last checkpoint; if this happens again, please report it"
@@ -96,7 +95,7 @@ def _prove_whole(made: Path, base_dir: Path, model: Any, *, trust_remote_code: b
             if not _is_same(value, held[name]):
                 wrong.append(name)
     _check("has other weights than the model in memory", wrong)
-    _check("lacks weights", _missing(skeleton, found))
+    _check("lacks weights", written.lacking(skeleton, found))
     _check_copied(made, base_dir, [name for name in stored if placed.parameter(name) is None])
     _check_ties(skeleton, held)
 
@@ -107,16 +106,6 @@ def _loaded(placed: names.Names, skeleton: Any, read: Callable[[str], Any]) -> I
         yield parameter, read(name)
     for first, group in placed.groups.items():
         yield from group.convert(first, read, skeleton).items()
-
-
-def _missing(skeleton: Any, found: set[str]) -> set[str]:
-    """Return the parameters that are not among the found ones, nor tied to one of them, nor made anew by each load."""
-    groups: dict[str, set[str]] = {}
-    for target, source in (getattr(skeleton, "all_tied_weights_keys", None) or {}).items():
-        groups.setdefault(source, {source}).add(target)
-    have = found.union(*(group for group in groups.values() if group & found))
-    remade = getattr(skeleton, "_keys_to_ignore_on_load_missing", None) or ()
-    return {name for name in skeleton.state_dict().keys() - have if not any(re.search(each, name) for each in remade)}
 
 
 def _check_copied(made: Path, base_dir: Path, unread: list[str]) -> None:
