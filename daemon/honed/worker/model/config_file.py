@@ -16,6 +16,8 @@ from typing import Any
 FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
 Json = dict[str, Any]
 
+#: Keys by which configs declare layers that predict several tokens at once.
+_DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
 #: Keys of which the base's own value stays, whatever the model in memory has: they change no weight and no result.
 _UNRELATED = frozenset(
     {
@@ -33,11 +35,10 @@ _UNRELATED = frozenset(
         "transformers_version",
         "torch_dtype",
         "use_cache",
+        *_DRAFT_KEYS,
     }
 )
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-#: Keys by which configs declare layers that predict several tokens at once.
-_DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
 #: What peft 0.10 wrote. Later keys are left out at their defaults, since an older peft refuses a key that it lacks.
 _ADAPTER_KEYS = frozenset(
     {

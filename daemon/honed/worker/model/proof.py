@@ -42,6 +42,8 @@ def prove(made: Path, assignment: Assignment, model: Any) -> None:
 
 @contextlib.contextmanager
 def _told(made: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
     try:
         yield
     except ModelError as error:
@@ -49,7 +51,7 @@ def _told(made: Path) -> Iterator[None]:
         raise ModelError(f"the output cannot be opened as what was trained: {text}", hint=_HINT) from error
     except HonedError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError, SafetensorError) as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ModelError(f"the output cannot be opened as what was trained: {text}", hint=_HINT) from error
 

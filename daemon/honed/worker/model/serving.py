@@ -65,5 +65,7 @@ def _rank(config: Mapping[str, Any]) -> list[str]:
     if rank > MAX_RANK:
         return [f"vLLM loads adapters up to rank {MAX_RANK}, and this one has {rank}: {_ADVICE}"]
     return (
-        [f"vLLM loads this adapter if it is started with --max-lora-rank {rank} or more"] if rank > DEFAULT_RANK else []
+        [f"vLLM loads this adapter if it is started with --max-lora-rank of at least {rank}"]
+        if rank > DEFAULT_RANK
+        else []
     )
