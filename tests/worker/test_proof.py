@@ -56,7 +56,7 @@ LORA_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 ADAPTER = "adapter_model.safetensors"
 WHOLE: dict[str, tuple[Change, str]] = {
     "a tensor dropped": (weights(lambda each: each.pop(Q)), "lacks weights: " + Q),
-    "an expert dropped": (weights(lambda each: each.pop(EXPERT)), "experts"),
+    "an expert dropped": (weights(lambda each: each.pop(EXPERT)), "than model.layers.1.mlp.experts.gate_up_proj"),
     "an expert altered": (weights(flip(EXPERT)), "other weights than the model in memory: model.layers.1"),
     "a tensor altered by one bit": (weights(flip(Q)), "other weights than the model in memory: " + Q),
     "a tensor in another dtype": (weights(lambda each: each.update({Q: each[Q].half()})), Q),

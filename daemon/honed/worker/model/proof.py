@@ -107,7 +107,11 @@ def _loaded(placed: names.Names, skeleton: Any, read: Callable[[str], Any]) -> I
     for name, parameter in placed.whole.items():
         yield parameter, read(name)
     for first, group in placed.groups.items():
-        yield from group.convert(first, read, skeleton).items()
+        try:
+            made = group.convert(first, read, skeleton)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise ModelError(f"has other weights than {first} is made of: {error}") from error
+        yield from made.items()
 
 
 def _check_copied(made: Path, base_dir: Path, unread: list[str]) -> None:
