@@ -410,6 +410,7 @@ class _Mixture:
         with torch.no_grad():
             for each in wrappers or [part.token_adapter if isinstance(part, TrainableTokensWrapper) else part]:
                 each.merge()
+                each.merged_adapters.clear()  # else a second merge does nothing, without a word
         values = {leaf: getattr(layer, leaf).data for leaf in own}
         for leaf, parameter in own.items():
             setattr(layer, leaf, parameter)
