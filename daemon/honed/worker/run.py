@@ -497,6 +497,7 @@ class _Story:
                         loaded.tokenizer,
                         facts,
                         progress=merging,
+                        note=lambda text: self._log("info", f"output: {text}"),
                         stop_ids=chat.stop_token_ids,
                         is_regressed=regression is not None,
                         prove=lambda made: proof.prove(made, job, trainer.model),

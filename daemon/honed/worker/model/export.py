@@ -42,6 +42,7 @@ def export(
     *,
     progress: Callable[[int, int], None],
     prove: Callable[[Path], None],
+    note: Callable[[str], None] = lambda _text: None,
     stop_ids: Sequence[int] = (),
     is_regressed: bool = False,
 ) -> tuple[dict[str, str], Exception | None]:
@@ -49,7 +50,8 @@ def export(
 
     Returns the artifacts, name to path, and the error of a merge that failed, if any: the adapter is kept then.
     `progress` is called with (done, of) during the merge. `prove` raises ModelError if the output in a directory is
-    not what was trained. `stop_ids` are the tokens that end a trained turn.
+    not what was trained. `note` is called with each change to the base's files, and each remark on serving; they are
+    also in the model card. `stop_ids` are the tokens that end a trained turn.
 
     Before the rename there is nothing at `output_dir`; after it, everything. An earlier attempt's output is replaced.
     The output of a regressed run goes beside `output_dir`, so that nobody who waits for an output takes it for one.
@@ -74,6 +76,8 @@ def export(
                 shutil.rmtree(made / "merged", ignore_errors=True)
             else:
                 artifacts["merged"] = str(target / "merged")
+        for each in changes:
+            note(each)
         finish(assignment, made, {**facts, "changes": changes}, target=target)
     return artifacts, fault
 
