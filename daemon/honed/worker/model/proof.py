@@ -83,8 +83,9 @@ def _skeleton(directory: Path, *, trust_remote_code: bool, like: Any = None) -> 
 
 def _prove_whole(made: Path, base_dir: Path, model: Any, *, trust_remote_code: bool) -> None:
     skeleton = _skeleton(made, trust_remote_code=trust_remote_code)
-    if type(skeleton).__name__ != type(model).__name__:
-        raise ModelError(f"config.json describes a {type(skeleton).__name__}, not a {type(model).__name__}")
+    name = type(model).__name__.removeprefix("FSDP")  # which a divided model has
+    if type(skeleton).__name__ != name:
+        raise ModelError(f"config.json describes a {type(skeleton).__name__}, not a {name}")
     _check("config.json describes another model", config_file.differences(skeleton.config, model.config))
     stored, held, described = leftover.stored(made), model.state_dict(), skeleton.state_dict()
     other = [name for name, each in described.items() if name not in held or held[name].shape != each.shape]
