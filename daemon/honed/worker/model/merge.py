@@ -3,8 +3,9 @@
     stored tensor ── has its module a part in the adapter? peft's own merge of it, in float32 ──► cast ──► shard
 
 The model is built without weights and wrapped by peft; a module gets its weights only while it is merged. So every form
-of LoRA that peft merges is merged here, and modules without tensors of their own on disk are refused by name. The
-written files are read again, to check that each tensor is in its dtype (dtypes.py).
+of LoRA that peft merges is merged here, and modules without tensors of their own on disk are refused by name. Each
+merged tensor is compared with a second computation as it is written (oracle.py), and the files with the model that
+the written config makes (written.py): what is wrong is an error, and leaves no output.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Merged:
     is_untied: bool
 
     def __str__(self) -> str:
-        untied = "; the head is now stored separately from the embeddings" if self.is_untied else ""
+        untied = "; weights that the base shares are now stored separately" if self.is_untied else ""
         files = "one file" if self.num_shards == 1 else f"{self.num_shards} files"
         return f"merged: {self.num_changed} of {self.num_tensors} tensors changed, {self.dtypes}, {files}{untied}"
 
@@ -131,11 +132,15 @@ def merge(
     progress: Progress = lambda _number, _count: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Merged:
-    """Write the base model with the adapter in it to `target`, a whole checkpoint with every parameter in `dtype`.
+    """Write the base model with the adapter in it to `target`, a whole checkpoint in `dtype` (see dtypes.py).
 
-    `config` is the base model's, as it is loaded. Raises ModelError for an adapter that does not belong to the base
-    model or cannot be merged into its files, PrecisionError where a parameter leaves the dtype's range.
+    `config` is the base model's, as it is loaded; `trained` is the precision of the adapter's training, if it is known
+    better than from the adapter's manifest. Raises ModelError for an adapter that does not belong to the base model or
+    cannot be merged into its files, and for a merge that is found to be wrong; PrecisionError where a parameter leaves
+    the dtype's range.
     """
+    from transformers import AutoConfig
+
     durable.make_dir(target)
     base = Base(base_dir, str(config.model_type))
     with base.opened():
@@ -143,26 +148,19 @@ def merge(
         mixture = _Mixture(base, adapter_dir, empty, dtype, trained or beginning.of_adapter(adapter_dir))
         is_untied = mixture.is_untied()
         _write_config(base_dir, target, config, dtype, architecture=mixture.architecture, is_untied=is_untied)
-        own = _skeleton(_own_config(target, config, trust_remote_code), dtype, trust_remote_code=trust_remote_code)
+        _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
+        opened = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
+        own = _skeleton(opened, dtype, trust_remote_code=trust_remote_code)
         _untie(mixture, own)
         units = list(mixture.units())
         tensors = [mixture.tensor(name) for unit in units for name in unit]
         shards = _shards(tensors, max_shard_bytes)
         _write(target, units, shards, mixture, progress)
         mixture.check_all_used()
-    _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
     _check(target, tensors)
     written.check(target, own, [name for name in base.tensors if mixture.is_copied(name)])
     floats = {each.name: each.dtype for each in tensors if each.dtype in FLOAT_DTYPES}
     return Merged(len(tensors), mixture.num_changed, len(shards), dtypes.told(floats, dtype), is_untied)
-
-
-def _own_config(directory: Path, config: Any, trust_remote_code: bool) -> Any:
-    """Read the config that was written, as a user's program does, under the model type that the job gives."""
-    from transformers import AutoConfig
-
-    found = json.loads((directory / "config.json").read_bytes())
-    return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code) if found else config
 
 
 def _untie(mixture: _Mixture, own: Any) -> None:
@@ -635,14 +633,15 @@ def _write_config(base_dir: Path, target: Path, config: Any, dtype: str, *, arch
         "model_type": config.model_type,
         "architectures": raw.get("architectures") or [architecture],
     }
-    levels = [raw, *(each for key, each in raw.items() if key.endswith("_config") and isinstance(each, dict))]
-    for level in levels[1:]:
+    inner = {key: each for key, each in raw.items() if key.endswith("_config") and isinstance(each, dict)}
+    for level in inner.values():
         if level.keys() & {"dtype", "torch_dtype"}:
             level.pop("torch_dtype", None)
             level["dtype"] = dtype
     if is_untied:
-        for level in (raw, *(level for level in levels[1:] if "tie_word_embeddings" in level)):
-            level["tie_word_embeddings"] = False
+        for level, of in ((raw, config), *((raw[key], getattr(config, key, None)) for key in raw if key in inner)):
+            if level is raw or "tie_word_embeddings" in level or getattr(of, "tie_word_embeddings", False):
+                level["tie_word_embeddings"] = False
     (target / "config.json").write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
