@@ -608,14 +608,19 @@ def _rounded(planned: Tensor, value: Any, *, is_copied: bool) -> Any:
 
     assert tuple(value.shape) == planned.shape, planned.name
     cast = value.to(getattr(torch, planned.dtype))
-    if not is_copied and cast.is_floating_point() and not torch.isfinite(cast).all():
-        if torch.isfinite(value).all():
+    if not is_copied and cast.is_floating_point() and not _is_finite(cast):
+        if _is_finite(value):
             raise PrecisionError(
                 f"{planned.name}: up to {value.abs().max():.3g}, which {planned.dtype} cannot hold",
                 hint="dtype: bfloat16",
             )
         raise DivergedError(f"{planned.name}: not a number", hint="the adapter or the base model is damaged")
     return cast
+
+
+def _is_finite(tensor: Any) -> bool:
+    """Return True if no number is infinite or none; a minimum is much faster than torch.isfinite of each."""
+    return not tensor.numel() or all(bool(each.isfinite()) for each in tensor.aminmax())
 
 
 def _bytes(value: Any) -> memoryview:
