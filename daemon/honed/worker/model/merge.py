@@ -3,8 +3,9 @@
     stored tensor ── has its module a part in the adapter? peft's own merge of it, in float32 ──► cast ──► shard
 
 The model is built without weights and wrapped by peft; a module gets its weights only while it is merged. So every form
-of LoRA that peft merges is merged here, and modules without tensors of their own on disk are refused by name. The
-written files are read again, to check that each tensor is in its dtype (dtypes.py).
+of LoRA that peft merges is merged here, and modules without tensors of their own on disk are refused by name. Each
+merged tensor is compared with a second computation as it is written (oracle.py), and the files with the model that
+the written config makes (written.py): what is wrong is an error, and leaves no output.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Merged:
     changes: tuple[str, ...] = ()  #: of the base's files
 
     def __str__(self) -> str:
-        untied = "; the head is now stored separately from the embeddings" if self.is_untied else ""
+        untied = "; weights that the base shares are now stored separately" if self.is_untied else ""
         files = "one file" if self.num_shards == 1 else f"{self.num_shards} files"
         return f"merged: {self.num_changed} of {self.num_tensors} tensors changed, {self.dtypes}, {files}{untied}"
 
@@ -134,11 +135,15 @@ def merge(
     progress: Progress = lambda _number, _count: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Merged:
-    """Write the base model with the adapter in it to `target`, a whole checkpoint with every parameter in `dtype`.
+    """Write the base model with the adapter in it to `target`, a whole checkpoint in `dtype` (see dtypes.py).
 
-    `config` is the base model's, as it is loaded. Raises ModelError for an adapter that does not belong to the base
-    model or cannot be merged into its files, PrecisionError where a parameter leaves the dtype's range.
+    `config` is the base model's, as it is loaded; `trained` is the precision of the adapter's training, if it is known
+    better than from the adapter's manifest. Raises ModelError for an adapter that does not belong to the base model or
+    cannot be merged into its files, and for a merge that is found to be wrong; PrecisionError where a parameter leaves
+    the dtype's range.
     """
+    from transformers import AutoConfig
+
     durable.make_dir(target)
     base = Base(base_dir, str(config.model_type))
     with base.opened():
@@ -150,7 +155,8 @@ def merge(
             base_dir, target, config, values, architecture=mixture.architecture, with_code=trust_remote_code
         )
         changes += _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
-        own = _skeleton(_own_config(target, config, trust_remote_code), dtype, trust_remote_code=trust_remote_code)
+        opened = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
+        own = _skeleton(opened, dtype, trust_remote_code=trust_remote_code)
         _untie(mixture, own)
         units = list(mixture.units())
         tensors = [mixture.tensor(name) for unit in units for name in unit]
@@ -162,14 +168,6 @@ def merge(
     floats = {each.name: each.dtype for each in tensors if each.dtype in FLOAT_DTYPES}
     told = dtypes.told(floats, dtype)
     return Merged(len(tensors), mixture.num_changed, len(shards), told, is_untied, tuple(changes))
-
-
-def _own_config(directory: Path, config: Any, trust_remote_code: bool) -> Any:
-    """Read the config that was written, as a user's program does, under the model type that the job gives."""
-    from transformers import AutoConfig
-
-    found = json.loads((directory / "config.json").read_bytes())
-    return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code) if found else config
 
 
 def _untie(mixture: _Mixture, own: Any) -> None:
@@ -617,14 +615,19 @@ def _rounded(planned: Tensor, value: Any, *, is_copied: bool) -> Any:
 
     assert tuple(value.shape) == planned.shape, planned.name
     cast = value.to(getattr(torch, planned.dtype))
-    if not is_copied and cast.is_floating_point() and not torch.isfinite(cast).all():
-        if torch.isfinite(value).all():
+    if not is_copied and cast.is_floating_point() and not _is_finite(cast):
+        if _is_finite(value):
             raise PrecisionError(
                 f"{planned.name}: up to {value.abs().max():.3g}, which {planned.dtype} cannot hold",
                 hint="dtype: bfloat16",
             )
         raise DivergedError(f"{planned.name}: not a number", hint="the adapter or the base model is damaged")
     return cast
+
+
+def _is_finite(tensor: Any) -> bool:
+    """Return True if no number is infinite or none; a minimum is much faster than torch.isfinite of each."""
+    return not tensor.numel() or all(bool(each.isfinite()) for each in tensor.aminmax())
 
 
 def _bytes(value: Any) -> memoryview:

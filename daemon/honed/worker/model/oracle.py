@@ -142,14 +142,18 @@ def _difference(written: Any, expected: Any) -> str | None:
 
     if written.shape != expected.shape:
         return f"its shape is {list(written.shape)}, not {list(expected.shape)}"
-    rounded, found = expected.to(written.dtype).float(), written.float()
-    apart = (found - rounded).abs()
-    noise = MAX_ROUNDING * float(expected.abs().max()) if expected.numel() else 0.0
-    if written.dtype in (torch.float16, torch.bfloat16):
-        flipped = apart > noise
-        allowed = rounded.abs() * 2 * torch.finfo(written.dtype).eps + noise
-        if int(flipped.sum()) <= max(2.0, MAX_FLIPPED * apart.numel()) and not (apart > allowed).any():
-            return None
-    elif not (apart > noise).any():
+    if not expected.numel():
         return None
-    return f"up to {float(apart.max()):.3g} apart, in {int((apart > noise).sum()):,} of {apart.numel():,} numbers"
+    other = written != expected.to(written.dtype)
+    if not other.any():
+        return None
+    number, found, wanted = int(other.sum()), written[other].float(), expected[other]
+    apart = (found - wanted).abs()
+    allowed = torch.full_like(apart, MAX_ROUNDING * float(torch.linalg.vector_norm(expected, ord=float("inf"))))
+    is_few = True
+    if written.dtype in (torch.float16, torch.bfloat16):
+        is_few = int((apart > allowed).sum()) <= max(2.0, MAX_FLIPPED * expected.numel())
+        allowed += wanted.abs() * torch.finfo(written.dtype).eps
+    if is_few and not (apart > allowed).any():
+        return None
+    return f"up to {float(apart.max()):.3g} apart, in {number:,} of {expected.numel():,} numbers"
