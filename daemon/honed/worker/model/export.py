@@ -23,7 +23,7 @@ from honed.job.plan_file import Identity
 from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import card, division, generation, merge
+from honed.worker.model import adapter, card, division, generation, merge
 from honed.worker.model.card import Facts
 from honed.worker.model.load import load_config
 
@@ -57,6 +57,8 @@ def export(
     with beside(target) as made:
         with generation.savable(model):
             model.save_pretrained(made)
+        if assignment.precision.adapter_dtype is not None:
+            adapter.write_digests(model, made)
         if is_divided:
             division.check_saved(model, made)
         generation.restore(assignment.base_model_path, made)

@@ -211,10 +211,7 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
 
     if spec.adapter:
         model = peft.PeftModel.from_pretrained(model, spec.adapter, is_trainable=True)
-        found = model.load_adapter(
-            spec.adapter, "default", is_trainable=True
-        )  # load again: from_pretrained does not return the report
-        adapters.check_fitted(Path(spec.adapter), model, found)
+        adapters.load(model, Path(spec.adapter))  # again: peft's own load reports nothing
     elif spec.lora is not None:
         check_parts(model, assignment)
         options = _in_layers(model, lora_options(model, assignment))
