@@ -1,4 +1,4 @@
-"""A stored adapter, put into a model for which it was made: a partial fit would resume from zeros, or be merged in part.
+"""A stored adapter, put into the model that it is for: a partial fit would resume from zeros, or be merged in part.
 
 peft reads adapters with `load_state_dict(strict=False)`. Here names are compared both ways, and each tensor of the file
 with the one in the model, so that no step between the two goes unnoticed.
@@ -93,6 +93,8 @@ def put(
     """
     import peft
 
+    from honed.worker.model import tensorfile
+
     with _recorded(wrapped) as given:
         try:
             found = peft.set_peft_model_state_dict(wrapped, state, low_cpu_mem_usage=low_cpu_mem_usage)
@@ -100,7 +102,7 @@ def put(
             raise _misfit(wrapped.get_base_model(), adapter_dir, error, hint) from error
     _check_fitted(adapter_dir, wrapped, found, hint or OTHER_BASE)
     held = wrapped.state_dict()
-    if wrong := [name for name, tensor in given.items() if name in held and not _is_same(held[name], tensor)]:
+    if wrong := [name for name, tensor in given.items() if name in held and not tensorfile.is_same(held[name], tensor)]:
         raise ModelError(
             f"{adapter_dir}: after loading, {quote.first(sorted(wrong), 3)} differ from the file",
             hint=hint or COPY_AGAIN,
@@ -122,16 +124,6 @@ def _recorded(wrapped: Any) -> Iterator[dict[str, Any]]:
         yield given
     finally:
         del wrapped.load_state_dict
-
-
-def _is_same(held: Any, stored: Any) -> bool:
-    """Compare bits, in the dtype of the model. A tensor without data is like any other."""
-    import torch
-
-    if held.device.type == "meta" or stored.device.type == "meta":
-        return True
-    alike = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (held, stored.to(held))]
-    return torch.equal(*alike)
 
 
 def _misfit(model: Any, adapter_dir: Path, error: Exception, hint: str = "") -> ModelError:

@@ -689,9 +689,10 @@ class Trainer(SFTTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: a checkpoint needs no model card."""
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load a checkpoint: transformers would leave out what is named otherwise than in the model."""
-        self._restore(Path(str(args[0])), "resumed")
+        assert model is None or model is self.model
+        self._restore(Path(resume_from_checkpoint), "resumed")
 
     def _restore(self, path: Path, when: str) -> None:
         """Load a checkpoint's weights, before an optimizer is made for them; audit and compare them."""
