@@ -55,9 +55,13 @@ def wrap(model: Any, config: Any, state: dict[str, Any], adapter_dir: Path) -> A
 
 def load(model: Any, adapter_dir: Path, *, hint: str = "") -> None:
     """Load an adapter into a model that is wrapped for it. Raises ModelError, naming the tensors, unless all of it is
-    in the model afterwards, and nothing else; one that honed wrote must be what it was in memory. `hint`: the
-    remedy, where it is neither another base model nor another copy.
+    in the model afterwards, and nothing else. `hint`: the remedy, where it is neither another base model nor copy.
     """
+    put(model, read(adapter_dir, hint=hint), adapter_dir, hint=hint)
+
+
+def read(adapter_dir: Path, *, hint: str = "") -> dict[str, Any]:
+    """Read an adapter's tensors. Raises ModelError for one of honed's that is not what it was in memory."""
     from safetensors.torch import load_file
 
     from honed.worker.model import tensorfile
@@ -67,7 +71,7 @@ def load(model: Any, adapter_dir: Path, *, hint: str = "") -> None:
     state = load_file(path)
     if (digests := tensorfile.read(path, hint=hint or COPY_AGAIN)) is not None:
         tensorfile.compare(path, digests, state, hint=hint or COPY_AGAIN)
-    put(model, state, adapter_dir, hint=hint)
+    return state
 
 
 def write_digests(model: Any, adapter_dir: Path) -> None:

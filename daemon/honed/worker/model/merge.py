@@ -442,7 +442,6 @@ def _attach(model: Any, adapter_dir: Path) -> str:
     """Wrap the model's modules in place, load the adapter, and return how its weights were initialized."""
     import peft
     import torch
-    from safetensors.torch import load_file
 
     config = peft.PeftConfig.from_pretrained(adapter_dir)
     if config.peft_type != peft.PeftType.LORA:
@@ -455,9 +454,7 @@ def _attach(model: Any, adapter_dir: Path) -> str:
             hint="train with init_lora_weights: true, gaussian, pissa or olora",
         )
     config.inference_mode = True
-    state = {
-        name: each.to(torch.float32) for name, each in load_file(adapter_dir / "adapter_model.safetensors").items()
-    }
+    state = {name: each.to(torch.float32) for name, each in adapter.read(adapter_dir).items()}
     adapter.wrap(model, config, state, adapter_dir)
     return str(init).lower()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def hint(directory: Path) -> str:
 
 
 def _write_file(path: Path, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Write a file of tensors; return their digests, of the same bytes."""
+    """Write a file of tensors; return their digests, taken of the same bytes meanwhile."""
     # Larger elements first, so that each tensor lies at a multiple of its element's size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -70,13 +71,14 @@ def _write_file(path: Path, tensors: Mapping[str, Any]) -> dict[str, str]:
         header[name] = {"dtype": _WORDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     head = json.dumps(header).encode()
     head = head.ljust(-(-len(head) // 8) * 8)
-    with path.open("wb") as file:
+    digests: dict[str, str] = {}
+    with path.open("wb") as file, ThreadPoolExecutor(1) as pool:
         file.write(struct.pack("<Q", len(head)) + head)
-        digests = {}
         for name, tensor in ordered.items():
             data = tensorfile.data(tensor)
+            digest = pool.submit(tensorfile.digest, data)
             file.write(data)
-            digests[name] = tensorfile.digest(data)
+            digests[name] = digest.result()
     return digests
 
 
