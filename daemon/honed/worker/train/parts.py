@@ -19,7 +19,7 @@ import torch
 
 from honed.system import durable
 from honed.system.error import ModelError, PrecisionError
-from honed.worker.model import division, tensorfile
+from honed.worker.model import division, published, tensorfile
 from honed.worker.parallel import Ranks
 from honed.worker.train import weights
 
@@ -32,7 +32,7 @@ def write(directory: Path, model: Any, optimizer: Any, ranks: Ranks) -> None:
     state = optimizer.state_dict()
     found = {
         "weights": {name: division.part_of(weight.detach()).cpu() for name, weight in _kept(model)},
-        "buffers": {name: buffer.cpu() for name, buffer in _buffers(model)},
+        "buffers": {name: buffer.cpu() for name, buffer in published.buffers(model)},
         "groups": state["param_groups"],
         "states": {
             number: {
@@ -53,7 +53,7 @@ def load_weights(directory: Path, model: Any, ranks: Ranks) -> None:
     the tensors, for one that is not what was written, or that is of another model."""
     division.settle(model)
     pieces = _read(directory, ranks)
-    kept, buffers = dict(_kept(model)), dict(_buffers(model))
+    kept, buffers = dict(_kept(model)), dict(published.buffers(model))
     _check(directory, pieces, {"weights": set(kept), "buffers": set(buffers)})
     for name, weight in kept.items():
         _put(directory, name, weight, _taken([piece["weights"][name] for piece in pieces], weight, ranks))
@@ -129,13 +129,3 @@ def _read(directory: Path, ranks: Ranks) -> list[dict[str, Any]]:
 def _kept(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield what is trained: the rest is the base model's."""
     return ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
-
-
-def _buffers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the buffers that belong to a model's state, whole on every rank."""
-    passing = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    return ((name, buffer) for name, buffer in model.named_buffers() if name not in passing)
