@@ -37,7 +37,9 @@ MAX_SHARD_BYTES = 4 * 1024**3
 TELL_INTERVAL_SEC = 1.0
 #: Files copied from the base model's directory: no weights, nothing of other tools.
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
-NOT_COPIED = re.compile(r"config\.json|honed\.json|.*\.index\.json|adapter_config\.json|README.*|requirements\.txt")
+NOT_COPIED = re.compile(
+    r"config\.json|honed\.json|TENSORS\.json|.*\.index\.json|adapter_config\.json|README.*|requirements\.txt"
+)
 TOKENIZER = re.compile(
     r"tokenizer.*\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|.*\.model"
     r"|tekken\.json|chat_template\.jinja|.*\.tiktoken"
