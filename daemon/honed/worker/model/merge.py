@@ -41,7 +41,9 @@ MAX_SHARD_BYTES = 4 * 1024**3
 TELL_INTERVAL_SEC = 1.0
 #: Files copied from the base model's directory: no weights, nothing of other tools.
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
-NOT_COPIED = re.compile(r"config\.json|honed\.json|.*\.index\.json|adapter_config\.json|README.*|requirements\.txt")
+NOT_COPIED = re.compile(
+    r"config\.json|honed\.json|TENSORS\.json|.*\.index\.json|adapter_config\.json|README.*|requirements\.txt"
+)
 #: safetensors' name for a dtype, by torch's name.
 WORDS = {torch_word: word for word, (torch_word, _) in DTYPES.items()}
 
@@ -483,7 +485,6 @@ def _attach(model: Any, adapter_dir: Path) -> tuple[str, bool]:
     """Wrap the model's modules in place, load the adapter; return how it was initialized, and whether it is rsLoRA."""
     import peft
     import torch
-    from safetensors.torch import load_file
 
     config = peft.PeftConfig.from_pretrained(adapter_dir)
     if config.peft_type != peft.PeftType.LORA:
@@ -496,9 +497,7 @@ def _attach(model: Any, adapter_dir: Path) -> tuple[str, bool]:
             hint="train with init_lora_weights: true, gaussian, pissa or olora",
         )
     config.inference_mode = True
-    state = {
-        name: each.to(torch.float32) for name, each in load_file(adapter_dir / "adapter_model.safetensors").items()
-    }
+    state = {name: each.to(torch.float32) for name, each in adapter.read(adapter_dir).items()}
     adapter.wrap(model, config, state, adapter_dir)
     return str(init).lower(), bool(config.use_rslora)
 

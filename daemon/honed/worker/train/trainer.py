@@ -38,7 +38,7 @@ from honed.system import durable, manual
 from honed.system.error import InterruptedRunError, SpecError, TimeLimitError, said
 from honed.text.maskcheck import IGNORED
 from honed.worker.assignment import Assignment
-from honed.worker.model import division, generation
+from honed.worker.model import adapter, division, generation
 from honed.worker.model.audit import Auditor
 from honed.worker.parallel import ALONE, Ranks
 from honed.worker.rows.collator import Collator
@@ -624,7 +624,7 @@ class Trainer(SFTTrainer):
         made = Path(str(output_dir))
         if self._is_adapted:
             super()._save(output_dir, state_dict)
-            weights.write_digests(made, self.model)
+            adapter.write_digests(self.model, made)
             return
         made.mkdir(parents=True, exist_ok=True)
         weights.write(made, self.model)
@@ -689,25 +689,20 @@ class Trainer(SFTTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: a checkpoint needs no model card."""
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load a checkpoint, and have the audit restore the adapters' dtype.
-
-        peft loads adapters as float32. They are cast back before the optimizer is made, whose state follows them.
-        """
-        path = Path(str(args[0]))
-        if not self.is_divided and self._is_adapted:
-            super()._load_from_checkpoint(*args, **kwargs)
-        self._restore(path, "resumed")
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load a checkpoint: transformers would leave out what is named otherwise than in the model."""
+        assert model is None or model is self.model
+        self._restore(Path(resume_from_checkpoint), "resumed")
 
     def _restore(self, path: Path, when: str) -> None:
-        """Load a checkpoint's weights, except those of an adapter, which peft has loaded; audit and compare them."""
+        """Load a checkpoint's weights, before an optimizer is made for them; audit and compare them."""
         if self.is_divided:
             parts.load_weights(path, self.model, self._ranks)
-        elif not self._is_adapted:
+        elif self._is_adapted:
+            adapter.load(self.model, path, hint=weights.hint(path))
+        else:
             weights.load(path, self.model)
         self._auditor.model(self.model, when)
-        if not self.is_divided:
-            weights.check(path, self.model)
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint if it is whole: it may be older than those that a resume has checked."""
@@ -720,8 +715,6 @@ class Trainer(SFTTrainer):
                 f"{path.name}, the best checkpoint, is damaged ({why}): using the model of the last step instead",
             )
             return
-        if not self.is_divided and self._is_adapted:
-            super()._load_best_model()
         self._restore(path, "restored")
         if self._is_compensated:
             optimizer.take_remainders(self.optimizer, path / "optimizer.pt")
