@@ -50,6 +50,7 @@ from honed.worker.train.checkpoint import Progress
 from honed.worker.train.evaluation import Timely, TokenMeans, by_length, kinds_by_length
 from honed.worker.train.prediction import random_state_kept
 from honed.worker.train.sealing import Sealing
+from honed.worker.train.share import Shares
 
 #: Number of checkpoints that are kept, if the spec does not say.
 SAVE_TOTAL_LIMIT = 2
@@ -292,7 +293,7 @@ class Trainer(SFTTrainer):
                 "info", "rows that are packed or shuffled have no evaluation loss by data set and tag, only scores"
             )
         self._sealing = Sealing(stop.beat)
-        self._num_step_tokens = 0  #: trained on in the present step, by all ranks
+        self._shares = Shares(ranks)
         self._saved_step = resumed_step  #: of the last checkpoint in its place
         self._callback = callback
         self._resumed_path: str | None = None
@@ -529,19 +530,32 @@ class Trainer(SFTTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._num_step_tokens = int(self._ranks.sum(sum(map(_num_trained, batches)))[0])
-        self._progress.num_trained_tokens += self._num_step_tokens
+        self._progress.num_trained_tokens += self._shares.begin(batches)
         return batches, num_items
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss of a batch. Some models take the mean over its own tokens, however many the step has: of
-        several ranks, it counts by their number. Other models are told how many the step has.
-        """
-        if self.model_accepts_loss_kwargs or not (self._ranks.are_several and self.model.training):
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        num_batches = self._ranks.world * self.current_gradient_accumulation_steps  # whose mean is taken
-        share = _num_trained(inputs) * num_batches / max(1, self._num_step_tokens)
-        return super().compute_loss(model, inputs, *args, **kwargs) * share
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._shares.next()
+        return self._shares.reported(super().training_step(*args, **kwargs))
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss of a batch; in training it counts by its share of the step."""
+        if not self.model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        shares, metrics = self._shares, self._metrics["train"]
+        lengths = {name: len(values) for name, values in metrics.items()}
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        shares.settle(metrics, lengths)
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:  # the mean over the batch's own tokens
+            factor = shares.weight(0)
+            loss = loss * factor
+        else:
+            factor = shares.num_batches * (self._ranks.world if self.args.average_tokens_across_devices else 1)
+        balance = getattr(outputs, "aux_loss", None)
+        if torch.is_tensor(balance) and balance.requires_grad:
+            shares.weigh_balance(balance, shares.weight(1) / factor if factor else 0.0, self.accelerator.scaler)
+        return (loss, outputs) if return_outputs else loss
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -705,11 +719,6 @@ class Trainer(SFTTrainer):
             optimizer.take_remainders(self.optimizer, path / "optimizer.pt")
         self._has_best = True
         self._auditor.model(self.model, "restored")
-
-
-def _num_trained(batch: Any) -> int:
-    """Return the number of tokens of a batch that are trained on."""
-    return int((batch["labels"][..., 1:] != IGNORED).sum())
 
 
 def _keep_figures(trainer: Any, progress: Progress) -> None:
