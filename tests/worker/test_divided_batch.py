@@ -73,7 +73,17 @@ def base_of(job: WorkerJob) -> Path:
     return Path(job.plan["base_model_path"])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3"])
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "gemma2": {},
+    "rwkv": {"template": "chatml", "attention_hidden_size": 64},
+    "doge": {"template": "chatml"},
+    "mamba": {"template": "chatml", "state_size": 8},
+    "lfm2": {"template": "chatml", "layer_types": ["conv", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_has_one_gradient(make_job: MakeJob, family: str) -> None:
-    whole, *parts = [gradient(job, base_of(job)) for job in divided(make_job, family, {})]
+    whole, *parts = [gradient(job, base_of(job)) for job in divided(make_job, family, FAMILIES[family])]
     assert all(distance(whole, part) < 1e-5 for part in parts)

@@ -41,6 +41,7 @@ from honed.worker.assignment import Assignment
 from honed.worker.model import division, generation
 from honed.worker.model.audit import Auditor
 from honed.worker.parallel import ALONE, Ranks
+from honed.worker.rows import prefix
 from honed.worker.rows.collator import Collator
 from honed.worker.rows.data import Data
 from honed.worker.stop import Stop
@@ -309,7 +310,7 @@ class Trainer(SFTTrainer):
             eval_dataset=_held_out(data, args, progress),
             # The tokenizer, not the processor: TRL's own support for images makes another mask.
             processing_class=loaded.tokenizer,
-            data_collator=_collator(assignment, data, loaded.tokenizer, args),
+            data_collator=_collator(assignment, data, loaded, args),
             callbacks=[callback, *([EarlyStoppingCallback(patience)] if patience is not None else [])],
             optimizer_cls_and_kwargs=optimizer.compensated(args, _name_of(args)) if self._is_compensated else None,
         )
@@ -486,6 +487,12 @@ class Trainer(SFTTrainer):
         self._auditor.trainer(self)  # the last check before the first step
         self._resumed_path = resume_from_checkpoint
         return prepared
+
+    def take_singly(self) -> None:
+        """Train and evaluate on one row at a time; a step has the same rows."""
+        self.args.gradient_accumulation_steps *= self.args.per_device_train_batch_size
+        self.args.per_device_train_batch_size = self.args.per_device_eval_batch_size = 1
+        self._train_batch_size = self.args.train_batch_size
 
     def num_steps(self) -> int:
         """Return the number of steps of the whole run, from the rows as they are packed and batched."""
@@ -758,7 +765,7 @@ def _held_out(data: Data, args: SFTConfig, progress: Progress) -> Any:
     return by_length(data.held_out, args) if progress.evaluates_by_length else data.held_out.dataset
 
 
-def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfig) -> Any:
+def _collator(assignment: Assignment, data: Data, loaded: Any, args: SFTConfig) -> Any:
     """Return honed's collator for rows with media, and None, for TRL's own, for rows of text."""
     if data.media is None:
         return None
@@ -766,6 +773,7 @@ def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfi
         data.media.processor,
         data.media.sources,
         dtype=assignment.precision.load_dtype,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=loaded.tokenizer.pad_token_id,
         pad_to_multiple_of=args.pad_to_multiple_of,
+        is_prefix=prefix.is_prefix(loaded.model),
     )
