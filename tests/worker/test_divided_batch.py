@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from worker.conftest import MakeJob, WorkerJob
+from worker.conftest import MakeJob, WorkerJob, read_events
+from worker.test_ranks import Run, over_two
+from zoo.paligemma import build_paligemma
+from zoo.vision import build_vision_checkpoint
 
 #: One step of plain gradient descent: the weights move by the gradient times this.
 RATE = 0.5
@@ -36,29 +40,32 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-def divided(make_job: MakeJob, family: str, model: Any, **keys: Any) -> list[WorkerJob]:
+def divided(make_job: MakeJob, family: str, model: Any, *, ways: Any = WAYS, **keys: Any) -> list[WorkerJob]:
     """Run one step on the same rows in each way."""
     training = STEP | keys.pop("training", {})
-    jobs = []
-    for size, number in WAYS:
-        batch = {"per_device_train_batch_size": size, "gradient_accumulation_steps": number}
-        job = make_job(
-            family,
-            model=model,
-            rows=rows(),
-            dtype="float32",
-            predictions={"sample_frequency": "off"},
-            training=training | batch,
-            **keys,
-        )
+    jobs = [one_step(make_job, family, model, training | batch(*way), **keys) for way in ways]
+    for job in jobs:
         ended = job.run()
         assert ended.status == 0, ended.result
-        jobs.append(job)
     return jobs
 
 
-def gradient(job: WorkerJob, base: Path) -> dict[str, torch.Tensor]:
+def batch(size: int, number: int) -> dict[str, int]:
+    return {"per_device_train_batch_size": size, "gradient_accumulation_steps": number}
+
+
+def one_step(make_job: MakeJob, family: str, model: Any, training: dict[str, Any], **keys: Any) -> WorkerJob:
+    off = {"sample_frequency": "off"}
+    return make_job(family, model=model, rows=rows(), dtype="float32", predictions=off, training=training, **keys)
+
+
+def first_step(job: WorkerJob) -> dict[str, Any]:
+    return next(each.data for each in read_events(job.events_path(1)) if each.kind == "step")
+
+
+def gradient(job: WorkerJob) -> dict[str, torch.Tensor]:
     """Return the gradient of the job's step."""
+    base = Path(job.plan["base_model_path"])
     before, after = load_file(base / "model.safetensors"), load_file(job.output_dir / "model.safetensors")
     return {name: (before[name] - after[name]) / RATE for name in before}
 
@@ -69,10 +76,6 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
 
 
-def base_of(job: WorkerJob) -> Path:
-    return Path(job.plan["base_model_path"])
-
-
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma2": {},
@@ -81,9 +84,50 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {"template": "chatml", "state_size": 8},
     "lfm2": {"template": "chatml", "layer_types": ["conv", "full_attention"]},
 }
+NO_BALANCE = {"router_aux_loss_coef": 0.0}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_has_one_gradient(make_job: MakeJob, family: str) -> None:
-    whole, *parts = [gradient(job, base_of(job)) for job in divided(make_job, family, FAMILIES[family])]
+    training = NO_BALANCE if family == "doge" else {}
+    whole, *parts = [gradient(job) for job in divided(make_job, family, FAMILIES[family], training=training)]
     assert all(distance(whole, part) < 1e-5 for part in parts)
+
+
+def test_the_loss_of_unbalanced_routing_counts_once(make_job: MakeJob) -> None:
+    """It is not linear in the tokens of a pass: its share of the gradient has the right size, not the same bits."""
+    model = EXPERTS | {"template": "chatml"}
+    without = gradient(divided(make_job, "qwen3_moe", model, training=NO_BALANCE, ways=WAYS[:1])[0])
+    jobs = divided(make_job, "qwen3_moe", model, training={"router_aux_loss_coef": 2.0})
+    shares = [{name: each[name] - without[name] for name in each} for each in map(gradient, jobs)]
+    assert all(distance(shares[0], share) < 0.5 for share in shares[1:])
+    steps = [first_step(job) for job in jobs]
+    assert [step["loss"] for step in steps] == pytest.approx([steps[0]["loss"]] * 3, abs=0.05)
+    assert [step["aux_loss"] for step in steps] == pytest.approx([steps[0]["aux_loss"]] * 3, abs=0.02)
+    assert steps[0]["aux_loss"] > 1.5  # and so the loss would be more than 4 higher for the second, 12 for the third
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl", "paligemma"])
+def test_means_over_a_batch_count_by_its_tokens(make_job: MakeJob, tmp_path: Path, family: str) -> None:
+    build = build_paligemma if family == "paligemma" else functools.partial(build_vision_checkpoint, family=family)
+    base = build(tmp_path / "base")
+    whole, *parts = [gradient(job) for job in divided(make_job, family, base)]
+    assert all(distance(whole, part) < 1e-5 for part in parts)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_moe"])
+def test_ranks_have_the_gradient_of_one_process(make_job: MakeJob, tmp_path: Path, family: str, mode: str) -> None:
+    """Two ranks, of which one has nearly all tokens: in one batch each, or in two."""
+    is_moe = family == "qwen3_moe"
+    model = EXPERTS | {"template": "chatml"} if is_moe else build_vision_checkpoint(tmp_path / "base", family)
+    training = STEP | ({"router_aux_loss_coef": 2.0} if is_moe else {})
+    whole = one_step(make_job, family, model, training | batch(4, 1))
+    assert whole.run().status == 0
+    for size in (2, 1):
+        job = over_two(one_step(make_job, family, model, training | batch(size, 2 // size)), mode=mode)
+        job.change_plan(parallel=job.plan["parallel"] | batch(size, 2 // size))
+        run = Run(job)
+        assert run.end().status == 0, run.log[-3000:]
+        assert distance(gradient(whole), gradient(job)) < (0.2 if is_moe else 1e-5)
+        assert first_step(job)["loss"] == pytest.approx(first_step(whole)["loss"], abs=0.1 if is_moe else 1e-5)

@@ -21,6 +21,8 @@ from honed.worker.parallel import Ranks
 
 #: TRL's metrics, each a mean over one batch's trained tokens.
 _TOKEN_MEANS = ("entropy", "mean_token_accuracy")
+#: Attributes of models with the coefficient of the loss for unbalanced routing.
+_COEFFICIENTS = {"router_aux_loss_coef", "aux_loss_coef"}
 
 
 class Shares:
@@ -87,6 +89,16 @@ class Shares:
             for name in names:
                 if len(metrics.get(name, ())) > lengths.get(name, 0):
                     metrics[name][-1] *= factor
+
+
+def set_coefficient(model: Any, coefficient: float) -> None:
+    """Give the loss for unbalanced routing the job's coefficient.
+
+    TRL puts it into the config, which a text model has read when it was built.
+    """
+    for module in model.modules():
+        for name in _COEFFICIENTS & vars(module).keys():
+            setattr(module, name, coefficient)
 
 
 def num_trained(batch: Mapping[str, Any]) -> int:

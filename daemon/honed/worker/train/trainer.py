@@ -45,7 +45,7 @@ from honed.worker.rows import prefix
 from honed.worker.rows.collator import Collator
 from honed.worker.rows.data import Data
 from honed.worker.stop import Stop
-from honed.worker.train import checkpoint, optimizer, parts
+from honed.worker.train import checkpoint, optimizer, parts, share
 from honed.worker.train.callback import RunCallback, is_epoch_end
 from honed.worker.train.checkpoint import Progress
 from honed.worker.train.evaluation import Timely, TokenMeans, by_length, kinds_by_length
@@ -316,6 +316,8 @@ class Trainer(SFTTrainer):
         )
         self.remove_callback(PrinterCallback)  # the events report all of it
         self.mended = [*before.put_back(self), *before.restore(self.model)]
+        if args.router_aux_loss_coef is not None:
+            share.set_coefficient(self.model, args.router_aux_loss_coef)
         for text in _changed(assignment, self.args):
             events.log("warning", text)
 
