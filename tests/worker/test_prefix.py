@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ Seen = Callable[..., torch.Tensor]
 
 def test_the_prefix_ends_where_the_answer_begins() -> None:
     labels = torch.tensor([[IGNORED, IGNORED, 7, IGNORED, 8]])
-    assert prefix.token_types(labels).tolist() == [[0, 0, 1, 1, 1]]
+    model = SimpleNamespace(config=SimpleNamespace(model_type="paligemma"))
+    assert prefix.trained(model, {"labels": labels})["token_type_ids"].tolist() == [[0, 0, 1, 1, 1]]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,8 @@ def seen(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
                 sources.append(Source("row", prompt + answer, media, len(ids)))
             labels = [IGNORED] * len(num_asked) + ids[len(num_asked) :]
             rows.append({"input_ids": ids, "labels": labels, "source": source})
-        batch = Collator(processor, sources, dtype="float32", pad_token_id=0, is_prefix=prefix.is_prefix(model))(rows)
+        batch = Collator(processor, sources, dtype="float32", pad_token_id=0)(rows)
+        batch = prefix.trained(model, batch)
         del batch["labels"]
         with torch.no_grad():
             return torch.as_tensor(model(**batch).logits)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from honed.inputs.media import Media
 from honed.system.error import DatasetError, HonedError
 from honed.text.maskcheck import IGNORED
-from honed.worker.rows import prefix
 from honed.worker.rows.processor import Processor
 
 Side = Literal["left", "right"]
@@ -51,22 +50,17 @@ class Collator:
         dtype: str,
         pad_token_id: int,
         pad_to_multiple_of: int | None = None,
-        is_prefix: bool = False,
     ) -> None:
         self._processor = processor
         self._sources = sources
         self._dtype = dtype
         self._pad_token_id = pad_token_id
         self._multiple = pad_to_multiple_of
-        self._is_prefix = is_prefix
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        made = [self._tensors(row) for row in rows]
-        if self._is_prefix:
-            made = [row | {"token_type_ids": prefix.token_types(row["labels"])} for row in made]
         return merge(
-            made,
-            [*self._processor.names_by_token, *(["token_type_ids"] if self._is_prefix else [])],
+            [self._tensors(row) for row in rows],
+            self._processor.names_by_token,
             side="right",
             dtype=self._dtype,
             pad_token_id=self._pad_token_id,

@@ -173,7 +173,7 @@ class Batches:
 
         room = _room(model, self.max_new_tokens)
         pad_id = self.tokenizer.pad_token_id
-        if any(question.media for question in questions) or (self.processor is not None and prefix.is_prefix(model)):
+        if any(question.media for question in questions):
             return self._media_inputs(model, questions, room)
         self._tell_cut(questions, room)
         rows = [question.input_ids[-room:] for question in questions]
@@ -195,13 +195,9 @@ class Batches:
             else {"input_ids": torch.tensor([question.input_ids[-room:]])}
             for question in questions
         ]
-        names = self.processor.names_by_token
-        if prefix.is_prefix(model):
-            rows = [row | {"token_type_ids": torch.zeros_like(row["input_ids"])} for row in rows]
-            names = [*names, "token_type_ids"]
         batch = merge(
             rows,
-            names,
+            self.processor.names_by_token,
             side="left",
             dtype=self.dtype,
             pad_token_id=self.tokenizer.pad_token_id,
@@ -370,7 +366,11 @@ class Predictor:
         with self._computing_as_saved(model):
             inputs = self._inputs(model, questions)
             config = GenerationConfig(
-                max_new_tokens=2, do_sample=False, num_beams=1, use_cache=True, pad_token_id=self._tokenizer.pad_token_id
+                max_new_tokens=2,
+                do_sample=False,
+                num_beams=1,
+                use_cache=True,
+                pad_token_id=self._tokenizer.pad_token_id,
             )
             output = model.generate(
                 **inputs, generation_config=config, output_logits=True, return_dict_in_generate=True, **self._generating
@@ -396,7 +396,7 @@ class Predictor:
         return [answer for question in questions for answer in self._ask_batch(model, [question])]
 
     def _inputs(self, model: Any, questions: Sequence[Question]) -> dict[str, Any]:
-        inputs = self._batches.of(model, questions)
+        inputs = prefix.asked(model, self._batches.of(model, questions))
         if generation.stop_strings(model):  # generate searches for them in the text
             inputs["tokenizer"] = self._tokenizer
         return inputs

@@ -25,6 +25,7 @@ from honed.system.error import LossError, said
 from honed.worker.assignment import Assignment
 from honed.worker.model.load import is_out_of_memory
 from honed.worker.parallel import Ranks
+from honed.worker.rows import prefix
 from honed.worker.rows.data import Data
 from honed.worker.train.losscheck import computing_dtype, trained_autocast
 from honed.worker.train.prediction import Predictor, Question, undisturbed
@@ -122,7 +123,9 @@ def _ask(trainer: Any, predictor: Predictor, job: Assignment) -> Found:
         if _pads(trainer):
             padded = _logits(model, [short, long], pad_id)
             right = _distance(alone[0], padded[0, :SHORT])
-            if tolerance < right <= MAX_ROUNDING and dtype != "float32":  # the shape of a batch decides how it is rounded
+            if (
+                tolerance < right <= MAX_ROUNDING and dtype != "float32"
+            ):  # the shape of a batch decides how it is rounded
                 filled = _logits(model, [[*short, *long[SHORT:]], long], pad_id)
                 right = _distance(filled[0, :SHORT], padded[0, :SHORT])
     if predictor.asks_several and job.spec.predictions.sample_frequency != "off":
@@ -154,6 +157,8 @@ def _logits(model: Any, rows: Sequence[Sequence[int]], pad_id: int) -> torch.Ten
     mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
     device = next(model.parameters()).device
     inputs = {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
+    inputs = prefix.trained(model, inputs | {"labels": inputs["input_ids"]})
+    del inputs["labels"]
     return model(**inputs, use_cache=False).logits.float()
 
 

@@ -310,7 +310,7 @@ class Trainer(SFTTrainer):
             eval_dataset=_held_out(data, args, progress),
             # The tokenizer, not the processor: TRL's own support for images makes another mask.
             processing_class=loaded.tokenizer,
-            data_collator=_collator(assignment, data, loaded, args),
+            data_collator=_collator(assignment, data, loaded.tokenizer, args),
             callbacks=[callback, *([EarlyStoppingCallback(patience)] if patience is not None else [])],
             optimizer_cls_and_kwargs=optimizer.compensated(args, _name_of(args)) if self._is_compensated else None,
         )
@@ -542,6 +542,9 @@ class Trainer(SFTTrainer):
         self._progress.num_trained_tokens += self._shares.begin(batches)
         return batches, num_items
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return prefix.trained(self.model, super()._prepare_inputs(inputs))
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._shares.next()
         return self._shares.reported(super().training_step(*args, **kwargs))
@@ -556,7 +559,9 @@ class Trainer(SFTTrainer):
         lengths = {name: len(values) for name, values in metrics.items()}
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         shares.settle(metrics, lengths)
-        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:  # the mean over the batch's own tokens
+        if (
+            not self.model_accepts_loss_kwargs and self.compute_loss_func is None
+        ):  # the mean over the batch's own tokens
             factor = shares.weight(0)
             loss = loss * factor
         else:
@@ -767,7 +772,7 @@ def _held_out(data: Data, args: SFTConfig, progress: Progress) -> Any:
     return by_length(data.held_out, args) if progress.evaluates_by_length else data.held_out.dataset
 
 
-def _collator(assignment: Assignment, data: Data, loaded: Any, args: SFTConfig) -> Any:
+def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfig) -> Any:
     """Return honed's collator for rows with media, and None, for TRL's own, for rows of text."""
     if data.media is None:
         return None
@@ -775,7 +780,6 @@ def _collator(assignment: Assignment, data: Data, loaded: Any, args: SFTConfig) 
         data.media.processor,
         data.media.sources,
         dtype=assignment.precision.load_dtype,
-        pad_token_id=loaded.tokenizer.pad_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         pad_to_multiple_of=args.pad_to_multiple_of,
-        is_prefix=prefix.is_prefix(loaded.model),
     )
