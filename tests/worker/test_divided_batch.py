@@ -94,6 +94,39 @@ def test_a_step_has_one_gradient(make_job: MakeJob, family: str) -> None:
     assert all(distance(whole, part) < 1e-5 for part in parts)
 
 
+def test_rows_that_a_wide_batch_changes_are_taken_singly(make_job: MakeJob) -> None:
+    model = {"template": "chatml", "keep_window_size": 16}
+    jobs = divided(make_job, "doge", model, training=NO_BALANCE)
+    whole, *parts = map(gradient, jobs)
+    assert all(distance(whole, part) < 1e-5 for part in parts)
+    logs = [[each.data["message"] for each in read_events(job.events_path(1)) if each.kind == "log"] for job in jobs]
+    said = [sum("are trained and evaluated one at a time" in line for line in lines) for lines in logs]
+    assert said == [1, 1, 1]  # also evaluations have batches of several
+
+
+def test_a_model_that_sees_later_tokens_is_refused(make_job: MakeJob) -> None:
+    job = one_step(make_job, "doge", {"template": "chatml"}, STEP | NO_BALANCE, attn_implementation="sdpa")
+    ended = job.run()
+    assert ended.result["error"]["code"] == "loss_mismatch"
+    assert ended.result["error"]["hint"] == "attn_implementation: eager"
+    assert one_step(make_job, "doge", {"template": "chatml"}, STEP | NO_BALANCE).run().status == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompts_that_padding_changes_are_asked_singly(make_job: MakeJob, dtype: str) -> None:
+    """rwkv's state takes in whatever stands before the prompt."""
+    model = {"template": "chatml", "attention_hidden_size": 64}
+    told, answers = [], []
+    for size in (None, 1):
+        asked = {"num_samples": 4, "max_new_tokens": 6, "batch_size": size}
+        job = make_job("rwkv", model=model, rows=rows(), dtype=dtype, predictions=asked, training=STEP, lora={"r": 4})
+        ended = job.run()
+        told.append("padding on the left" in " ".join(ended.messages("info")))
+        answers.append([row["prediction"] for row in ended.of("predictions")[0]["rows"]])
+    assert told == [True, False]
+    assert answers[0] == answers[1]
+
+
 def test_the_loss_of_unbalanced_routing_counts_once(make_job: MakeJob) -> None:
     """It is not linear in the tokens of a pass: its share of the gradient has the right size, not the same bits."""
     model = EXPERTS | {"template": "chatml"}
