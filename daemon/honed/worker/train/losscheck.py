@@ -240,7 +240,7 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
                 # The trainer multiplies the loss by the number of processes, and divides by the tokens of all of them.
                 is_averaged = trainer.args.average_tokens_across_devices
                 num_processes = trainer.accelerator.num_processes if is_averaged else 1
-                # As if the step had as many tokens again in other batches: the mean of this one's own would be twice it.
+                # As if the step had as many tokens again in another batch: a mean over the batch's own ignores them.
                 count = torch.tensor(2 * num_tokens * num_processes, device=labels.device)
                 found = float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=count))
                 is_own_mean = abs(found - expected) <= tolerance

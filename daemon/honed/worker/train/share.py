@@ -1,7 +1,7 @@
 """What each of a step's batches counts for, so that a step that is divided has the gradient of one batch.
 
-A step's loss is the mean over all its trained tokens, whatever batches, ranks and accumulation they come in. Most models
-are passed the step's number of tokens, and need no help. Two kinds of loss do:
+A step's loss is the mean over all its trained tokens, whatever batches, ranks and accumulation they come in. Most
+models are passed the step's number of tokens, and need no help. Two kinds of loss do:
 
 - Some classes take the mean over a batch's own tokens (`accepts_loss_kwargs = False`: gemma3, qwen2_vl, paligemma, …).
   transformers averages these means. Here each counts by its tokens.
