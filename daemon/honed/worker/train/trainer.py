@@ -560,14 +560,12 @@ class Trainer(SFTTrainer):
         lengths = {name: len(values) for name, values in metrics.items()}
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         shares.settle(metrics, lengths)
-        if (
-            not self.model_accepts_loss_kwargs and self.compute_loss_func is None
-        ):  # the mean over the batch's own tokens
+        if not (self.model_accepts_loss_kwargs or self.compute_loss_func):  # the mean over the batch's own tokens
             factor = shares.weight(0)
             loss = loss * factor
         else:
             factor = shares.num_batches * (self._ranks.world if self.args.average_tokens_across_devices else 1)
-        balance = getattr(outputs, "aux_loss", None)
+        balance: Any = getattr(outputs, "aux_loss", None)
         if torch.is_tensor(balance) and balance.requires_grad:
             shares.weigh_balance(balance, shares.weight(1) / factor if factor else 0.0, self.accelerator.scaler)
         return (loss, outputs) if return_outputs else loss
