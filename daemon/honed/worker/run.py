@@ -325,7 +325,7 @@ class _Story:
             job.check_inputs()
             self._load_metrics(job)
         with imports.quick():
-            from honed.worker.train import evaluation, losscheck, usage
+            from honed.worker.train import evaluation, losscheck, rowcheck, usage
             from honed.worker.train import trainer as trainers
             from honed.worker.train.callback import RunCallback
             from honed.worker.train.watched import WatchedTrainer
@@ -411,6 +411,7 @@ class _Story:
         losscheck.check(
             trainer, data, job, plain_loss, progress=progress, is_resumed=resumed is not None, log=self._log
         )
+        rowcheck.check(trainer, predictor, data, job, ranks=ranks, log=self._log)
 
         if is_evaluation:
             try:
