@@ -58,7 +58,7 @@ DIVISIONS = ((4, 1), (2, 2), (1, 4))
 TIMEOUT_SEC = 300.0
 
 
-class Broken(Exception):
+class BrokenPromiseError(Exception):
     """A promise was not kept, or the family was refused; the message is the table's entry."""
 
 
@@ -143,7 +143,7 @@ class Reader:
         dtype: str = "float32",
         base: bool = False,
     ) -> torch.Tensor:
-        """Return the logits of a model as a user opens it. Raises Broken if a tensor is missing or left over."""
+        """Return the logits of a model as a user opens it. Raises BrokenPromiseError if a tensor is missing or left over."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory, "logits.pt")
             asked = {
@@ -159,10 +159,10 @@ class Reader:
             self._asks.flush()
             found = json.loads(self._answers.readline())
             if found["error"]:
-                raise Broken(f"cannot be opened: {first_line(found['error'])}")
+                raise BrokenPromiseError(f"cannot be opened: {first_line(found['error'])}")
             for kind in ("missing", "unexpected", "mismatched"):
                 if found[kind] and not base:
-                    raise Broken(f"{len(found[kind])} {kind} tensors: {found[kind][0]}")
+                    raise BrokenPromiseError(f"{len(found[kind])} {kind} tensors: {found[kind][0]}")
             return torch.load(path)
 
     def end(self) -> None:
@@ -185,7 +185,7 @@ class Trial:
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def job(self, *, rows: Path | None = None, **keys: Any) -> WorkerJob:
-        """Plan a job. Raises Broken if it is refused."""
+        """Plan a job. Raises BrokenPromiseError if it is refused."""
         self.num_jobs += 1
         directory = self.directory / f"job{self.num_jobs}"
         directory.mkdir()
@@ -201,10 +201,10 @@ class Trial:
         try:
             return plan_job(directory, document | keys)
         except HonedError as error:
-            raise Broken(f"refused: {error.code}: {first_line(error.message)}") from error
+            raise BrokenPromiseError(f"refused: {error.code}: {first_line(error.message)}") from error
 
     def run(self, job: WorkerJob, attempt: int = 1, **watching: Any) -> Ended:
-        """Run an attempt in a fork. Raises Broken if it ends otherwise than asked."""
+        """Run an attempt in a fork. Raises BrokenPromiseError if it ends otherwise than asked."""
         if (pid := os.fork()) == 0:
             status = 1
             with contextlib.suppress(BaseException):
@@ -213,7 +213,7 @@ class Trial:
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         ended = job._ended(status, attempt)
         if status != (0 if watching.get("kill_after") is None else -signal.SIGKILL):
-            raise Broken(f"{(ended.result.get('error') or {}).get('code', status)}: {told(job, ended, attempt)}")
+            raise BrokenPromiseError(f"{(ended.result.get('error') or {}).get('code', status)}: {told(job, ended, attempt)}")
         return ended
 
     def done(self, job: WorkerJob, **watching: Any) -> dict[str, torch.Tensor]:
@@ -230,11 +230,11 @@ class Trial:
         self.run(killed, kill_after=2)
         second = self.run(killed, 2)
         if [each["step"] for each in second.of("resumed")] != [2]:
-            raise Broken("it began again")
+            raise BrokenPromiseError("it began again")
         check_equal(tensors(killed.output_dir), tensors(whole.output_dir))
         later = {step: loss for step, loss in undisturbed.losses.items() if step > 2}
         if second.losses != later:
-            raise Broken(f"losses {second.losses} instead of {later}")
+            raise BrokenPromiseError(f"losses {second.losses} instead of {later}")
 
     def best(self) -> None:
         other = self.directory / "other.jsonl"
@@ -248,7 +248,7 @@ class Trial:
         losses = {each["step"]: each["metrics"]["eval_loss"] for each in ended.of("evaluation") if each["step"]}
         step = min(losses, key=lambda each: losses[each])
         if step == STEPS["max_steps"]:
-            raise Broken("inconclusive: the last step was the best")
+            raise BrokenPromiseError("inconclusive: the last step was the best")
         short = self.job(training=STEPS | {"learning_rate": 2e-2, "max_steps": step})
         check_equal(tensors(job.output_dir), self.done(short))
 
@@ -263,7 +263,7 @@ class Trial:
         whole = gradients[0]
         largest = max(float(each.abs().max()) for each in whole.values())
         if largest == 0:
-            raise Broken("nothing was trained")
+            raise BrokenPromiseError("nothing was trained")
         of_tensor, of_all = MAX_GRADIENT_SHARES
         for (size, accumulation), other in zip(DIVISIONS[1:], gradients[1:], strict=True):
             wrong = {
@@ -273,7 +273,7 @@ class Trial:
             }
             if wrong:
                 name = max(wrong, key=lambda each: wrong[each])
-                raise Broken(
+                raise BrokenPromiseError(
                     f"{size}×{accumulation} differs from 4×1 in {len(wrong)} of {len(whole)} gradients, in {name} by "
                     f"{wrong[name]:.1%}"
                 )
@@ -300,7 +300,7 @@ class Trial:
         self.run(job, logits_path=live, dtype=torch.bfloat16)
         opened = self.reader.open(job.output_dir, sees=self.sees, dtype="auto")
         if opened.dtype != torch.bfloat16:
-            raise Broken(f"it opens in {opened.dtype}")
+            raise BrokenPromiseError(f"it opens in {opened.dtype}")
         check_close(opened, torch.load(live))
 
     def adapted(self) -> None:
@@ -319,7 +319,7 @@ class Trial:
             finally:
                 job.dir.rename(done.dir)
         elif not done.output_dir.exists():
-            raise Broken("as adapted")
+            raise BrokenPromiseError("as adapted")
         return done
 
 
@@ -346,23 +346,23 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     if found.keys() != expected.keys():
-        raise Broken(f"other tensors: {sorted(found.keys() ^ expected.keys())[:3]}")
+        raise BrokenPromiseError(f"other tensors: {sorted(found.keys() ^ expected.keys())[:3]}")
     wrong = [name for name, each in expected.items() if not torch.equal(found[name], each)]
     if wrong:
-        raise Broken(f"{len(wrong)} of {len(expected)} tensors differ: {wrong[0]}")
+        raise BrokenPromiseError(f"{len(wrong)} of {len(expected)} tensors differ: {wrong[0]}")
 
 
 def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise Broken unless the logits are equal as far as their dtype's kernels are."""
+    """Raise BrokenPromiseError unless the logits are equal as far as their dtype's kernels are."""
     if not bool(expected.isfinite().all()):
-        raise Broken("the logits are not finite")
+        raise BrokenPromiseError("the logits are not finite")
     difference = (found.float() - expected.float()).abs()
     if found.dtype == torch.bfloat16:
         ulps = difference / torch.exp2(expected.float().abs().clamp(min=2**-10).log2().floor() - 7)
         if float(ulps.max()) > MAX_ULPS:
-            raise Broken(f"logits differ by {float(ulps.max()):.0f} units in the last place")
+            raise BrokenPromiseError(f"logits differ by {float(ulps.max()):.0f} units in the last place")
     elif float(difference.max()) > MAX_DIFFERENCE:
-        raise Broken(f"logits differ by {float(difference.max()):.2g}")
+        raise BrokenPromiseError(f"logits differ by {float(difference.max()):.2g}")
 
 
 def first_line(text: str) -> str:
@@ -378,7 +378,7 @@ def try_family(family: str, reader: Reader, promises: Sequence[str] = PROMISES) 
             try:
                 getattr(trial, promise)()
                 found[promise] = HOLDS
-            except Broken as broken:
+            except BrokenPromiseError as broken:
                 found[promise] = str(broken).replace(directory, "")
     return found
 
