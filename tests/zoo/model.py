@@ -20,6 +20,7 @@ FAMILIES: dict[str, str] = {
     "phi3": "phi3",
     "gpt2": "chatml",
     "gpt_neox": "zephyr",
+    "qwen3_moe": "qwen3",
 }
 
 Format = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text"]

@@ -70,6 +70,8 @@ HANDED_ON = (signal.SIGTERM, signal.SIGABRT)
 LOOK_INTERVAL_SEC = 10.0
 #: Seconds requested from systemd at a time, and how often, while the worker stops.
 EXTENSION_SEC, EXTEND_INTERVAL_SEC = 20.0, 5.0
+#: Size of the lock file, in bytes: more than its record takes, with a pid for each rank.
+LOCK_BYTES = 4096
 #: Seconds in which a spare worker has to take its job.
 TAKE_SEC = 10.0
 #: Bytes of one message to a spare worker; a socket takes less.
@@ -130,8 +132,7 @@ def main() -> int:
         who["worker_pids"] = worker_pids
     if "HONED_FENCE" in os.environ:  # on a cluster, where it may have waited
         who["started_at"] = time.time()
-    os.ftruncate(lock_fd, 0)
-    os.pwrite(lock_fd, json.dumps(who).encode(), 0)
+    note(lock_fd, who)
     relay = None
     if pipe:
         os.close(pipe[1])
@@ -139,7 +140,7 @@ def main() -> int:
     watch = Watch(
         worker_pids,
         relay,
-        lambda: os.pwrite(lock_fd, json.dumps({**who, "was_asked": True}).encode(), 0),
+        lambda: note(lock_fd, {**who, "was_asked": True}),
         f"{attempt_dir}/ranks/lost.json",
         orders_path=f"{attempt_dir}/ranks/orders" if is_spread else "",
     )
@@ -200,6 +201,13 @@ def append(path: str, data: bytes) -> None:
     """Append to a file, which there is from now on; a full disk must not end the worker."""
     with contextlib.suppress(OSError), open(path, "ab") as file:  # noqa: PTH123
         file.write(data)
+
+
+def note(lock_fd: int, record: dict[str, object]) -> None:
+    """Write a record into the lock file. One write of one size, without truncation: others read it at any moment, and
+    must not see it empty, or with the end of an earlier start's.
+    """
+    os.pwrite(lock_fd, json.dumps(record).encode().ljust(LOCK_BYTES), 0)
 
 
 def write_once(path: str, record: dict[str, object]) -> None:

@@ -30,6 +30,8 @@ PATIENCE = {"trial": 4, "prepare": 2, "load": 4, "data": 2, "mask": 2, "export":
 BEAT_INTERVAL_SEC = 1.0
 #: Relative change of a limit above which it is sent again.
 LIMIT_TOLERANCE = 0.1
+#: Size of the pulse file, in bytes: more than its record takes.
+NUM_BYTES = 256
 
 
 VARIABLES = ("NOTIFY_SOCKET", "HONED_WATCHDOG_SEC", "HONED_MIN_STALL_SEC", "WATCHDOG_USEC", "WATCHDOG_PID")
@@ -121,9 +123,15 @@ class Pulse:
         return [f"WATCHDOG_USEC={int(limit_sec * 1e6)}"]
 
     def _write(self, facts: Mapping[str, object]) -> None:
-        if self._path is not None:
-            with contextlib.suppress(OSError):  # a full disk: the sign of life below needs no room
-                self._path.write_text(json.dumps(facts))
+        if self._path is None:
+            return
+        # One write of one size, without truncation: honed reads the file at any moment, and must not see it empty.
+        with contextlib.suppress(OSError):  # a full disk: the sign of life below needs no room
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                os.pwrite(fd, json.dumps(facts).encode().ljust(NUM_BYTES), 0)
+            finally:
+                os.close(fd)
 
     def _send(self, *lines: str) -> None:
         self._beat_at = self._clock()

@@ -22,6 +22,7 @@ from honed.job.needs import Needs
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.run.process import ProcessRunner
+from honed.run.runner import read_lock_record
 from honed.spec.config import Config
 from honed.system import durable
 from honed.system.device import Device, cpu
@@ -144,6 +145,11 @@ class Place:
         wait_for(lambda: kept.spare.is_ready, what="a spare that is ready")
         return int(kept.spare.process.pid)
 
+    def lock(self, number: int) -> dict[str, Any]:
+        """Return the pids in the lock file, once they are there: the worker runs before its shim writes them."""
+        attempt = self.layout.job(number).attempt(1)
+        return wait_for(lambda: read_lock_record(attempt, 1), what="the record in the lock file")
+
     def log(self, number: int) -> str:
         return self.layout.job(number).attempt(1).log_path.read_text()
 
@@ -185,8 +191,7 @@ def test_the_next_job_of_the_user_is_what_a_cold_one_is_in_the_process_of_the_sp
     assert warm["environment"] == cold["environment"]
     assert warm["mask"] == cold["mask"]
     assert place.log(2) == place.log(1) == "imported\nworker\n"
-    lock = json.loads((place.layout.job(2).attempt(1).dir / "lock").read_text())
-    assert lock == {"shim_pid": spare, "worker_pid": warm["pid"], "start": 1}
+    assert place.lock(2) == {"shim_pid": spare, "worker_pid": warm["pid"], "start": 1}
     assert [(each.job_id, each.attempt, each.device) for each in place.runner.live()] == [(2, (1, 1), "cpu")]
     assert str(Path(f"/proc/{spare}/fd/0").readlink()) == "/dev/null"
     assert str(Path(f"/proc/{spare}/cwd").readlink()) == warm["cwd"]
@@ -379,8 +384,7 @@ def test_a_spare_that_does_not_take_the_job_costs_nothing(
     who = place.begin(2)
     assert who["parent"] == spare  # the same shim; but the worker is another one
     assert "it starts anew" in place.log(2)
-    lock = json.loads((place.layout.job(2).attempt(1).dir / "lock").read_text())
-    assert lock["worker_pid"] == who["pid"]
+    assert place.lock(2)["worker_pid"] == who["pid"]
     assert len(place.job(2).attempts) == 1
     place.end(2)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -80,3 +83,24 @@ def test_where_nobody_listens_nothing_is_said(systemd: socket.socket) -> None:
     gone = Pulse({"NOTIFY_SOCKET": "/nowhere", "HONED_WATCHDOG_SEC": "60"})
     gone.tell("stage", {"stage": "load"})
     assert heard(systemd) == []
+
+
+def test_a_pulse_file_is_never_read_half_written(tmp_path: Path) -> None:
+    path = tmp_path / "pulse"
+    made = Pulse({}, path=path)
+    made.tell("stage", {"stage": "load"})
+    seen: list[bytes] = []
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            seen.append(path.read_bytes())
+
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(read)
+        for number in range(3000):
+            made.tell("stage", {"stage": ("train", "export", "load")[number % 3]})
+        is_over.set()
+        reader.result()
+    assert len(seen) > 100
+    assert {json.loads(data)["phase"] for data in seen} <= {"load", "train", "export"}

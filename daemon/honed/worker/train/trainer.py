@@ -44,7 +44,7 @@ from honed.worker.parallel import ALONE, Ranks
 from honed.worker.rows.collator import Collator
 from honed.worker.rows.data import Data
 from honed.worker.stop import Stop
-from honed.worker.train import checkpoint, optimizer, parts
+from honed.worker.train import checkpoint, optimizer, parts, weights
 from honed.worker.train.callback import RunCallback, is_epoch_end
 from honed.worker.train.checkpoint import Progress
 from honed.worker.train.evaluation import Timely, TokenMeans, by_length, kinds_by_length
@@ -301,6 +301,7 @@ class Trainer(SFTTrainer):
         patience = assignment.spec.early_stopping_patience
         before = _Before(loaded.model, args)
         self._is_compensated = assignment.precision.master_weights == "compensated"
+        self._is_adapted = assignment.precision.adapter_dtype is not None
         super().__init__(
             model=loaded.model,
             args=args,
@@ -618,6 +619,19 @@ class Trainer(SFTTrainer):
         if not self.is_divided:  # else the parts are there
             super().save_model(output_dir, _internal_call)
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the weights of a checkpoint, and their digests."""
+        made = Path(str(output_dir))
+        if self._is_adapted:
+            super()._save(output_dir, state_dict)
+            weights.write_digests(made, self.model)
+            return
+        made.mkdir(parents=True, exist_ok=True)
+        weights.write(made, self.model)
+        for part in (self.model.config, self.model.generation_config, self.processing_class):
+            if part is not None:
+                part.save_pretrained(made)  # for whoever opens the checkpoint as a model
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_divided:
             super()._save_optimizer_and_scheduler(output_dir)
@@ -680,11 +694,20 @@ class Trainer(SFTTrainer):
 
         peft loads adapters as float32. They are cast back before the optimizer is made, whose state follows them.
         """
-        if self.is_divided:
-            parts.load_weights(Path(str(args[0])), self.model, self._ranks)
-        else:
+        path = Path(str(args[0]))
+        if not self.is_divided and self._is_adapted:
             super()._load_from_checkpoint(*args, **kwargs)
-        self._auditor.model(self.model, "resumed")
+        self._restore(path, "resumed")
+
+    def _restore(self, path: Path, when: str) -> None:
+        """Load a checkpoint's weights, except those of an adapter, which peft has loaded; audit and compare them."""
+        if self.is_divided:
+            parts.load_weights(path, self.model, self._ranks)
+        elif not self._is_adapted:
+            weights.load(path, self.model)
+        self._auditor.model(self.model, when)
+        if not self.is_divided:
+            weights.check(path, self.model)
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint if it is whole: it may be older than those that a resume has checked."""
@@ -697,14 +720,12 @@ class Trainer(SFTTrainer):
                 f"{path.name}, the best checkpoint, is damaged ({why}): using the model of the last step instead",
             )
             return
-        if self.is_divided:
-            parts.load_weights(path, self.model, self._ranks)
-        else:
+        if not self.is_divided and self._is_adapted:
             super()._load_best_model()
+        self._restore(path, "restored")
         if self._is_compensated:
             optimizer.take_remainders(self.optimizer, path / "optimizer.pt")
         self._has_best = True
-        self._auditor.model(self.model, "restored")
 
 
 def _num_trained(batch: Any) -> int:
