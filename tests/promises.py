@@ -99,14 +99,27 @@ class Watching(Stop):
 
 def live_logits(model: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return the logits of the model that was trained, in the dtype in which it will be opened."""
-    asked = copy.deepcopy(model).eval()
+    asked = copy.deepcopy(model)
     if dtype != torch.float32:
         kept = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
+        with default_dtype(dtype):
+            asked = type(model)(copy.deepcopy(model.config))
         for name, parameter in asked.named_parameters():
-            if not any(each in name for each in kept):
-                parameter.data = parameter.data.to(dtype)
+            if any(each in name for each in kept):
+                parameter.data = parameter.data.float()
+        asked.load_state_dict(model.state_dict())
+        for name, buffer in asked.named_buffers():
+            buffer.copy_(model.get_buffer(name))
     with torch.no_grad():
-        return asked(input_ids=torch.tensor(probe_ids()), use_cache=False).logits
+        return asked.eval()(input_ids=torch.tensor(probe_ids()), use_cache=False).logits
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
 
 
 def probe_ids() -> list[list[int]]:
@@ -141,9 +154,10 @@ class Reader:
         adapter: Path | None = None,
         merged: Path | None = None,
         dtype: str = "float32",
+        attention: str,
         base: bool = False,
     ) -> torch.Tensor:
-        """Return the logits of a model as a user opens it. Raises BrokenPromiseError if a tensor is missing or left over."""
+        """Return the logits of a model as a user opens it. Raises BrokenPromiseError for missing tensors."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory, "logits.pt")
             asked = {
@@ -152,6 +166,7 @@ class Reader:
                 "merged": str(merged or ""),
                 "sees": sees,
                 "dtype": dtype,
+                "attention": attention,
                 "ids": probe_ids(),
                 "logits": str(path),
             }
@@ -213,7 +228,9 @@ class Trial:
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         ended = job._ended(status, attempt)
         if status != (0 if watching.get("kill_after") is None else -signal.SIGKILL):
-            raise BrokenPromiseError(f"{(ended.result.get('error') or {}).get('code', status)}: {told(job, ended, attempt)}")
+            raise BrokenPromiseError(
+                f"{(ended.result.get('error') or {}).get('code', status)}: {told(job, ended, attempt)}"
+            )
         return ended
 
     def done(self, job: WorkerJob, **watching: Any) -> dict[str, torch.Tensor]:
@@ -237,20 +254,26 @@ class Trial:
             raise BrokenPromiseError(f"losses {second.losses} instead of {later}")
 
     def best(self) -> None:
+        for rate in (2e-2, 0.5, 3.0):  # until the last step is not the best
+            job, step = self.evaluated(rate)
+            if step < STEPS["max_steps"]:
+                short = self.job(training=STEPS | {"learning_rate": rate, "max_steps": step})
+                check_equal(tensors(job.output_dir), self.done(short))
+                return
+        raise BrokenPromiseError("inconclusive: the last step was the best")
+
+    def evaluated(self, rate: float) -> tuple[WorkerJob, int]:
+        """Run a job that is evaluated at each step on rows of other words. Return the best step, too."""
         other = self.directory / "other.jsonl"
         words = "never before seen words with quite another kind of letters, %s" % ("xyz " * 9)
         row = {"messages": [{"role": "user", "content": "Say?"}, {"role": "assistant", "content": words}]}
         other.write_text((json.dumps(row) + "\n") * 2)
         evaluated = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-        training = STEPS | evaluated | {"load_best_model_at_end": True, "learning_rate": 2e-2}
+        training = STEPS | evaluated | {"load_best_model_at_end": True, "learning_rate": rate}
         job = self.job(training=training, eval_datasets=[{"path": str(other)}])
         ended = self.run(job)
         losses = {each["step"]: each["metrics"]["eval_loss"] for each in ended.of("evaluation") if each["step"]}
-        step = min(losses, key=lambda each: losses[each])
-        if step == STEPS["max_steps"]:
-            raise BrokenPromiseError("inconclusive: the last step was the best")
-        short = self.job(training=STEPS | {"learning_rate": 2e-2, "max_steps": step})
-        check_equal(tensors(job.output_dir), self.done(short))
+        return job, min(losses, key=lambda each: losses[each])
 
     def divided(self) -> None:
         rows = families.write_rows(self.directory / "four.jsonl", 4)
@@ -280,33 +303,37 @@ class Trial:
 
     def merged(self) -> None:
         job = self.adapter_job()
-        oracle_path = self.directory / "oracle.pt"
-        self.reader.open(self.base, sees=self.sees, adapter=job.output_dir, merged=oracle_path, base=True)
-        adapted = self.reader.open(self.base, sees=self.sees, adapter=job.output_dir, base=True)
+        adapted = self.open(job, adapter=True)
+        oracle = self.open(job, adapter=True, merged=self.directory / "oracle.pt")
         merging = self.job(kind="merge", adapter=str(job.output_dir))
         self.run(merging)
-        check_close(self.reader.open(merging.output_dir, sees=self.sees), adapted)
+        opened = self.open(merging, like=job)
+        check_close(opened, oracle)
+        check_close(opened, adapted, rounding=float((oracle - adapted).abs().max()))
 
     def exported(self) -> None:
         live = self.directory / "live.pt"
         job = self.job(training=STEPS)
         self.run(job, logits_path=live)
-        check_close(self.reader.open(job.output_dir, sees=self.sees), torch.load(live))
+        check_close(self.open(job), torch.load(live))
 
     def bfloat16(self) -> None:
         live = self.directory / "live16.pt"
         base = families.build(self.directory / "base16", self.family, dtype="bfloat16")
         job = self.job(base_model=str(base), dtype="auto", training=STEPS | {"max_steps": 2})
         self.run(job, logits_path=live, dtype=torch.bfloat16)
-        opened = self.reader.open(job.output_dir, sees=self.sees, dtype="auto")
-        if opened.dtype != torch.bfloat16:
-            raise BrokenPromiseError(f"it opens in {opened.dtype}")
+        opened = self.open(job, dtype="auto")
         check_close(opened, torch.load(live))
 
     def adapted(self) -> None:
         job = self.adapter_job()
-        found = self.reader.open(self.base, sees=self.sees, adapter=job.output_dir, base=True)
-        check_close(found, torch.load(self.directory / "adapted.pt"))
+        check_close(self.open(job, adapter=True), torch.load(self.directory / "adapted.pt"))
+
+    def open(self, job: WorkerJob, *, adapter: bool = False, like: WorkerJob | None = None, **how: Any) -> torch.Tensor:
+        """Return the logits of a job's output as a clean process opens it, with the attention that was trained."""
+        attention = (like or job).plan["precision"]["attn_implementation"]
+        place = {"model": self.base, "adapter": job.output_dir, "base": True} if adapter else {"model": job.output_dir}
+        return self.reader.open(**place, sees=self.sees, attention=attention, **how)
 
     def adapter_job(self) -> WorkerJob:
         """Return the job of an adapter, which is trained once."""
@@ -352,8 +379,10 @@ def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         raise BrokenPromiseError(f"{len(wrong)} of {len(expected)} tensors differ: {wrong[0]}")
 
 
-def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise BrokenPromiseError unless the logits are equal as far as their dtype's kernels are."""
+def check_close(found: torch.Tensor, expected: torch.Tensor, *, rounding: float = 0.0) -> None:
+    """Raise BrokenPromiseError unless the logits are equal but for their dtype's rounding, or twice that given."""
+    if found.dtype != expected.dtype:
+        raise BrokenPromiseError(f"it opens in {found.dtype}, and was computed in {expected.dtype}")
     if not bool(expected.isfinite().all()):
         raise BrokenPromiseError("the logits are not finite")
     difference = (found.float() - expected.float()).abs()
@@ -361,7 +390,7 @@ def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
         ulps = difference / torch.exp2(expected.float().abs().clamp(min=2**-10).log2().floor() - 7)
         if float(ulps.max()) > MAX_ULPS:
             raise BrokenPromiseError(f"logits differ by {float(ulps.max()):.0f} units in the last place")
-    elif float(difference.max()) > MAX_DIFFERENCE:
+    elif float(difference.max()) > max(MAX_DIFFERENCE, 2 * rounding):
         raise BrokenPromiseError(f"logits differ by {float(difference.max()):.2g}")
 
 

@@ -1,6 +1,7 @@
 """A process that opens models as a user would, with transformers and PEFT alone: `python reader.py`, a request a line.
 
-    {"model": DIR, "adapter": DIR | null, "sees": false, "dtype": "float32", "ids": [[…]], "logits": FILE}
+    {"model": DIR, "adapter": DIR or "", "merged": FILE or "", "sees": false, "dtype": "float32", "attention": "sdpa",
+     "ids": [[…]], "logits": FILE}
       ──►  {"missing": […], "unexpected": […], "error": ""}
 
 Each model is opened in a fork, and the logits of the ids are written to the file. Nothing of honed's is imported.
@@ -20,7 +21,9 @@ def open_model(asked: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     kind = transformers.AutoModelForImageTextToText if asked["sees"] else transformers.AutoModelForCausalLM
-    model, told = kind.from_pretrained(asked["model"], dtype=asked["dtype"], output_loading_info=True)
+    model, told = kind.from_pretrained(
+        asked["model"], dtype=asked["dtype"], attn_implementation=asked["attention"], output_loading_info=True
+    )
     if asked["adapter"]:
         from peft import PeftModel
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from zoo.tokenizer import build_tokenizer
-
 Settings = Mapping[str, Any]
 Kind = Literal["dense", "experts", "recurrent", "vision"]
 
 WIDTH = 32
 VOCABULARY = 408
+#: Families whose configs have no beginning of text that is null.
+NEED_BOS = ("cwm", "modernbert-decoder")
 #: Tokens of those that see, 403 to 407.
 _MEDIA = ("<image>", "<video>", "<audio>", "<vision_start>", "<vision_end>")
 #: The settings that most families share. Each family below says what it has otherwise or beyond them.
@@ -35,6 +35,7 @@ _HEAD = {"head_dim": 8}
 _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 64, "tie_word_embeddings": True}
 _LOCAL = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
 _GPT = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 512, "initializer_range": 0.15}
+_UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.05}
 _LATENT = {
@@ -122,8 +123,8 @@ _DENSE: dict[str, Settings] = {
     | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
     "glm": _BASE | _HEAD | {"pad_token_id": None},
     "glm4": _BASE | _HEAD,
-    "gpt2": _GPT,
-    "gpt_bigcode": _GPT,
+    "gpt2": _GPT | _UNDROPPED,
+    "gpt_bigcode": _GPT | _UNDROPPED,
     "gpt_neo": {
         "hidden_size": WIDTH,
         "num_layers": 2,
@@ -158,6 +159,7 @@ _DENSE: dict[str, Settings] = {
         "hidden_size": WIDTH,
         "word_embed_proj_dim": WIDTH,
         "ffn_dim": 48,
+        "dropout": 0.0,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "max_position_embeddings": 512,
@@ -168,7 +170,7 @@ _DENSE: dict[str, Settings] = {
     "phi3": _BASE,
     "qwen2": _BASE,
     "qwen3": _BASE | _HEAD,
-    "seed_oss": _BASE | _HEAD,
+    "seed_oss": _BASE | _HEAD | {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": _BASE | {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2},
     "stablelm": _BASE,
     "starcoder2": _BASE,
@@ -176,6 +178,8 @@ _DENSE: dict[str, Settings] = {
     "xglm": {
         "d_model": WIDTH,
         "ffn_dim": 48,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
         "num_layers": 2,
         "attention_heads": 4,
         "max_position_embeddings": 512,
@@ -337,13 +341,6 @@ _RECURRENT: dict[str, Settings] = {
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "context_length": 512,
-    },
-    "xlstm": {  # whose widths are rounded up to 64
-        "hidden_size": 64,
-        "embedding_dim": 64,
-        "num_hidden_layers": 2,
-        "num_blocks": 2,
-        "num_heads": 4,
     },
     "zamba": _BASE
     | {
@@ -582,15 +579,17 @@ def build(directory: Path, family: str, *, dtype: str = "float32", seed: int = 0
     import torch
     from transformers import AutoConfig
 
+    from zoo.tokenizer import build_tokenizer
+
     kind, settings = FAMILIES[family]
     tokenizer = build_tokenizer("chatml", vocab_size=400)
     if kind == "vision":
         tokenizer.add_tokens(list(_MEDIA), special_tokens=True)
         (directory / "preprocessor_config.json").parent.mkdir(parents=True, exist_ok=True)
         (directory / "preprocessor_config.json").write_text(json.dumps({"patch_size": 14, "merge_size": 2}))
-    ids: dict[str, Any] = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    if ids["bos_token_id"] is None:  # which some families insist on
-        ids["bos_token_id"] = ids["eos_token_id"]
+    if family in NEED_BOS:
+        tokenizer.bos_token = tokenizer.eos_token
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     common = {"vocab_size": VOCABULARY} | ids
     whole = common | settings
     if "text_config" in settings:
