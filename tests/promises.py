@@ -6,7 +6,7 @@
     divided    batches of 4×1, 2×2 and 1×4 rows of unequal length have the same gradient
     merged     the merged model has the logits of the adapter on its base, as PEFT computes them in a clean process
     exported   a clean process that opens what full fine-tuning wrote finds each tensor, and has the live model's logits
-    bfloat16   the same for weights that are stored in bfloat16
+    bfloat16   the same for weights that are stored in bfloat16, beside transformers' own cast of the live model
     adapted    the same for an adapter on its base
 
 The libraries are imported once: a family's jobs are forks, and so are the models that reader.py opens.
@@ -19,6 +19,7 @@ import copy
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,22 +72,29 @@ class Watching(Stop):
         *,
         kill_after: int | None = None,
         logits_path: Path | None = None,
-        dtype: torch.dtype = torch.float32,
+        live_dir: Path | None = None,
     ) -> None:
-        """`kill_after`: kill the process once the checkpoint of this step is there and a later step is done."""
+        """`kill_after`: kill the process once the checkpoint of this step is there and a later step is done.
+        `logits_path`, `live_dir`: for the logits of the trained model before its export, and for the model as
+        transformers alone saves it.
+        """
         super().__init__()
         self.job = job
         self.kill_after = kill_after
         self.logits_path = logits_path
-        self.dtype = dtype
+        self.live_dir = live_dir
         if kill_after is not None:
             self.beat = self._kill
 
     def check(self) -> None:
         super().check()
         frame = sys._getframe(1)
-        if self.logits_path and frame.f_locals.get("name") == "export" and frame.f_back is not None:
-            torch.save(live_logits(frame.f_back.f_locals["trainer"].model, self.dtype), self.logits_path)
+        if frame.f_locals.get("name") == "export" and frame.f_back is not None:
+            model = frame.f_back.f_locals["trainer"].model
+            if self.logits_path is not None:
+                torch.save(live_logits(model), self.logits_path)
+            if self.live_dir is not None:
+                model.save_pretrained(self.live_dir)
 
     def _kill(self) -> None:
         steps = [each.data["step"] for each in read_events(self.job.events_path(1)) if each.kind == "step"]
@@ -97,29 +105,9 @@ class Watching(Stop):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def live_logits(model: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the logits of the model that was trained, in the dtype in which it will be opened."""
-    asked = copy.deepcopy(model)
-    if dtype != torch.float32:
-        kept = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
-        with default_dtype(dtype):
-            asked = type(model)(copy.deepcopy(model.config))
-        for name, parameter in asked.named_parameters():
-            if any(each in name for each in kept):
-                parameter.data = parameter.data.float()
-        asked.load_state_dict(model.state_dict())
-        for name, buffer in asked.named_buffers():
-            buffer.copy_(model.get_buffer(name))
+def live_logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return asked.eval()(input_ids=torch.tensor(probe_ids()), use_cache=False).logits
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(before)
+        return copy.deepcopy(model).eval()(input_ids=torch.tensor(probe_ids()), use_cache=False).logits
 
 
 def probe_ids() -> list[list[int]]:
@@ -196,6 +184,8 @@ class Trial:
         self.base = families.build(directory / "base", family)
         self.rows = families.write_rows(directory / "rows.jsonl", 8)
         self.num_jobs = 0
+        self.adapter: WorkerJob | BrokenPromiseError | None = None
+        self.excluded: list[str] = []  #: linear layers that PEFT refuses
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -318,12 +308,12 @@ class Trial:
         check_close(self.open(job), torch.load(live))
 
     def bfloat16(self) -> None:
-        live = self.directory / "live16.pt"
         base = families.build(self.directory / "base16", self.family, dtype="bfloat16")
+        live = self.directory / "live16"
         job = self.job(base_model=str(base), dtype="auto", training=STEPS | {"max_steps": 2})
-        self.run(job, logits_path=live, dtype=torch.bfloat16)
-        opened = self.open(job, dtype="auto")
-        check_close(opened, torch.load(live))
+        self.run(job, live_dir=live)
+        cast = self.reader.open(live, sees=self.sees, dtype="bfloat16", attention=attention_of(job))
+        check_close(self.open(job, dtype="auto"), cast)
 
     def adapted(self) -> None:
         job = self.adapter_job()
@@ -331,23 +321,32 @@ class Trial:
 
     def open(self, job: WorkerJob, *, adapter: bool = False, like: WorkerJob | None = None, **how: Any) -> torch.Tensor:
         """Return the logits of a job's output as a clean process opens it, with the attention that was trained."""
-        attention = (like or job).plan["precision"]["attn_implementation"]
         place = {"model": self.base, "adapter": job.output_dir, "base": True} if adapter else {"model": job.output_dir}
-        return self.reader.open(**place, sees=self.sees, attention=attention, **how)
+        return self.reader.open(**place, sees=self.sees, attention=attention_of(like or job), **how)
 
     def adapter_job(self) -> WorkerJob:
-        """Return the job of an adapter, which is trained once."""
-        done = WorkerJob(self.directory / "lora")
-        if not done.dir.exists():
-            lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-            job = self.job(lora=lora, training=STEPS | {"learning_rate": 2e-2}, output_dir=str(self.directory / "out"))
+        """Return the job of an adapter on all linear layers that PEFT accepts, which is trained once."""
+        if self.adapter is None:
             try:
-                self.run(job, logits_path=self.directory / "adapted.pt")
-            finally:
-                job.dir.rename(done.dir)
-        elif not done.output_dir.exists():
-            raise BrokenPromiseError("as adapted")
-        return done
+                self.adapter = self.train_adapter()
+            except BrokenPromiseError as refused:
+                self.adapter = refused
+                if found := re.search(r"Incompatible modules: [{\[]([^}\]]*)[}\]]", str(refused)):
+                    self.excluded = sorted(re.findall(r"'([^']*)'", found[1]))
+                    self.adapter = self.train_adapter(exclude_modules=self.excluded)
+        if isinstance(self.adapter, BrokenPromiseError):
+            raise self.adapter
+        return self.adapter
+
+    def train_adapter(self, **keys: Any) -> WorkerJob:
+        lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **keys}
+        job = self.job(lora=lora, training=STEPS | {"learning_rate": 2e-2})
+        self.run(job, logits_path=self.directory / "adapted.pt")
+        return job
+
+
+def attention_of(job: WorkerJob) -> str:
+    return str(job.plan["precision"]["attn_implementation"])
 
 
 def work(job: WorkerJob, attempt: int, stop: Watching) -> int:
@@ -407,6 +406,8 @@ def try_family(family: str, reader: Reader, promises: Sequence[str] = PROMISES) 
             try:
                 getattr(trial, promise)()
                 found[promise] = HOLDS
+                if trial.excluded and promise in ("merged", "adapted"):
+                    found[promise] += f", without {' and '.join(trial.excluded)}, which PEFT refuses"
             except BrokenPromiseError as broken:
                 found[promise] = str(broken).replace(directory, "")
     return found
