@@ -1,5 +1,5 @@
 """What honed promises of each family of models, tried on tiny ones through the real worker:
-`python promises.py FAMILY…` writes a line of JSON for each.
+`python promises.py '{"families": {FAMILY: [PROMISE, …]}}'` writes a line of JSON for each.
 
     resumed    full fine-tuning that is killed and resumed gives the weights and losses of the undisturbed run
     best       load_best_model_at_end gives the weights of a run that ended at the best step
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,7 +38,6 @@ from waiting import wait_for
 from worker.conftest import Ended, WorkerJob, plan_job, read_events
 from zoo import families
 
-PROMISES = ("resumed", "best", "divided", "merged", "exported", "bfloat16", "adapted")
 HOLDS = "holds"
 #: Largest difference of two logits in float32, whose kernels may sum in another order.
 MAX_DIFFERENCE = 1e-5
@@ -47,6 +46,7 @@ MAX_ULPS = 2
 #: Largest difference of two gradients, as a share of a tensor's largest element and of all tensors' largest one.
 MAX_GRADIENT_SHARES = (1e-3, 1e-5)
 STEPS = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 5e-3, "lr_scheduler_type": "constant"}
+SAVED = STEPS | {"save_strategy": "steps", "save_steps": 2}
 #: Each weight after a step differs from the one before it by its gradient.
 PLAIN_STEP = {
     "max_steps": 1,
@@ -184,6 +184,7 @@ class Trial:
         self.base = families.build(directory / "base", family)
         self.rows = families.write_rows(directory / "rows.jsonl", 8)
         self.num_jobs = 0
+        self.undisturbed: tuple[WorkerJob, Ended] | None = None
         self.adapter: WorkerJob | BrokenPromiseError | None = None
         self.excluded: list[str] = []  #: linear layers that PEFT refuses
 
@@ -231,9 +232,8 @@ class Trial:
     # -- promises -----------------------------------------------------------------------------------------------------
 
     def resumed(self) -> None:
-        training = STEPS | {"save_strategy": "steps", "save_steps": 2}
-        whole, killed = (self.job(training=training) for _ in range(2))
-        undisturbed = self.run(whole)
+        whole, undisturbed = self.whole()
+        killed = self.job(training=SAVED)
         self.run(killed, kill_after=2)
         second = self.run(killed, 2)
         if [each["step"] for each in second.of("resumed")] != [2]:
@@ -302,10 +302,8 @@ class Trial:
         check_close(opened, adapted, rounding=float((oracle - adapted).abs().max()))
 
     def exported(self) -> None:
-        live = self.directory / "live.pt"
-        job = self.job(training=STEPS)
-        self.run(job, logits_path=live)
-        check_close(self.open(job), torch.load(live))
+        job, _ = self.whole()
+        check_close(self.open(job), torch.load(self.directory / "live.pt"))
 
     def bfloat16(self) -> None:
         base = families.build(self.directory / "base16", self.family, dtype="bfloat16")
@@ -318,6 +316,13 @@ class Trial:
     def adapted(self) -> None:
         job = self.adapter_job()
         check_close(self.open(job, adapter=True), torch.load(self.directory / "adapted.pt"))
+
+    def whole(self) -> tuple[WorkerJob, Ended]:
+        """Return the undisturbed full fine-tuning, which is run once."""
+        if self.undisturbed is None:
+            job = self.job(training=SAVED)
+            self.undisturbed = job, self.run(job, logits_path=self.directory / "live.pt")
+        return self.undisturbed
 
     def open(self, job: WorkerJob, *, adapter: bool = False, like: WorkerJob | None = None, **how: Any) -> torch.Tensor:
         """Return the logits of a job's output as a clean process opens it, with the attention that was trained."""
@@ -397,7 +402,7 @@ def first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else "no message"
 
 
-def try_family(family: str, reader: Reader, promises: Sequence[str] = PROMISES) -> dict[str, str]:
+def try_family(family: str, reader: Reader, promises: Sequence[str]) -> dict[str, str]:
     """Return promise → `holds`, or how it is broken."""
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix=f"honed-{family}-") as directory:
@@ -413,12 +418,12 @@ def try_family(family: str, reader: Reader, promises: Sequence[str] = PROMISES) 
     return found
 
 
-def of_each(names: Sequence[str], promises: Sequence[str] = PROMISES) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield each family, its results, and the seconds that they took."""
+def of_each(asked: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield each family, its results, and the seconds that they took. `asked`: family → promises."""
     import_libraries()
     reader = Reader()
     try:
-        for name in names:
+        for name, promises in asked.items():
             began = time.monotonic()
             read_fd, write_fd = os.pipe()
             if (pid := os.fork()) == 0:
@@ -465,8 +470,7 @@ def import_libraries() -> None:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
-    asked = json.loads(sys.argv[1])
-    for name, found, seconds in of_each(asked["families"], asked.get("promises", PROMISES)):
+    for name, found, seconds in of_each(json.loads(sys.argv[1])["families"]):
         answers.write(json.dumps({"family": name, "promises": found, "seconds": seconds}) + "\n")
         answers.flush()
 

@@ -14,6 +14,8 @@ from typing import Any, Literal
 Settings = Mapping[str, Any]
 Kind = Literal["dense", "experts", "recurrent", "vision"]
 
+#: What is tried of each; see promises.py.
+PROMISES = ("resumed", "best", "divided", "merged", "exported", "bfloat16", "adapted")
 WIDTH = 32
 VOCABULARY = 408
 #: Families whose configs have no beginning of text that is null.
