@@ -78,9 +78,12 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
     """Load the model. Raises ModelError, PrecisionError, or BackendError if Unsloth fails."""
     from transformers import set_seed
 
+    from honed.worker.model import verify
+
     set_seed(assignment.seed)  # the adapter's first weights are drawn
     try:
         model = backend.load_base(assignment)
+        verify.check(model, assignment.base_model_path)
         # Freeze before the audit, or it would take a frozen base for trained weights.
         freeze(model, assignment)
         auditor.model(model, "loaded")

@@ -8,8 +8,9 @@ where each stored tensor belongs, for writing, reading and comparing alike. A fe
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,11 @@ class _Views(TorchFunctionMode):
 
 def of(model: Any) -> Published:
     """Return a model's state under its published names; nothing is copied where the conversion renames and cuts."""
-    held = dict(state(model))
+    return convert(model, dict(state(model)))
+
+
+def convert(model: Any, held: Mapping[str, Any]) -> Published:
+    """Convert tensors of a model, by module name."""
     with _Views():
         tensors: dict[str, Any] = revert_weight_conversion(model, dict(held))
     whole, covered = Counter[int](), Counter[int]()
@@ -58,9 +63,19 @@ def _storage(tensor: Any) -> int:
 def state(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield a model's parameters and persistent buffers, each once: the ends of a tie are one tensor."""
     seen: set[tuple[Any, ...]] = set()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in itertools.chain(model.named_parameters(), buffers(model)):
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and key in seen:
             continue
         seen.add(key)
         yield name, tensor.detach()
+
+
+def buffers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the buffers that belong to a model's state."""
+    passing = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return ((name, buffer) for name, buffer in model.named_buffers() if name not in passing)

@@ -18,7 +18,7 @@ import torch
 
 from honed.system import durable
 from honed.system.error import PrecisionError
-from honed.worker.model import division
+from honed.worker.model import division, published
 from honed.worker.parallel import Ranks
 
 _NAME = re.compile(r"part-(\d+)-of-(\d+)\.pt")
@@ -30,7 +30,7 @@ def write(directory: Path, model: Any, optimizer: Any, ranks: Ranks) -> None:
     state = optimizer.state_dict()
     found = {
         "weights": {name: division.part_of(weight.detach()).cpu() for name, weight in _kept(model)},
-        "buffers": {name: buffer.cpu() for name, buffer in _buffers(model)},
+        "buffers": {name: buffer.cpu() for name, buffer in published.buffers(model)},
         "groups": state["param_groups"],
         "states": {
             number: {
@@ -58,7 +58,7 @@ def load_weights(directory: Path, model: Any, ranks: Ranks) -> None:
                 hint="submit the job again: it begins from its base model",
             )
         part.copy_(found)
-    for name, buffer in _buffers(model):
+    for name, buffer in published.buffers(model):
         buffer.copy_(pieces[0]["buffers"][name])
 
 
@@ -107,13 +107,3 @@ def _read(directory: Path, ranks: Ranks) -> list[dict[str, Any]]:
 def _kept(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield what is trained: the rest is the base model's."""
     return ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
-
-
-def _buffers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the buffers that belong to a model's state, whole on every rank."""
-    passing = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    return ((name, buffer) for name, buffer in model.named_buffers() if name not in passing)
