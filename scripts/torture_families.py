@@ -23,7 +23,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from zoo.families import FAMILIES, PROMISES
 
 #: Codes of errors with which honed refuses what it cannot do.
-REFUSALS = ("refused", "spec_invalid", "model_invalid", "dataset_invalid", "precision_mismatch", "mask_invalid")
+REFUSALS = (
+    "refused",
+    "spec_invalid",
+    "model_invalid",
+    "dataset_invalid",
+    "precision_mismatch",
+    "mask_invalid",
+    "loss_mismatch",
+)
 KINDS = {
     "dense": "text",
     "experts": "text, mixture of experts",

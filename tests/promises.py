@@ -45,6 +45,8 @@ MAX_DIFFERENCE = 1e-5
 MAX_ULPS = 2
 #: Largest difference of two gradients, as a share of a tensor's largest element and of all tensors' largest one.
 MAX_GRADIENT_SHARES = (1e-3, 1e-5)
+#: The first of them where the loss has a balancing term: of a batch it is not the mean of its rows'.
+MAX_BALANCED_SHARE = 0.02
 STEPS = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 5e-3, "lr_scheduler_type": "constant"}
 SAVED = STEPS | {"save_strategy": "steps", "save_steps": 2}
 #: Each weight after a step differs from the one before it by its gradient.
@@ -186,6 +188,7 @@ class Trial:
         self.num_jobs = 0
         self.undisturbed: tuple[WorkerJob, Ended] | None = None
         self.adapter: WorkerJob | BrokenPromiseError | None = None
+        self.balance = ""  #: how exact a divided batch is
         self.excluded: list[str] = []  #: linear layers that PEFT refuses
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
@@ -202,6 +205,8 @@ class Trial:
             "dtype": "float32",
             "predictions": {"sample_frequency": "off"},
         }
+        if "training" in keys:
+            keys["training"] = keys["training"] | families.REMEDIES.get(self.family, ({}, ""))[0]
         if keys.get("kind") == "merge":
             document = {"base_model": str(self.base), "dtype": "float32"}
         try:
@@ -271,14 +276,19 @@ class Trial:
         gradients = []
         for size, accumulation in DIVISIONS:
             sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
-            after = self.done(self.job(rows=rows, training=PLAIN_STEP | sizes))
+            job = self.job(rows=rows, training=PLAIN_STEP | sizes)
+            ended = self.run(job)
+            after = tensors(job.output_dir)
             gradients.append({name: before[name] - after[name] for name in before if name in after})
-        whole = gradients[0]
+        whole, *others = gradients
         largest = max(float(each.abs().max()) for each in whole.values())
         if largest == 0:
             raise BrokenPromiseError("nothing was trained")
         of_tensor, of_all = MAX_GRADIENT_SHARES
-        for (size, accumulation), other in zip(DIVISIONS[1:], gradients[1:], strict=True):
+        if any("aux_loss" in each for each in ended.of("step")):
+            of_tensor = MAX_BALANCED_SHARE
+            self.balance = f"within {of_tensor:.0%}, as a balancing loss is of the tokens of each forward pass"
+        for (size, accumulation), other in zip(DIVISIONS[1:], others, strict=True):
             wrong = {
                 name: float((other[name] - each).abs().max() / each.abs().max().clamp(min=1e-12))
                 for name, each in whole.items()
@@ -349,6 +359,15 @@ class Trial:
         self.run(job, logits_path=self.directory / "adapted.pt")
         return job
 
+    def remarks(self, promise: str) -> list[str]:
+        """Return with which exceptions a promise holds."""
+        found = [self.balance] if promise == "divided" and self.balance else []
+        if self.family in families.REMEDIES:
+            found.append(families.REMEDIES[self.family][1])
+        if self.excluded and promise in ("merged", "adapted"):
+            found.append(f"without {' and '.join(self.excluded)}, which PEFT refuses")
+        return found
+
 
 def attention_of(job: WorkerJob) -> str:
     return str(job.plan["precision"]["attn_implementation"])
@@ -410,9 +429,7 @@ def try_family(family: str, reader: Reader, promises: Sequence[str]) -> dict[str
         for promise in promises:
             try:
                 getattr(trial, promise)()
-                found[promise] = HOLDS
-                if trial.excluded and promise in ("merged", "adapted"):
-                    found[promise] += f", without {' and '.join(trial.excluded)}, which PEFT refuses"
+                found[promise] = ", ".join([HOLDS, *trial.remarks(promise)])
             except BrokenPromiseError as broken:
                 found[promise] = str(broken).replace(directory, "")
     return found

@@ -19,7 +19,7 @@ PROMISES = ("resumed", "best", "divided", "merged", "exported", "bfloat16", "ada
 WIDTH = 32
 VOCABULARY = 408
 #: Families whose configs have no beginning of text that is null.
-NEED_BOS = ("cwm", "modernbert-decoder")
+NEED_BOS = ("cwm", "mllama", "modernbert-decoder")
 #: Tokens of those that see, 403 to 407.
 _MEDIA = ("<image>", "<video>", "<audio>", "<vision_start>", "<vision_end>")
 #: The settings that most families share. Each family below says what it has otherwise or beyond them.
@@ -566,6 +566,12 @@ _VISION: dict[str, Settings] = {
         "image_token_index": 403,
     },
 }
+
+#: Of some families, keys of `training` without which they do not train, and why; honed refuses the job with this remedy.
+REMEDIES: dict[str, tuple[dict[str, Any], str]] = dict.fromkeys(
+    ("doge", "granitemoe", "granitemoehybrid", "granitemoeshared", "llama4", "llama4_text"),
+    ({"router_aux_loss_coef": 0.0}, "with router_aux_loss_coef: 0, as transformers computes no balancing loss of it"),
+)
 
 #: Every family: its kind, and its settings.
 FAMILIES: dict[str, tuple[Kind, Settings]] = {
