@@ -567,7 +567,7 @@ _VISION: dict[str, Settings] = {
     },
 }
 
-#: Of some families, keys of `training` without which they do not train, and why; honed refuses the job with this remedy.
+#: Of some families, keys of `training` without which they do not train, and why.
 REMEDIES: dict[str, tuple[dict[str, Any], str]] = dict.fromkeys(
     ("doge", "granitemoe", "granitemoehybrid", "granitemoeshared", "llama4", "llama4_text"),
     ({"router_aux_loss_coef": 0.0}, "with router_aux_loss_coef: 0, as transformers computes no balancing loss of it"),
