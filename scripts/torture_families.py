@@ -1,6 +1,6 @@
 """Every family of the zoo through honed's real worker: see scripts/torture, and tests/promises.py for what is tried.
 
-    torture_families.py [FAMILY[,FAMILY…]] [--results FILE] [--write PAGE]
+    torture_families.py [FAMILY[,FAMILY…]] [--results FILE] [--write PAGE] [--minutes M]
 
 Prints what each family keeps; status 1 where a promise is broken. With `--results` each family's result is a line of
 that file, and families that have one there are not tried again.
@@ -9,11 +9,13 @@ that file, and families that have one there are not tried again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -22,6 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from zoo.families import FAMILIES, PROMISES
 
+NOT_TRIED = "not tried"
 #: Codes of errors with which honed refuses what it cannot do.
 REFUSALS = (
     "refused",
@@ -42,7 +45,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 PAGE = """# Families of models
 
 `scripts/torture --families` makes a tiny model of each family below (random weights, with each kind of layer that the
-family has), trains it through the real worker and compares the result with another computation. The last complete run
+family has), trains it through the real worker and compares the result with another computation. The last run
 was on {date}, on a CPU, with {versions}. The test run tries some of them (`tests/worker/test_family_promises.py`).
 {count} of {total} families keep all seven promises.
 
@@ -68,7 +71,7 @@ much. Models that see are trained on text; their vision encoders stay frozen.
 
 ## Exceptions
 
-What is marked "no" or "refused", or has a remark (\\*), and the error or the difference. A family that another one's
+What is marked "no" or "refused", or has a remark (\\*), and the error or the difference; "–" was not tried that day. A family that another one's
 settings make (Llama, Mistral …) is listed once, by the `model_type` of its `config.json`. `xlstm` is not in the table:
 transformers' own kernels for CPUs do not train it at these widths.
 
@@ -78,6 +81,8 @@ transformers' own kernels for CPUs do not train it at these widths.
 
 def word(result: str) -> str:
     """Return the entry of the table for a result."""
+    if result == NOT_TRIED:
+        return "–"
     if result.startswith("holds"):
         return "yes" if result == "holds" else "yes\\*"
     return "refused" if result.startswith(REFUSALS) else "no"
@@ -87,7 +92,7 @@ def exceptions(family: str, promises: Mapping[str, str]) -> list[str]:
     """Return a line for each thing to say of a family, with the promises that it is said of."""
     said: dict[str, list[str]] = {}
     for promise in PROMISES:
-        if promises[promise] != "holds":
+        if promises[promise] not in ("holds", NOT_TRIED):
             said.setdefault(promises[promise], []).append(promise)
     return [f"- `{family}`, {', '.join(names)}: {text}" for text, names in said.items()]
 
@@ -115,10 +120,24 @@ def read(lines: Iterable[str]) -> dict[str, dict[str, str]]:
     return {each["family"]: each["promises"] for each in found if each["promises"]}
 
 
+def until(end: float, left: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield the results of families, as long as it is not later than that."""
+    if not left or time.monotonic() > end:
+        return
+    from promises import of_each
+
+    with contextlib.closing(of_each(left)) as tried:
+        for result in tried:
+            yield result
+            if time.monotonic() > end:
+                return
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="?", help="separated by commas; by default all")
     parser.add_argument("--results", type=Path, help="a file of results, which is continued")
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no family later than this")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page, docs/families.md")
     options = parser.parse_args()
     names = options.families.split(",") if options.families else list(FAMILIES)
@@ -127,14 +146,14 @@ def main() -> int:
     if options.write and {*names} != {*FAMILIES}:
         parser.error("--write: a page is of all families")
     results = read(options.results.read_text().splitlines()) if options.results and options.results.exists() else {}
-    from promises import of_each
-
-    for name, found, seconds in of_each({each: PROMISES for each in names if each not in results}):
+    left = {each: PROMISES for each in names if each not in results}
+    for name, found, seconds in until(time.monotonic() + 60 * options.minutes, left):
         results[name] = found
         print(f"{name}: {seconds:.0f} s", *exceptions(name, found), sep="\n", flush=True)
         if options.results:
             with options.results.open("a") as file:
                 file.write(json.dumps({"family": name, "promises": found}) + "\n")
+    results |= {name: dict.fromkeys(PROMISES, NOT_TRIED) for name in names if name not in results}
     if options.write:
         from honed.system import installed
 

@@ -41,6 +41,8 @@ from zoo import families
 HOLDS = "holds"
 #: Largest difference of two logits in float32, whose kernels may sum in another order.
 MAX_DIFFERENCE = 1e-5
+#: Largest difference of a merge in memory, by PEFT, from the adapter: sums that are rounded in another order.
+MAX_ROUNDING = 1e-3
 #: The same in bfloat16, in units of the last place.
 MAX_ULPS = 2
 #: Largest difference of two gradients, as a share of a tensor's largest element and of all tensors' largest one.
@@ -142,7 +144,7 @@ class Reader:
         *,
         sees: bool,
         adapter: Path | None = None,
-        merged: Path | None = None,
+        merged: bool = False,
         dtype: str = "float32",
         attention: str,
         base: bool = False,
@@ -153,7 +155,7 @@ class Reader:
             asked = {
                 "model": str(model),
                 "adapter": str(adapter or ""),
-                "merged": str(merged or ""),
+                "merged": merged,
                 "sees": sees,
                 "dtype": dtype,
                 "attention": attention,
@@ -189,7 +191,7 @@ class Trial:
         self.undisturbed: tuple[WorkerJob, Ended] | None = None
         self.adapter: WorkerJob | BrokenPromiseError | None = None
         self.balance = ""  #: how exact a divided batch is
-        self.excluded: list[str] = []  #: linear layers that PEFT refuses
+        self.excluded = [*families.EXCLUDED.get(family, ())]  #: linear layers that take no adapter
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -304,12 +306,11 @@ class Trial:
     def merged(self) -> None:
         job = self.adapter_job()
         adapted = self.open(job, adapter=True)
-        oracle = self.open(job, adapter=True, merged=self.directory / "oracle.pt")
+        theirs = self.open(job, adapter=True, merged=True)
         merging = self.job(kind="merge", adapter=str(job.output_dir))
         self.run(merging)
-        opened = self.open(merging, like=job)
-        check_close(opened, oracle)
-        check_close(opened, adapted, rounding=float((oracle - adapted).abs().max()))
+        rounding = min(float((theirs - adapted).abs().max()), MAX_ROUNDING)
+        check_close(self.open(merging, like=job), adapted, rounding=rounding)
 
     def exported(self) -> None:
         job, _ = self.whole()
@@ -348,13 +349,14 @@ class Trial:
                 self.adapter = refused
                 if found := re.search(r"Incompatible modules: [{\[]([^}\]]*)[}\]]", str(refused)):
                     self.excluded = sorted(re.findall(r"'([^']*)'", found[1]))
-                    self.adapter = self.train_adapter(exclude_modules=self.excluded)
+                    self.adapter = self.train_adapter()
         if isinstance(self.adapter, BrokenPromiseError):
             raise self.adapter
         return self.adapter
 
-    def train_adapter(self, **keys: Any) -> WorkerJob:
-        lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **keys}
+    def train_adapter(self) -> WorkerJob:
+        lora: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+        lora |= {"exclude_modules": self.excluded} if self.excluded else {}
         job = self.job(lora=lora, training=STEPS | {"learning_rate": 2e-2})
         self.run(job, logits_path=self.directory / "adapted.pt")
         return job
@@ -365,7 +367,7 @@ class Trial:
         if self.family in families.REMEDIES:
             found.append(families.REMEDIES[self.family][1])
         if self.excluded and promise in ("merged", "adapted"):
-            found.append(f"without {' and '.join(self.excluded)}, which PEFT refuses")
+            found.append(f"without {' and '.join(self.excluded)}, which take no adapter")
         return found
 
 

@@ -1,6 +1,6 @@
 """A process that opens models as a user would, with transformers and PEFT alone: `python reader.py`, a request a line.
 
-    {"model": DIR, "adapter": DIR or "", "merged": FILE or "", "sees": false, "dtype": "float32", "attention": "sdpa",
+    {"model": DIR, "adapter": DIR or "", "merged": false, "sees": false, "dtype": "float32", "attention": "sdpa",
      "ids": [[…]], "logits": FILE}
       ──►  {"missing": […], "unexpected": […], "error": ""}
 
@@ -30,7 +30,6 @@ def open_model(asked: dict[str, Any]) -> dict[str, Any]:
         model = PeftModel.from_pretrained(model, asked["adapter"])
     if asked["merged"]:
         model = model.merge_and_unload()
-        torch.save({name: each.detach().clone() for name, each in model.named_parameters()}, asked["merged"])
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.tensor(asked["ids"]), use_cache=False).logits
     torch.save(logits, asked["logits"])

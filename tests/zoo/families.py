@@ -573,6 +573,9 @@ REMEDIES: dict[str, tuple[dict[str, Any], str]] = dict.fromkeys(
     ({"router_aux_loss_coef": 0.0}, "with router_aux_loss_coef: 0, as transformers computes no balancing loss of it"),
 )
 
+#: Linear layers that take no adapter: these routers return tuples. honed refuses the job with this remedy.
+EXCLUDED: dict[str, tuple[str, ...]] = {"llama4": ("router",), "llama4_text": ("router",)}
+
 #: Every family: its kind, and its settings.
 FAMILIES: dict[str, tuple[Kind, Settings]] = {
     **{name: ("dense", settings) for name, settings in _DENSE.items()},
