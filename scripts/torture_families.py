@@ -71,9 +71,9 @@ much. Models that see are trained on text; their vision encoders stay frozen.
 
 ## Exceptions
 
-What is marked "no" or "refused", or has a remark (\\*), and the error or the difference; "–" was not tried that day. A family that another one's
-settings make (Llama, Mistral …) is listed once, by the `model_type` of its `config.json`. `xlstm` is not in the table:
-transformers' own kernels for CPUs do not train it at these widths.
+What is marked "no" or "refused", or has a remark (\\*), and the error or the difference; "–" was not tried that day.
+Families are listed by the `model_type` of their `config.json`. `xlstm` is not in the table: transformers' own kernels
+for CPUs do not train it at these widths.
 
 {exceptions}
 """
