@@ -38,7 +38,7 @@ PARTS = {
         "cluster",
     ),
     "Reference": ("job-spec", "configuration", "operation", "database", "gpu"),
-    "Explanation": ("architecture", "precision", "masks", "reliability", "security", "benchmarks"),
+    "Explanation": ("architecture", "precision", "masks", "reliability", "families", "security", "benchmarks"),
 }
 
 

@@ -173,6 +173,25 @@ def read_events(path: Path) -> list[Event]:
     return event.read(path, 0).events
 
 
+def plan_job(directory: Path, document: dict[str, Any], *, number: int = 1) -> WorkerJob:
+    """Write the plan of a job into its directory, ready for the worker. Raises what refuses the job."""
+    spec = specs.validate(document)
+    base = Path(spec.base_model)
+    info = basemodel.inspect(base, model_type=spec.model_type)
+    adapter = basemodel.inspect_adapter(Path(spec.adapter)) if spec.adapter else None
+    with modality.naming(spec.parts.patterns):
+        planned = plan.make(spec, info, cpu(), config=Config(), installed=INSTALLED, adapter=adapter)
+    contents = {
+        "job": {"id": number, "name": "facts", "user_id": "1000"},
+        "spec": spec.model_dump(mode="json"),
+        "base_model_path": str(base),
+        "output_dir": spec.output_dir or str(directory / "output"),
+        **planned.as_dict(),
+    }
+    (directory / "plan.json").write_text(json.dumps(contents))
+    return WorkerJob(directory)
+
+
 MakeJob = Callable[..., WorkerJob]
 
 
@@ -222,20 +241,7 @@ def make_job(tmp_path: Path, checkpoint_of: Callable[..., Path]) -> MakeJob:
             "predictions": {"max_new_tokens": 8} | keys.pop("predictions", {}),
             **keys,
         }
-        spec = specs.validate(document)
-        info = basemodel.inspect(base, model_type=spec.model_type)
-        adapter = basemodel.inspect_adapter(Path(spec.adapter)) if spec.adapter else None
-        with modality.naming(spec.parts.patterns):
-            planned = plan.make(spec, info, cpu(), config=Config(), installed=INSTALLED, adapter=adapter)
-        contents = {
-            "job": {"id": len(jobs) + 1, "name": "facts", "user_id": "1000"},
-            "spec": spec.model_dump(mode="json"),
-            "base_model_path": str(base),
-            "output_dir": spec.output_dir or str(directory / "output"),
-            **planned.as_dict(),
-        }
-        (directory / "plan.json").write_text(json.dumps(contents))
-        jobs.append(WorkerJob(directory))
+        jobs.append(plan_job(directory, document, number=len(jobs) + 1))
         return jobs[-1]
 
     return make
