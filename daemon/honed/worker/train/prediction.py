@@ -26,6 +26,7 @@ from honed.system.error import BY_CODE, HonedError, InternalError, said
 from honed.text.chat import ChatFormat
 from honed.worker import message
 from honed.worker.model import cast, division, generation
+from honed.worker.model.dtypes import Rule
 from honed.worker.model.load import is_out_of_memory
 from honed.worker.rows.group import Groups
 from honed.worker.rows.processor import Processor
@@ -307,6 +308,7 @@ class Predictor:
         self._faults = Faults(warn, self._computing.may_match)
         #: The trainer's optimizer, which may keep a part of the weights; None before there is one.
         self.optimizer: Callable[[], Any] = lambda: None
+        self.rule: Rule | None = None  #: the dtypes in which full fine-tuning's weights are saved
         #: True once the time of the run is over: no further batch is asked.
         self.is_late: Callable[[], bool] = lambda: False
         self._tokenizer = chat.tokenizer
@@ -328,7 +330,7 @@ class Predictor:
         self._stop_ids = list(dict.fromkeys([*self._stop_ids, *generation.end_ids(model)]))
         settled = contextlib.nullcontext() if self._is_bases else generation.neutral(model)
         computing, calm = self._computing, undisturbed(model)
-        saved = cast.as_saved(model, computing.precision, self.optimizer())
+        saved = cast.as_saved(model, computing.precision, self.rule, self.optimizer())
         with self._stop.phase("predict"), calm, torch.no_grad(), saved, computing.autocast(model), settled:
             has_media = any(question.media for question in questions)
             size = self._batch_size or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
