@@ -44,7 +44,9 @@ CALLS = (
 OUTPUT = "output"
 PROCESSOR = "preprocessor_config.json"
 #: Of an output and of a checkpoint; each has a directory in it.
-MODEL_FILES, TOKENIZER_FILES = ("adapter_model.safetensors", "merged/model.safetensors"), ("tokenizer.json",)
+MODEL_FILES = ("adapter_model.safetensors", "merged/model.safetensors")
+#: Files of an output that have no word: they are the base's, or made of its files.
+OTHERS = ("tokenizer.json", "generation_config.json")
 CHECKPOINT_FILES = ("adapter_model.safetensors", "optimizer.pt", checkpoint.REQUIRED, "random/state.pth")
 
 
@@ -74,7 +76,8 @@ def prepare(root: Path) -> None:
     layout.checkpoints_dir.mkdir(parents=True)
     model_dir = root / "model"
     model_dir.mkdir()
-    (model_dir / PROCESSOR).write_text("{}")
+    for name in (PROCESSOR, "tokenizer.json"):
+        (model_dir / name).write_text("{}")
     spec = {"base_model": str(model_dir), "datasets": [{"path": "/d"}], "lora": {"r": 4}}
     precision = {
         "load_dtype": "float32",
@@ -128,8 +131,8 @@ class Saved:
 
 def save_output(job: Assignment, save: Save) -> None:
     facts = {"metrics": {}, "word": save.word}
-    model, tokenizer = Saved(save, MODEL_FILES), Saved(save, TOKENIZER_FILES)
-    export.export(job, model, tokenizer, facts, progress=lambda _done, _of: None)
+    model, tokenizer = Saved(save, MODEL_FILES), Saved(save, ())
+    export.export(job, model, tokenizer, facts, progress=lambda _done, _of: None, prove=lambda _made: None)
 
 
 def save_checkpoint(checkpoints_dir: Path, save: Save) -> None:
@@ -188,8 +191,8 @@ def output_word(output_dir: Path) -> str | None:
         word = str(json.loads((output_dir / export.MANIFEST).read_bytes())["word"])
     except (OSError, ValueError, KeyError) as error:
         return f"torn: {error}"
-    others = {export.MANIFEST, "README.md", PROCESSOR}
-    fault = fault_of(output_dir, (*MODEL_FILES, *TOKENIZER_FILES), Save(OUTPUT, word), but=others)
+    others = {export.MANIFEST, "README.md", PROCESSOR, *OTHERS}
+    fault = fault_of(output_dir, MODEL_FILES, Save(OUTPUT, word), but=others)
     return fault or word
 
 

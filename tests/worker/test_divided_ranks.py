@@ -219,7 +219,7 @@ TogetherPredictor._generate = generate
     [
         pytest.param(1, "out_of_memory", "the second rank's", MEMORY, id="memory"),
         pytest.param(1, "disk_insufficient", "a checkpoint needs", FULL, id="disk"),
-        pytest.param(0, "error", "is not what the ranks hold", UNSAVED, id="export"),
+        pytest.param(0, "model_invalid", "other weights than the adapter in memory", UNSAVED, id="export"),
         pytest.param(1, "error", "ValueError", FAILED, id="prediction"),
     ],
 )

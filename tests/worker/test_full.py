@@ -210,6 +210,13 @@ def precision(save_dtype: str | None, *, load_dtype: str = "float32", bf16: bool
     )
 
 
+def as_asked(dtype: str) -> Any:
+    """The rule for a model of which nothing is kept in a wider dtype."""
+    from honed.worker.model.dtypes import Rule
+
+    return Rule(dtype, frozenset(), {})
+
+
 def tiny(*, has_tie: bool = False) -> Any:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -238,7 +245,7 @@ def test_what_is_asked_of_the_model_is_asked_of_the_numbers_that_are_saved(*, bf
 
     model = tiny(has_tie=True)
     own = {name: (each.data_ptr(), each.detach().clone()) for name, each in model.named_parameters()}
-    with cast.as_saved(model, precision("bfloat16", bf16=bf16)):
+    with cast.as_saved(model, precision("bfloat16", bf16=bf16), as_asked("bfloat16")):
         for name, each in model.named_parameters():
             assert each.dtype == getattr(torch, held)
             assert torch.equal(each.float(), own[name][1].bfloat16().float())
@@ -264,11 +271,11 @@ def test_compensated_weights_are_asked_and_saved_with_their_remainders_where_mor
         plan = replace(precision(save_dtype, load_dtype="bfloat16", bf16=True), master_weights="compensated")
         assert cast.computed_dtype(plan) == "float32"
         wanted = {name: each.to(getattr(torch, save_dtype)) for name, each in masters.items()}
-        with cast.as_saved(model, plan, optimizer):
+        with cast.as_saved(model, plan, as_asked(save_dtype), optimizer):
             for name, each in model.named_parameters():
                 assert torch.equal(each, wanted[name].float())
         assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
-    assert cast.cast(model, plan, optimizer) == ""
+    assert cast.cast(model, plan, as_asked(save_dtype), optimizer) == ""
     assert all(torch.equal(each, wanted[name]) for name, each in model.named_parameters())
 
 
@@ -281,7 +288,7 @@ def test_plain_bfloat16_weights_are_asked_as_they_are_where_float32_is_saved() -
     model = tiny().bfloat16()
     plan = replace(precision("float32", load_dtype="bfloat16", bf16=True), master_weights="none")
     assert cast.computed_dtype(plan) == "bfloat16"
-    with cast.as_saved(model, plan):
+    with cast.as_saved(model, plan, as_asked("float32")):
         assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
 
 
@@ -294,9 +301,9 @@ def test_weights_that_float16_has_no_numbers_for_are_saved_in_float32_and_that_i
     with torch.no_grad():
         model.lm_head.weight[0, 0] = 70000.0
     plan = precision("float16")
-    with cast.as_saved(model, plan):
+    with cast.as_saved(model, plan, as_asked("float16")):
         assert float(model.lm_head.weight[0, 0]) == 70000.0
-    assert "lm_head.weight grew beyond 65504" in cast.cast(model, plan)
+    assert "lm_head.weight grew beyond 65504" in cast.cast(model, plan, as_asked("float16"))
     assert {each.dtype for each in model.parameters()} == {torch.float32}
 
 
@@ -309,21 +316,35 @@ def test_the_configs_within_a_config_say_the_dtype_that_is_saved_too() -> None:
 
     model: Any = torch.nn.Linear(2, 2)
     model.config = Gemma3Config(dtype="float32", text_config={"dtype": "float32"}, vision_config={"dtype": "float32"})
-    assert cast.cast(model, precision("bfloat16")) == ""
+    assert cast.cast(model, precision("bfloat16"), as_asked("bfloat16")) == ""
     every = (model.config, model.config.text_config, model.config.vision_config)
     assert {str(each.dtype) for each in every} == {"torch.bfloat16"}
 
 
-def test_what_transformers_keeps_in_float32_is_saved_so() -> None:
+def test_what_the_class_and_the_base_keep_in_float32_is_saved_so(tmp_path: Path) -> None:
+    """A family's router bias; a base's float32 norm beside bfloat16 weights; and nothing of a base of one dtype."""
     import torch
+    from safetensors.torch import load_file, save_file
 
-    from honed.worker.model import cast
+    from honed.worker.model import cast, dtypes
 
     model = tiny()
-    model._keep_in_fp32_modules_strict = {"q_norm"}
-    assert cast.cast(model, precision("bfloat16")) == ""
+    model.bfloat16().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model.float()
+    type(model)._keep_in_fp32_modules_strict = {"q_norm"}
+    try:
+        rule = dtypes.for_saving(model, tmp_path, "bfloat16")
+        wide = dtypes.for_saving(model, tmp_path, "float32")
+    finally:
+        type(model)._keep_in_fp32_modules_strict = None
+    assert cast.cast(model, precision("bfloat16"), rule) == ""
     kept = {name for name, each in model.named_parameters() if each.dtype == torch.float32}
-    assert kept == {"model.layers.0.self_attn.q_norm.weight"}
+    assert kept == {"model.layers.0.self_attn.q_norm.weight", "model.norm.weight"}
+    assert {wide.of(name) for name, _ in model.named_parameters()} == {"float32"}
 
 
 # --- The optimizer ----------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 
 from conftest import INSTALLED, MakeJob, WorkerJob
 from honed.inputs import basemodel
+from honed.job.plan_file import Precision
 from honed.plan import plan
 from honed.spec import spec as specs
 from honed.spec.config import Config
 from honed.system.device import cpu
 from honed.system.error import ModelError, PrecisionError
-from honed.worker.model import merge
+from honed.worker.model import merge, written
 from honed.worker.stop import Stop
 from zoo.vision import FAMILIES, build_vision_checkpoint
 
@@ -45,6 +48,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "conv1d, dora": ("gpt2", {"use_dora": True}),
     "embeddings": ("qwen3", {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}),
     "embeddings, tied": ("gemma2", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "embeddings, dora": ("qwen3", {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
+    "trained tokens": ("qwen3", {"trainable_token_indices": [7, 9]}),
+    "trained tokens, both tied": ("gemma2", {"trainable_token_indices": [7, 9]}),
     "a head of its own, tied": ("gemma2", {"modules_to_save": ["lm_head"]}),
     "saved modules": ("llama", {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
     "bias of lora": ("llama", {"lora_bias": True, "model": {"attention_bias": True, "mlp_bias": True}}),
@@ -114,7 +120,7 @@ def test_a_merged_model_gives_the_logits_of_base_plus_adapter(
     expected = side_by_side(base, adapter)
     torch.testing.assert_close(whole(tmp_path / "merged"), expected, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(whole(base), expected, atol=1e-3), "the adapter does something"
-    assert merged.is_untied == ("tied" in way and "dora" not in way)
+    assert merged.is_untied == ("tied" in way and "dora" not in way and "both" not in way)
     AutoTokenizer.from_pretrained(tmp_path / "merged")
 
 
@@ -232,6 +238,233 @@ def test_a_parameter_beyond_float16_is_named(checkpoint_of: Callable[..., Path],
     with pytest.raises(PrecisionError, match=r"model\.norm\.weight: up to 1e\+06, which float16 cannot hold"):
         merge_to(base, adapter, tmp_path / "merged", "float16")
     merge_to(base, adapter, tmp_path / "merged", "bfloat16")
+
+
+# --- Dtypes, names, and what was trained on ---------------------------------------------------------------------------
+
+
+def deepseek(directory: Path) -> Path:
+    """A mixture of experts whose routers choose by float32 biases that bfloat16 has no numbers for."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=16,
+        n_shared_experts=1,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    tensors = load_file(directory / "model.safetensors")
+    for name in tensors:
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = 6.8 + 0.25 * torch.rand(tensors[name].shape)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_the_class_or_the_base_keeps_wider_stays_so(dtype: str, tmp_path: Path) -> None:
+    base = deepseek(tmp_path / "base")
+    adapter = adapter_for(base, tmp_path / "adapter", target_modules=["q_b_proj", "o_proj"])
+    merged = merge_to(base, adapter, tmp_path / "merged", dtype)
+    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "merged/model.safetensors")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(before[bias], after[bias]), "bit for bit"
+    wide = {name for name, each in after.items() if each.dtype != getattr(torch, dtype)}
+    assert wide == ({bias, "model.norm.weight"} if dtype != "float32" else set())
+    assert ("in float32 " + bias in str(merged)) == bool(wide), str(merged)
+
+
+def test_layers_that_share_weights_are_stored_apart_where_the_adapter_makes_them_differ(tmp_path: Path) -> None:
+    """Zamba2's blocks: its config unties them all, the head too, which then must be stored as well."""
+    from transformers import Zamba2Config
+
+    torch.manual_seed(0)
+    config = Zamba2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        mamba_d_state=8,
+        n_mamba_heads=2,
+        mamba_headdim=32,
+        mamba_ngroups=1,
+        chunk_size=8,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        num_mem_blocks=1,
+        adapter_rank=4,
+    )
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    (base / "tokenizer.json").write_text("{}")
+    adapter = adapter_for(base, tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
+    assert merge_to(base, adapter, tmp_path / "merged").is_untied
+    torch.testing.assert_close(whole(tmp_path / "merged"), side_by_side(base, adapter), atol=1e-5, rtol=1e-5)
+
+
+def test_weights_that_the_class_ignores_and_the_config_declares_are_kept(tmp_path: Path) -> None:
+    """Heads for several tokens; with a float32 A_log, as linear attention has it."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        mtp_num_hidden_layers=1,
+    )
+    base = tmp_path / "base"
+    Qwen3_5ForCausalLM(config).bfloat16().save_pretrained(base)
+    (base / "tokenizer.json").write_text("{}")
+    tensors = load_file(base / "model.safetensors")
+    logs = {name: each.float() + 1e-4 for name, each in tensors.items() if name.endswith("A_log")}
+    heads = {"mtp.fc.weight": torch.randn(32, 64).bfloat16(), "mtp.norm.weight": torch.randn(32).bfloat16()}
+    save_file({**tensors, **logs, **heads}, base / "model.safetensors", metadata={"format": "pt"})
+    adapter = adapter_for(base, tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
+    merge_to(base, adapter, tmp_path / "merged", "float16")
+    after = load_file(tmp_path / "merged/model.safetensors")
+    assert logs
+    for name, each in {**logs, **heads}.items():
+        assert each.dtype == after[name].dtype
+        assert torch.equal(each, after[name])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_olora_under_quantization_is_merged_onto_what_it_was_trained_on(
+    bits: int, checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    from transformers import BitsAndBytesConfig
+
+    base = checkpoint_of("llama", dtype="bfloat16")
+    how = BitsAndBytesConfig(
+        load_in_4bit=bits == 4,
+        load_in_8bit=bits == 8,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+    def quantized() -> Any:
+        return AutoModelForCausalLM.from_pretrained(base, quantization_config=how, dtype=torch.bfloat16)
+
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": "olora"}
+    trained = peft.get_peft_model(quantized(), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    torch.manual_seed(1)
+    for name, parameter in trained.named_parameters():
+        if "lora_B" in name:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    trained.save_pretrained(tmp_path / "adapter")
+    precision = Precision(
+        load_dtype="bfloat16",
+        compute_dtype="bfloat16",
+        bf16=True,
+        fp16=False,
+        adapter_dtype="float32",
+        quantization=f"{bits}bit",
+        attn_implementation="sdpa",
+        reasons={},
+    )
+    manifest = {"plan": {"precision": asdict(precision)}}
+    (tmp_path / "adapter/honed.json").write_text(json.dumps(manifest))
+    merge_to(base, tmp_path / "adapter", tmp_path / "merged")
+    stored = load_file(tmp_path / "merged/model.safetensors")
+    layer = trained.base_model.model.model.layers[0].self_attn.q_proj
+    inputs = torch.eye(layer.in_features)
+    weight = layer.get_base_layer().weight
+    if bits == 4:
+        from bitsandbytes.functional import dequantize_4bit
+
+        begun = dequantize_4bit(weight.data, weight.quant_state).float()
+    else:
+        state = layer.get_base_layer()
+        state(inputs.bfloat16())  # takes the new weight's scales
+        scales = state.state.SCB if weight.SCB is None else weight.SCB
+        begun = weight.data.float() * scales[:, None] / 127
+    expected = begun + layer.get_delta_weight("default").float()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(stored[name], expected, atol=1e-5, rtol=1e-5)
+    plain = load_file(base / "model.safetensors")[name].float()
+    assert not torch.allclose(stored[name], plain, atol=1e-2)
+
+
+# --- The second computation -------------------------------------------------------------------------------------------
+
+
+def wrong_scale(part: Any, *_: Any, **__: Any) -> None:
+    for name in part.scaling:
+        part.get_base_layer().weight.data += 1.02 * part.get_delta_weight(name)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrong", [wrong_scale, nothing])
+def test_a_merge_that_is_wrong_is_found_while_it_is_written(
+    wrong: Any, dtype: str, checkpoint_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = checkpoint_of("llama")
+    adapter = adapter_for(base, tmp_path / "adapter")
+    monkeypatch.setattr(peft.tuners.lora.layer.Linear, "merge", wrong)
+    with pytest.raises(ModelError, match=r"down_proj.weight: .* is not base plus adapter: up to .* apart"):
+        merge_to(base, adapter, tmp_path / "merged", dtype)
+
+
+def test_a_tensor_of_the_adapter_that_nothing_was_made_of_is_named(
+    checkpoint_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = checkpoint_of("llama")
+    adapter = adapter_for(base, tmp_path / "adapter", modules_to_save=["norm"])
+    parts = merge._parts
+    monkeypatch.setattr(
+        merge, "_parts", lambda *given: (each for each in parts(*given) if "layers.1.mlp.down_proj" not in each[0])
+    )
+    with pytest.raises(ModelError, match=r"lacks what the adapter trained: .*layers\.1\.mlp\.down_proj"):
+        merge_to(base, adapter, tmp_path / "merged")
+
+
+def test_a_written_model_that_its_own_config_does_not_make_is_refused(
+    checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = checkpoint_of("qwen3_moe", **QWEN3_MOE)
+    for key, value, fault in (
+        ("num_experts", 4, None),
+        ("num_experts", 5, "another shape than its own config requires: model.layers.0.mlp.gate"),
+        ("num_hidden_layers", 3, "lacks tensors that its own config requires: model.layers.2"),
+        ("num_hidden_layers", 1, "has tensors that its own config has no place for: model.layers.1"),
+    ):
+        other = AutoConfig.from_pretrained(base, **{key: value})
+        empty = merge._skeleton(other, "float32", trust_remote_code=False)
+        with pytest.raises(ModelError, match=fault) if fault else contextlib.nullcontext():
+            written.check(base, empty, [])
 
 
 # --- Jobs -------------------------------------------------------------------------------------------------------------

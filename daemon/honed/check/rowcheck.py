@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from honed.check import datacheck, templatecheck
 from honed.check.policy import Named, Policy
-from honed.inputs import dataset, modality
+from honed.inputs import basemodel, dataset, modality
 from honed.inputs.basemodel import BaseModelInfo
 from honed.inputs.datadir import files_of
 from honed.inputs.media import PLURAL
@@ -62,17 +62,20 @@ def check(
     from honed.text.chat import ChatFormat  # noqa: PLC0415  (most checks end before they need jinja2)
     from honed.text.tokenfile import read  # noqa: PLC0415
 
-    tokenizer = read(model.path, templatecheck.source(job_spec, model))
+    tokenizer = read(model.path, templatecheck.source(job_spec, model), eos_token=job_spec.training.eos_token)
     if tokenizer is None:
         return []
     try:
-        return list(_check(job_spec, model, rights, ChatFormat.of(job_spec, tokenizer), cache))
+        warnings = list(_check(job_spec, model, rights, ChatFormat.of(job_spec, tokenizer), cache))
     except (MemoryError, RecursionError) as error:
         short = "memory" if isinstance(error, MemoryError) else "depth"
         raise ModelError(
             f"{_template(job_spec, model)}: rendering the first rows needs more {short} than a check may use",
             hint="use another template with chat_template:",
         ) from error
+    if tokenizer.fault is not None:
+        raise tokenizer.fault
+    return warnings
 
 
 def _template(job_spec: JobSpec, model: BaseModelInfo) -> str:
@@ -115,7 +118,10 @@ def _look(
     told = list(_told(job_spec, chat, each, seen))
     _check_ids(model, chat, seen)
     is_rendered = any(example.kind == "messages" for example in examples)
-    notes = [f"{text}" for level, text in chat.advice.notes(examples) if level == "warning"] if is_rendered else []
+    if is_rendered and job_spec.training.eos_token is not None:
+        chat.require_end(job_spec.training.eos_token)
+    noted = chat.advice.notes(examples, basemodel.end_ids(model.path)) if is_rendered else ()
+    notes = [text for level, text in noted if level == "warning"]
     return tuple(told), tuple(notes)
 
 
@@ -250,5 +256,6 @@ def _key(job_spec: JobSpec, model: BaseModelInfo, chat: ChatFormat, rows: bytes)
         job_spec.training.cut_at,
         _num_embeddings(model),
         chat.tokenizer.identity,
+        basemodel.end_ids(model.path),
     )
     return hashlib.sha256(repr(facts).encode(errors="surrogateescape")).digest()

@@ -716,6 +716,22 @@ def _check_tail(path: Path, file: BinaryIO) -> None:
         raise ModelError(f"{path}: truncated: the JSON does not end", hint="copy the tokenizer again")
 
 
+def end_ids(path: Path) -> list[int]:
+    """Return the tokens at which a base model's answers end: by its generation_config.json, else by its config.json."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            found = modality.loads((path / name).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        inner = found.get("text_config") if isinstance(found, dict) else None
+        for level in (found, inner):
+            value = level.get("eos_token_id") if isinstance(level, dict) else None
+            ids = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
+            if ids:
+                return ids
+    return []
+
+
 def chat_template(path: Path, *, has_processor: bool) -> str | None:
     """Return the template that the tokenizer will have, in transformers' own order; None without one.
 

@@ -194,7 +194,7 @@ def _descend(looked: Sequence[tuple[Precision, Memory]], spec: JobSpec) -> tuple
 def _merge(
     spec: JobSpec, model: BaseModelInfo, device: Device, *, reserve_bytes: int, adapter: AdapterInfo | None
 ) -> Plan:
-    """Plan a merge, with one precision for every parameter. Only sums are computed: in float32, on the CPU."""
+    """Plan a merge: the precision of its weights. Only sums are computed: in float32, on the CPU."""
     stored = model.stored_dtype if model.stored_dtype in MERGED_DTYPES else "float32"
     reasons = {
         "load_dtype": "the dtype of the stored base model" if spec.dtype == "auto" else "as the job asks",

@@ -33,6 +33,7 @@ OVERFLOWS_FLOAT16 = (
 )
 #: Architectures that scaled_dot_product_attention computes wrongly or not at all, each with the reason.
 EAGER_ONLY = {
+    "doge": "doge's sdpa sees later tokens where a batch has no padding",
     "gemma2": "gemma2 caps its attention scores, which sdpa does not",
     "gpt_oss": "gpt_oss has attention sinks, which sdpa does not support",
     "mimo_v2_flash": "mimo_v2_flash has attention sinks, which sdpa does not support",

@@ -708,7 +708,8 @@ class JobSpec(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of computation; `auto` takes the checkpoint's, if the device supports it. Full fine-tuning then has
     float32 weights, under autocast, as far as memory allows: see `master_weights`. float32 computes in float32, without
-    autocast. For a merge: precision of every parameter."""
+    autocast. For a merge: precision of the weights, except those that the family or the base keeps in a wider one.
+    """
     adapter_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights trained beside a frozen base; `auto` is float32, also for QLoRA. bfloat16 takes half the
     memory and loses small updates."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
-from honed.spec.field import Count, Expected, Flag, Section, Steps, StepsOrZero, any_of
+from honed.spec.field import Count, Expected, Flag, NotEmpty, Section, Steps, StepsOrZero, any_of
 
 Optimizer = Literal[
     "adamw_torch",
@@ -114,6 +114,10 @@ class TrainingSpec(Section):
     """Order of the examples."""
     shuffle_dataset: Flag = False
     """Shuffle the data once, before the first epoch."""
+
+    eos_token: NotEmpty | None = None
+    """Token that ends an answer: of the tokenizer, of the rows that no template renders, and of the output. null takes
+    the base model's. Set it where the chat template ends turns with another token than the tokenizer's."""
 
     # Learning rate and optimizer
     learning_rate: Annotated[float, Gt(0), Le(1)] = 2e-5
@@ -291,7 +295,6 @@ OWNED: dict[str, str] = {
     **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), _MASK),
     **dict.fromkeys(("dataset_kwargs", "dataset_num_proc", "remove_unused_columns", "label_names"), _TOKENIZED),
     "length_column_name": _TOKENIZED,
-    "eos_token": "the tokenizer and its chat template define the end of a turn",
     "pad_token": "the tokenizer has one; if not, honed chooses one",
     "model_init_kwargs": _MODEL,
     "use_cache": "honed disables the cache in training and enables it in predictions",

@@ -20,6 +20,7 @@ from honed.text.asking import Mismatches
 from honed.text.omission import REASONING_KEYS, WORDS, Kind, Omission, Tally
 from honed.text.renderer import Renderers
 from honed.text.template import Conversation
+from honed.text.tokens import Tokens
 
 #: Names in a template that are tried as arguments.
 MAX_SWITCHES = 12
@@ -42,10 +43,13 @@ class Advice:
 
     renderers: Renderers
 
-    def notes(self, examples: Iterable[Example] = ()) -> Iterator[tuple[str, str]]:
+    def notes(
+        self, examples: Iterable[Example] = (), end_ids: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, str]]:
         """Yield notable facts about the template, or about its effect on these rows, each after its level.
 
-        The level is warning, or info where nothing is wrong.
+        The level is warning, or info where nothing is wrong. `end_ids` are the tokens at which the base model's answers
+        end, where they are known.
         """
         renderer = self.renderers.own
         probe, eos = renderer.probe, renderer.tokenizer.eos_token
@@ -77,11 +81,7 @@ class Advice:
                 f"honed adds {ends} there and trains it, so that the model learns to stop",
             )
         elif probe.ends and not probe.ends[0].endswith(eos or probe.ends[0]):
-            yield (
-                "info",
-                f"turns end in {_quoted(probe.ends[0])}, but the tokenizer's eos token is {_quoted(eos)}: both stop "
-                "generation",
-            )
+            yield _other_end(renderer.tokens, probe.ends[0], end_ids)
 
     def on_row(self, example: Example, omitted: Sequence[Omission]) -> str:
         """Return advice for a row of which the template leaves out some; settings are tried where possible."""
@@ -138,6 +138,23 @@ class Advice:
         if self.renderers.of(example).shows("system", replace(example, messages=_by_the_system(example.messages))):
             return "the template does not support the role developer: use the role `system` for those messages"
         return ""
+
+
+def _other_end(tokens: Tokens, end: str, end_ids: Sequence[int] | None) -> tuple[str, str]:
+    """Return a note on turns that end with another token than the tokenizer's eos."""
+    says = f"turns end in {_quoted(end)}, but the tokenizer's eos token is {_quoted(tokens.tokenizer.eos_token)}"
+    ids = tokens.ids(end)
+    if len(ids) > 1 and getattr(tokens.tokenizer, "counts", True):
+        return "warning", (
+            f"turns end in {_quoted(end)}, which is not one token: neither predictions nor programs that read the "
+            "output stop there; use another template with `chat_template:`"
+        )
+    if end_ids is None or set(ids) <= set(end_ids):
+        return "info", f"{says}: both stop generation"
+    return "warning", (
+        f"{says}: predictions and the output's generation_config.json stop at both; for programs that read only the "
+        f"tokenizer, set `training.eos_token: {_quoted(end)}`"
+    )
 
 
 def _asks_well(renderers: Renderers, example: Example) -> bool:

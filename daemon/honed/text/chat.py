@@ -26,7 +26,8 @@ from honed.inputs.media import Media
 from honed.inputs.row import Example, words
 from honed.job.shape import Segment
 from honed.spec import variant as variants
-from honed.system.error import DatasetError
+from honed.system import quote
+from honed.system.error import DatasetError, SpecError
 from honed.text import maskcheck
 from honed.text.advice import Advice
 from honed.text.asking import Mismatch
@@ -200,6 +201,18 @@ class ChatFormat:
         An end after which an answer that begins with reasoning continues is not among them.
         """
         return self.renderers.stop_token_ids()
+
+    def require_end(self, token: str) -> None:
+        """Raise SpecError if the template ends turns, and none with this token, which the job names as their end."""
+        ends = self.renderers.own.probe.ends
+        if ends and not any(end.endswith(token) for end in ends):
+            raise SpecError(
+                f"training.eos_token: {quote.mark(repr(token))} does not end the turns of the chat template, which end "
+                f"in {quote.mark(repr(ends[0]))}",
+                hint="name the token with which the template ends turns, remove the key, or use another template with "
+                "chat_template:",
+                fix={"training.eos_token": ends[0] if len(self.tokens.ids(ends[0])) == 1 else None},
+            )
 
     def check_trained(
         self,

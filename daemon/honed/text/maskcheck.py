@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from honed.inputs.row import Example, words
 from honed.system import quote
 from honed.system.error import MaskError
-from honed.text.span import Span, runs_of, squeeze
+from honed.text.span import Span, from_letter, runs_of, squeeze
 from honed.text.template import TEMPLATE_ERRORS, turn_marks, where
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def check(
             _check_completion(row, runs)
         case "text":
             _check_whole(row)
+            _check_space(row, row.example.text, row.whole)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ class _Row:
     def text(self, a: int, b: int) -> str:
         """Return the text of tokens [a, b), as it stands in the row's."""
         return self.renderer.tokens.decode(self.ids[:b])[len(self.renderer.tokens.decode(self.ids[:a])) :]
+
+    @property
+    def whole(self) -> str:
+        """The row's text without the tokens that begin every text."""
+        tokens = self.renderer.tokens
+        n = len(tokens.bos_ids)
+        return tokens.decode(self.ids[n:] if self.ids[:n] == tokens.bos_ids else self.ids)
 
     def said(self, run: Span, *, is_cut: bool) -> str:
         """Return the text of a run; of a truncated one, without the bytes of an incomplete character."""
@@ -110,6 +118,16 @@ def _check_completion(row: _Row, runs: list[Span]) -> None:
         raise row.error("the trained text is not the completion", runs[0][0])
     if text == wanted and eos and not wanted.endswith(eos) and not row.is_truncated:
         raise row.error("the end token after the completion is not trained on", runs[0][1] - 1)
+    _check_space(row, row.example.prompt + row.example.completion, row.whole, at=runs[0][0])
+
+
+def _check_space(row: _Row, said: str, *shown: str, at: int | None = None) -> None:
+    """Check that one of the decoded texts, which begin with the same letters, has the white space of what is said."""
+    places = [row.renderer.tokens.lost_space(said, each) for each in shown]
+    if places and all(place is not None for place in places):
+        a, b = places[0] or (0, 0)
+        lost = quote.aside(f" of {said[max(0, a - 16) : b + 16]!r}")
+        raise row.error(f"the trained text has lost or changed the white space{lost}", at)
 
 
 def _check_whole(row: _Row) -> None:
@@ -137,6 +155,8 @@ class _Turns:
             turns = self._match(run, awaited, is_cut=is_cut, is_alone=len(runs) - n >= len(awaited))
             awaited = awaited[len(turns) :]
             self._check_order(run, turns)
+            for i in turns:
+                self._check_space(run, i, is_cut=is_cut)
             self._check_edges(run, words(self._messages[turns[0]]), is_cut=is_cut)
             if not is_cut:
                 self._check_end(run, turns[-1])
@@ -201,6 +221,16 @@ class _Turns:
         ):
             return at, len(text)
         return None if _is_simple(message) else (at, len(text))
+
+    def _check_space(self, run: Span, i: int, *, is_cut: bool) -> None:
+        """Check that message i's words have their white space in a run, wherever in it they may be."""
+        whole = words(self._messages[i])
+        for said in (whole, whole.split("</think>")[-1]):
+            text, letters = self._row.said(run, is_cut=is_cut), squeeze(said)
+            starts = [each.start() for each in re.finditer(re.escape(letters), squeeze(text))] if letters else []
+            if starts:
+                _check_space(self._row, said, *(from_letter(text, n) for n in starts), at=run[0])
+                return
 
     def _check_front(self, front: str, i: int, run: Span) -> None:
         """Check the trained text before a message's words: only the template's marks of a turn, nothing earlier."""

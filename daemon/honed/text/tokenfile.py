@@ -5,13 +5,14 @@ without transformers and without any code that comes with the model.
     tokenizer_config.json   names the special tokens, and tokens that are added
     the chat template       rendered in the sandbox that transformers sets up
 
-`read` returns None where the files do not determine what transformers would do. Where only the vocabulary cannot be
-read, each character counts as a token: conversations are rendered and their turns found, and `counts` is False.
+`read` returns None where the files do not determine what the worker's tokenizer does. Where only the vocabulary cannot
+be read, each character counts as a token: conversations are rendered and their turns found, and `counts` is False.
 """
 
 from __future__ import annotations
 
 import datetime
+import difflib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from honed.inputs import modality
+from honed.system import quote
+from honed.system.error import ModelError, SpecError, said
 
 #: Largest tokenizer file that is read, in bytes, and tokenizers that are cached: one may take 200 MB of memory.
 MAX_FILE_BYTES = 128 * 1024 * 1024
@@ -42,8 +45,10 @@ class FileTokenizer:
         added: Mapping[int, str],
         chat_template: str | None,
         identity: tuple[int, ...] = (),
+        fault: ModelError | None = None,
     ) -> None:
         self._backend, self._named = backend, dict(named)
+        self.fault = fault  #: why no worker could use its tokenizer.json
         self.all_special_tokens = list(dict.fromkeys([*named.values(), *special]))
         self.added_tokens_decoder = dict(added)
         self.chat_template = chat_template
@@ -152,39 +157,81 @@ def compiled(source: str) -> Any:
     return environment.from_string(source)
 
 
-def read(path: Path, chat_template: str | None) -> FileTokenizer | None:
-    """Read the tokenizer of a checkpoint. Return None where its files do not determine its behaviour."""
-    config = _json(path / "tokenizer_config.json")
-    if config is None or "auto_map" in config or (path / "tekken.json").exists():
+def read(path: Path, chat_template: str | None, *, eos_token: str | None = None) -> FileTokenizer | None:
+    """Read the tokenizer of a checkpoint, with the job's end token if it names one.
+
+    Return None where its files do not determine its behaviour. Raises SpecError for an end token that is none of its
+    tokens.
+    """
+    found = config(path)
+    if found is None or "auto_map" in found or (path / "tekken.json").exists() or found.get("fix_mistral_regex"):
         return None
-    tokens = {int(number): each for number, each in (config.get("added_tokens_decoder") or {}).items()}
+    tokens = {int(number): each for number, each in (found.get("added_tokens_decoder") or {}).items()}
     if not tokens:  # transformers reads these two files only where the config has no tokens
-        config = config | (_json(path / "special_tokens_map.json") or {})
+        found = found | (_json(path / "special_tokens_map.json") or {})
         if (path / "added_tokens.json").exists():
             return None
-    named = {name: text for name in NAMES if (text := _text(config.get(name))) is not None}
+    named = {name: text for name in NAMES if (text := _text(found.get(name))) is not None}
+    backend, fault = _backend(path / "tokenizer.json")
+    added = {number: str(each["content"]) for number, each in tokens.items()}
+    if eos_token is not None:
+        if backend is not None and backend.token_to_id(eos_token) is None and eos_token not in added.values():
+            raise unknown_end(eos_token, near=[*added.values(), *_contents(backend).values()])
+        named["eos_token"] = eos_token
     if "eos_token" not in named:
         return None  # the tokenizer class has a default that is not in the files
-    special = _texts(config.get("extra_special_tokens")) + _texts(config.get("additional_special_tokens"))
-    special += [text for key, each in config.items() if key.endswith("_token") and (text := _text(each)) is not None]
-    backend = _backend(path / "tokenizer.json")
-    added = {number: str(each["content"]) for number, each in tokens.items()}
+    special = _texts(found.get("extra_special_tokens")) + _texts(found.get("additional_special_tokens"))
+    special += [text for key, each in found.items() if key.endswith("_token") and (text := _text(each)) is not None]
     if backend is not None:
-        known = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
+        known = _contents(backend)
         if any(backend.token_to_id(text) != number for number, text in added.items()):
             return None
         if any(backend.token_to_id(text) is None for text in [*named.values(), *special]):
             backend = None  # transformers would add it
         added = known | added
-    return FileTokenizer(backend, named, special, added, chat_template, _facts(path / "tokenizer.json"))
+    return FileTokenizer(backend, named, special, added, chat_template, _facts(path / "tokenizer.json"), fault)
 
 
-def _backend(file: Path) -> Any:
-    """Load a file with the tokenizers library; None if the library or a valid file of acceptable size is missing."""
+def config(path: Path) -> dict[str, Any] | None:
+    """Return a checkpoint's tokenizer_config.json; None if it has none that is valid."""
+    return _json(path / "tokenizer_config.json")
+
+
+def _contents(backend: Any) -> dict[int, str]:
+    return {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
+
+
+def unknown_end(token: str, near: Sequence[str] = ()) -> SpecError:
+    """Return the error for a `training.eos_token` that is no token."""
+    found = difflib.get_close_matches(token, near, n=1, cutoff=0.5)
+    meant = f"; did you mean {found[0]}?" if found else ""
+    return SpecError(
+        f"training.eos_token: {quote.mark(repr(token))} is not a token of the base model's vocabulary",
+        hint=f"write one token of its tokenizer.json, such as the one that ends a turn in the chat template{meant}",
+        fix={"training.eos_token": found[0]} if found else None,
+    )
+
+
+def unreadable(file: Path, error: Exception) -> ModelError:
+    """Return the error for a tokenizer.json that the tokenizers library refuses."""
+    return ModelError(
+        f"{file}: the tokenizers library cannot read it: {said(error)}",
+        hint="copy the tokenizer again from the model's source; a newer file may need newer versions of tokenizers and "
+        "transformers",
+    )
+
+
+def _backend(file: Path) -> tuple[Any, ModelError | None]:
+    """Load a file with the tokenizers library. Return its tokenizer, which is None if the library or a file of
+    acceptable size is missing, and the error of a file that it cannot read."""
     try:
-        return _load(file, facts) if (facts := _facts(file)) and facts[2] <= MAX_FILE_BYTES else None
+        found = _load(file, facts) if (facts := _facts(file)) and facts[2] <= MAX_FILE_BYTES else None
     except ImportError:
-        return None
+        return None, None
+    if not isinstance(found, ModelError):
+        return found, None
+    model = (_json(file) or {}).get("model")  # a file without a vocabulary is no tokenizer at all
+    return None, found if isinstance(model, dict) and model.get("vocab") else None
 
 
 def _facts(file: Path) -> tuple[int, ...]:
@@ -202,8 +249,8 @@ def _load(file: Path, _facts: tuple[int, ...]) -> Any:
 
     try:
         found = tokenizers.Tokenizer.from_file(str(file))
-    except Exception:  # noqa: BLE001  (the library raises nothing else)
-        return None
+    except Exception as error:  # noqa: BLE001  (the library raises nothing else)
+        return unreadable(file, error)
     found.no_truncation()
     found.no_padding()
     return found

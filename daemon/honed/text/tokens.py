@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
-from honed.text.span import Span, common, range_by_offset, squeeze, token_ends
+from honed.system import quote
+from honed.system.error import ModelError
+from honed.text.span import Span, common, has_gaps, lost_space, range_by_offset, squeeze, token_ends
 
 #: Rows whose boundaries are computed both ways, from offsets and from token prefixes, before offsets are trusted; and
 #: whose tokens the tokenizer and its backend both make, before the backend is called directly.
@@ -36,6 +39,7 @@ class Tokens:
         self._backend = _plain_backend(tokenizer)
         self._spellings: list[bytes] | None = None  # by token id; read once offsets are trusted
         self._num_spelled_trials = 0
+        self._kept: dict[tuple[str, str, str], str | None] = {}  # white space by what it stands between
         self.bos_ids = self._leading_ids()
         self.eos_id: int | None = tokenizer.eos_token_id
 
@@ -49,6 +53,34 @@ class Tokens:
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    def lost_space(self, said: str, shown: str) -> Span | None:
+        """Return the first white space of `said` that `shown`, decoded from tokens, has lost; None if it has all."""
+        return lost_space(said, shown, self._marks, self._keeps)
+
+    @cached_property
+    def _marks(self) -> list[str]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return [text for token in added.values() if (text := str(token)).strip()]
+
+    def _keeps(self, before: str, gap: str, after: str) -> str | None:
+        """Return the white space that remains of some between two letters, when it is tokenized and decoded."""
+        key = (before, gap, after)
+        if key not in self._kept:
+            text = self.decode(self.ids(before + gap + after)).strip()
+            is_whole = text.startswith(before) and text.endswith(after) and len(text) > 1
+            self._kept[key] = text[1:-1].replace("▁", " ") if is_whole else None
+        return self._kept[key]
+
+    def _check_space(self, text: str, ids: list[int]) -> None:
+        """Raise ModelError if the tokens lack white space between words: the offsets do not show it."""
+        if (place := self.lost_space(text, self.decode(ids))) is not None:
+            a, b = place
+            around = quote.mark(repr(text[max(0, a - 16) : b + 16]))
+            raise ModelError(
+                f"the base model's tokenizer loses the white space of {around}: it would be trained without",
+                hint="its tokenizer.json does not suit its vocabulary: copy the tokenizer again from its source",
+            )
 
     def mask(self, text: str, spans: Sequence[Span]) -> Masked | None:
         """Return ids and mask of the text tokenized as one; None if a token reaches from a turn into other words."""
@@ -149,14 +181,20 @@ class Tokens:
             return self.ids(text), None
         if self._is_direct:
             found = encoded or self._backend.encode(text, add_special_tokens=False)
-            return found.ids, token_ends(text, found.offsets)
+            return found.ids, self._ends(text, found.ids, found.offsets)
         batch = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = batch["input_ids"], batch["offset_mapping"]
         if _is_plain(self._backend):
             found = self._backend.encode(text, add_special_tokens=False)
             if (found.ids, found.offsets) != (ids, offsets):  # the tokenizer's own code changes what its backend makes
                 self._backend = None
-        return ids, token_ends(text, offsets)
+        return ids, self._ends(text, ids, offsets)
+
+    def _ends(self, text: str, ids: list[int], offsets: Sequence[Span]) -> list[int] | None:
+        ends = token_ends(text, offsets)
+        if ends is None or has_gaps(offsets):
+            self._check_space(text, ids)
+        return ends
 
     def _range_by_prefix(self, text: str, ids: list[int], span: Span) -> Span | None:
         """Return the tokens of a span, found by tokenizing the text before its start and before its end."""

@@ -11,6 +11,7 @@ trl or peft before the backend is chosen: Unsloth must be imported before them, 
     model/load.py           model and tokenizer, through transformers_backend.py or unsloth_backend.py
     model/audit.py          the loaded model compared with the plan
     model/cast.py           weights as they will be saved
+    model/dtypes.py         the dtype of each tensor in an output
     model/merge.py          an adapter merged into its base, tensor by tensor: a job of its own, or part of the export
     model/export.py         the output, completed before it is renamed into place
     rows/data.py            rows to token ids and labels

@@ -171,7 +171,7 @@ def _load_tokenizer(asked: _Asked) -> Any:
     from honed.worker.model import load
 
     try:
-        return load.load_tokenizer(cast("Assignment", asked))
+        return load.load_tokenizer(cast("Assignment", asked), warn=_tell)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{asked.base_model_path}: the tokenizer cannot be loaded: {said(error)}") from error
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from honed.inputs import modality, score
+from honed.inputs import basemodel, modality, score
 from honed.job import trial
 from honed.job.event import EventWriter, has_begun
 from honed.plan import pace, position
@@ -284,7 +284,7 @@ class _Story:
         self._stage("data")
         from honed.worker.rows import data as datas
 
-        tokenizer = load.load_tokenizer(job)
+        tokenizer = load.load_tokenizer(job, warn=lambda text: self._log("warning", text))
         chat = ChatFormat.of(spec, tokenizer, date=job.date)
         data = ranks.in_turn(
             lambda: datas.build(
@@ -305,8 +305,11 @@ class _Story:
         events.emit("rows", entries=data.entries, shared=data.shared_entries)
         for text in data.told():
             self._log("warning", text)
-        for level, text in chat.advice.notes(data.train.examples) if "messages" in data.train.kinds else ():
-            self._log(level, text)
+        if "messages" in data.train.kinds:
+            if spec.training.eos_token is not None:
+                chat.require_end(spec.training.eos_token)
+            for level, text in chat.advice.notes(data.train.examples, basemodel.end_ids(job.base_model_path)):
+                self._log(level, text)
         if is_divided and data.media is not None:  # not every row was inspected before
             words = f"parallel: fsdp: {division_plan.WITH_MEDIA}"
             raise SpecError(words, hint="write parallel: ddp", fix={"parallel": "ddp"})
@@ -322,7 +325,7 @@ class _Story:
             job.check_inputs()
             self._load_metrics(job)
         with imports.quick():
-            from honed.worker.train import evaluation, losscheck, usage
+            from honed.worker.train import evaluation, losscheck, rowcheck, usage
             from honed.worker.train import trainer as trainers
             from honed.worker.train.callback import RunCallback
             from honed.worker.train.watched import WatchedTrainer
@@ -389,7 +392,7 @@ class _Story:
                 ),
                 ranks=ranks,
             )
-        predictor.optimizer = lambda: trainer.optimizer
+        predictor.optimizer, predictor.rule = lambda: trainer.optimizer, loaded.rule
         if is_evaluation:  # a training ends between two steps
             predictor.is_late = lambda: trainer.is_late
         memory = usage.Usage(events)
@@ -408,6 +411,7 @@ class _Story:
         losscheck.check(
             trainer, data, job, plain_loss, progress=progress, is_resumed=resumed is not None, log=self._log
         )
+        rowcheck.check(trainer, predictor, data, job, ranks=ranks, log=self._log)
 
         if is_evaluation:
             try:
@@ -460,7 +464,7 @@ class _Story:
         self.remark = exam.remark(trainer.state, figures) if regression is None else ""
         trainer.check_weights()
         self._stage("export")
-        from honed.worker.model import export
+        from honed.worker.model import export, proof
 
         facts: Facts = {
             "started": started,
@@ -481,10 +485,12 @@ class _Story:
         try:
             with division.whole(trainer.model, is_zero=ranks.is_zero) as is_here:
                 if is_here:
-                    if why := cast.cast(trainer.model, precision, trainer.optimizer):
+                    if loaded.rule is None:
+                        pass  # an adapter
+                    elif why := cast.cast(trainer.model, precision, loaded.rule, trainer.optimizer):
                         self._log("warning", why)
-                    elif precision.save_dtype is not None:
-                        auditor.saved(trainer.model)
+                    else:
+                        auditor.saved(trainer.model, loaded.rule)
                 self.artifacts, fault = ranks.by_zero(
                     lambda: export.export(
                         job,
@@ -492,8 +498,10 @@ class _Story:
                         loaded.tokenizer,
                         facts,
                         progress=merging,
+                        note=lambda text: self._log("info", f"output: {text}"),
+                        stop_ids=chat.stop_token_ids,
                         is_regressed=regression is not None,
-                        is_divided=is_divided,
+                        prove=lambda made: proof.prove(made, job, trainer.model),
                     )
                 )
         except InterruptedRunError:

@@ -1,17 +1,26 @@
-"""Checks that a stored adapter fits its base model: a partial fit would resume from zeros, or be merged in part."""
+"""A stored adapter, put into the model that it is for: a partial fit would resume from zeros, or be merged in part.
+
+peft reads adapters with `load_state_dict(strict=False)`. Here names are compared both ways, and each tensor of the file
+with the one in the model, so that no step between the two goes unnoticed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from honed.inputs.basemodel import read_header
 from honed.system import quote
-from honed.system.error import ModelError
+from honed.system.error import InternalError, ModelError
 
 #: Advice for an adapter that does not fit.
 OTHER_BASE = "set base_model to the model it was trained on: see base_model_name_or_path in its adapter_config.json"
+#: Advice for one whose file is damaged.
+COPY_AGAIN = "copy the adapter again from where it was made, with all of its files"
+FILE = "adapter_model.safetensors"
 
 
 def check_fits(empty: Any, adapter_dir: Path) -> None:
@@ -24,7 +33,7 @@ def check_fits(empty: Any, adapter_dir: Path) -> None:
 
     config = peft.PeftConfig.from_pretrained(adapter_dir)
     config.init_lora_weights = False  # nothing is drawn
-    stored, _ = read_header(adapter_dir / "adapter_model.safetensors", hint="the adapter is incomplete: copy it again")
+    stored, _ = read_header(adapter_dir / FILE, hint="the adapter is incomplete: copy it again")
     state = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta") for each in stored}
     wrap(empty, config, state, adapter_dir)
 
@@ -38,21 +47,105 @@ def wrap(model: Any, config: Any, state: dict[str, Any], adapter_dir: Path) -> A
 
     try:
         wrapped = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
-        found = peft.set_peft_model_state_dict(wrapped, state, low_cpu_mem_usage=True)
     except (ValueError, RuntimeError, KeyError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise ModelError(f"{adapter_dir}: does not match {type(model).__name__}: {said}", hint=OTHER_BASE) from error
-    check_fitted(adapter_dir, wrapped, found)
+        raise _misfit(model, adapter_dir, error) from error
+    put(wrapped, state, adapter_dir, low_cpu_mem_usage=True)
     return wrapped
 
 
-def check_fitted(adapter_dir: Path, wrapped: Any, found: Any) -> None:
-    """Raise ModelError if peft left out weights of an adapter, or started some from zeros, according to `found`.
+def load(model: Any, adapter_dir: Path, *, hint: str = "") -> None:
+    """Load an adapter into a model that is wrapped for it. Raises ModelError, naming the tensors, unless all of it is
+    in the model afterwards, and nothing else. `hint`: the remedy, where it is neither another base model nor copy.
+    """
+    put(model, read(adapter_dir, hint=hint), adapter_dir, hint=hint)
+
+
+def read(adapter_dir: Path, *, hint: str = "") -> dict[str, Any]:
+    """Read an adapter's tensors. Raises ModelError for one of honed's that is not what it was in memory."""
+    from safetensors.torch import load_file
+
+    from honed.worker.model import tensorfile
+
+    path = adapter_dir / FILE
+    tensorfile.require(path, hint=hint or COPY_AGAIN)
+    state = load_file(path)
+    if (digests := tensorfile.read(path, hint=hint or COPY_AGAIN)) is not None:
+        tensorfile.compare(path, digests, state, hint=hint or COPY_AGAIN)
+    return state
+
+
+def write_digests(model: Any, adapter_dir: Path) -> None:
+    """Write the digests of a saved adapter's tensors, from memory. Raises InternalError for what peft has not saved."""
+    import peft
+
+    from honed.worker.model import tensorfile
+
+    saved = peft.get_peft_model_state_dict(model)
+    places = {tensor.data_ptr() for tensor in saved.values()}
+    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    if lost := [name for name, each in trained if each.data_ptr() not in places]:
+        raise InternalError(f"peft leaves out weights that were trained: {quote.first(lost, 3)}")
+    tensorfile.write(adapter_dir, {FILE: tensorfile.digests(saved)})
+
+
+def put(
+    wrapped: Any, state: dict[str, Any], adapter_dir: Path, *, hint: str = "", low_cpu_mem_usage: bool = False
+) -> None:
+    """Put an adapter's stored tensors into a model that is wrapped for it.
+
+    Raises ModelError where the tensors do not fit the model, only in part, or are others there.
+    """
+    import peft
+
+    from honed.worker.model import tensorfile
+
+    with _recorded(wrapped) as given:
+        try:
+            found = peft.set_peft_model_state_dict(wrapped, state, low_cpu_mem_usage=low_cpu_mem_usage)
+        except (ValueError, RuntimeError, KeyError) as error:
+            raise _misfit(wrapped.get_base_model(), adapter_dir, error, hint) from error
+    _check_fitted(adapter_dir, wrapped, found, hint or OTHER_BASE)
+    held = wrapped.state_dict()
+    if wrong := [name for name, tensor in given.items() if name in held and not tensorfile.is_same(held[name], tensor)]:
+        raise ModelError(
+            f"{adapter_dir}: after loading, {quote.first(sorted(wrong), 3)} differ from the file",
+            hint=hint or COPY_AGAIN,
+        )
+
+
+@contextlib.contextmanager
+def _recorded(wrapped: Any) -> Iterator[dict[str, Any]]:
+    """Yield what peft loads into the model within the context, by the model's own names, as peft has converted them."""
+    given: dict[str, Any] = {}
+    load_state_dict = wrapped.load_state_dict
+
+    def record(state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        given.update(state)
+        return load_state_dict(state, *args, **kwargs)
+
+    wrapped.load_state_dict = record
+    try:
+        yield given
+    finally:
+        del wrapped.load_state_dict
+
+
+def _misfit(model: Any, adapter_dir: Path, error: Exception, hint: str = "") -> ModelError:
+    said = " ".join(str(error).split())[:300]
+    return ModelError(f"{adapter_dir}: does not match {type(model).__name__}: {said}", hint=hint or OTHER_BASE)
+
+
+def _check_fitted(adapter_dir: Path, wrapped: Any, found: Any, hint: str) -> None:
+    """Raise ModelError if peft left out weights of an adapter, or has none for some that are trained, according to
+    `found`.
 
     Weights beside those that the model's class ignores are accepted: they had no gradient, as in layers that share
     keys.
     """
-    lacking = sorted(name for name in found.missing_keys if ".lora_" in name or ".modules_to_save." in name)
+    trained = {name for name, each in wrapped.named_parameters() if each.requires_grad}
+    lacking = sorted(
+        name for name in found.missing_keys if ".lora_" in name or ".modules_to_save." in name or name in trained
+    )
     model = wrapped.get_base_model()
     homeless = sorted(name for name in found.unexpected_keys if not is_passed_over(model, name))
     for names, what in (
@@ -60,7 +153,7 @@ def check_fitted(adapter_dir: Path, wrapped: Any, found: Any) -> None:
         (lacking, "lacks weights that its own adapter_config.json requires"),
     ):
         if names:
-            raise ModelError(f"{adapter_dir}: {what}: {quote.first(names, 3)}", hint=OTHER_BASE)
+            raise ModelError(f"{adapter_dir}: {what}: {quote.first(names, 3)}", hint=hint)
 
 
 def is_passed_over(model: Any, name: str) -> bool:

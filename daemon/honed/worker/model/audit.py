@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ from honed.job.plan_file import Precision
 from honed.system import quote
 from honed.system.error import PrecisionError
 from honed.worker.model.division import class_of
+from honed.worker.model.dtypes import Rule
 
 _ADAPTER = re.compile(r"\blora_|\bmodules_to_save\b|\btrainable_tokens_")
 _NORM = re.compile(r"norm|\bln_|layernorm", re.IGNORECASE)
@@ -74,23 +75,26 @@ class Auditor:
         self._events = events
         self._is_other = backend != "transformers"
         self._dtypes: dict[str, Any] = {}  #: of each parameter, at the last audit
+        self._kept: Mapping[str, str] = {}  #: dtypes of those that are saved in a wider one
 
     def model(self, model: Any, when: str, *, mended: Sequence[str] = ()) -> Audit:
         """Count, fix and report; `mended` lists the caller's fixes. Raises PrecisionError, naming the parameters."""
         with self._advised():
-            found = examine(model, self._precision, when, mended=mended)
+            found = examine(model, self._precision, when, mended=mended, kept=self._kept)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._events.emit("audit", **asdict(found))
         for text in found.mended:
             self._events.log("info", f"audit ({when}): {text}")
         return found
 
-    def saved(self, model: Any) -> Audit:
+    def saved(self, model: Any, rule: Rule) -> Audit:
         """Audit the model after full fine-tuning's weights are cast to the dtype in which they are saved.
 
-        The cast was planned, and is no difference. Raises PrecisionError where a weight is left in another dtype.
+        The cast was planned, and is no difference. Raises PrecisionError where a weight is left in another dtype than
+        that of the rule.
         """
         self._precision = replace(self._precision, load_dtype=str(self._precision.save_dtype), bf16=False, fp16=False)
+        self._kept = {name: rule.of(name) for name, _ in model.named_parameters() if rule.of(name) != rule.wanted}
         return self.model(model, "saved")
 
     def trainer(self, trainer: Any) -> None:
@@ -129,8 +133,13 @@ class Auditor:
             raise PrecisionError(error.said, hint=f"{error.hint}, or {other}" if error.hint else other) from error
 
 
-def examine(model: Any, precision: Precision, when: str, *, mended: Sequence[str] = ()) -> Audit:
-    """Bring the model to the planned precision and return its audit. Raises PrecisionError for what cannot be fixed."""
+def examine(
+    model: Any, precision: Precision, when: str, *, mended: Sequence[str] = (), kept: Mapping[str, str] | None = None
+) -> Audit:
+    """Bring the model to the planned precision and return its audit. Raises PrecisionError for what cannot be fixed.
+
+    `kept` are the dtypes of parameters that are stored in a wider one than planned.
+    """
     quantization = _quantization(model)
     if quantization != precision.quantization:
         raise PrecisionError(
@@ -140,7 +149,7 @@ def examine(model: Any, precision: Precision, when: str, *, mended: Sequence[str
         )
     if quantization != "none":
         _check_quantized_share(model)
-    done = [*mended, *_mend_parameters(model, precision), *_mend_compute_dtype(model, precision)]
+    done = [*mended, *_mend_parameters(model, precision, kept or {}), *_mend_compute_dtype(model, precision)]
     done += _mend_config(model, precision)
     counts = count(model)
     embedding = getattr(model.get_input_embeddings(), "weight", None)
@@ -193,13 +202,13 @@ def describe(found: Audit, precision: Precision) -> str:
 # --- Differences ------------------------------------------------------------------------------------------------------
 
 
-def _mend_parameters(model: Any, precision: Precision) -> list[str]:
+def _mend_parameters(model: Any, precision: Precision, kept: Mapping[str, str]) -> list[str]:
     """Cast each parameter to its planned dtype, in place; return the changes. Raises PrecisionError for lost bits."""
     import torch
 
     changed: dict[tuple[str, str, str], int] = {}
     lost = []
-    for name, parameter, allowed in _planned(model, precision):
+    for name, parameter, allowed in _planned(model, precision, kept):
         found = str(_name(parameter.dtype))
         if found in allowed:
             continue
@@ -218,18 +227,20 @@ def _mend_parameters(model: Any, precision: Precision) -> list[str]:
     return [f"{number} {kind} weights were {found}, now {wanted}" for (kind, found, wanted), number in changed.items()]
 
 
-def _planned(model: Any, precision: Precision) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+def _planned(model: Any, precision: Precision, kept: Mapping[str, str]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Yield each parameter that the plan covers, with the dtypes that it may have, the planned one first."""
-    kept = {
+    wide = {
         *(getattr(model, "_keep_in_fp32_modules", None) or ()),
         *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
     }
     for name, parameter in model.named_parameters():
         if role(name, parameter) in ("meta", "quantized"):
             continue
-        if parameter.requires_grad and precision.adapter_dtype is not None:
+        if name in kept:
+            yield name, parameter, (kept[name],)
+        elif parameter.requires_grad and precision.adapter_dtype is not None:
             yield name, parameter, (precision.adapter_dtype,)
-        elif _NORM.search(name) or any(re.search(rf"(^|\.){re.escape(each)}(\.|$)", name) for each in kept):
+        elif _NORM.search(name) or any(re.search(rf"(^|\.){re.escape(each)}(\.|$)", name) for each in wide):
             yield name, parameter, (precision.load_dtype, "float32")
         else:
             yield name, parameter, (precision.load_dtype,)

@@ -20,13 +20,14 @@ class Facts(TypedDict):
     step: int
     metrics: dict[str, float]
     data: NotRequired[dict[str, str]]  #: sha256 of each file; not of a merge
+    changes: NotRequired[list[str]]  #: what else differs from the base's files, and what to know about serving
 
 
 def made(assignment: Assignment, facts: Facts, *, manifest: str) -> str:
     """Return the model card of an output; `manifest` names the file beside it that has the rest."""
     spec, metrics = assignment.spec, facts["metrics"]
     if spec.kind == "merge":
-        return _merged(assignment, manifest)
+        return _merged(assignment, facts, manifest)
     kind = "LoRA adapter" if spec.lora or spec.adapter else "fully fine-tuned model"
     library = "peft" if spec.lora or spec.adapter else "transformers"
     figures = [
@@ -57,10 +58,17 @@ def made(assignment: Assignment, facts: Facts, *, manifest: str) -> str:
             "",
             *figures,
             "",
+            *_changes(facts),
             f"The spec, plan, versions, hashes of the data and seed are in {manifest}.",
             "",
         ]
     )
+
+
+def _changes(facts: Facts) -> list[str]:
+    """Return the section on what differs from the base's files apart from what was trained, if anything does."""
+    changes = facts.get("changes", ())
+    return ["Notes on the files:", "", *(f"- {_text(each)}" for each in changes), ""] if changes else []
 
 
 def _yaml(text: str) -> str:
@@ -100,7 +108,7 @@ def _task(base: Path) -> str:
             return "text-generation"
 
 
-def _merged(assignment: Assignment, manifest: str) -> str:
+def _merged(assignment: Assignment, facts: Facts, manifest: str) -> str:
     spec = assignment.spec
     return "\n".join(
         [
@@ -115,6 +123,7 @@ def _merged(assignment: Assignment, manifest: str) -> str:
             f"{_code(assignment.base_model_path)} with the adapter {_code(spec.adapter)} merged into it, every "
             f"parameter in {assignment.precision.load_dtype}, by honed {__version__} (job {assignment.job_id}).",
             "",
+            *_changes(facts),
             f"The spec, plan and versions are in {manifest}.",
             "",
         ]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from honed.job.plan_file import Precision
 from honed.system import quote
 from honed.worker.model import division
+from honed.worker.model.dtypes import Rule
 
 #: Weights that a warning names.
 MAX_NAMED = 3
@@ -33,11 +33,12 @@ def computed_dtype(precision: Precision) -> str:
 
 
 @contextlib.contextmanager
-def as_saved(model: Any, precision: Precision, optimizer: Any = None) -> Iterator[None]:
+def as_saved(model: Any, precision: Precision, rule: Rule | None, optimizer: Any = None) -> Iterator[None]:
     """Have the model hold the numbers that will be saved; afterwards restore its own, in the same storage.
 
-    `optimizer` keeps the remainders of compensated weights, once there are any. Needs as much memory as weights of
-    `computed_dtype`, at moments at which there are no gradients.
+    `rule` has the dtype of each in the output; there is none beside an adapter. `optimizer` keeps the remainders of
+    compensated weights, once there are any. Needs as much memory as weights of `computed_dtype`, at moments at which
+    there are no gradients.
     """
     import torch
 
@@ -45,18 +46,20 @@ def as_saved(model: Any, precision: Precision, optimizer: Any = None) -> Iterato
 
     division.settle(model)
     kept: list[tuple[Any, Any]] = []
-    is_compensated, is_kept = precision.master_weights == "compensated", bool(overflowing(model, precision))
+    is_compensated = precision.master_weights == "compensated"
     # A weight without a remainder is the same number in float32.
     is_same = precision.save_dtype == "float32" and not is_compensated
-    if not _is_cast(precision) or is_same or (is_kept and not is_compensated):
+    is_kept = rule is not None and bool(overflowing(model, rule))
+    if rule is None or not _is_cast(precision) or is_same or (is_kept and not is_compensated):
         yield
         return
     computed = getattr(torch, computed_dtype(precision))
     divided: dict[int, Callable[[Any], Any]] = {}
     with contextlib.ExitStack() as stack:
         stack.callback(_put_back, kept)
-        for tensor, dtype in _targets(model, str(precision.save_dtype)):
-            used = torch.float32 if dtype == torch.float32 else computed
+        for name, tensor, dtype in _targets(model, rule):
+            # What the base alone keeps wider is loaded in the dtype of the config.
+            used = torch.float32 if name in rule.family or rule.wanted == "float32" else computed
             if division.part_of(tensor) is not tensor:
                 divided[id(tensor)] = functools.partial(_rounded, dtype=dtype, used=used)
                 continue
@@ -77,21 +80,20 @@ def _rounded(numbers: Any, *, dtype: Any, used: Any) -> Any:
     return numbers.to(dtype).to(used)
 
 
-def cast(model: Any, precision: Precision, optimizer: Any = None) -> str:
-    """Cast what was trained, remainders included, to the saved dtype, in place; return the reason where it was not."""
+def cast(model: Any, precision: Precision, rule: Rule, optimizer: Any = None) -> str:
+    """Cast what was trained, remainders included, to its saved dtype, in place; return the reason where it was not."""
     import torch
 
     from honed.worker.train.optimizer import master
 
-    if not _is_cast(precision):
-        return ""
-    if names := overflowing(model, precision):
+    if names := overflowing(model, rule) if _is_cast(precision) else ():
         return (
             f"the output is saved in {precision.load_dtype}: {quote.first(names, MAX_NAMED)} grew beyond 65504, "
             "the largest number in float16; set save_dtype: bfloat16 or float32 to avoid this"
         )
-    for tensor, dtype in _targets(model, str(precision.save_dtype)):
-        tensor.data = master(tensor, optimizer).to(dtype)
+    for _, tensor, dtype in _targets(model, rule):
+        if tensor.dtype != dtype:
+            tensor.data = master(tensor, optimizer).to(dtype)
     _tell(model.config, getattr(torch, str(precision.save_dtype)))
     return ""
 
@@ -104,17 +106,17 @@ def _tell(config: Any, dtype: Any) -> None:
             _tell(inner, dtype)
 
 
-def overflowing(model: Any, precision: Precision) -> list[str]:
-    """Return the names of the weights that exceed float16's range, if that is the saved dtype."""
+def overflowing(model: Any, rule: Rule) -> list[str]:
+    """Return the names of the weights that exceed float16's range, of those that are saved in it."""
     import torch
 
-    if precision.save_dtype != "float16":
+    if rule.wanted != "float16":
         return []
     largest = torch.finfo(torch.float16).max
     return [
         name
         for name, each in model.named_parameters()
-        if each.numel() and bool(division.gathered((each.abs() > largest).any()))
+        if rule.of(name) == "float16" and each.numel() and bool(division.gathered((each.abs() > largest).any()))
     ]
 
 
@@ -122,16 +124,10 @@ def _is_cast(precision: Precision) -> bool:
     return precision.save_dtype is not None and precision.save_dtype != precision.load_dtype
 
 
-def _targets(model: Any, save_dtype: str) -> Iterator[tuple[Any, Any]]:
-    """Yield every parameter and stored buffer of floating point, with its dtype in the output.
-
-    Weights that transformers loads in float32 whatever is requested are also saved in it.
-    """
+def _targets(model: Any, rule: Rule) -> Iterator[tuple[str, Any, Any]]:
+    """Yield every parameter and stored buffer of floating point, with its name and its dtype in the output."""
     import torch
 
-    wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if save_dtype == "float16":
-        wide |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     passing = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -140,5 +136,4 @@ def _targets(model: Any, save_dtype: str) -> Iterator[tuple[Any, Any]]:
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name not in passing)
     for name, tensor in [*model.named_parameters(), *buffers]:
         if tensor.is_floating_point() and tensor.device.type != "meta":
-            is_wide = any(re.search(rf"(^|\.){re.escape(each)}(\.|$)", name) for each in wide)
-            yield tensor, torch.float32 if is_wide else getattr(torch, save_dtype)
+            yield name, tensor, getattr(torch, rule.of(name))

@@ -13,10 +13,9 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from honed.system.error import InternalError, ModelError
+from honed.system.error import ModelError
 
 #: Advice for a model that cannot be divided.
 _WHOLE = "use parallel: ddp, or a GPU with more memory for one that fits"
@@ -158,46 +157,6 @@ def whole(model: Any, *, is_zero: bool) -> Iterator[bool]:
     finally:
         for module, name, part in kept:
             module._parameters[name] = part
-
-
-def check_saved(model: Any, directory: Path) -> None:
-    """Raise InternalError unless the files of an output have, bit for bit, what the model holds in `whole`."""
-    from safetensors import safe_open
-
-    if hasattr(model, "peft_config"):
-        from peft import get_peft_model_state_dict
-
-        held, paths = get_peft_model_state_dict(model), [directory / "adapter_model.safetensors"]
-    else:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        held, paths = revert_weight_conversion(model, model.state_dict()), sorted(directory.glob("model*.safetensors"))
-    found: set[int] = set()
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                if name not in held or not _is_same(held[name], file.get_tensor(name)):
-                    raise _unlike(name, path)
-                found.add(held[name].data_ptr())
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    for name, tensor in held.items():  # a tied weight is stored once
-        if tensor.data_ptr() not in found and name not in ignored:
-            raise _unlike(name, directory)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    import torch
-
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    as_bytes = [each.detach().cpu().contiguous().flatten().view(torch.uint8) for each in (one, other)]
-    return bool(torch.equal(*as_bytes))
-
-
-def _unlike(name: str, path: Path) -> InternalError:
-    return InternalError(
-        f"{path.name}: {name} is not what the ranks hold", hint="requeue the job: it resumes from its last checkpoint"
-    )
 
 
 @contextlib.contextmanager

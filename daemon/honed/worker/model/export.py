@@ -13,17 +13,18 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from honed import __version__
+from honed.inputs import basemodel
 from honed.job import fence
 from honed.job.plan_file import Identity
 from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import card, division, generation, merge
+from honed.worker.model import adapter, card, config_file, generation, leftover, merge, serving, tokenizer_files
 from honed.worker.model.card import Facts
 from honed.worker.model.load import load_config
 
@@ -40,14 +41,17 @@ def export(
     facts: Facts,
     *,
     progress: Callable[[int, int], None],
+    prove: Callable[[Path], None],
+    note: Callable[[str], None] = lambda _text: None,
+    stop_ids: Sequence[int] = (),
     is_regressed: bool = False,
-    is_divided: bool = False,
 ) -> tuple[dict[str, str], Exception | None]:
     """Write everything, sync it, and rename it into place.
 
     Returns the artifacts, name to path, and the error of a merge that failed, if any: the adapter is kept then.
-    `progress` is called with (done, of) during the merge. What was gathered from several ranks (`is_divided`) is
-    compared with the files.
+    `progress` is called with (done, of) during the merge. `prove` raises ModelError if the output in a directory is
+    not what was trained. `note` is called with each change to the base's files, and each remark on serving; they are
+    also in the model card. `stop_ids` are the tokens that end a trained turn.
 
     Before the rename there is nothing at `output_dir`; after it, everything. An earlier attempt's output is replaced.
     The output of a regressed run goes beside `output_dir`, so that nobody who waits for an output takes it for one.
@@ -57,15 +61,16 @@ def export(
     with beside(target) as made:
         with generation.savable(model):
             model.save_pretrained(made)
-        if is_divided:
-            division.check_saved(model, made)
-        generation.restore(assignment.base_model_path, made)
-        tokenizer.save_pretrained(made)
+        if assignment.precision.adapter_dtype is not None:
+            adapter.write_digests(model, made)
+        changes = _complete(assignment, model, made)
         _copy_processor(assignment.base_model_path, made)
+        changes += tokenizer_files.write(assignment, tokenizer, made, stop_ids)
+        prove(made)
         fault: Exception | None = None
         if assignment.spec.save_merged != "none":
             try:
-                _merge(assignment, made, progress)
+                changes += _merge(assignment, made, progress)
             except (InterruptedRunError, TimeLimitError):
                 raise
             except Exception as error:  # noqa: BLE001 - whatever it is, what was trained is kept
@@ -73,8 +78,35 @@ def export(
                 shutil.rmtree(made / "merged", ignore_errors=True)
             else:
                 artifacts["merged"] = str(target / "merged")
-        finish(assignment, made, facts, target=target)
+        for each in changes:
+            note(each)
+        finish(assignment, made, {**facts, "changes": changes}, target=target)
     return artifacts, fault
+
+
+def _complete(assignment: Assignment, model: Any, made: Path) -> list[str]:
+    """Bring what the libraries wrote to the form of the base's own files; return the changes against the base."""
+    base, with_code = assignment.base_model_path, assignment.spec.trust_remote_code
+    if (made / config_file.ADAPTER_FILE).exists():
+        return _complete_adapter(assignment, made)
+    if not (made / config_file.FILE).exists():
+        return []
+    if with_code:
+        for path in base.glob("*.py"):
+            shutil.copyfile(path, made / path.name)
+    changes = config_file.write(base, made, model.config, with_code=with_code)
+    return [*changes, *leftover.complete(base, made, model)]
+
+
+def _complete_adapter(assignment: Assignment, made: Path) -> list[str]:
+    import peft
+
+    spec, commit = assignment.spec, assignment.plan.base_model_commit
+    base_model = spec.base_model if commit else str(assignment.base_model_path)
+    config_file.write_adapter(made, base_model=base_model, revision=commit, defaults=peft.LoraConfig().to_dict())
+    tensors, _ = basemodel.read_header(made / "adapter_model.safetensors", hint="")
+    raw = json.loads((made / config_file.ADAPTER_FILE).read_bytes())
+    return serving.remarks(raw, (each.name for each in tensors))
 
 
 def _beside_as_regressed(assignment: Assignment) -> Path:
@@ -208,17 +240,22 @@ def _owner(target: Path) -> tuple[int, str] | None:
     return None
 
 
-def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, int], None]) -> None:
-    """Merge the saved adapter into the base model as it is stored: unquantized, even if training quantized it."""
-    merge.merge(
+def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, int], None]) -> list[str]:
+    """Merge the saved adapter into the base model as it is stored: unquantized, even if training quantized it.
+
+    Returns the changes to the base's files.
+    """
+    made = merge.merge(
         assignment.base_model_path,
         adapter_dir,
         adapter_dir / "merged",
         dtype=assignment.spec.save_merged,
         config=load_config(assignment),
+        trained=assignment.precision,
         trust_remote_code=assignment.spec.trust_remote_code,
         progress=progress,
     )
+    return [f"merged/{change}" for change in made.changes]
 
 
 def _manifest(assignment: Assignment, facts: Facts) -> dict[str, object]:

@@ -7,10 +7,8 @@ tokens. Settings that transformers does not know stay: a model's class may need 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 FILE = "generation_config.json"
@@ -136,12 +134,6 @@ def savable(model: Any) -> AbstractContextManager[None]:
         except ValueError:
             return neutral(model)
     return nullcontext()
-
-
-def restore(base_dir: Path, made: Path) -> None:
-    """Give an output the base's own file, if the base has one and the output is a whole model."""
-    if (made / FILE).exists() and (base_dir / FILE).is_file():
-        shutil.copyfile(base_dir / FILE, made / FILE)
 
 
 def end_ids(model: Any) -> list[int]:

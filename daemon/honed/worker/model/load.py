@@ -1,26 +1,26 @@
-"""Loading of the model and its tokenizer, in the planned precision, through one of two backends.
+"""Loading of the model, in the planned precision, through one of two backends.
 
 A backend is a few functions behind one interface: `import_libraries`, before which nothing of the training stack may be
 imported, `load_base`, and `attach_adapter`; the model is audited after each of the last two. `make_room` is called
-before the trainer is built, `building` while it is built. The tokenizer is the same for both.
+before the trainer is built, `building` while it is built. The tokenizer, of tokenizer.py, is the same for both.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from honed.inputs import basemodel, modality
+from honed.inputs import modality
 from honed.plan.precision import trained_parts
 from honed.system.error import BackendError, HonedError, InternalError, ModelError
 from honed.system.installed import MODEL_TYPE_ALIASES
 from honed.worker import cause
 from honed.worker.assignment import Assignment
+from honed.worker.model import dtypes
 from honed.worker.model.audit import Auditor
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Loaded:
     model: Any
     tokenizer: Any
     told: tuple[str, ...] = ()  #: messages for the job's owner
+    rule: dtypes.Rule | None = None  #: the dtypes in which full fine-tuning's weights are saved
 
 
 def choose(name: str) -> Backend:
@@ -87,6 +88,8 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
         # Freeze before the audit, or it would take a frozen base for trained weights.
         freeze(model, assignment)
         auditor.model(model, "loaded")
+        wanted = assignment.precision.save_dtype
+        rule = None if wanted is None else dtypes.for_saving(model, assignment.base_model_path, wanted)
         model = backend.attach_adapter(model, assignment)
     except (ImportError, HonedError):
         raise
@@ -96,7 +99,7 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
         found = cause.explain(error, str(assignment.job_id))
         kind = ModelError if isinstance(found, InternalError) else type(found)
         raise kind(f"{assignment.base_model_path}: {found.said}", hint=found.hint) from error
-    return Loaded(model, tokenizer, tuple(backend.told))
+    return Loaded(model, tokenizer, tuple(backend.told), rule)
 
 
 def freeze(model: Any, assignment: Assignment) -> None:
@@ -162,34 +165,11 @@ def load_config(assignment: Assignment) -> Any:
     return CONFIG_MAPPING[model_type].from_dict(raw)
 
 
-def load_tokenizer(assignment: Assignment) -> Any:
-    """Load the base model's tokenizer, with the job's own chat template if it names one, and a pad token.
+def load_tokenizer(assignment: Assignment, *, warn: Callable[[str], None] = lambda _text: None) -> Any:
+    """Load the job's tokenizer; see tokenizer.py."""
+    from honed.worker.model import tokenizer
 
-    A vision model's template is that of its processor, in a file that tokenizers ignore.
-
-    Padding is masked in the labels and in the attention, so the end token can stand in: nothing is added to the
-    embeddings.
-    """
-    from transformers import AutoTokenizer
-
-    spec = assignment.spec
-    tokenizer = AutoTokenizer.from_pretrained(
-        assignment.base_model_path, config=load_config(assignment), trust_remote_code=spec.trust_remote_code
-    )
-    if spec.chat_template:
-        tokenizer.chat_template = Path(spec.chat_template).read_text(encoding="utf-8")
-    elif not tokenizer.chat_template and (assignment.base_model_path / "chat_template.json").exists():
-        tokenizer.chat_template = basemodel.chat_template(
-            assignment.base_model_path, has_processor=basemodel.has_processor(assignment.base_model_path)
-        )
-    if tokenizer.eos_token is None:
-        raise ModelError(
-            f"{assignment.base_model_path}: the tokenizer has no end token (eos_token)",
-            hint="set eos_token in tokenizer_config.json",
-        )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return tokenizer.load(assignment, warn=warn)
 
 
 def load_processor(assignment: Assignment, tokenizer: Any) -> Processor:

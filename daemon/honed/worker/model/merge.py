@@ -3,8 +3,9 @@
     stored tensor ── has its module a part in the adapter? peft's own merge of it, in float32 ──► cast ──► shard
 
 The model is built without weights and wrapped by peft; a module gets its weights only while it is merged. So every form
-of LoRA that peft merges is merged here, and modules without tensors of their own on disk are refused by name. The
-written files are read again, to check that every parameter is in the requested dtype, and no other.
+of LoRA that peft merges is merged here, and modules without tensors of their own on disk are refused by name. Each
+merged tensor is compared with a second computation as it is written (oracle.py), and the files with the model that
+the written config makes (written.py): what is wrong is an error, and leaves no output.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from honed.inputs import basemodel
-from honed.inputs.basemodel import DTYPES, FLOAT_DTYPES, QUANTIZATION_STATE, Tensor
+from honed.inputs.basemodel import DTYPES, FLOAT_DTYPES, Tensor
 from honed.job.event import EventWriter
+from honed.job.plan_file import Precision
 from honed.system import durable, installed, quote
 from honed.system.error import DivergedError, HonedError, ModelError, PrecisionError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import adapter
+from honed.worker.model import adapter, beginning, config_file, dtypes, names, tokenizer_files, written
 from honed.worker.model.card import Facts
+from honed.worker.model.oracle import Oracle
+from honed.worker.model.stored import Base
 from honed.worker.stop import Stop
 
 #: Largest size of one file of weights, in bytes.
@@ -37,10 +41,8 @@ MAX_SHARD_BYTES = 4 * 1024**3
 TELL_INTERVAL_SEC = 1.0
 #: Files copied from the base model's directory: no weights, nothing of other tools.
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
-NOT_COPIED = re.compile(r"config\.json|honed\.json|.*\.index\.json|adapter_config\.json|README.*|requirements\.txt")
-TOKENIZER = re.compile(
-    r"tokenizer.*\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|.*\.model"
-    r"|tekken\.json|chat_template\.jinja|.*\.tiktoken"
+NOT_COPIED = re.compile(
+    r"config\.json|honed\.json|TENSORS\.json|.*\.index\.json|adapter_config\.json|README.*|requirements\.txt"
 )
 #: safetensors' name for a dtype, by torch's name.
 WORDS = {torch_word: word for word, (torch_word, _) in DTYPES.items()}
@@ -91,7 +93,13 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
 
         stop.check()
         events.emit("stage", stage="export")
-        facts = Facts(started=started, versions=versions(job.backend), step=merged.num_tensors, metrics={})
+        facts = Facts(
+            started=started,
+            versions=versions(job.backend),
+            step=merged.num_tensors,
+            metrics={},
+            changes=[*merged.changes],
+        )
         export.finish(job, place, facts)
     artifacts = {"output_dir": str(job.output_dir)}
     num_bytes = durable.num_bytes_below(job.output_dir)
@@ -106,13 +114,14 @@ class Merged:
     num_tensors: int
     num_changed: int
     num_shards: int
-    dtype: str
+    dtypes: str  #: in words
     is_untied: bool
+    changes: tuple[str, ...] = ()  #: of the base's files
 
     def __str__(self) -> str:
-        untied = "; the head is now stored separately from the embeddings" if self.is_untied else ""
+        untied = "; weights that the base shares are now stored separately" if self.is_untied else ""
         files = "one file" if self.num_shards == 1 else f"{self.num_shards} files"
-        return f"merged: {self.num_changed} of {self.num_tensors} tensors changed, all in {self.dtype}, {files}{untied}"
+        return f"merged: {self.num_changed} of {self.num_tensors} tensors changed, {self.dtypes}, {files}{untied}"
 
 
 def merge(
@@ -123,98 +132,63 @@ def merge(
     dtype: str,
     config: Any,
     chat_template: str | None = None,
+    trained: Precision | None = None,
     trust_remote_code: bool = False,
     progress: Progress = lambda _number, _count: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Merged:
-    """Write the base model with the adapter in it to `target`, a whole checkpoint with every parameter in `dtype`.
+    """Write the base model with the adapter in it to `target`, a whole checkpoint in `dtype` (see dtypes.py).
 
-    `config` is the base model's, as it is loaded. Raises ModelError for an adapter that does not belong to the base
-    model or cannot be merged into its files, PrecisionError where a parameter leaves the dtype's range.
+    `config` is the base model's, as it is loaded; `trained` is the precision of the adapter's training, if it is known
+    better than from the adapter's manifest. Raises ModelError for an adapter that does not belong to the base model or
+    cannot be merged into its files, and for a merge that is found to be wrong; PrecisionError where a parameter leaves
+    the dtype's range.
     """
+    from transformers import AutoConfig
+
     durable.make_dir(target)
-    base = _Base(base_dir, str(config.model_type))
+    base = Base(base_dir, str(config.model_type))
     with base.opened():
-        mixture = _Mixture(base, adapter_dir, _skeleton(config, trust_remote_code=trust_remote_code))
-        tensors = [mixture.tensor(name, dtype) for name in mixture.names]
-        value = mixture.value
+        empty = _skeleton(config, dtype, trust_remote_code=trust_remote_code)
+        mixture = _Mixture(base, adapter_dir, empty, dtype, trained or beginning.of_adapter(adapter_dir))
+        is_untied = mixture.is_untied()
+        values = {"dtype": dtype} | ({"tie_word_embeddings": False} if is_untied else {})
+        changes = config_file.write_merged(
+            base_dir, target, config, values, architecture=mixture.architecture, with_code=trust_remote_code
+        )
+        changes += _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
+        opened = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
+        own = _skeleton(opened, dtype, trust_remote_code=trust_remote_code)
+        _untie(mixture, own)
+        units = list(mixture.units())
+        tensors = [mixture.tensor(name) for unit in units for name in unit]
         shards = _shards(tensors, max_shard_bytes)
-        _write(target, shards, value, dtype, progress)
-    _write_config(base_dir, target, config, dtype, architecture=mixture.architecture, is_untied=mixture.is_untied)
-    _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
-    _check(target, tensors, dtype)
-    return Merged(len(tensors), mixture.num_changed, len(shards), dtype, mixture.is_untied)
+        _write(target, units, shards, mixture, progress)
+        mixture.check_all_used()
+    _check(target, tensors)
+    written.check(target, own, [name for name in base.tensors if mixture.is_copied(name)])
+    floats = {each.name: each.dtype for each in tensors if each.dtype in FLOAT_DTYPES}
+    told = dtypes.told(floats, dtype)
+    return Merged(len(tensors), mixture.num_changed, len(shards), told, is_untied, tuple(changes))
 
 
-# --- The base model's files -------------------------------------------------------------------------------------------
-
-
-class _Base:
-    """The stored tensors by name. The files are memory-mapped, so that a tensor takes memory only while it is used."""
-
-    def __init__(self, path: Path, model_type: str) -> None:
-        info = basemodel.inspect(path, model_type=model_type)
-        self.path = path
-        self.tensors = {each.name: each for each in info.tensors if not QUANTIZATION_STATE.search(each.name)}
-        self._state = {each.name for each in info.tensors} - set(self.tensors)
-        self._quantization = info.quantization
-        self._places = self._index()
-        self._files: dict[Path, Any] = {}
-
-    def _index(self) -> dict[str, Path]:
-        single = self.path / "model.safetensors"
-        if single.exists():
-            return dict.fromkeys([*self.tensors, *self._state], single)
-        index = json.loads((self.path / "model.safetensors.index.json").read_bytes())
-        return {name: self.path / file for name, file in index["weight_map"].items()}
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Keep the files open inside the context."""
-        from safetensors import safe_open
-
-        with contextlib.ExitStack() as stack:
-            for path in sorted(set(self._places.values())):
-                self._files[path] = stack.enter_context(safe_open(path, framework="pt"))
-            yield
-        self._files.clear()
-
-    def read(self, name: str) -> Any:
-        """Read a tensor; bitsandbytes' quantized ones are returned in float32."""
-        if self.tensors[name].dtype not in ("uint8", "int8") or self._quantization is None:
-            return self._get(name)
-        module = name.removesuffix(".weight")
-        if f"{module}.SCB" in self._state:
-            return self._get(name).float() * self._get(f"{module}.SCB").float()[:, None] / 127.0
-        from bitsandbytes.functional import QuantState, dequantize_4bit
-
-        state = {each: self._get(each) for each in self._state if each.startswith(f"{name}.")}
-        return (
-            dequantize_4bit(self._get(name), QuantState.from_dict(state, device="cpu")).float()
-            if state
-            else self._get(name)
+def _untie(mixture: _Mixture, own: Any) -> None:
+    """Have the tensors stored that the written config does not tie. Raises ModelError if it ties what must differ."""
+    kept = set(getattr(own, "all_tied_weights_keys", None) or {})
+    mixture.untie([target for target in mixture.ties if target not in kept])
+    if differing := list(mixture.differing(kept & set(mixture.ties))):
+        raise ModelError(
+            f"{mixture.architecture} has no way to store {quote.first(differing, 3)} apart from the weights that they "
+            "share with other layers, and the adapter changes them",
+            hint="remove such modules from target_modules, or use base model and adapter separately",
         )
-
-    def is_float(self, name: str) -> bool:
-        """Return True if the tensor is a parameter: a floating tensor, or a quantized one."""
-        return self.tensors[name].dtype in FLOAT_DTYPES or (
-            self._quantization is not None
-            and name.endswith(".weight")
-            and self.tensors[name].dtype in ("uint8", "int8")
-        )
-
-    def _get(self, name: str) -> Any:
-        return self._files[self._places[name]].get_tensor(name)
 
 
 # --- The model without weights, and the adapter -----------------------------------------------------------------------
 
 
-def _skeleton(config: Any, *, trust_remote_code: bool) -> Any:
-    """Build the model as it is loaded, with a placeholder of one number for each parameter.
-
-    It is not on the meta device: peft moves an adapter to its module's device, and would lose it there.
-    """
+def _skeleton(config: Any, dtype: str, *, trust_remote_code: bool) -> Any:
+    """Build the model as it is loaded in a dtype, on meta."""
     import torch
 
     from honed.worker.model.transformers_backend import model_class
@@ -223,13 +197,19 @@ def _skeleton(config: Any, *, trust_remote_code: bool) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        model = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        return model_class(config).from_config(config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
+
+
+def _fill(model: Any) -> None:
+    """Give a model on meta a placeholder of one number for each parameter.
+
+    peft moves an adapter to its module's device, and would lose it on meta.
+    """
     placeholders: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             placeholder = placeholders.setdefault(id(parameter), _placeholder(parameter.shape))
             module.register_parameter(name, placeholder)
-    return model
 
 
 def _placeholder(shape: Any) -> Any:
@@ -242,47 +222,131 @@ def _is_placeholder(parameter: Any) -> bool:
     return not any(parameter.stride())
 
 
-class _Mixture:
-    """The base model with the adapter, one tensor at a time, under the names of the base model's files."""
+def _is_absent(parameter: Any) -> bool:
+    """Return True for a parameter that the adapter has nothing for."""
+    return _is_placeholder(parameter) or parameter.device.type == "meta"
 
-    def __init__(self, base: _Base, adapter_dir: Path, model: Any) -> None:
+
+def _base_layer(part: Any) -> Any:
+    """Return the module that peft wrapped."""
+    return part.original_module if hasattr(part, "token_adapter") else part.get_base_layer()
+
+
+class _Mixture:
+    """The base model with the adapter, one parameter at a time, under the names of the base model's files."""
+
+    def __init__(self, base: Base, adapter_dir: Path, model: Any, dtype: str, loaded: Precision | None) -> None:
         self._base = base
         self.architecture = type(model).__name__
         self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
-        self._ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        self._names, self._fused = _parameter_names(model, base.tensors)
-        self._stored = {parameter: name for name, parameter in self._names.items()}
-        self._init = _attach(model, adapter_dir)
+        self.ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        self._places = names.read(model, base.tensors)
+        self._stored = {parameter: name for name, parameter in self._places.whole.items()}
+        shapes = {name: each.shape for name, each in base.tensors.items()}
+        self._first = {
+            each: first for first, made in self._places.built(shapes, model).items() for each in made
+        }  #: of each parameter that is built with others
+        self._rule = dtypes.rule(model, base.tensors.values(), self._places, dtype)
+        self._loaded = beginning.Loaded() if loaded is None else beginning.planned(loaded, model)
+        _fill(model)
+        self._init, is_rslora = _attach(model, adapter_dir)
         self._model = model
         self._parts = dict(_parts(model, adapter_dir))
+        self._oracle = Oracle(model, lambda each: not _is_absent(each), is_rslora=is_rslora)
         self._last: tuple[str, dict[str, Any]] = ("", {})
-        self._last_split: tuple[str, dict[str, Any]] = ("", {})
+        self._start: tuple[str, Any] = ("", None)
         self._check_stored(adapter_dir)
         self.num_changed = 0
-        extra = self._untied()
-        self.is_untied = bool(extra)
-        self._names |= extra
-        self.names = [*base.tensors, *(name for name in extra if name not in base.tensors)]
+        self.names = list(base.tensors)
 
-    def tensor(self, name: str, dtype: str) -> Tensor:
+    def untie(self, ties: Collection[str]) -> None:
+        """Store tensors apart that are tied in the base, and not in the merged model."""
+        for target in ties:
+            for parameter in (target, self.ties[target]):
+                name = self._stored.get(parameter, parameter)
+                if parameter not in self._first:
+                    self._places.whole[name] = self._stored[parameter] = parameter
+                if name not in self.names and parameter not in self._first:
+                    self.names.append(name)
+
+    def is_untied(self) -> bool:
+        """Return True if the adapter makes tensors differ that are tied in the base."""
+        return any(True for _ in self.differing(self.ties))
+
+    def differing(self, ties: Iterable[str]) -> Iterator[str]:
+        """Yield those of the ties whose two tensors the adapter makes differ."""
+        import torch
+
+        for target in ties:
+            both = (target, self.ties[target])
+            if any(map(self._is_changed, both)) and not torch.equal(*(self._current(each).float() for each in both)):
+                yield target
+
+    def units(self) -> Iterator[list[str]]:
+        """Yield the stored names, those of a group together: its parameters are merged once."""
+        seen: set[str] = set()
+        for name in self.names:
+            first = self._places.first.get(name)
+            if first is None:
+                yield [name]
+            elif first not in seen:
+                seen.add(first)
+                yield list(self._places.groups[first].members)
+
+    def tensor(self, name: str) -> Tensor:
         """Return the name, dtype and shape of the tensor that will be written under a stored name."""
         stored = self._base.tensors.get(name)
-        shape = self._shapes.get(self._names.get(name, ""))
+        parameter = self._places.whole.get(name, "")
         if stored is None:
-            assert shape is not None
-            return Tensor(name, dtype, shape)
-        return Tensor(name, dtype if self._base.is_float(name) else stored.dtype, shape or stored.shape)
+            return Tensor(name, self._rule.of(parameter), self._shapes[parameter])
+        dtype = self._rule.of_stored(stored, self._places, is_quantized=self._base.is_quantized(name))
+        return Tensor(name, dtype, self._shapes.get(parameter) or stored.shape)
 
-    def value(self, name: str) -> Any:
-        fused = self._fused.get(name)
-        if fused is not None and self._is_changed(fused.parameter):
-            self.num_changed += 1
-            return self._split(fused.parameter)[name]
-        parameter = self._names.get(name)
-        if parameter is None or not self._is_changed(parameter):
-            return self._base.read(name) if name in self._base.tensors else self._read(str(parameter))
-        self.num_changed += 1
-        return self._changed(parameter)
+    def is_copied(self, name: str) -> bool:
+        """Return True for a stored tensor that the model's class ignores."""
+        return self._places.parameter(name) is None
+
+    def changed(self, unit: list[str]) -> dict[str, Any]:
+        """Return the merged tensors of a unit by their stored names; none if the adapter does not change it."""
+        changed = self._changes(unit)
+        if not changed:
+            return {}
+        self.num_changed += len(unit)
+        if self._places.first.get(unit[0]) is None:
+            return {unit[0]: self._changed(changed[0])}
+        return self._split(unit)
+
+    def check(self, unit: list[str], written: Mapping[str, Any]) -> None:
+        """Compare what was written for a unit with base plus adapter. Raises ModelError."""
+        changed = self._changes(unit)
+        first = self._places.first.get(unit[0])
+        if first is None:
+            made = {changed[0]: written[unit[0]]}
+        else:
+            made = self._places.groups[first].convert(first, written.__getitem__, self._model)
+        for parameter in changed:
+            self._oracle.check(parameter, made[parameter], self._expected(parameter))
+
+    def check_all_used(self) -> None:
+        """Raise ModelError if a tensor of the adapter is in nothing that was written."""
+        self._oracle.check_all_used()
+
+    def _changes(self, unit: list[str]) -> list[str]:
+        """Return the parameters of a unit that the adapter changes."""
+        first = self._places.first.get(unit[0])
+        if first is None:
+            parameter = self._places.whole.get(unit[0], "")
+            found = [parameter] if parameter in self._shapes else []
+        else:
+            found = [each for each, other in self._first.items() if other == first]
+        return [each for each in found if self._is_changed(each)]
+
+    def unchanged(self, name: str) -> Any:
+        """Return a tensor of the base by its stored name."""
+        return self._base.read(name) if name in self._base.tensors else self._read(self._places.whole[name])
+
+    def _current(self, parameter: str) -> Any:
+        return self._changed(parameter) if self._is_changed(parameter) else self._read(parameter)
 
     def _part(self, parameter: str) -> str | None:
         """Return the name of the module in the adapter that a parameter belongs to; None if there is none."""
@@ -303,146 +367,124 @@ class _Mixture:
         module, _, leaf = parameter.rpartition(".")
         with contextlib.suppress(AttributeError):
             found = getattr(self._model.get_submodule(module), leaf)
-            return None if _is_placeholder(found) or found.device.type == "meta" else found.data
+            return None if _is_absent(found) else found
         return None
 
     def _changed(self, parameter: str) -> Any:
         place = self._part(parameter)
         if place is None:
-            return self._trained(parameter)
+            return self._trained(parameter).data
         if self._last[0] != place:
             self._last = (place, self._merge_module(place))
         return self._last[1][parameter.removeprefix(f"{place}.")]
 
+    def _expected(self, parameter: str) -> Iterator[tuple[Any, Any]]:
+        """Return what is expected in a changed parameter, by the other computation, in blocks."""
+        from peft.utils.other import ModulesToSaveWrapper
+
+        place = self._part(parameter)
+        if place is None:
+            return self._oracle.trained(self._trained(parameter))
+        part, leaf = self._parts[place], parameter.removeprefix(f"{place}.")
+        if isinstance(part, ModulesToSaveWrapper):
+            return self._oracle.trained(part.modules_to_save["default"].get_parameter(leaf))
+        for wrapper in _wrappers(part):
+            part = wrapper if wrapper.parameter_name == leaf else part
+        return self._oracle.wrapped(part, leaf, lambda: self._begun(place, leaf))
+
     def _merge_module(self, place: str) -> dict[str, Any]:
         """Return a module's merged tensors by their names in it."""
         import torch
-        from peft.utils.other import ModulesToSaveWrapper
+        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
         part = self._parts[place]
         if isinstance(part, ModulesToSaveWrapper):
             return {name: each.data for name, each in part.modules_to_save["default"].named_parameters()}
-        layer = part.get_base_layer()
+        layer = _base_layer(part)
         wrappers = _wrappers(part)
         leaves = {each.parameter_name for each in wrappers}
         own = {leaf: each for leaf, each in layer.named_parameters(recurse=False) if not wrappers or leaf in leaves}
-        for leaf, parameter in own.items():
-            if _is_placeholder(parameter):
-                # A copy: mapped memory must not be written to.
-                read = self._read(f"{place}.{leaf}").to(torch.float32, copy=True)
-                setattr(layer, leaf, torch.nn.Parameter(read.reshape(parameter.shape), requires_grad=False))
+        for leaf in own:
+            begun = self._begun(place, leaf).to(torch.float32, copy=True)  # mapped memory must not be written to
+            setattr(layer, leaf, torch.nn.Parameter(begun, requires_grad=False))
         with torch.no_grad():
-            self._begin_as_in_training(part)
-            for each in wrappers or [part]:
+            for each in wrappers or [part.token_adapter if isinstance(part, TrainableTokensWrapper) else part]:
                 each.merge()
+                each.merged_adapters.clear()  # else a second merge does nothing, without a word
         values = {leaf: getattr(layer, leaf).data for leaf in own}
         for leaf, parameter in own.items():
             setattr(layer, leaf, parameter)
         return values
 
-    def _begin_as_in_training(self, layer: Any) -> None:
-        """Take the first weights out of the base again, as PiSSA and OLoRA did, then restore the trained ones."""
-        if self._init not in ("pissa", "olora"):
-            return
-        trained = {name: each.data for name, each in layer.named_parameters() if ".base_layer" not in f".{name}"}
-        layer.pissa_init("default", "pissa") if self._init == "pissa" else layer.olora_init("default")
-        for name, each in layer.named_parameters():
-            if name in trained:
-                each.data = trained[name]
+    def _begun(self, place: str, leaf: str) -> Any:
+        """Return a tensor of a module in the adapter as the training began with it."""
+        import torch
 
-    def _split(self, parameter: str) -> dict[str, Any]:
-        """Split a merged parameter that is stored as several tensors, such as experts, into these by stored name."""
+        part = self._parts[place]
+        layer = _base_layer(part)
+        own = getattr(layer, leaf)
+        if not _is_placeholder(own):
+            return own.data  # peft saves the embeddings beside some adapters
+        if self._start[0] == f"{place}.{leaf}":
+            return self._start[1]
+        read = self._read(f"{place}.{leaf}").reshape(own.shape)
+        if leaf != "weight" or self._init not in beginning.REPEATED or not hasattr(part, "lora_A"):
+            return read
+        setattr(layer, leaf, torch.nn.Parameter(read.to(torch.float32, copy=True), requires_grad=False))
+        with torch.no_grad():
+            beginning.repeat(part, self._init, place, self._loaded)
+        self._start = (f"{place}.{leaf}", getattr(layer, leaf).data)
+        setattr(layer, leaf, own)
+        return self._start[1]
+
+    def _split(self, unit: list[str]) -> dict[str, Any]:
+        """Split merged parameters that are stored as several tensors, such as experts, into these by stored name."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        if self._last_split[0] != parameter:
-            self._last_split = (parameter, {})  # releases the previous one first
-            self._last_split = (parameter, revert_weight_conversion(self._model, {parameter: self._changed(parameter)}))
-        return self._last_split[1]
+        first = self._places.first[unit[0]]
+        group = [each for each, other in self._first.items() if other == first]
+        found = revert_weight_conversion(self._model, {each: self._current(each) for each in group})
+        if found.keys() != set(unit):
+            raise ModelError(
+                f"{self._base.path}: {first} would be stored as {quote.first(sorted(found), 3)}, not as it is in the "
+                f"base: {quote.first(unit, 3)}",
+                hint="remove such modules from target_modules, or use base model and adapter separately",
+            )
+        return dict(found)
 
     def _read(self, parameter: str) -> Any:
         stored = self._stored.get(self._stored_as(parameter))
-        if stored is not None:
+        if stored is not None and stored in self._base.tensors:
             return self._base.read(stored)
-        members = {name: each for name, each in self._fused.items() if each.parameter == parameter}
-        converter = copy.deepcopy(next(iter(members.values())).converter)
-        for name, each in members.items():
-            converter.add_tensor(parameter, name, each.pattern, self._base.read(name))
-        return converter.convert(parameter, model=self._model, config=self._model.config)[parameter]
+        first = self._first[self._stored_as(parameter)]
+        return self._places.groups[first].convert(first, self._base.read, self._model)[self._stored_as(parameter)]
 
     def _stored_as(self, parameter: str) -> str:
         """Return the parameter itself, or one that it is tied to, whichever the files contain."""
-        if parameter in self._stored:
-            return parameter
-        source = self._ties.get(parameter, parameter)
-        alike = [source, *(target for target, other in self._ties.items() if other == source)]
-        return next((each for each in alike if each in self._stored), parameter)
+        source = self.ties.get(parameter, parameter)
+        alike = [parameter, source, *(target for target, other in self.ties.items() if other == source)]
+        return next((each for each in alike if self._is_stored(each)), parameter)
+
+    def _is_stored(self, parameter: str) -> bool:
+        return parameter in self._first or self._stored.get(parameter, "") in self._base.tensors
 
     def _check_stored(self, adapter_dir: Path) -> None:
         changed = [name for name in self._shapes if self._is_changed(name)]
         if not changed:
             raise ModelError(f"{adapter_dir}: the adapter does not change {self.architecture}", hint=adapter.OTHER_BASE)
-        fused = {each.parameter for each in self._fused.values()}
         for name in changed:
-            if self._stored_as(name) not in self._stored and name not in fused:
+            if not self._is_stored(self._stored_as(name)):
                 raise ModelError(
                     f"{self._base.path}: none of its files contains {name} under a name that transformers "
                     f"{installed.version('transformers')} uses, so the adapter's part for it cannot be merged",
                     hint="remove such modules from target_modules, or use base model and adapter separately",
                 )
 
-    def _untied(self) -> dict[str, str]:
-        """Return tied tensors that the adapter makes differ, which are stored separately: stored name → parameter."""
-        import torch
 
-        found: dict[str, str] = {}
-        for target, source in self._ties.items():
-            if self._is_changed(target) or self._is_changed(source):
-                values = [
-                    self._changed(each).float() if self._is_changed(each) else self._read(each).float()
-                    for each in (target, source)
-                ]
-                if not torch.equal(*values):
-                    found |= {self._stored.get(each, each): each for each in (target, source)}
-        return found
-
-
-@dataclass(frozen=True)
-class _Member:
-    """A stored tensor that is one of several from which a parameter is built, in transformers' own terms."""
-
-    parameter: str
-    pattern: str
-    converter: Any
-
-
-def _parameter_names(model: Any, stored: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, _Member]]:
-    """Map stored names to the parameters loaded from them alone, and to their parts in combined parameters.
-
-    Both follow transformers' own rules; tensors that it ignores are in neither.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
-
-    changes = get_model_conversion_mapping(model)
-    renamings = [change for change in changes if not isinstance(change, WeightConverter)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    whole, fused = {}, {}
-    for name in sorted(stored, key=dot_natural_key):
-        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
-        if pattern is not None and renamed in parameters:
-            fused[name] = _Member(renamed, pattern, by_pattern[pattern])
-        elif renamed in parameters:
-            whole[name] = renamed
-    return whole, fused
-
-
-def _attach(model: Any, adapter_dir: Path) -> str:
-    """Wrap the model's modules in place, load the adapter, and return how its weights were initialized."""
+def _attach(model: Any, adapter_dir: Path) -> tuple[str, bool]:
+    """Wrap the model's modules in place, load the adapter; return how it was initialized, and whether it is rsLoRA."""
     import peft
     import torch
-    from safetensors.torch import load_file
 
     config = peft.PeftConfig.from_pretrained(adapter_dir)
     if config.peft_type != peft.PeftType.LORA:
@@ -455,11 +497,9 @@ def _attach(model: Any, adapter_dir: Path) -> str:
             hint="train with init_lora_weights: true, gaussian, pissa or olora",
         )
     config.inference_mode = True
-    state = {
-        name: each.to(torch.float32) for name, each in load_file(adapter_dir / "adapter_model.safetensors").items()
-    }
+    state = {name: each.to(torch.float32) for name, each in adapter.read(adapter_dir).items()}
     adapter.wrap(model, config, state, adapter_dir)
-    return str(init).lower()
+    return str(init).lower(), bool(config.use_rslora)
 
 
 def _wrappers(part: Any) -> list[Any]:
@@ -477,11 +517,21 @@ def _parts(model: Any, adapter_dir: Path) -> Iterator[tuple[str, Any]]:
     """Yield the modules that peft wrapped, by their former names. Raises ModelError for one that is not merged here."""
     from peft.tuners.lora import layer as lora
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 
+    kinds = (
+        lora.Linear,
+        lora.Embedding,
+        lora._ConvNd,
+        lora.ParamWrapper,
+        ModulesToSaveWrapper,
+        TrainableTokensWrapper,
+    )
     for name, module in model.named_modules():
-        if isinstance(module, lora.Linear | lora.Embedding | lora._ConvNd | lora.ParamWrapper | ModulesToSaveWrapper):
+        if isinstance(module, kinds):
             yield name, module
+        elif name.endswith(".token_adapter"):
+            continue  # of a wrapper that was yielded
         elif isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             raise ModelError(
                 f"{adapter_dir}: {name}: merging peft's {type(module).__name__} is not supported",
@@ -506,24 +556,44 @@ def _shards(tensors: list[Tensor], max_bytes: int) -> list[list[Tensor]]:
 
 
 def _write(
-    target: Path, shards: list[list[Tensor]], value: Callable[[str], Any], dtype: str, progress: Progress
+    target: Path, units: list[list[str]], shards: list[list[Tensor]], mixture: _Mixture, progress: Progress
 ) -> None:
+    """Write all tensors, in the order of the units, and compare those that the adapter changes."""
     count, number = sum(map(len, shards)), 0
     weight_map: dict[str, str] = {}
+    values = _cast(units, {each.name: each for shard in shards for each in shard}, mixture)
     for index, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
         with (target / file).open("wb") as stream:
             stream.write(_header(shard))
             for each in shard:
                 progress(number, count)
-                stream.write(_bytes(each, value(each.name), dtype))
+                name, value = next(values)
+                assert name == each.name
+                stream.write(_bytes(value))
                 number += 1
         weight_map |= dict.fromkeys((each.name for each in shard), file)
+    for _ in values:  # the last comparison
+        raise AssertionError
     progress(count, count)
     if len(shards) > 1:
         total = sum(each.num_bytes for shard in shards for each in shard)
         index_data = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target / "model.safetensors.index.json").write_text(json.dumps(index_data, indent=1) + "\n")
+
+
+def _cast(units: list[list[str]], planned: Mapping[str, Tensor], mixture: _Mixture) -> Iterator[tuple[str, Any]]:
+    """Yield each stored name and its tensor, as it is on disk; what is done with it is done before the comparison."""
+    for unit in units:
+        values = mixture.changed(unit)
+        for name in unit:
+            value = values[name] if name in values else mixture.unchanged(name)
+            cast = _rounded(planned[name], value, is_copied=mixture.is_copied(name))
+            if name in values:
+                values[name] = cast
+            yield name, cast
+        if values:
+            mixture.check(unit, values)
 
 
 def _header(shard: list[Tensor]) -> bytes:
@@ -538,67 +608,53 @@ def _header(shard: list[Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(planned: Tensor, value: Any, dtype: str) -> memoryview:
-    """Return a tensor in its dtype, as it is on disk. Raises PrecisionError if a number leaves the dtype's range."""
+def _rounded(planned: Tensor, value: Any, *, is_copied: bool) -> Any:
+    """Return a tensor in its dtype. Raises PrecisionError if a number leaves the dtype's range."""
     import torch
 
     assert tuple(value.shape) == planned.shape, planned.name
     cast = value.to(getattr(torch, planned.dtype))
-    if planned.dtype == dtype and not torch.isfinite(cast).all():
-        if torch.isfinite(value).all():
+    if not is_copied and cast.is_floating_point() and not _is_finite(cast):
+        if _is_finite(value):
             raise PrecisionError(
-                f"{planned.name}: up to {value.abs().max():.3g}, which {dtype} cannot hold", hint="dtype: bfloat16"
+                f"{planned.name}: up to {value.abs().max():.3g}, which {planned.dtype} cannot hold",
+                hint="dtype: bfloat16",
             )
         raise DivergedError(f"{planned.name}: not a number", hint="the adapter or the base model is damaged")
-    return memoryview(cast.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return cast
 
 
-def _write_config(base_dir: Path, target: Path, config: Any, dtype: str, *, architecture: str, is_untied: bool) -> None:
-    raw = json.loads((base_dir / "config.json").read_bytes())
-    for key in ("quantization_config", "compression_config", "torch_dtype", "_name_or_path"):
-        raw.pop(key, None)
-    raw |= {
-        "dtype": dtype,
-        "model_type": config.model_type,
-        "architectures": raw.get("architectures") or [architecture],
-    }
-    levels = [raw, *(each for key, each in raw.items() if key.endswith("_config") and isinstance(each, dict))]
-    for level in levels[1:]:
-        if level.keys() & {"dtype", "torch_dtype"}:
-            level.pop("torch_dtype", None)
-            level["dtype"] = dtype
-    if is_untied:
-        for level in (raw, *(level for level in levels[1:] if "tie_word_embeddings" in level)):
-            level["tie_word_embeddings"] = False
-    (target / "config.json").write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _is_finite(tensor: Any) -> bool:
+    """Return True if no number is infinite or none; a minimum is much faster than torch.isfinite of each."""
+    return not tensor.numel() or all(bool(each.isfinite()) for each in tensor.aminmax())
 
 
-def _copy_files(base_dir: Path, adapter_dir: Path, target: Path, chat_template: str | None, *, with_code: bool) -> None:
-    """Copy the tokenizer and other files without weights; the tokenizer is the adapter's own if it has one."""
-    has_own = any(all((adapter_dir / name).is_file() for name in row) for row in basemodel.TOKENIZER_FILES)
+def _bytes(value: Any) -> memoryview:
+    import torch
+
+    return memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _copy_files(
+    base_dir: Path, adapter_dir: Path, target: Path, chat_template: str | None, *, with_code: bool
+) -> list[str]:
+    """Copy the files without weights; the tokenizer's are the adapter's own if it has one. Return their changes."""
     for path in sorted(base_dir.iterdir()):
         is_wanted = path.suffix in COPIED_SUFFIXES and not NOT_COPIED.fullmatch(path.name) and path.is_file()
-        if is_wanted and (path.suffix != ".py" or with_code) and not (has_own and TOKENIZER.fullmatch(path.name)):
+        if is_wanted and (path.suffix != ".py" or with_code) and not tokenizer_files.is_one(path.name):
             shutil.copyfile(path, target / path.name)
-    if has_own:
-        for path in sorted(adapter_dir.iterdir()):
-            if TOKENIZER.fullmatch(path.name) and path.is_file():
-                shutil.copyfile(path, target / path.name)
-    if chat_template is not None:
-        shutil.copyfile(chat_template, target / "chat_template.jinja")
+    return tokenizer_files.merged(base_dir, adapter_dir, target, chat_template, with_code=with_code)
 
 
-def _check(target: Path, planned: list[Tensor], dtype: str) -> None:
+def _check(target: Path, planned: list[Tensor]) -> None:
     """Read the written files' headers. Raises PrecisionError, naming the tensors that are not as planned."""
     try:
         found = {each.name: each for each in basemodel.inspect(target).tensors}
     except HonedError as error:
         raise PrecisionError(f"the merged checkpoint is incomplete: {error.said}", hint=error.hint) from error
-    wrong = [
-        f"{each.name} is {each.dtype}" for each in found.values() if each.dtype != dtype and each.dtype in FLOAT_DTYPES
-    ]
-    wrong += [f"{each.name} differs from the plan" for each in planned if found.get(each.name) != each]
+    wrong = [each.name for each in planned if found.get(each.name) != each]
     if wrong:
         raise PrecisionError(
-            f"merged in {dtype}, but {quote.first(wrong, 5, separator='; ')}", hint="this is a bug: please report it"
+            f"the merged checkpoint differs from the plan: {quote.first(wrong, 5, separator='; ')}",
+            hint="this is a bug: please report it",
         )

@@ -65,15 +65,20 @@ def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None
         options["device_map"] = {"": int(os.environ.get("LOCAL_RANK", "0"))}
     if not assignment.plan.checkpoint.is_pickled:
         options["use_safetensors"] = True  # no pickle that appeared after the check
-    model, info = model_class(config).from_pretrained(
-        assignment.base_model_path,
-        config=config,
-        dtype=getattr(torch, precision.load_dtype),
-        attn_implementation=precision.attn_implementation,
-        trust_remote_code=assignment.spec.trust_remote_code,
-        output_loading_info=True,
-        **options,
-    )
+    try:
+        model, info = model_class(config).from_pretrained(
+            assignment.base_model_path,
+            config=config,
+            dtype=getattr(torch, precision.load_dtype),
+            attn_implementation=precision.attn_implementation,
+            trust_remote_code=assignment.spec.trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+    except RuntimeError as error:
+        if "conversion" in str(error):  # of experts that cannot be fused, say: transformers names only what they make
+            _check_published(assignment, check_complete(assignment, config))
+        raise
     if missing := sorted(info["missing_keys"]):
         raise incomplete(assignment, missing)
     if words := unused_weights.check(assignment.base_model_path, info["unexpected_keys"], model.state_dict()):
@@ -106,6 +111,20 @@ def check_complete(assignment: Assignment, config: Any) -> Any:
     if not missing:
         unused_weights.check(assignment.base_model_path, unplaced(model, stored), wanted)
     return model
+
+
+def _check_published(assignment: Assignment, empty: Any) -> None:
+    """Compare the names under which a model without weights is published with the stored ones. Raises ModelError."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    path, prefix = assignment.base_model_path, f"{empty.base_model_prefix}."
+    stored = {name for name in read_names(path) if not QUANTIZATION_STATE.search(name)}
+    with torch.no_grad():
+        wanted = revert_weight_conversion(empty, dict(empty.named_parameters()))
+    if missing := sorted(name for name in wanted if not {name, prefix + name, name.removeprefix(prefix)} & stored):
+        raise incomplete(assignment, missing)
+    unused_weights.check(path, stored - set(wanted), wanted)
 
 
 def unplaced(model: Any, stored: Iterable[str]) -> set[str]:
@@ -211,10 +230,7 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
 
     if spec.adapter:
         model = peft.PeftModel.from_pretrained(model, spec.adapter, is_trainable=True)
-        found = model.load_adapter(
-            spec.adapter, "default", is_trainable=True
-        )  # load again: from_pretrained does not return the report
-        adapters.check_fitted(Path(spec.adapter), model, found)
+        adapters.load(model, Path(spec.adapter))  # again: peft's own load reports nothing
     elif spec.lora is not None:
         check_parts(model, assignment)
         options = _in_layers(model, lora_options(model, assignment))

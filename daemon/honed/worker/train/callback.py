@@ -18,7 +18,7 @@ from honed.worker.stop import Stop
 from honed.worker.train.checkpoint import Progress
 
 #: Metrics that a step's event takes from the trainer's log.
-FIGURES = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy")
+FIGURES = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy", "aux_loss")
 
 
 class RunCallback(TrainerCallback):

@@ -180,7 +180,7 @@ def _lacking(trainer: Any, data: Data, job: Assignment) -> str:
     length = max(data.longest, training.max_length or 0 if training.packing else 0)
     num_tokens = training.per_device_train_batch_size * length
     vocabulary = int(trainer.model.get_output_embeddings().weight.shape[0])
-    size = 4 if _dtype(trainer, job) == "float32" else 2
+    size = 4 if computing_dtype(trainer, job) == "float32" else 2
     more = sum(
         sign * losses.logits_bytes(num_tokens, vocabulary, size, is_chunked=is_chunked)
         for sign, is_chunked in ((1, False), (-1, True))
@@ -215,7 +215,7 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
             torch.no_grad(),
             _without_balancing(trainer),
             _figures_kept(trainer),
-            _autocast(model, job),
+            trained_autocast(model, job),
         ):
             seen = {name: value for name, value in inputs.items() if name != "labels"}
             logits: Any = getattr(model(**seen, use_cache=False), "logits", None)
@@ -225,7 +225,7 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
             is_trained = labels[0, 1:] != IGNORED
             targets, kept = labels[0, 1:][is_trained], logits[0, :-1][is_trained].float()
             del logits
-            expected, tolerance = _expected(kept, targets, trainer, _dtype(trainer, job))
+            expected, tolerance = _expected(kept, targets, trainer, computing_dtype(trainer, job))
             del kept
 
             def spread() -> float:
@@ -233,22 +233,30 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
                 found = [expected]
                 for _ in range(NUM_REPEATS):
                     again = model(**seen, use_cache=False).logits[0, :-1][is_trained].float()
-                    found.append(_expected(again, targets, trainer, _dtype(trainer, job))[0])
+                    found.append(_expected(again, targets, trainer, computing_dtype(trainer, job))[0])
                 return max(found) - min(found)
 
             try:
                 # The trainer multiplies the loss by the number of processes, and divides by the tokens of all of them.
                 is_averaged = trainer.args.average_tokens_across_devices
                 num_processes = trainer.accelerator.num_processes if is_averaged else 1
-                count = torch.tensor(num_tokens * num_processes, device=labels.device)
-                trained = float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=count))
+                # As if the step had as many tokens again in another batch: a mean over the batch's own ignores them.
+                count = torch.tensor(2 * num_tokens * num_processes, device=labels.device)
+                found = float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=count))
+                is_own_mean = abs(found - expected) <= tolerance
+                trained = found if is_own_mean else 2 * found
             except Exception as error:
                 if is_out_of_memory(error) or trainer.accelerator.num_processes > 1:
                     raise
                 traceback.print_exc()
                 return error
             compared = Comparison(trained, expected, tolerance, num_tokens)
-            return compared if compared.agrees else replace(compared, tolerance=tolerance + 2 * spread())
+            if not compared.agrees:
+                return replace(compared, tolerance=tolerance + 2 * spread())
+            if trainer.compute_loss_func is None:
+                # A class that says otherwise would be accumulated wrongly: see share.py.
+                trainer.model_accepts_loss_kwargs = not is_own_mean
+            return compared
     except Exception as error:
         traceback.print_exc()
         if trainer.accelerator.num_processes > 1:
@@ -304,7 +312,7 @@ def _is_autocast(job: Assignment) -> bool:
     return job.precision.bf16 or job.precision.fp16
 
 
-def _dtype(trainer: Any, job: Assignment) -> str:
+def computing_dtype(trainer: Any, job: Assignment) -> str:
     """Return the coarsest dtype in which logits are computed."""
     precision = job.precision
     if _is_autocast(job):
@@ -313,7 +321,7 @@ def _dtype(trainer: Any, job: Assignment) -> str:
 
 
 @contextlib.contextmanager
-def _autocast(model: Any, job: Assignment) -> Iterator[None]:
+def trained_autocast(model: Any, job: Assignment) -> Iterator[None]:
     """Put the model under the trainer's autocast, as accelerate does: around forward, which returns float32."""
     if not _is_autocast(job):
         yield

@@ -1,6 +1,7 @@
 """A checkpoint of a divided model: each rank writes and reads its own part, and nothing is gathered.
 
-    checkpoint-N/part-<rank>-of-<world>.pt    parts of the trained weights, and of the optimizer's states
+    checkpoint-N/part-<rank>-of-<world>.pt    parts of the trained weights, with digests of them as they were in memory,
+                                              and of the optimizer's states
 
 The parts of one tensor, in the order of the ranks, are the tensor. So a run with another number of ranks reads all
 files and takes its own part of each tensor.
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 
 from honed.system import durable
-from honed.system.error import PrecisionError
-from honed.worker.model import division, published
+from honed.system.error import ModelError, PrecisionError
+from honed.worker.model import division, published, tensorfile
 from honed.worker.parallel import Ranks
+from honed.worker.train import weights
 
 _NAME = re.compile(r"part-(\d+)-of-(\d+)\.pt")
 
@@ -40,26 +42,46 @@ def write(directory: Path, model: Any, optimizer: Any, ranks: Ranks) -> None:
             for number, one in state["state"].items()
         },
     }
+    found["digests"] = {kind: tensorfile.digests(found[kind]) for kind in ("weights", "buffers")}
     path = directory / f"part-{ranks.rank}-of-{ranks.world}.pt"
     torch.save(found, path)
     durable.sync_file(path)
 
 
 def load_weights(directory: Path, model: Any, ranks: Ranks) -> None:
-    """Load the trained weights of a checkpoint. Raises PrecisionError for one of another dtype."""
+    """Load the trained weights of a checkpoint. Raises PrecisionError for one of another dtype, and ModelError, naming
+    the tensors, for one that is not what was written, or that is of another model."""
     division.settle(model)
     pieces = _read(directory, ranks)
-    for name, weight in _kept(model):
-        part = division.part_of(weight.detach())
-        found = _taken([piece["weights"][name] for piece in pieces], weight, ranks)
-        if found.dtype != part.dtype:
-            raise PrecisionError(
-                f"{directory.name} has {name} in {found.dtype}, but it is trained in {part.dtype}",
-                hint="submit the job again: it begins from its base model",
-            )
+    kept, buffers = dict(_kept(model)), dict(published.buffers(model))
+    _check(directory, pieces, {"weights": set(kept), "buffers": set(buffers)})
+    for name, weight in kept.items():
+        _put(directory, name, weight, _taken([piece["weights"][name] for piece in pieces], weight, ranks))
+    for name, buffer in buffers.items():
+        _put(directory, name, buffer, pieces[0]["buffers"][name])
+
+
+def _check(directory: Path, pieces: list[dict[str, Any]], held: dict[str, set[str]]) -> None:
+    """Compare the parts in files with what the ranks had when they were written, and with the names of the model."""
+    hint = weights.hint(directory)
+    for piece in pieces:
+        for kind, names in held.items():
+            tensorfile.compare_names(directory.name, set(piece[kind]), names, hint=hint)
+            if "digests" in piece:  # an earlier version took none
+                tensorfile.compare(directory.name, piece["digests"][kind], piece[kind], hint=hint)
+
+
+def _put(directory: Path, name: str, tensor: Any, found: Any) -> None:
+    part = division.part_of(tensor.detach())
+    if found.dtype != part.dtype:
+        raise PrecisionError(
+            f"{directory.name} has {name} in {found.dtype}, but it is trained in {part.dtype}",
+            hint="submit the job again: it begins from its base model",
+        )
+    if found.shape == part.shape:
         part.copy_(found)
-    for name, buffer in published.buffers(model):
-        buffer.copy_(pieces[0]["buffers"][name])
+    if found.shape != part.shape or not tensorfile.is_same(division.part_of(tensor.detach()), found):
+        raise ModelError(f"{directory.name}: after loading, {name} differs", hint=weights.hint(directory))
 
 
 def load_optimizer(directory: Path, optimizer: Any, ranks: Ranks) -> None:

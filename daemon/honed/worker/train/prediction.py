@@ -26,7 +26,9 @@ from honed.system.error import BY_CODE, HonedError, InternalError, said
 from honed.text.chat import ChatFormat
 from honed.worker import message
 from honed.worker.model import cast, division, generation
+from honed.worker.model.dtypes import Rule
 from honed.worker.model.load import is_out_of_memory
+from honed.worker.rows import prefix
 from honed.worker.rows.group import Groups
 from honed.worker.rows.processor import Processor
 from honed.worker.stop import Stop
@@ -299,6 +301,8 @@ class Predictor:
         #: True if the base model's own generation settings apply.
         self._is_bases = settings == "base"
         self._batch_size = batch_size
+        #: False if each question is asked alone: padding would change it.
+        self.asks_several = batch_size != 1
         #: True if the next attempt takes smaller batches where memory runs out in one.
         self._has_ladder = has_ladder
         self._sample = sample
@@ -307,6 +311,7 @@ class Predictor:
         self._faults = Faults(warn, self._computing.may_match)
         #: The trainer's optimizer, which may keep a part of the weights; None before there is one.
         self.optimizer: Callable[[], Any] = lambda: None
+        self.rule: Rule | None = None  #: the dtypes in which full fine-tuning's weights are saved
         #: True once the time of the run is over: no further batch is asked.
         self.is_late: Callable[[], bool] = lambda: False
         self._tokenizer = chat.tokenizer
@@ -326,12 +331,10 @@ class Predictor:
         texts: list[str | None] = [None] * len(questions)
         self._faults.begin()
         self._stop_ids = list(dict.fromkeys([*self._stop_ids, *generation.end_ids(model)]))
-        settled = contextlib.nullcontext() if self._is_bases else generation.neutral(model)
-        computing, calm = self._computing, undisturbed(model)
-        saved = cast.as_saved(model, computing.precision, self.optimizer())
-        with self._stop.phase("predict"), calm, torch.no_grad(), saved, computing.autocast(model), settled:
+        with self._stop.phase("predict"), self._computing_as_saved(model):
             has_media = any(question.media for question in questions)
             size = self._batch_size or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
+            size = size if self.asks_several else 1
             order = list(range(len(questions)))
             if len(order) > size:  # the longest first: if memory runs out, then at once
                 order.sort(key=lambda place: questions[place].length, reverse=True)
@@ -347,6 +350,34 @@ class Predictor:
                 for place, text in zip(places, answers, strict=True):
                     texts[place] = text
         return Answers(texts, self._faults.first, unasked)
+
+    @contextlib.contextmanager
+    def _computing_as_saved(self, model: Any) -> Iterator[None]:
+        import torch
+
+        settled = contextlib.nullcontext() if self._is_bases else generation.neutral(model)
+        saved = cast.as_saved(model, self._computing.precision, self.rule, self.optimizer())
+        with undisturbed(model), torch.no_grad(), saved, self._computing.autocast(model), settled:
+            yield
+
+    def first_logits(self, model: Any, questions: Sequence[Question]) -> Any:
+        """Return the logits of the two likeliest first tokens of each answer, in float32."""
+        import torch
+        from transformers import GenerationConfig
+
+        with self._computing_as_saved(model):
+            inputs = self._inputs(model, questions)
+            config = GenerationConfig(
+                max_new_tokens=2,
+                do_sample=False,
+                num_beams=1,
+                use_cache=True,
+                pad_token_id=self._tokenizer.pad_token_id,
+            )
+            output = model.generate(
+                **inputs, generation_config=config, output_logits=True, return_dict_in_generate=True, **self._generating
+            )
+        return torch.stack(output.logits, dim=1).float()
 
     def _is_over(self) -> bool:
         """Raise InterruptedRunError once asked to stop; return True once no time is left."""
@@ -366,23 +397,26 @@ class Predictor:
                 return [None]
         return [answer for question in questions for answer in self._ask_batch(model, [question])]
 
+    def _inputs(self, model: Any, questions: Sequence[Question]) -> dict[str, Any]:
+        inputs = prefix.asked(model, self._batches.of(model, questions))
+        if generation.stop_strings(model):  # generate searches for them in the text
+            inputs["tokenizer"] = self._tokenizer
+        return inputs
+
     def _generate(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
         from transformers import GenerationConfig
 
-        pad_id = self._tokenizer.pad_token_id
-        inputs = self._batches.of(model, questions)
+        inputs = self._inputs(model, questions)
         self._faults.note(inputs)
         width = inputs["input_ids"].shape[1]
         config = GenerationConfig(
             max_new_tokens=self._max_new_tokens,
             **self._drawing(),
             use_cache=True,
-            pad_token_id=pad_id,
+            pad_token_id=self._tokenizer.pad_token_id,
             bos_token_id=self._tokenizer.bos_token_id,
             eos_token_id=self._stop_ids or None,
         )
-        if generation.stop_strings(model):  # generate searches for them in the text
-            inputs["tokenizer"] = self._tokenizer
         output = model.generate(**inputs, generation_config=config, **self._generating)
         return [self._decode(row) for row in output[:, width:].tolist()]
 

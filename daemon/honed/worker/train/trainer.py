@@ -38,18 +38,20 @@ from honed.system import durable, manual
 from honed.system.error import InterruptedRunError, SpecError, TimeLimitError, said
 from honed.text.maskcheck import IGNORED
 from honed.worker.assignment import Assignment
-from honed.worker.model import division, generation
+from honed.worker.model import adapter, division, generation
 from honed.worker.model.audit import Auditor
 from honed.worker.parallel import ALONE, Ranks
+from honed.worker.rows import prefix
 from honed.worker.rows.collator import Collator
 from honed.worker.rows.data import Data
 from honed.worker.stop import Stop
-from honed.worker.train import checkpoint, optimizer, parts, weights
+from honed.worker.train import checkpoint, optimizer, parts, share, weights
 from honed.worker.train.callback import RunCallback, is_epoch_end
 from honed.worker.train.checkpoint import Progress
 from honed.worker.train.evaluation import Timely, TokenMeans, by_length, kinds_by_length
 from honed.worker.train.prediction import random_state_kept
 from honed.worker.train.sealing import Sealing
+from honed.worker.train.share import Shares
 
 #: Number of checkpoints that are kept, if the spec does not say.
 SAVE_TOTAL_LIMIT = 2
@@ -292,7 +294,7 @@ class Trainer(SFTTrainer):
                 "info", "rows that are packed or shuffled have no evaluation loss by data set and tag, only scores"
             )
         self._sealing = Sealing(stop.beat)
-        self._num_step_tokens = 0  #: trained on in the present step, by all ranks
+        self._shares = Shares(ranks)
         self._saved_step = resumed_step  #: of the last checkpoint in its place
         self._callback = callback
         self._resumed_path: str | None = None
@@ -315,6 +317,8 @@ class Trainer(SFTTrainer):
         )
         self.remove_callback(PrinterCallback)  # the events report all of it
         self.mended = [*before.put_back(self), *before.restore(self.model)]
+        if args.router_aux_loss_coef is not None:
+            share.set_coefficient(self.model, args.router_aux_loss_coef)
         for text in _changed(assignment, self.args):
             events.log("warning", text)
 
@@ -487,6 +491,12 @@ class Trainer(SFTTrainer):
         self._resumed_path = resume_from_checkpoint
         return prepared
 
+    def take_singly(self) -> None:
+        """Train and evaluate on one row at a time; a step has the same rows."""
+        self.args.gradient_accumulation_steps *= self.args.per_device_train_batch_size
+        self.args.per_device_train_batch_size = self.args.per_device_eval_batch_size = 1
+        self._train_batch_size = self.args.train_batch_size
+
     def num_steps(self) -> int:
         """Return the number of steps of the whole run, from the rows as they are packed and batched."""
         if self.args.max_steps > 0:
@@ -530,19 +540,35 @@ class Trainer(SFTTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._num_step_tokens = int(self._ranks.sum(sum(map(_num_trained, batches)))[0])
-        self._progress.num_trained_tokens += self._num_step_tokens
+        self._progress.num_trained_tokens += self._shares.begin(batches)
         return batches, num_items
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss of a batch. Some models take the mean over its own tokens, however many the step has: of
-        several ranks, it counts by their number. Other models are told how many the step has.
-        """
-        if self.model_accepts_loss_kwargs or not (self._ranks.are_several and self.model.training):
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        num_batches = self._ranks.world * self.current_gradient_accumulation_steps  # whose mean is taken
-        share = _num_trained(inputs) * num_batches / max(1, self._num_step_tokens)
-        return super().compute_loss(model, inputs, *args, **kwargs) * share
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return prefix.trained(self.model, super()._prepare_inputs(inputs))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._shares.next()
+        return self._shares.reported(super().training_step(*args, **kwargs))
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss of a batch; in training it counts by its share of the step."""
+        if not self.model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        shares, metrics = self._shares, self._metrics["train"]
+        lengths = {name: len(values) for name, values in metrics.items()}
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        shares.settle(metrics, lengths)
+        if not (self.model_accepts_loss_kwargs or self.compute_loss_func):  # the mean over the batch's own tokens
+            factor = shares.weight(0)
+            loss = loss * factor
+        else:
+            factor = shares.num_batches * (self._ranks.world if self.args.average_tokens_across_devices else 1)
+        balance: Any = getattr(outputs, "aux_loss", None)
+        if torch.is_tensor(balance) and balance.requires_grad:
+            shares.weigh_balance(balance, shares.weight(1) / factor if factor else 0.0, self.accelerator.scaler)
+        return (loss, outputs) if return_outputs else loss
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -624,7 +650,7 @@ class Trainer(SFTTrainer):
         made = Path(str(output_dir))
         if self._is_adapted:
             super()._save(output_dir, state_dict)
-            weights.write_digests(made, self.model)
+            adapter.write_digests(self.model, made)
             return
         made.mkdir(parents=True, exist_ok=True)
         weights.write(made, self.model)
@@ -689,25 +715,20 @@ class Trainer(SFTTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: a checkpoint needs no model card."""
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load a checkpoint, and have the audit restore the adapters' dtype.
-
-        peft loads adapters as float32. They are cast back before the optimizer is made, whose state follows them.
-        """
-        path = Path(str(args[0]))
-        if not self.is_divided and self._is_adapted:
-            super()._load_from_checkpoint(*args, **kwargs)
-        self._restore(path, "resumed")
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load a checkpoint: transformers would leave out what is named otherwise than in the model."""
+        assert model is None or model is self.model
+        self._restore(Path(resume_from_checkpoint), "resumed")
 
     def _restore(self, path: Path, when: str) -> None:
-        """Load a checkpoint's weights, except those of an adapter, which peft has loaded; audit and compare them."""
+        """Load a checkpoint's weights, before an optimizer is made for them; audit and compare them."""
         if self.is_divided:
             parts.load_weights(path, self.model, self._ranks)
-        elif not self._is_adapted:
+        elif self._is_adapted:
+            adapter.load(self.model, path, hint=weights.hint(path))
+        else:
             weights.load(path, self.model)
         self._auditor.model(self.model, when)
-        if not self.is_divided:
-            weights.check(path, self.model)
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint if it is whole: it may be older than those that a resume has checked."""
@@ -720,17 +741,10 @@ class Trainer(SFTTrainer):
                 f"{path.name}, the best checkpoint, is damaged ({why}): using the model of the last step instead",
             )
             return
-        if not self.is_divided and self._is_adapted:
-            super()._load_best_model()
         self._restore(path, "restored")
         if self._is_compensated:
             optimizer.take_remainders(self.optimizer, path / "optimizer.pt")
         self._has_best = True
-
-
-def _num_trained(batch: Any) -> int:
-    """Return the number of tokens of a batch that are trained on."""
-    return int((batch["labels"][..., 1:] != IGNORED).sum())
 
 
 def _keep_figures(trainer: Any, progress: Progress) -> None:

@@ -1,0 +1,33 @@
+"""Prefix language models: they see a prompt as a whole, and each token of an answer sees only those before it.
+
+The tokens of the two parts are told apart by `token_type_ids`. The processor knows no answer in the row, and would make
+all of it the prefix, in which each token sees the one that it is trained to predict. Without these numbers transformers
+does the same under sdpa, unless the batch has padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from honed.text.maskcheck import IGNORED
+
+#: Families whose `token_type_ids` are 0 for the prefix and 1 for what follows.
+FAMILIES = frozenset({"paligemma"})
+
+
+def trained(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch with labels as the model is to see it: the prefix ends where the first trained token begins."""
+    if not _is_prefix(model) or "labels" not in batch:
+        return batch
+    return batch | {"token_type_ids": (batch["labels"] != IGNORED).long().cummax(dim=-1).values}
+
+
+def asked(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch of prompts as the model is to see it."""
+    if not _is_prefix(model):
+        return batch
+    return batch | {"token_type_ids": batch["input_ids"].new_zeros(batch["input_ids"].shape)}
+
+
+def _is_prefix(model: Any) -> bool:
+    return getattr(model.config, "model_type", None) in FAMILIES
