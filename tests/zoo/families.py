@@ -568,13 +568,19 @@ _VISION: dict[str, Settings] = {
 }
 
 #: Of some families, keys of `training` without which they do not train, and why.
-REMEDIES: dict[str, tuple[dict[str, Any], str]] = dict.fromkeys(
-    ("doge", "granitemoe", "granitemoehybrid", "granitemoeshared", "llama4", "llama4_text"),
-    ({"router_aux_loss_coef": 0.0}, "with router_aux_loss_coef: 0, as transformers computes no balancing loss of it"),
-)
+REMEDIES: dict[str, tuple[dict[str, Any], str]] = {
+    **dict.fromkeys(
+        ("doge", "granitemoe", "granitemoehybrid", "granitemoeshared", "llama4", "llama4_text"),
+        (
+            {"router_aux_loss_coef": 0.0},
+            "with router_aux_loss_coef: 0, as transformers computes no balancing loss of it",
+        ),
+    ),
+    "jetmoe": ({"gradient_checkpointing": False}, "without gradient_checkpointing, which its model does not support"),
+}
 
 #: Linear layers that take no adapter: these routers return tuples. honed refuses the job with this remedy.
-EXCLUDED: dict[str, tuple[str, ...]] = {"llama4": ("router",), "llama4_text": ("router",)}
+EXCLUDED: dict[str, tuple[str, ...]] = dict.fromkeys(("llama4", "llama4_text", "phimoe"), ("router",))
 
 #: Every family: its kind, and its settings.
 FAMILIES: dict[str, tuple[Kind, Settings]] = {
@@ -631,6 +637,8 @@ def shake(model: Any) -> None:
 
     with torch.no_grad():
         for name, tensor in dict(model.state_dict()).items():
+            if name.endswith("balancing_biases"):  # zaya's have a constant
+                continue
             if tensor.is_floating_point() and tensor.numel() > 1 and (tensor.ndim == 1 or is_constant(tensor)):
                 generator = torch.Generator().manual_seed(len(name))
                 tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
