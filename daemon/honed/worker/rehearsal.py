@@ -1,0 +1,266 @@
+"""`python -m honed.worker.rehearsal`: one training step of a job on a small model of the same family, on the CPU.
+
+It finds the errors that peft, bitsandbytes and the family's own code raise for this job, before anything is loaded. The
+check starts it (check/rehearsal.py), with a request on stdin and an answer on stdout, each a line of JSON:
+
+    < {"spec": {…}, "plan": {…}}
+    > {"outcome": "passed" | "refused" | "unknown", "error"?: {"code", "message", "hint", …}, "why"?: "…"}
+
+The small model has to compute something as it is, without adapter, quantization and labels, before the job is tried on
+it: where it does not, the fault is that of making it small, and the answer is `unknown`. An error of the job itself is
+believed if a model made small in another way shows it, too, or if it is of a known sort.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from honed.job.plan_file import PlanFile
+from honed.spec.spec import JobSpec
+from honed.system.error import ErrorRecord, HonedError
+from honed.system.layout import JobLayout
+from honed.worker import imports
+from honed.worker.assignment import Assignment
+
+#: Bytes of memory of its own that the process may have. Libraries' code does not count.
+MAX_BYTES = 2 * 1024**3
+#: Parameters of a small model, at most: a model that stays larger is not tried.
+MAX_PARAMETERS = 300_000_000
+#: Rows and tokens of the one batch.
+NUM_ROWS, NUM_TOKENS = 2, 16
+#: Ranks of adapters: a small model's matrices have less to choose from.
+MAX_RANK = 4
+
+
+@dataclass(frozen=True)
+class Answer:
+    outcome: Literal["passed", "refused", "unknown"]
+    error: HonedError | None = None
+    why: str = ""
+
+    def to_line(self) -> str:
+        error: ErrorRecord | None = self.error.as_dict() if self.error else None
+        return json.dumps({"outcome": self.outcome, "error": error, "why": self.why}) + "\n"
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _limit()
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    request = json.loads(sys.stdin.readline())
+    with tempfile.TemporaryDirectory(prefix="honed-rehearsal-") as place:
+        job = _assignment(request["spec"], request["plan"], Path(place))
+        imports.prepare(job)
+        with imports.quick():
+            import peft  # noqa: F401
+            import transformers
+        transformers.logging.set_verbosity_error()
+        warnings.simplefilter("ignore")
+        answers.write(rehearse(job).to_line())
+    answers.close()
+
+
+def _limit() -> None:
+    """Limit the memory. The check's limit of addresses is lifted: the libraries of a GPU take many."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+
+
+def _assignment(spec: dict[str, Any], plan: dict[str, Any], place: Path) -> Assignment:
+    layout, plan_file = JobLayout(place), PlanFile({**plan, "spec": spec})
+    precision = plan_file.precision
+    return Assignment(
+        job_id=0,
+        name="rehearsal",
+        spec=_small_spec(JobSpec.model_validate(spec)),
+        base_model_path=plan_file.base_model_path,
+        output_dir=place / "output",
+        backend="transformers",
+        precision=replace(
+            precision,
+            load_dtype="bfloat16" if precision.load_dtype == "float16" else precision.load_dtype,
+            compute_dtype="bfloat16" if precision.compute_dtype == "float16" else precision.compute_dtype,
+            attn_implementation="sdpa" if precision.attn_implementation == "sdpa" else "eager",
+        ),
+        plan=plan_file,
+        layout=layout,
+        attempt=layout.attempt(1),
+        date=datetime.now(UTC),
+    )
+
+
+def _small_spec(spec: JobSpec) -> JobSpec:
+    """Return the spec with an adapter for few layers: numbers of layers have no meaning in a small model."""
+    if spec.lora is None:
+        return spec
+    lora, wanted = spec.lora, spec.lora.target_modules
+    names = [wanted] if isinstance(wanted, str) else wanted
+    changes = {
+        "r": min(lora.r, MAX_RANK),
+        "rank_pattern": {key: min(value, MAX_RANK) for key, value in (lora.rank_pattern or {}).items()} or None,
+        "layers_to_transform": None,
+        "target_modules": "all-linear" if any(char.isdigit() for name in names for char in name) else wanted,
+    }
+    return spec.model_copy(update={"lora": lora.model_copy(update=changes)})
+
+
+# --- The rehearsal ----------------------------------------------------------------------------------------------------
+
+
+def rehearse(job: Assignment) -> Answer:
+    """Try one step of the job on models made small, the smallest first."""
+    whys: list[str] = []
+    failed: list[Exception] = []
+    for small in _small_jobs(job, whys):
+        try:
+            _step(small)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a library raises is the answer
+            failed.append(error)
+            if is_certain(error) or len(failed) > 1:
+                return _answer(job, failed)
+        else:
+            return Answer("passed")
+    if failed:
+        return Answer("unknown", why=f"only one small model shows it: {_words(failed[0])}")
+    return Answer("unknown", why="; ".join(whys))
+
+
+def _small_jobs(job: Assignment, whys: list[str]) -> Iterator[_Small]:
+    """Yield the job with small models that compute something as they are; `whys` gets the reason of each other."""
+    from honed.worker.model import load, shrink
+
+    config = load.load_config(job)
+    config = getattr(config, "thinker_config", config)
+    for narrows in (True, False):
+        try:
+            model = _build(shrink.shrunk(config, narrows=narrows), job)
+            _compute(model)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a family that cannot be made small so
+            whys.append(_words(error))
+            continue
+        yield _Small(job, model)
+
+
+@dataclass(frozen=True)
+class _Small:
+    """A job, and its small model."""
+
+    job: Assignment
+    model: Any
+
+
+def _build(config: Any, job: Assignment) -> Any:
+    import torch
+
+    from honed.worker.model.transformers_backend import model_class
+
+    kind = model_class(config)
+    with torch.device("meta"):
+        number = sum(each.numel() for each in kind.from_config(config).parameters())
+    if number > MAX_PARAMETERS:
+        raise ValueError(f"the small model still has {number} parameters")
+    torch.manual_seed(0)
+    dtype, attention = getattr(torch, job.precision.load_dtype), job.precision.attn_implementation
+    return kind.from_config(config, dtype=dtype, attn_implementation=attention)
+
+
+def _batch(model: Any) -> dict[str, Any]:
+    """Return rows of ordinary words, the second one padded."""
+    import torch
+
+    num_words = model.config.get_text_config().vocab_size
+    ids = torch.randint(num_words // 2, num_words, (NUM_ROWS, NUM_TOKENS))
+    mask = torch.ones_like(ids)
+    mask[1, NUM_TOKENS // 2 :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _compute(model: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        model.eval()(**_batch(model), use_cache=False)
+
+
+def _step(small: _Small) -> None:
+    """Load, attach the adapter, and run one forward and backward pass, as the worker does."""
+    import torch
+
+    from honed.worker.model import load
+    from honed.worker.model.transformers_backend import attach_adapter
+
+    job, spec = small.job, small.job.spec
+    model = small.model if job.precision.quantization == "none" else _quantized(small)
+    load.freeze(model, job)
+    model = attach_adapter(model, job)
+    _set_up(model, job)
+    batch = _batch(model)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    trains = spec.kind == "sft"
+    with torch.set_grad_enabled(trains), _autocast(job):
+        loss = model(**batch, labels=labels, use_cache=False).loss
+    if trains:
+        loss.backward()
+
+
+def _quantized(small: _Small) -> Any:
+    """Return the small model as the worker loads it from files."""
+    from transformers import AutoConfig
+
+    from honed.worker.model.transformers_backend import load_base
+
+    place = small.job.layout.dir / f"model-{id(small)}"
+    small.model.save_pretrained(place)
+    spec = small.job.spec.model_copy(update={"adapter": None})
+    job = replace(small.job, base_model_path=place, spec=spec)
+    return load_base(job, AutoConfig.from_pretrained(place))
+
+
+def _set_up(model: Any, job: Assignment) -> None:
+    """Do what SFTTrainer and transformers' Trainer do to a model before the first step."""
+    training, text = job.spec.training.as_kwargs(), model.config.get_text_config()
+    if hasattr(text, "output_router_logits"):
+        coefficient = training.get("router_aux_loss_coef")
+        text.output_router_logits = (getattr(text, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient) != 0
+    model.train(job.spec.kind == "sft")
+    if job.spec.kind == "sft" and job.spec.training.gradient_checkpointing:
+        if job.spec.lora is not None:
+            model.enable_input_require_grads()
+        chosen = dict(job.spec.training.gradient_checkpointing_kwargs or {})
+        apart = {key: chosen.pop(key) for key in ("every_n_layers", "offload") if key in chosen}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=chosen or None, **apart)
+
+
+def _autocast(job: Assignment) -> AbstractContextManager[None]:
+    import torch
+
+    is_mixed = job.precision.bf16 or job.precision.fp16
+    return torch.autocast("cpu", dtype=torch.bfloat16) if is_mixed else nullcontext()
+
+
+# --- The answer -------------------------------------------------------------------------------------------------------
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+
+
+if __name__ == "__main__":
+    main()
