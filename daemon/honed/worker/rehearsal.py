@@ -30,7 +30,7 @@ from honed.job.plan_file import PlanFile
 from honed.spec.spec import JobSpec
 from honed.system.error import ErrorRecord, HonedError
 from honed.system.layout import JobLayout
-from honed.worker import imports
+from honed.worker import cause, imports, remedy
 from honed.worker.assignment import Assignment
 
 #: Bytes of memory of its own that the process may have. Libraries' code does not count.
@@ -62,10 +62,11 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     with tempfile.TemporaryDirectory(prefix="honed-rehearsal-") as place:
         job = _assignment(request["spec"], request["plan"], Path(place))
-        imports.prepare(job)
         with imports.quick():
             import peft  # noqa: F401
+            import torch
             import transformers
+        torch.backends.mkldnn.set_flags(False)  # it writes code, which the check's unit does not let run
         transformers.logging.set_verbosity_error()
         warnings.simplefilter("ignore")
         answers.write(rehearse(job).to_line())
@@ -123,47 +124,87 @@ def _small_spec(spec: JobSpec) -> JobSpec:
 def rehearse(job: Assignment) -> Answer:
     """Try one step of the job on models made small, the smallest first."""
     whys: list[str] = []
-    failed: list[Exception] = []
-    for small in _small_jobs(job, whys):
-        try:
-            _step(small)
-        except MemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a library raises is the answer
-            failed.append(error)
-            if is_certain(error) or len(failed) > 1:
-                return _answer(job, failed)
-        else:
-            return Answer("passed")
-    if failed:
-        return Answer("unknown", why=f"only one small model shows it: {_words(failed[0])}")
-    return Answer("unknown", why="; ".join(whys))
+    failed: list[tuple[_Small, Exception]] = []
+    try:
+        for small in _small_models(job, whys):
+            if (error := _failure(small)) is None:
+                return Answer("passed")
+            failed.append((small, error))
+    except _ShortageError as shortage:
+        if not failed:
+            return Answer("unknown", why=str(shortage))
+    if not failed:
+        return Answer("unknown", why="; ".join(dict.fromkeys(whys)))
+    small, error = failed[0]
+    if is_of_the_device(error) and job.plan.device is not None and job.plan.device.kind != "cpu":
+        return Answer("unknown", why=f"on this machine's CPU: {words(error)}")
+    found = remedy.find(small.job, error, small.model_of, lambda spec: _failure(small.of(spec)) is None)
+    if len(failed) == 1 and not found and not cause.is_of_peft(error):
+        return Answer("unknown", why=f"it fails, perhaps because it is small: {words(error)}")
+    return Answer("refused", error=remedy.refusal(small.job, words(error), found))
 
 
-def _small_jobs(job: Assignment, whys: list[str]) -> Iterator[_Small]:
-    """Yield the job with small models that compute something as they are; `whys` gets the reason of each other."""
+class _ShortageError(Exception):
+    """The memory or the room for files does not suffice."""
+
+
+@dataclass(frozen=True)
+class _Small:
+    """A job whose model is made small."""
+
+    job: Assignment
+    config: Any
+
+    def of(self, spec: JobSpec) -> _Small:
+        """Return the same with another job file."""
+        quantization = spec.quantization if spec.quantization == "none" else self.job.precision.quantization
+        attention = "eager" if spec.attn_implementation == "eager" else self.job.precision.attn_implementation
+        precision = replace(self.job.precision, quantization=quantization, attn_implementation=attention)
+        return replace(self, job=replace(self.job, spec=spec, precision=precision))
+
+    def model_of(self) -> Any:
+        """Return a new model, which is random, and the same each time."""
+        return _build(self.config, self.job)
+
+
+def _small_models(job: Assignment, whys: list[str]) -> Iterator[_Small]:
+    """Yield small models that compute something as they are; `whys` gets the reason of each other."""
     from honed.worker.model import load, shrink
 
     config = load.load_config(job)
     config = getattr(config, "thinker_config", config)
     for narrows in (True, False):
         try:
-            model = _build(shrink.shrunk(config, narrows=narrows), job)
-            _compute(model)
-        except MemoryError:
-            raise
+            small = _Small(job, shrink.shrunk(config, narrows=narrows))
+            _compute(small.model_of())
         except Exception as error:  # noqa: BLE001 - a family that cannot be made small so
-            whys.append(_words(error))
-            continue
-        yield _Small(job, model)
+            _check_shortage(error)
+            whys.append(words(error))
+        else:
+            yield small
 
 
-@dataclass(frozen=True)
-class _Small:
-    """A job, and its small model."""
+def _failure(small: _Small) -> Exception | None:
+    """Return the error of the job's step. Raises _ShortageError."""
+    try:
+        _step(small)
+    except Exception as error:  # noqa: BLE001 - whatever a library raises is the answer
+        _check_shortage(error)
+        return error
+    return None
 
-    job: Assignment
-    model: Any
+
+def _check_shortage(error: Exception) -> None:
+    from honed.worker.model import load
+    from honed.worker.train import disk_reserve
+
+    if load.is_out_of_memory(error) or disk_reserve.is_no_room(error):
+        raise _ShortageError(words(error)) from error
+
+
+def is_of_the_device(error: Exception) -> bool:
+    """Tell whether an error may be that of the CPU alone: raised in bitsandbytes, or for a lack of an operation."""
+    return cause.raised_in(error) == "bitsandbytes" or "not implemented for" in str(error)
 
 
 def _build(config: Any, job: Assignment) -> Any:
@@ -207,7 +248,7 @@ def _step(small: _Small) -> None:
     from honed.worker.model.transformers_backend import attach_adapter
 
     job, spec = small.job, small.job.spec
-    model = small.model if job.precision.quantization == "none" else _quantized(small)
+    model = small.model_of() if job.precision.quantization == "none" else _quantized(small)
     load.freeze(model, job)
     model = attach_adapter(model, job)
     _set_up(model, job)
@@ -226,8 +267,8 @@ def _quantized(small: _Small) -> Any:
 
     from honed.worker.model.transformers_backend import load_base
 
-    place = small.job.layout.dir / f"model-{id(small)}"
-    small.model.save_pretrained(place)
+    place = Path(tempfile.mkdtemp(dir=small.job.layout.dir))
+    small.model_of().save_pretrained(place)
     spec = small.job.spec.model_copy(update={"adapter": None})
     job = replace(small.job, base_model_path=place, spec=spec)
     return load_base(job, AutoConfig.from_pretrained(place))
@@ -238,7 +279,9 @@ def _set_up(model: Any, job: Assignment) -> None:
     training, text = job.spec.training.as_kwargs(), model.config.get_text_config()
     if hasattr(text, "output_router_logits"):
         coefficient = training.get("router_aux_loss_coef")
-        text.output_router_logits = (getattr(text, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient) != 0
+        text.output_router_logits = (
+            getattr(text, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+        ) != 0
     model.train(job.spec.kind == "sft")
     if job.spec.kind == "sft" and job.spec.training.gradient_checkpointing:
         if job.spec.lora is not None:
@@ -255,11 +298,11 @@ def _autocast(job: Assignment) -> AbstractContextManager[None]:
     return torch.autocast("cpu", dtype=torch.bfloat16) if is_mixed else nullcontext()
 
 
-# --- The answer -------------------------------------------------------------------------------------------------------
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+def words(error: Exception) -> str:
+    """Return the library's own words, of one line."""
+    return (
+        error.message if isinstance(error, HonedError) else f"{type(error).__name__}: {error}".partition("\n")[0][:500]
+    )
 
 
 if __name__ == "__main__":

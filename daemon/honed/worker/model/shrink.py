@@ -54,9 +54,7 @@ def _small(config: Any, *, text: Any, divisor: int, width: int, words: Mapping[i
         not config.sub_configs and getattr(config, "hidden_size", None) == width and _is_writer(config)
     )
     number = _num_layers(config, document)
-    made = {
-        key: _value(key, value, document, number, divisor if is_text else 1, words) for key, value in document.items()
-    }
+    made = {key: _value(key, value, number, divisor if is_text else 1, words) for key, value in document.items()}
     if not is_text and width:
         made |= {key: width // divisor for key in _LINKS if made.get(key) == width and _is_link(key, document)}
     nested = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
@@ -77,7 +75,11 @@ def _is_link(key: str, document: Mapping[str, Any]) -> bool:
 
 
 def _value(
-    key: str, value: Any, document: Mapping[str, Any], num_layers: tuple[int, int], divisor: int, words: Mapping[int, int]
+    key: str,
+    value: Any,
+    num_layers: tuple[int, int],
+    divisor: int,
+    words: Mapping[int, int],
 ) -> Any:
     before, after = num_layers
     match value:
@@ -85,7 +87,9 @@ def _value(
             return [words.get(each, each) for each in value]
         case list() | tuple() | str() if before and len(value) == before and not _PLACES.search(key.removesuffix("s")):
             return value[:after]
-        case list() | tuple() if value and _PLACES.search(key) and all(type(each) is int and each >= 0 for each in value):
+        case list() | tuple() if (
+            value and _PLACES.search(key) and all(type(each) is int and each >= 0 for each in value)
+        ):
             return value[:after] if len(value) == before else [each for each in value if each < after] or [after - 1]
         case int() if type(value) is int and value > 0:
             return _number(key, value, before, after, divisor, words)
@@ -148,9 +152,13 @@ def _divisor(document: Mapping[str, Any]) -> int:
     whole = [
         value
         for key, value in document.items()
-        if type(value) is int and value > 1 and (key in _WIDTHS or (_HEADS.search(key) and not _SHARED_HEADS.search(key)))
+        if type(value) is int
+        and value > 1
+        and (key in _WIDTHS or (_HEADS.search(key) and not _SHARED_HEADS.search(key)))
     ]
-    shared = [value for key, value in document.items() if type(value) is int and value > 1 and _SHARED_HEADS.search(key)]
+    shared = [
+        value for key, value in document.items() if type(value) is int and value > 1 and _SHARED_HEADS.search(key)
+    ]
     widths = [value for key, value in document.items() if key in _WIDTHS and type(value) is int]
     if not widths or not whole:
         return 1
@@ -170,4 +178,6 @@ def _words(config: Any) -> Iterator[int]:
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for key, value in part.to_dict().items() if hasattr(part, "to_dict") else ():
             if _WORD.search(key):
-                yield from (each for each in (value if isinstance(value, list) else [value]) if type(each) is int and each >= 0)
+                yield from (
+                    each for each in (value if isinstance(value, list) else [value]) if type(each) is int and each >= 0
+                )
