@@ -62,12 +62,12 @@ def check(
 
     `places` have kept answers; `keep` is called with a new one.
     """
-    if not config.spool.rehearsal_timeout_sec or not is_needed(job_spec, model, made):
+    if not config.spool.rehearsal_cpu_sec or not is_needed(job_spec, model, made):
         return []
     key = _key(job_spec, model, made)
     answer = next(filter(None, (rehearsed.read(each, key) for each in places)), None)
     if answer is None:
-        answer, is_lasting = _run(job_spec, made, config.spool.rehearsal_timeout_sec)
+        answer, is_lasting = _run(job_spec, made, config)
         if is_lasting:
             keep(Kept(key, answer))
     if answer.error is not None:
@@ -139,10 +139,11 @@ def _key(job_spec: JobSpec, model: BaseModelInfo, made: Plan) -> str:
     return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _run(job_spec: JobSpec, made: Plan, timeout_sec: float) -> tuple[Rehearsed, bool]:
+def _run(job_spec: JobSpec, made: Plan, config: Config) -> tuple[Rehearsed, bool]:
     """Run the program. Return its answer, and whether that would be the same next time."""
     request = json.dumps({"spec": job_spec.model_dump(mode="json"), "plan": made.as_dict()})
-    command = [sys.executable, "-P", "-m", "honed.worker.rehearsal"]
+    limits = config.spool
+    command = [sys.executable, "-P", "-m", "honed.worker.rehearsal", str(limits.rehearsal_cpu_sec)]
     try:
         process = subprocess.Popen(
             command,
@@ -156,11 +157,13 @@ def _run(job_spec: JobSpec, made: Plan, timeout_sec: float) -> tuple[Rehearsed, 
     except OSError as error:
         return Rehearsed("unknown", why=f"its process did not start: {error.strerror}"), False
     try:
-        answered, _ = process.communicate(request + "\n", timeout=timeout_sec)
+        answered, _ = process.communicate(request + "\n", timeout=limits.rehearsal_timeout_sec)
         return Rehearsed.from_dict(json.loads(answered)), True
     except subprocess.TimeoutExpired:
-        return Rehearsed("unknown", why=f"it took more than {timeout_sec:g} s"), False
+        return Rehearsed("unknown", why=f"it took more than {limits.rehearsal_timeout_sec:g} s"), False
     except (ValueError, KeyError, TypeError):
+        if process.wait() == -signal.SIGXCPU:
+            return Rehearsed("unknown", why=f"it took more than {limits.rehearsal_cpu_sec} s of CPU time"), True
         return Rehearsed("unknown", why=f"its process ended with status {process.wait()}"), False
     finally:
         process.kill()

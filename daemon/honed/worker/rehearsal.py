@@ -1,4 +1,4 @@
-"""`python -m honed.worker.rehearsal`: one training step of a job on a small model of the same family, on the CPU.
+"""`python -m honed.worker.rehearsal CPU_SECONDS`: one step of a job on a small model of the same family, on the CPU.
 
 It finds the errors that peft, bitsandbytes and the family's own code raise for this job, before anything is loaded. The
 check starts it (check/rehearsal.py), with a request on stdin and an answer on stdout, each a line of JSON:
@@ -57,7 +57,7 @@ class Answer:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    _limit()
+    _limit(int(sys.argv[1]))
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     request = json.loads(sys.stdin.readline())
     with tempfile.TemporaryDirectory(prefix="honed-rehearsal-") as place:
@@ -73,10 +73,11 @@ def main() -> None:
     answers.close()
 
 
-def _limit() -> None:
-    """Limit the memory. The check's limit of addresses is lifted: the libraries of a GPU take many."""
+def _limit(cpu_sec: int) -> None:
+    """Limit time and memory. The check's limit of addresses is lifted: the libraries of a GPU take many."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_sec, cpu_sec + 1))
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
 
 
