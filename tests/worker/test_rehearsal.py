@@ -114,7 +114,7 @@ def test_the_program_answers_within_its_limits_or_the_job_is_not_refused(tmp_pat
     spec = job(tmp_path, "granitemoe").spec
     config = Config.model_validate({"spool": {"rehearsal_cpu_sec": 1}})
     answer, _ = checks._run(spec, Planned(), config)  # type: ignore[arg-type]
-    assert answer.outcome == "unknown" and "1 s of CPU time" in answer.why
+    assert answer.outcome == "unknown" and "it took more than" in answer.why  # of CPU time, or by the clock
     config = Config.model_validate({"spool": {"rehearsal_cpu_sec": 120}})
     answer, is_lasting = checks._run(spec, Planned(), config)  # type: ignore[arg-type]
     assert is_lasting and answer.error is not None
