@@ -1,10 +1,10 @@
 """Everything about a job that can be known before its model is loaded, checked without torch.
 
     spec ── permissions ── base model ── adapter ── chat template ── data sets ── first rows ── packages ── plan ──
-    memory ── output dir ── disk ── cluster
+    memory ── output dir ── disk ── cluster ── rehearsal
 
 This module has the order; the checks lie by subject in modelcheck, target, templatecheck, datacheck, rowcheck,
-packagecheck, placecheck and clustercheck.
+packagecheck, placecheck, clustercheck and rehearsal.
 
 `check` runs in honectl's own process or in the helper: a small process (`python -m honed.check.preflight --root
 DIR`) with limits, so that nothing a job file names, such as a dead network file system or a file of terabytes, can
@@ -40,7 +40,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from honed.check import clustercheck, datacheck, modelcheck, packagecheck, placecheck, rowcheck, target, templatecheck
+from honed.check import (
+    clustercheck,
+    datacheck,
+    modelcheck,
+    packagecheck,
+    placecheck,
+    rehearsal,
+    rowcheck,
+    target,
+    templatecheck,
+)
 from honed.check.policy import Policy, inputs
 from honed.inputs import basemodel, hubdata, modality
 from honed.inputs.basemodel import UncachedError
@@ -49,6 +59,7 @@ from honed.job.plan_file import DatasetPlace, PlanFile, Precision
 from honed.plan import loss, pace, parallel, plan, position, remedy, rung
 from honed.plan.plan import Plan
 from honed.run.helper import READY, STAGE_BYTES
+from honed.run.rehearsed import Kept
 from honed.run.reply import Answer, Passed, Refused
 from honed.run.snapshot import Missing
 from honed.spec import problem, recipient, spec, sweep
@@ -121,6 +132,7 @@ class _Asked:
     uid: int | None
     progress: Progress
     cache: datacheck.Cache | None
+    keep: Callable[[Kept], None]
 
     @property
     def has_network(self) -> bool:
@@ -130,6 +142,11 @@ class _Asked:
     @property
     def rights(self) -> Policy:
         return Policy.of(self.layout, self.config, self.uid)
+
+    @property
+    def kept_in(self) -> list[Path]:
+        """Directories with the submitter's kept rehearsals."""
+        return rehearsal.kept_in(self.layout, os.getuid() if self.uid is None else self.uid)
 
 
 def check(
@@ -147,20 +164,33 @@ def check(
     uid: int | None = None,
     progress: Progress = lambda _stage: None,
     cache: datacheck.Cache | None = None,
+    keep: Callable[[Kept], None] = lambda _answer: None,
 ) -> Verdict:
     """Check a job file and everything it names. Raises a HonedError with place, cause and remedy for the first fault.
 
     `device` is the one that the job is planned for, by default the first of this machine. `jobs` has the output
     directories of finished jobs, for `job:NAME`. If one is missing, or the base model or a data set has yet to be
-    fetched, the rest is checked and nothing is planned. `data` is the file's content if it was read before; the file's
-    name tells its format. `commit` is the commit that a hub id's branch meant when the job was accepted,
-    `dataset_commits` the same of data sets, by key, and `pinned` the precision of the job's earlier plan. `uid` is the
-    submitter, by default the calling user. `cache` is for callers that check many jobs: data sets are looked at once.
+    fetched, the rest is checked and nothing is planned. `data` is the file's content if it was read before; the
+    file's name tells its format. `commit` is the commit that a hub id's branch meant when the job was accepted,
+    `dataset_commits` the same of data sets, by key, and `pinned` the precision of the job's earlier plan. `uid` is
+    the submitter, by default the calling user. `cache` is for callers that check many jobs: data sets are looked at
+    once. `keep` is called with the answer of a rehearsal.
     An unforeseen exception becomes an InternalError, with its traceback on stderr.
     """
     try:
         asked = _Asked(
-            layout, config, device, job_id, jobs or {}, commit, dataset_commits or {}, pinned, uid, progress, cache
+            layout,
+            config,
+            device,
+            job_id,
+            jobs or {},
+            commit,
+            dataset_commits or {},
+            pinned,
+            uid,
+            progress,
+            cache,
+            keep,
         )
         progress("spec")
         parsed = spec.read(spec_path, data, max_bytes=config.spool.max_spec_bytes)
@@ -244,7 +274,7 @@ def _check_halving(job_spec: JobSpec, member: Member, parsed: Document) -> None:
         )
 
 
-def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict:
+def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict:  # noqa: PLR0915 - a linear sequence
     layout, config, jobs, progress, rights = asked.layout, asked.config, asked.jobs, asked.progress, asked.rights
     if asked.commit is not None:
         job_spec = job_spec.model_copy(update={"revision": asked.commit})
@@ -324,11 +354,14 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     progress("disk")
     warnings += placecheck.check_apart(job_spec, output_dir, model)
     placecheck.check_room(job_spec, made, layout, output_dir)
+    warnings += clustercheck.ask(job_spec, config, progress) if asked.has_network else []
+    progress("a step on a small model")
+    warnings += rehearsal.check(job_spec, model, made, config, places=asked.kept_in, keep=asked.keep)
     return Verdict(
         job_spec,
         made,
         output_dir,
-        [*made.warnings, *warnings, *(clustercheck.ask(job_spec, config, progress) if asked.has_network else [])],
+        [*made.warnings, *warnings],
         adapter.path if adapter else None,
         commit=modelcheck.commit(job_spec, model),
         is_sampled=looked.is_sampled,
@@ -487,7 +520,9 @@ def main() -> None:
     layout = layouts.of(options.root)
     niceness.step_back()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (options.max_bytes, options.max_bytes))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    # The hard limit stays: a rehearsal has a limit of another kind.
+    resource.setrlimit(resource.RLIMIT_AS, (options.max_bytes, hard))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us by closing stdin
     stage_fd = _stage_fd()
     answers, journal = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(2), "w", buffering=1)
@@ -517,6 +552,7 @@ def _stage_fd() -> int | None:
 
 def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progress, journal: TextIO) -> Answer:
     request_id: Any = None
+    kept: list[Kept] = []
     try:
         request = json.loads(line)
         request_id = request["id"]
@@ -535,11 +571,12 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
             uid=request.get("uid"),
             progress=progress,
             cache=cache,
+            keep=kept.append,
         )
     except HonedError as error:
         if isinstance(error, InternalError) and error.__cause__ is not None:
             print(trace(error.__cause__), file=journal)
-        return Refused(request_id, error)
+        return Refused(request_id, error, next(iter(kept), None))
     except Exception as error:  # noqa: BLE001  (the helper's main loop: this job file fails, the helper lives)
         print(trace(error), file=journal)
         return Refused(request_id, unforeseen(error))
@@ -556,6 +593,7 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
         members=tuple(
             {"document": each.document, "values": each.values, "halving": each.halving} for each in verdict.members
         ),
+        rehearsed=next(iter(kept), None),
     )
 
 

@@ -45,13 +45,15 @@ def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = (), or
 
 
 def _check_one(instance: Instance, path: Path, beside: Iterable[Path]) -> Verdict:
-    from honed.check import preflight
+    from honed.check import preflight, rehearsal
 
     settings = config.load(instance.layout)
     with relative.resolved(path) as found:
         jobs = _made(instance, found.path)
         try:
-            verdict = preflight.check(found.path, layout=instance.layout, config=settings, jobs=jobs)
+            verdict = preflight.check(
+                found.path, layout=instance.layout, config=settings, jobs=jobs, keep=rehearsal.keeper(instance.layout)
+            )
         except HonedError as error:
             error.is_refusal = True
             raise

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from typing_extensions import TypedDict
 
 from honed.job.plan_file import PlanFile
+from honed.run.rehearsed import Kept
 from honed.run.snapshot import Missing
 from honed.system.error import Fix, HonedError, from_dict
 
@@ -43,6 +44,7 @@ class Passed:
     members: tuple[
         dict[str, Any], ...
     ] = ()  #: of a sweep: `document`, `values` and `halving` of each job; the rest is the first's
+    rehearsed: Kept | None = None  #: a new answer of a rehearsal, to be kept for the user's next jobs
 
     def to_line(self) -> bytes:
         answer = {
@@ -59,6 +61,8 @@ class Passed:
         }
         if self.members:
             answer["members"] = list(self.members)
+        if self.rehearsed:
+            answer["rehearsed"] = self.rehearsed.as_dict()
         return json.dumps(answer).encode() + b"\n"
 
 
@@ -68,9 +72,13 @@ class Refused:
 
     id: int  #: of the request; null in the line if the request could not be read
     error: HonedError
+    rehearsed: Kept | None = None  #: as above
 
     def to_line(self) -> bytes:
-        return json.dumps({"id": self.id, "ok": False, "error": self.error.as_dict()}).encode() + b"\n"
+        answer: dict[str, Any] = {"id": self.id, "ok": False, "error": self.error.as_dict()}
+        if self.rehearsed:
+            answer["rehearsed"] = self.rehearsed.as_dict()
+        return json.dumps(answer).encode() + b"\n"
 
 
 Answer = Passed | Refused
@@ -175,6 +183,13 @@ class _Error(TypedDict):
     evidence: NotRequired[str]
 
 
+class _Rehearsed(TypedDict):
+    key: str
+    outcome: Literal["passed", "refused", "unknown"]
+    error: _Error | None
+    why: str
+
+
 class _PassedLine(TypedDict):
     id: int
     ok: Literal[True]
@@ -187,12 +202,14 @@ class _PassedLine(TypedDict):
     waits_for: dict[str, _Name]
     needs_fetch: _Missing | None
     members: NotRequired[list[_Member]]
+    rehearsed: NotRequired[_Rehearsed]
 
 
 class _RefusedLine(TypedDict):
     id: int
     ok: Literal[False]
     error: _Error
+    rehearsed: NotRequired[_Rehearsed]
 
 
 _LINE: TypeAdapter[Any] = TypeAdapter(
@@ -204,17 +221,19 @@ def read(line: bytes, request_id: int) -> Answer | None:
     """Return the answer to this request; None for anything else."""
     try:
         answer: dict[str, Any] = _LINE.validate_python(json.loads(line), strict=True)
+        kept = Kept.from_dict(answer["rehearsed"]) if "rehearsed" in answer else None
     except (ValueError, RecursionError, ValidationError):
         return None
     if answer.pop("id") != request_id:
         return None
     if not answer.pop("ok"):
-        return Refused(request_id, from_dict(answer["error"]))
+        return Refused(request_id, from_dict(answer["error"]), kept)
     missing = answer["needs_fetch"]
     changed = {
         "plan": PlanFile(answer["plan"]),
         "warnings": tuple(answer["warnings"]),
         "needs_fetch": Missing(**missing) if missing else None,
         "members": tuple(answer.get("members", ())),
+        "rehearsed": kept,
     }
     return Passed(request_id, **{**answer, **changed})

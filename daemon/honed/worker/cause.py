@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import dataclass
 
 from honed.system.error import EnvironmentInvalidError, HonedError, InternalError, ModelError, said
+
+#: Characters of a library's message.
+MAX_WORDS = 1000
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,43 @@ CAUSES = (
 )  # fmt: skip
 
 
+#: Libraries that compute, whose messages are about modules and tensors.
+_COMPUTING = frozenset({"torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl"})
+#: Modules of theirs and others that read text, whose messages may quote rows.
+_READING = re.compile(
+    r"^(datasets|jinja2|pyarrow|tokenizers|PIL|av|json|honed\.(inputs|text|worker\.rows))\b|"
+    r"^transformers\..*(token|process|chat_template|feature_extraction|image|video|audio_utils)"
+)
+
+
+def _modules(problem: BaseException) -> list[str]:
+    """Return the modules through which an exception came, the one that raised it last."""
+    frames = (frame for frame, _ in traceback.walk_tb(problem.__traceback__))
+    return [str(frame.f_globals.get("__name__") or "") for frame in frames]
+
+
+def raised_in(problem: BaseException) -> str:
+    """Return the package that raised an exception; empty if unknown."""
+    return next((name.partition(".")[0] for name in reversed(_modules(problem))), "")
+
+
+def is_of_peft(problem: BaseException) -> bool:
+    """Tell whether peft itself refuses something."""
+    return raised_in(problem) == "peft" and isinstance(problem, ValueError | TypeError)
+
+
+def is_public(problem: BaseException) -> bool:
+    """Tell whether an exception's message quotes no text of rows: it is of a library that computes, and no code that
+    reads text has seen it."""
+    names = _modules(problem)
+    return raised_in(problem) in _COMPUTING and not any(map(_READING.search, names))
+
+
 def explain(problem: Exception, job: str) -> HonedError:
     """Return the HonedError for a library's exception. The hint names the command that shows the traceback."""
     name, log = type(problem).__name__, f"`honectl logs --raw {job}` has the traceback"
-    text = f"{name}: {said(problem)}"
+    # A library's own words, unless they may quote a row.
+    text = f"{name}: {str(problem)[:MAX_WORDS] if is_public(problem) else said(problem)}"
     for cause in CAUSES:
         if cause.words.search(f"{name}: {problem}"):
             return cause.kind(text, hint=f"{cause.hint}; {log}")

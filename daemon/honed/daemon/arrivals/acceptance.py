@@ -32,6 +32,7 @@ from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.job.sweeping import Sweeps
+from honed.run import rehearsed
 from honed.run.fetcher import Fetcher
 from honed.run.reply import Passed, Refused
 from honed.spec.config import Config
@@ -135,6 +136,9 @@ class Acceptance:
             if missing is None:
                 self.fetches.forget(number)
             pending = None if number in self.replanning.numbers else self._checks.end(number)
+            if answer.rehearsed is not None and pending is not None:
+                place = rehearsed.directory(self._spool.layout.cache_dir, pending.copy.uid)
+                rehearsed.write(place, answer.rehearsed)
             if isinstance(answer, Passed) and missing is not None:
                 self.fetches.begin(answer, missing, pending)
             elif pending is None:

@@ -38,7 +38,7 @@ class Request:
 
     @property
     def timeout_sec(self) -> float:
-        return self.config.spool.preflight_timeout_sec
+        return self.config.spool.preflight_timeout_sec + self.config.spool.rehearsal_timeout_sec
 
     def line(self) -> bytes:
         """Return the request's line, with the job file's content: the helper may not be able to read the file."""

@@ -1,0 +1,175 @@
+"""The rehearsal of a job: one step on a small model of its family, where errors of peft, bitsandbytes or the family's
+own code are to be expected.
+
+A program of the worker's package does it (`python -m honed.worker.rehearsal`), as a child of the check, with the
+check's rights, no device, and limits of memory and time. Most jobs need none: plain adapters and full fine-tuning of
+the families in `DENSE` and `MIXTURES` are known to work. Its answer is kept (run/rehearsed.py). A rehearsal that cannot
+be finished never refuses a job; it is a warning.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from honed.inputs.basemodel import BaseModelInfo
+from honed.plan.plan import Plan
+from honed.run import rehearsed
+from honed.run.rehearsed import Kept, Rehearsed
+from honed.spec.config import Config
+from honed.spec.spec import JobSpec, LoraSpec
+from honed.system import installed
+from honed.system.layout import Layout
+
+#: Families whose plain jobs need no rehearsal: with any dropout, and
+DENSE = frozenset({
+    "bloom", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "glm",
+    "glm4", "gpt2", "gpt_neox", "granite", "helium", "idefics3", "internvl", "llama", "llava", "llava_next",
+    "llava_onevision", "mistral", "mistral3", "ministral3", "nemotron", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3",
+    "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_vl", "seed_oss", "smollm3", "smolvlm", "stablelm", "starcoder2",
+})  # fmt: skip
+#: with experts, which take no dropout.
+MIXTURES = frozenset({
+    "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "gpt_oss", "hunyuan_v1_moe", "mixtral", "olmoe",
+    "qwen2_moe", "qwen3_moe",
+})  # fmt: skip
+#: Layers of those with experts that take an adapter like any other.
+_LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+#: Packages whose versions decide the answer.
+_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "trl", "accelerate", "honed")
+#: A constant of Linux's prctl(2).
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def check(
+    job_spec: JobSpec,
+    model: BaseModelInfo,
+    made: Plan,
+    config: Config,
+    *,
+    places: Sequence[Path],
+    keep: Callable[[Kept], None],
+) -> list[str]:
+    """Return a warning if the job could not be rehearsed. Raises the error of its first step.
+
+    `places` have kept answers; `keep` is called with a new one.
+    """
+    if not config.spool.rehearsal_cpu_sec or not is_needed(job_spec, model, made):
+        return []
+    key = _key(job_spec, model, made)
+    answer = next(filter(None, (rehearsed.read(each, key) for each in places)), None)
+    if answer is None:
+        answer, is_lasting = _run(job_spec, made, config)
+        if is_lasting:
+            keep(Kept(key, answer))
+    if answer.error is not None:
+        raise answer.error
+    if answer.outcome == "passed":
+        return []
+    return [
+        f"no step of this job could be tried on a small model of its family ({answer.why}): errors of peft and of the "
+        "family's own code show only once the job runs"
+    ]
+
+
+def kept_in(layout: Layout, uid: int) -> list[Path]:
+    """Return the directories with kept answers about a user's jobs: honed's, and the user's own."""
+    return [
+        rehearsed.directory(layout.cache_dir, uid),
+        *([_own_dir()] if layout.is_of_system and uid == os.getuid() else []),
+    ]
+
+
+def keeper(layout: Layout) -> Callable[[Kept], None]:
+    """Return what keeps answers for the calling user: beside honed's cache, which only honed writes."""
+    place = _own_dir() if layout.is_of_system else rehearsed.directory(layout.cache_dir, os.getuid())
+    return lambda kept: rehearsed.write(place, kept)
+
+
+def _own_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "honed" / "rehearsed"
+
+
+def is_needed(job_spec: JobSpec, model: BaseModelInfo, made: Plan) -> bool:
+    """Tell whether a job may meet errors that only a step shows."""
+    if job_spec.kind not in ("sft", "evaluate") or job_spec.adapter is not None or made.backend.name != "transformers":
+        return False
+    if "auto_map" in model.config and job_spec.trust_remote_code:
+        return False  # the check runs no code that comes with a model
+    if model.is_quantized and model.quantization is None:
+        return False  # stored in another library's format, which a small model has not
+    if model.model_type in MIXTURES:
+        return job_spec.lora is not None and not _is_plain_for_experts(job_spec.lora)
+    return model.model_type not in DENSE or (job_spec.lora is not None and not _is_plain(job_spec.lora))
+
+
+def _is_plain(lora: LoraSpec) -> bool:
+    return not lora.use_dora and lora.init_lora_weights in (True, False, "gaussian")
+
+
+def _is_plain_for_experts(lora: LoraSpec) -> bool:
+    named = set() if lora.target_modules == "all-linear" else set(lora.target_modules)
+    return _is_plain(lora) and not lora.lora_dropout and named <= _LINEAR and not lora.modules_to_save
+
+
+def _key(job_spec: JobSpec, model: BaseModelInfo, made: Plan) -> str:
+    """Return a hash of all that decides the answer."""
+    training = job_spec.training
+    precision = {key: value for key, value in made.precision.as_dict().items() if key != "reasons"}
+    decides = {
+        "config": model.config,
+        "model_type": job_spec.model_type,
+        "kind": job_spec.kind,
+        "lora": job_spec.lora.model_dump(mode="json") if job_spec.lora else None,
+        "parts": [job_spec.parts.model_dump(mode="json"), list(job_spec.train_parts)],
+        "precision": precision,
+        "checkpointing": [training.gradient_checkpointing, training.gradient_checkpointing_kwargs],
+        "router_aux_loss_coef": training.as_kwargs().get("router_aux_loss_coef"),
+        "device": made.device.kind,
+        "versions": {name: installed.version(name) for name in _PACKAGES},
+    }
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _run(job_spec: JobSpec, made: Plan, config: Config) -> tuple[Rehearsed, bool]:
+    """Run the program. Return its answer, and whether that would be the same next time."""
+    request = json.dumps({"spec": job_spec.model_dump(mode="json"), "plan": made.as_dict()})
+    limits = config.spool
+    command = [sys.executable, "-P", "-m", "honed.worker.rehearsal", str(limits.rehearsal_cpu_sec)]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONDONTWRITEBYTECODE": "1"},
+            preexec_fn=_die_with_parent,  # noqa: PLW1509
+            text=True,
+        )
+    except OSError as error:
+        return Rehearsed("unknown", why=f"its process did not start: {error.strerror}"), False
+    try:
+        answered, _ = process.communicate(request + "\n", timeout=limits.rehearsal_timeout_sec)
+        return Rehearsed.from_dict(json.loads(answered)), True
+    except subprocess.TimeoutExpired:
+        return Rehearsed("unknown", why=f"it took more than {limits.rehearsal_timeout_sec:g} s"), False
+    except (ValueError, KeyError, TypeError):
+        if process.wait() == -signal.SIGXCPU:
+            return Rehearsed("unknown", why=f"it took more than {limits.rehearsal_cpu_sec} s of CPU time"), True
+        return Rehearsed("unknown", why=f"its process ended with status {process.wait()}"), False
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _die_with_parent() -> None:
+    """Have it killed when the check dies: nobody else ends it."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

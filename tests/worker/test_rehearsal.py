@@ -1,0 +1,131 @@
+"""One step on a small model: what the libraries refuse is found, with a remedy; what is the small model's fault refuses
+nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.check import rehearsal as checks
+from honed.run import rehearsed
+from honed.spec.config import Config
+from honed.spec.spec import JobSpec
+from honed.worker import rehearsal, remedy
+from honed.worker.assignment import Assignment
+from zoo import families
+
+ADAPTER = {"load_dtype": "bfloat16", "compute_dtype": None, "bf16": True, "fp16": False, "adapter_dtype": "float32"}
+REST = {"quantization": "none", "attn_implementation": "eager", "reasons": {}}
+
+
+def job(place: Path, family: str, *, is_real: bool = False, **keys: Any) -> Assignment:
+    """A job on a family's config.json; no weights are needed. `is_real`: with the sizes that transformers gives it."""
+    from transformers import AutoConfig
+
+    _, settings = families.FAMILIES[family]
+    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    whole: dict[str, Any] = {"vocab_size": families.VOCABULARY, **ids, **settings}
+    if "text_config" in settings:
+        text = {"vocab_size": families.VOCABULARY, **ids, **settings["text_config"]}
+        whole = {**ids, **settings, "text_config": text}
+    AutoConfig.for_model(family, **({} if is_real else whole)).save_pretrained(place / "model")
+    document = {"base_model": str(place / "model"), "datasets": [{"path": "/rows.jsonl"}], "lora": {}, **keys}
+    spec = JobSpec.model_validate({key: value for key, value in document.items() if value is not None})
+    precision = {**ADAPTER, **REST, "quantization": spec.quantization}
+    if spec.quantization != "none":
+        precision["compute_dtype"] = "bfloat16"
+    if spec.lora is None:
+        precision |= {"load_dtype": "float32", "bf16": False, "adapter_dtype": None}
+    plan = {"precision": precision, "base_model_path": str(place / "model"), "parallel": {"mode": "none"}}
+    return rehearsal._assignment(spec.model_dump(mode="json"), {**plan, "checkpoint": {}}, place)
+
+
+REFUSED = {
+    "dropout on experts": ("mixtral", {"lora": {"lora_dropout": 0.1}}, "lora.lora_dropout"),
+    "DoRA on experts": ("qwen3_moe", {"lora": {"use_dora": True}}, "lora.use_dora"),
+    "PiSSA on experts": ("olmoe", {"lora": {"init_lora_weights": "pissa"}}, "lora.init_lora_weights"),
+    "PiSSA under 4 bit": (
+        "llama",
+        {"lora": {"init_lora_weights": "pissa"}, "quantization": "4bit"},
+        "lora.init_lora_weights",
+    ),
+    "mamba": ("falcon_mamba", {"lora": {"exclude_modules": ["x_proj"]}}, "lora.exclude_modules"),
+    "granite": ("granitemoe", {}, "training.router_aux_loss_coef"),
+    "in full": ("granitemoeshared", {"lora": None}, "training.router_aux_loss_coef"),
+    "jetmoe": ("jetmoe", {}, "training.gradient_checkpointing"),
+    "routers": ("phimoe", {}, "lora.exclude_modules"),
+    "two at once": ("mixtral", {"lora": {"lora_dropout": 0.1, "use_dora": True}}, "lora.use_dora"),
+}
+
+
+@pytest.mark.parametrize("sort", REFUSED)
+def test_what_a_library_refuses_is_refused_with_a_remedy_that_passes(tmp_path: Path, sort: str) -> None:
+    family, keys, key = REFUSED[sort]
+    tried = job(tmp_path, family, **keys)
+    answer = rehearsal.rehearse(tried)
+    assert answer.outcome == "refused" and answer.error is not None
+    assert key in answer.error.fix and "Error: " in answer.error.message and not answer.error.evidence
+    assert rehearsal.rehearse(replace(tried, spec=remedy.edited(tried.spec, answer.error.fix))).outcome == "passed"
+
+
+QUICK = ["llama", "gemma3", "jamba", "deepseek_v3", "qwen3_next", "nemotron_h", "qwen2_vl"]
+MORE = sorted(families.FAMILIES.keys() - set(QUICK))
+
+
+@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)])
+def test_a_family_of_real_size_is_made_small_or_nothing_is_refused(tmp_path: Path, family: str) -> None:
+    """An adapter on attention alone, without checkpoints and balancing, meets no fault of any family."""
+    training = {"gradient_checkpointing": False, "router_aux_loss_coef": 0}
+    lora = {"r": 64, "target_modules": r".*\.(q_proj|k_proj|v_proj|o_proj|in_proj|query_key_value|qkv_proj)"}
+    answer = rehearsal.rehearse(job(tmp_path, family, is_real=True, lora=lora, training=training))
+    if family in QUICK:
+        assert answer.outcome == "passed", answer
+    assert answer.outcome != "refused" or "not found in the base model" in str(answer.error)
+
+
+def test_a_family_that_cannot_be_made_small_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    answer = rehearsal.rehearse(job(tmp_path, "gemma3n_text"))
+    assert answer.outcome == "unknown" and "full_attention" in answer.why
+
+
+def test_a_small_model_keeps_each_kind_of_layer_and_the_proportions(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    from honed.worker.model import shrink
+
+    small = shrink.shrunk(AutoConfig.for_model("jamba"))
+    assert set(small.layers_block_type) == set(AutoConfig.for_model("jamba").layers_block_type)
+    whole = AutoConfig.for_model("mixtral")
+    small = shrink.shrunk(whole)
+    assert small.hidden_size < whole.hidden_size / 8 and small.num_local_experts == shrink.NUM_EXPERTS
+    assert small.hidden_size / small.num_attention_heads == whole.hidden_size / whole.num_attention_heads
+
+
+def test_the_program_answers_within_its_limits_or_the_job_is_not_refused(tmp_path: Path) -> None:
+    class Planned:
+        def as_dict(self) -> dict[str, Any]:
+            precision, model = {**ADAPTER, **REST}, str(tmp_path / "model")
+            return {"precision": precision, "base_model_path": model, "parallel": {"mode": "none"}, "checkpoint": {}}
+
+    spec = job(tmp_path, "granitemoe").spec
+    config = Config.model_validate({"spool": {"rehearsal_cpu_sec": 1}})
+    answer, _ = checks._run(spec, Planned(), config)  # type: ignore[arg-type]
+    assert answer.outcome == "unknown" and "it took more than" in answer.why  # of CPU time, or by the clock
+    config = Config.model_validate({"spool": {"rehearsal_cpu_sec": 120}})
+    answer, is_lasting = checks._run(spec, Planned(), config)  # type: ignore[arg-type]
+    assert is_lasting and answer.error is not None
+    assert answer.error.fix == {"training.router_aux_loss_coef": 0}
+
+
+def test_answers_are_kept_whole_and_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsed, "MAX_KEPT", 3)
+    for number in range(5):
+        rehearsed.write(tmp_path / "1000", rehearsed.Kept(f"{number:064x}", rehearsed.Rehearsed("passed")))
+    assert len(list((tmp_path / "1000").iterdir())) == 3
+    assert rehearsed.read(tmp_path / "1000", f"{4:064x}") == rehearsed.Rehearsed("passed")
+    (tmp_path / "1000" / f"{4:064x}.json").write_text(json.dumps({"outcome": "refused"}))
+    assert rehearsed.read(tmp_path / "1000", f"{4:064x}") is None
