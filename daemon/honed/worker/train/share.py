@@ -3,7 +3,7 @@
 A step's loss is the mean over all its trained tokens, whatever batches, ranks and accumulation they come in. Most
 models are passed the step's number of tokens, and need no help. Two kinds of loss do:
 
-- Some classes take the mean over a batch's own tokens (`accepts_loss_kwargs = False`: gemma3, qwen2_vl, paligemma, …).
+- Some classes take the mean over a batch's own tokens (`accepts_loss_kwargs = False`: qwen2_5_vl, qwen3_vl, …).
   transformers averages these means. Here each counts by its tokens.
 - A mixture of experts adds a loss for unbalanced routing, computed from the tokens of one forward pass. transformers
   adds it once for each batch of a step, so that it grows with accumulation. Here each counts by its tokens, padding
