@@ -29,17 +29,68 @@ from honed.system import installed
 from honed.system.layout import Layout
 
 #: Families whose plain jobs need no rehearsal: with any dropout, and
-DENSE = frozenset({
-    "bloom", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "glm",
-    "glm4", "gpt2", "gpt_neox", "granite", "helium", "idefics3", "internvl", "llama", "llava", "llava_next",
-    "llava_onevision", "mistral", "mistral3", "ministral3", "nemotron", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3",
-    "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_vl", "seed_oss", "smollm3", "smolvlm", "stablelm", "starcoder2",
-})  # fmt: skip
+DENSE = frozenset(
+    {
+        "bloom",
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "exaone4",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "gpt2",
+        "gpt_neox",
+        "granite",
+        "helium",
+        "idefics3",
+        "internvl",
+        "llama",
+        "llava",
+        "llava_next",
+        "llava_onevision",
+        "mistral",
+        "mistral3",
+        "ministral3",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "opt",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3",
+        "qwen3_vl",
+        "seed_oss",
+        "smollm3",
+        "smolvlm",
+        "stablelm",
+        "starcoder2",
+    }
+)
 #: with experts, which take no dropout.
-MIXTURES = frozenset({
-    "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "gpt_oss", "hunyuan_v1_moe", "mixtral", "olmoe",
-    "qwen2_moe", "qwen3_moe",
-})  # fmt: skip
+MIXTURES = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5_moe",
+        "glm4_moe",
+        "gpt_oss",
+        "hunyuan_v1_moe",
+        "mixtral",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_moe",
+    }
+)
 #: Layers of those with experts that take an adapter like any other.
 _LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 #: Packages whose versions decide the answer.

@@ -26,11 +26,26 @@ _EXPERTS = re.compile(r"^(moe_)?(num|n)(_local|_routed)?_experts$")
 _CHOSEN = re.compile(r"^(num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|moe_router_topk)$")
 _HEADS = re.compile(r"(^|_)(n|num)(_\w+)?_heads?$|^attention_heads$|^(kv_)?n_heads$|^(mamba_)?n_groups$")
 _SHARED_HEADS = re.compile(r"(kv|key_value)\w*_heads$|^kv_n_heads$|n_groups$")
-_WIDTHS = ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "lru_width", "attention_hidden_size",
-           "mamba_d_ssm", "embedding_dim")  # fmt: skip
+_WIDTHS = (
+    "hidden_size",
+    "d_model",
+    "n_embd",
+    "word_embed_proj_dim",
+    "lru_width",
+    "attention_hidden_size",
+    "mamba_d_ssm",
+    "embedding_dim",
+)
 #: Widths of other parts that are the language model's where the values are equal.
-_LINKS = ("out_hidden_size", "projection_dim", "text_hidden_size", "text_dim", "output_proj_dims", "vision_output_dim",
-          "hidden_size")  # fmt: skip
+_LINKS = (
+    "out_hidden_size",
+    "projection_dim",
+    "text_hidden_size",
+    "text_dim",
+    "output_proj_dims",
+    "vision_output_dim",
+    "hidden_size",
+)
 _INNER = re.compile(r"^(\w+_)?intermediate_size(_mlp)?$|^(expert_)?ffn_(dim|hidden_size)$|^n_inner$")
 _WORDS = re.compile(r"^(\w+_)?vocab_size(_\w+)?$")
 _WORD = re.compile(r"_token_(id|ids|index)$")
