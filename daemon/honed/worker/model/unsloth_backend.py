@@ -136,6 +136,8 @@ def _attach_adapter(model: Any, assignment: Assignment) -> Any:
         use_gradient_checkpointing=_is_checkpointed(assignment),
     )
     check_adapted(model, assignment)
+    if wrong := placing.misplaced(model, assignment.spec.lora):
+        raise BackendError(wrong, hint="use backend: transformers, or backend: auto, which falls back to it")
     cast_trainable(model, assignment.precision)
     spare_frozen(model)
     return model
