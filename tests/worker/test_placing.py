@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from worker.conftest import MakeJob
 from honed.inputs import basemodel
 from honed.plan import parameter
 from honed.spec import spec as specs
 from honed.system.error import ModelError
 from honed.worker.model import placing, transformers_backend
+from worker.conftest import MakeJob
 
 _ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 #: Mixtures of each kind: experts and router adapted by name, dense layers and shared experts beside them, and none.

@@ -221,17 +221,17 @@ OPTIMIZERS: tuple[tuple[str, Literal["own", "8bit", "32bit", "factored", "projec
 )
 
 
-#: Bytes for each element of a tensor that a step takes for a while, measured: bitsandbytes steps on a CPU by torch's own
+#: Bytes for each element of a tensor that a step takes for a while, measured and rounded up: bitsandbytes steps on a CPU by torch's own
 #: operations, in float32; its GPU kernels take nothing. A weight and gradient in half precision are widened: 4 more.
 STEP_BYTES = (
-    (r"(paged_)?(adamw_8bit|lion_8bit)|adamw_bnb_8bit", 20),
+    (r"(paged_)?(adamw_8bit|lion_8bit)|adamw_bnb_8bit", 22),
     (r"(paged_)?ademamix_8bit", 37),
     (r"rmsprop_bnb(_8bit|_32bit)?|paged_adamw_32bit|(paged_)?lion_32bit", 12),
     (r"adamw_torch", 8),  # the fused one takes nothing
 )
 WIDENED_BYTES = 4
 #: The same for compensated weights, on every device: both halves, the gradient and bitsandbytes' step.
-COMPENSATED_STEP_BYTES = 28
+COMPENSATED_STEP_BYTES = 30
 
 
 def _step_bytes(optim: str, device: Device, choices: Precision, largest: int, size: int) -> int:

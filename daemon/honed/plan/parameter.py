@@ -73,7 +73,8 @@ _ROUTERS = {
     "phimoe": re.compile("(?!)"),
     "gpt_oss": re.compile(r".*\.mlp\.router\.weight"),
     **dict.fromkeys(
-        ("granitemoe", "granitemoeshared", "granitemoehybrid"), re.compile(r".*\.block_sparse_moe\.router\.layer\.weight")
+        ("granitemoe", "granitemoeshared", "granitemoehybrid"),
+        re.compile(r".*\.block_sparse_moe\.router\.layer\.weight"),
     ),
 }
 #: Masks and frequencies that older checkpoints contain and transformers ignores.
@@ -364,7 +365,9 @@ def experts_targeted(lora: LoraSpec, loaded: tuple[Parameter, ...], names: dict[
     if isinstance(targets, list):
         return {names[leaf] for leaf in (target.rpartition(".")[2] for target in targets) if leaf in names}
     prefixes = {parameter.module.rpartition(".")[0] for parameter in loaded if parameter.role in ("experts", "router")}
-    return {to for leaf, to in names.items() if any(placement.matches(f"{prefix}.{leaf}", targets) for prefix in prefixes)}
+    return {
+        to for leaf, to in names.items() if any(placement.matches(f"{prefix}.{leaf}", targets) for prefix in prefixes)
+    }
 
 
 def _is_named(lora: LoraSpec, parameter: Parameter) -> bool:

@@ -43,7 +43,9 @@ def settled(model: Any, lora: LoraSpec, options: dict[str, Any]) -> dict[str, An
         ends = {each for each in targets if name == each or name.endswith(f".{each}")}
         absent -= ends
         count = parameter.shape[0] if parameter.ndim == 3 else 1
-        if ends and _is_kept(name, lora, options, names, count, is_named=bool(ends & set(lora.target_parameters or ()))):
+        if ends and _is_kept(
+            name, lora, options, names, count, is_named=bool(ends & set(lora.target_parameters or ()))
+        ):
             chosen.append(name)
         elif not ends and isinstance(lora.target_modules, str):
             _check_passed_over(name, lora, names, count)
@@ -146,8 +148,8 @@ def remarks(model: Any, assignment: Assignment) -> Iterator[str]:
         return
     if lacking := _lacking(model, lora):
         yield (
-            f"lora: {len(lacking)} modules that target_modules names have no adapter: {quote.first(lacking, MAX_NAMED)}; "
-            "peft takes these names for the mixture's experts alone"
+            f"lora: {len(lacking)} modules that target_modules names have no adapter: "
+            f"{quote.first(lacking, MAX_NAMED)}; peft takes these names for the mixture's experts alone"
         )
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     planned = assignment.plan.checkpoint.num_trained
