@@ -378,13 +378,18 @@ def test_a_master_that_is_not_a_number_is_none_as_a_weight_either() -> None:
     assert bool(part(torch.tensor([float("inf"), float("-inf")]))[0].isinf().all())
 
 
-def test_compensated_weights_are_stepped_as_float32_ones_are_and_a_checkpoint_gives_them_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slice_elements", [512, 2**22])
+def test_compensated_weights_are_stepped_as_float32_ones_are_and_a_checkpoint_gives_them_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_elements: int
+) -> None:
     """Moments, decay and 8-bit states included: the masters equal those of torch's and bitsandbytes' own AdamW."""
     import bitsandbytes
     import torch
 
+    from honed.worker.train import optimizer as optimizers
     from honed.worker.train.optimizer import REMAINDER, CompensatedAdamW, eight_bit, join, take_remainders
 
+    monkeypatch.setattr(optimizers, "SLICE_ELEMENTS", slice_elements)
     torch.manual_seed(0)
     start = torch.randn(80, 64).bfloat16()
     own: list[tuple[Any, Any]] = [(torch.optim.AdamW, CompensatedAdamW), (bitsandbytes.optim.AdamW8bit, eight_bit())]

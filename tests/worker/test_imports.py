@@ -38,6 +38,15 @@ def test_what_the_job_does_not_use_is_hidden(make_job: MakeJob, keys: dict[str, 
     assert set(imports.hidden(assignments.read(make_job(**keys).dir, 1))) == set(HIDEABLE) - shown
 
 
+@pytest.mark.parametrize(("kept", "optim"), [("float32", "adamw_8bit"), ("compensated", None), ("none", None)])
+def test_the_optimizer_that_the_plan_chose_is_not_hidden(make_job: MakeJob, kept: str, optim: str | None) -> None:
+    job = make_job(master_weights=kept)
+    if optim is not None:  # as for a device on which AdamW's states do not fit
+        job.change_plan(precision=job.plan["precision"] | {"optim": optim})
+    planned = job.plan["precision"]["optim"]
+    assert (BNB in imports.hidden(assignments.read(job.dir, 1))) == ("8bit" not in planned)
+
+
 def test_a_vision_model_s_worker_has_torchvision(make_job: MakeJob, tmp_path: Path) -> None:
     model = build_vision_checkpoint(tmp_path / "base", "qwen2_5_vl")
     assert "torchvision" not in imports.hidden(assignments.read(make_job(model=model, lora={}).dir, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from honed.check.policy import Policy, nearest_existing
 from honed.inputs.basemodel import BITS, BaseModelInfo
 from honed.job import removal
 from honed.job.progress import gib
-from honed.plan import precision
+from honed.plan import pace, precision
 from honed.plan.plan import Plan
 from honed.plan.row_needs import ROW_MEMORY_BYTES
 from honed.spec.spec import JobSpec
@@ -130,9 +131,8 @@ def check_room(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
     _check_host_memory(made)
     written = made.memory.weights_bytes if precision.is_full(job_spec) else made.memory.adapter_bytes
     beside = sum(path.stat().st_size for name in TOKENIZER_FILES if (path := made.model.path / name).is_file())
-    # The newest is complete before an older one is removed, and the best one may be older still.
-    num_kept = (job_spec.training.save_total_limit or NUM_CHECKPOINTS) + int(job_spec.training.load_best_model_at_end)
-    checkpoints = (num_kept + 1) * (written + made.memory.optimizer_bytes + beside)
+    num_checkpoints = num_at_once(job_spec, made.rows.num_rows if made.rows is not None else None)
+    checkpoints = num_checkpoints * (written + made.memory.optimizer_bytes + beside)
     output = written + beside
     if (saved := made.precision.save_dtype) is not None:
         output = written * BITS[saved] // BITS[made.precision.load_dtype] + beside
@@ -165,6 +165,40 @@ def check_room(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
                 hint="free disk space (honectl prune), set training.save_total_limit, set output_dir on another file "
                 "system, or use fewer rows (max_rows)",
             )
+
+
+def num_at_once(spec: JobSpec, num_rows: int | None) -> int:
+    """Return the most checkpoints that a job has on disk at once: those kept, the best one, and the one being written.
+
+    The newest is complete before an older one is removed, and the best one may be older still. A stop writes one
+    more, which is not counted: where it finds no room, the job goes on from the one before it.
+    """
+    has_best = spec.training.load_best_model_at_end or spec.early_stopping_patience is not None
+    most = (spec.training.save_total_limit or NUM_CHECKPOINTS) + int(has_best) + 1
+    steps = pace.num_steps(spec, num_rows)
+    by_strategy, by_interval = _num_by_strategy(spec, steps, has_best=has_best), _num_by_interval(spec)
+    return int(min(most, by_strategy + by_interval, steps if steps is not None else math.inf))
+
+
+def _num_by_strategy(spec: JobSpec, steps: int | None, *, has_best: bool) -> float:
+    """Return the most checkpoints that `save_strategy` writes in a run of so many steps; infinite where unknown."""
+    training = spec.training
+    strategy, every = str(training.save_strategy), training.save_steps
+    if has_best and not {"save_strategy", "save_steps"} & training.model_fields_set:  # with each evaluation
+        strategy, every = spec.eval_strategy, training.eval_steps or 1
+    if strategy == "no":
+        return 0
+    if strategy != "steps" or steps is None:
+        epochs = math.ceil(training.num_train_epochs)
+        return epochs if strategy == "epoch" and training.max_steps <= 0 else math.inf
+    return math.ceil(steps / (every if every >= 1 else max(1, math.ceil(steps * every))))  # and after the last step
+
+
+def _num_by_interval(spec: JobSpec) -> float:
+    """Return the most checkpoints that `save_interval_sec` writes; infinite where the run's time has no limit."""
+    if spec.save_interval_sec is None:
+        return 0
+    return math.inf if spec.time_limit_sec is None else spec.time_limit_sec // spec.save_interval_sec
 
 
 def _check_host_memory(made: Plan) -> None:

@@ -40,7 +40,9 @@ class Needs:
             hidden.append("aiohttp")
             if not checkpoint.has_vision:
                 hidden.append("torchvision")
-            if precision.quantization == "none" and training.get("optim") in PLAIN_OPTIMIZERS:
+            # The plan may have chosen another optimizer than the job file's, whose default is plain.
+            optim = precision.optim or training.get("optim")
+            if precision.quantization == "none" and optim in PLAIN_OPTIMIZERS:
                 hidden.append("bitsandbytes")
         return cls(tuple(hidden), is_plain, str(checkpoint.model_type or ""))
 

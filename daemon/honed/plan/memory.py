@@ -25,6 +25,7 @@ from honed.job.plan_file import Memory, Precision
 from honed.plan import activation, parameter
 from honed.plan.activation import Extent, Row
 from honed.plan.parameter import Parameter, Shape
+from honed.spec.optimizer import SLICE_ELEMENTS
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
 
@@ -83,8 +84,10 @@ def estimate(
     activation_bytes, tower_bytes = activation.num_bytes(
         spec, model, device, choices, loaded, extent, num_rows, keeps_copies=not is_cast_once
     )
-    if _is_compensated(choices) and model.tensors:  # a step widens each weight and its gradient to float32
-        activation_bytes = max(activation_bytes, 8 * max(map(math.prod, learns.shapes), default=0))
+    if model.tensors:
+        largest = max(map(math.prod, learns.shapes), default=0)
+        activation_bytes = max(activation_bytes, _step_bytes(optim, device, choices, largest, size))
+    if _is_compensated(choices) and model.tensors:
         if choices.save_dtype != choices.load_dtype:  # predictions are made with float32 weights, without gradients
             activation_bytes = max(activation_bytes, (4 - size) * learns.num_parameters)
     found = Memory(
@@ -216,6 +219,29 @@ OPTIMIZERS: tuple[tuple[str, Literal["own", "8bit", "32bit", "factored", "projec
     (r"(galore|apollo)_.*", "projected", 2),
     (r".*", "own", 2),
 )
+
+
+#: Bytes for each element of a tensor that a step takes for a while, measured and rounded up: bitsandbytes steps on a CPU by torch's own
+#: operations, in float32; its GPU kernels take nothing. A weight and gradient in half precision are widened: 4 more.
+STEP_BYTES = (
+    (r"(paged_)?(adamw_8bit|lion_8bit)|adamw_bnb_8bit", 22),
+    (r"(paged_)?ademamix_8bit", 37),
+    (r"rmsprop_bnb(_8bit|_32bit)?|paged_adamw_32bit|(paged_)?lion_32bit", 12),
+    (r"adamw_torch", 8),  # the fused one takes nothing
+)
+WIDENED_BYTES = 4
+#: The same for compensated weights, on every device: both halves, the gradient and bitsandbytes' step.
+COMPENSATED_STEP_BYTES = 30
+
+
+def _step_bytes(optim: str, device: Device, choices: Precision, largest: int, size: int) -> int:
+    """Return the bytes that a step takes beside what lasts: of the largest tensor, or of a slice of it."""
+    if _is_compensated(choices):
+        return COMPENSATED_STEP_BYTES * min(largest, SLICE_ELEMENTS)
+    if device.kind != "cpu":
+        return 0
+    each = next((number for pattern, number in STEP_BYTES if re.fullmatch(pattern, optim)), 0)
+    return (each + (WIDENED_BYTES if size == 2 and optim != "adamw_torch" else 0)) * largest if each else 0
 
 
 def bytes_per_parameter(choices: Precision, optim: str) -> float:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from honed.inputs import modality
 from honed.inputs.basemodel import BITS, QUANTIZATION_STATE, AdapterInfo, BaseModelInfo, Tensor
 from honed.job.plan_file import Precision
-from honed.plan import precision
+from honed.plan import placement, precision
 from honed.spec.spec import JobSpec, LoraSpec
 
 Shape = tuple[int, ...]
@@ -58,18 +58,27 @@ EXPERT_NAMES: dict[str, dict[str, str]] = {
             "olmoe",
             "exaone_moe",
             "cohere2_moe",
+            "glm4v_moe",
         )
     },
 }
 
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_projection)$")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_projection)$|^head$")
 _EMBEDDING = re.compile(r"(^|\.)([^.]*embed[^.]*|wte|wpe|position_embeddings|[^.]*_token)$")
 _EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.(?P<number>\d+)\.(?P<leaf>w[123]|(gate|up|down)_proj)\.weight")
 _STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
-_ROUTER = re.compile(r".*\.(block_sparse_moe|mlp|moe|feed_forward)\.gate\.weight")
+#: Routers that transformers keeps as bare parameters, by their stored names; elsewhere they are linear layers.
+_ROUTER = re.compile(r".*\.(block_sparse_moe|mlp|moe|feed_forward|mixer)\.(router\.)?gate\.weight")
+_ROUTERS = {
+    "phimoe": re.compile("(?!)"),
+    "gpt_oss": re.compile(r".*\.mlp\.router\.weight"),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoeshared", "granitemoehybrid"),
+        re.compile(r".*\.block_sparse_moe\.router\.layer\.weight"),
+    ),
+}
 #: Masks and frequencies that older checkpoints contain and transformers ignores.
 _BUFFER = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
-_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -178,7 +187,7 @@ def _role(tensor: Tensor, model: BaseModelInfo) -> Role:
         return "head"
     if _EMBEDDING.search(module):
         return "embedding"
-    if _ROUTER.fullmatch(tensor.name) and model.model_type in EXPERT_NAMES:
+    if _ROUTERS.get(model.model_type, _ROUTER).fullmatch(tensor.name):
         return "router"
     return "linear"
 
@@ -293,8 +302,13 @@ def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter
     targets = []
     for parameter in _with_tied_head(inside):
         rank = _rank(lora, parameter)
-        if parameter.role in ("experts", "router") and names:
-            added += _expert_adapter(parameter, lora.r, through_experts)
+        if _is_named(lora, parameter):
+            added += _parameter_adapter(parameter, rank) if _is_kept(lora, parameter, names) else []
+        elif parameter.role in ("experts", "router") and names:
+            count = parameter.shape[0] if parameter.role == "experts" else 1
+            is_wanted = placement.wanted(parameter.name, lora, names, count) == "all"
+            is_kept = is_wanted and _is_kept(lora, parameter, names)
+            added += _expert_adapter(parameter, lora.r, through_experts) if is_kept else []
         elif _is_target(lora, parameter, set(names)) and parameter.name not in saved:
             targets.append(parameter)
             added += [(rank, parameter.num_elements // max(1, parameter.num_outputs)), (parameter.num_outputs, rank)]
@@ -303,6 +317,9 @@ def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter
         place for place, parameter in enumerate(saved.values(), len(added)) if parameter.role == "embedding"
     )
     added += [parameter.shape for parameter in saved.values()]
+    if lora.trainable_token_indices:
+        table = max((each for each in loaded if each.role == "embedding"), key=lambda each: each.num_elements)
+        added += [(len(lora.trainable_token_indices), table.shape[1])]
     biases = _biases(lora, loaded, {parameter.module for parameter in targets})
     return Trained(tuple(added), tuple(biases), embeddings)
 
@@ -323,7 +340,7 @@ def _is_target(lora: LoraSpec, parameter: Parameter, expert_names: set[str]) -> 
     module = parameter.module
     if parameter.role not in ("linear", "head", "embedding") or not parameter.name.endswith(".weight"):
         return False
-    if lora.exclude_modules and _matches(module, lora.exclude_modules):
+    if placement.is_excluded(module, lora.exclude_modules):
         return False
     leaf = module.rpartition(".")[2]
     if leaf in expert_names and not isinstance(lora.target_modules, list):
@@ -331,21 +348,8 @@ def _is_target(lora: LoraSpec, parameter: Parameter, expert_names: set[str]) -> 
     if isinstance(lora.target_modules, list) and expert_names & {leaf} & set(lora.target_modules):
         return False
     if lora.target_modules == "all-linear":
-        return parameter.role == "linear" and _is_in_layers(lora, module)
-    return _matches(module, lora.target_modules) and _is_in_layers(lora, module)
-
-
-def _is_in_layers(lora: LoraSpec, module: str) -> bool:
-    if not lora.layers_to_transform:
-        return True
-    match = _LAYER.match(module)
-    return match is not None and int(match[1]) in lora.layers_to_transform
-
-
-def _matches(module: str, names: str | list[str]) -> bool:
-    if isinstance(names, str):  # a checkpoint of the bare model lacks the first part of the name
-        return any(re.fullmatch(names, prefix + module) for prefix in ("", "model.", "transformer."))
-    return any(module == name or module.endswith(f".{name}") for name in names)
+        return parameter.role == "linear" and placement.is_in_layers(lora, module)
+    return placement.matches(module, lora.target_modules) and placement.is_in_layers(lora, module)
 
 
 def _rank(lora: LoraSpec, parameter: Parameter) -> int:
@@ -361,7 +365,28 @@ def experts_targeted(lora: LoraSpec, loaded: tuple[Parameter, ...], names: dict[
     if isinstance(targets, list):
         return {names[leaf] for leaf in (target.rpartition(".")[2] for target in targets) if leaf in names}
     prefixes = {parameter.module.rpartition(".")[0] for parameter in loaded if parameter.role in ("experts", "router")}
-    return {to for leaf, to in names.items() if any(_matches(f"{prefix}.{leaf}", targets) for prefix in prefixes)}
+    return {
+        to for leaf, to in names.items() if any(placement.matches(f"{prefix}.{leaf}", targets) for prefix in prefixes)
+    }
+
+
+def _is_named(lora: LoraSpec, parameter: Parameter) -> bool:
+    names = placement.spellings(parameter.name)
+    return any(name == each or name.endswith(f".{each}") for each in lora.target_parameters or () for name in names)
+
+
+def _parameter_adapter(parameter: Parameter, rank: int) -> list[Shape]:
+    """Return the shapes of the adapter of a parameter in target_parameters: one of the rank for each expert."""
+    *experts, num_outputs, num_inputs = (1, *parameter.shape)[-3:]
+    stacked = experts[0] * rank
+    return [(stacked, num_inputs), (num_outputs, stacked)]
+
+
+def _is_kept(lora: LoraSpec, parameter: Parameter, names: dict[str, str]) -> bool:
+    """Tell whether layers_to_transform and exclude_modules leave experts or a router their adapter."""
+    count = parameter.shape[0] if parameter.role == "experts" else 1
+    out = placement.covered(parameter.name, lora.exclude_modules, names, count)
+    return placement.is_in_layers(lora, parameter.name) and out == "none"
 
 
 def _expert_adapter(parameter: Parameter, rank: int, targeted: set[str]) -> list[Shape]:

@@ -24,6 +24,10 @@ DIVIDABLE = re.compile(r"adamw_torch(_fused)?|sgd|adagrad|rmsprop")
 EIGHT_BIT = frozenset({ADAMW_8BIT, "adamw_bnb_8bit"})
 
 
+#: Elements of a weight that a compensated step widens at once; a multiple of the blocks of 8-bit states.
+SLICE_ELEMENTS = 2**22
+
+
 def asked_optim(spec: JobSpec) -> str | None:
     """Return the optimizer that the job names; None if it names none."""
     return spec.training.optim if "optim" in spec.training.model_fields_set else None

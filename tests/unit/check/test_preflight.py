@@ -550,7 +550,7 @@ def test_an_output_directory_below_a_file_or_in_honeds_own_is_refused(desk: Desk
 
 def test_checkpoints_that_do_not_fit_on_the_disk_are_told(desk: Desk) -> None:
     with pytest.raises(DiskShortError, match="is free") as raised:
-        desk.check(lora={"r": 4096}, training={"save_total_limit": 10**8})
+        desk.check(lora={"r": 4096}, training={"save_total_limit": 10**8, "max_steps": 10**8})
     assert "save_total_limit" in raised.value.hint
 
 

@@ -17,6 +17,7 @@ from honed.spec.media import Part
 from honed.system.error import ModelError
 from honed.worker.assignment import Assignment
 from honed.worker.model import adapter as adapters
+from honed.worker.model import placing
 from honed.worker.model.load import load_config
 
 
@@ -35,7 +36,9 @@ class TransformersBackend:
         return load_base(assignment, load_config(assignment), tell=self.told.append)
 
     def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
-        return attach_adapter(model, assignment)
+        model = attach_adapter(model, assignment)
+        self.told += placing.remarks(model, assignment)
+        return model
 
     def make_room(self, model: Any, num_tokens: int) -> None:
         """Do nothing: this backend truncates no rows."""
@@ -233,9 +236,10 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
         adapters.load(model, Path(spec.adapter))  # again: peft's own load reports nothing
     elif spec.lora is not None:
         check_parts(model, assignment)
-        options = _in_layers(model, lora_options(model, assignment))
+        options = _in_layers(model, placing.settled(model, spec.lora, lora_options(model, assignment)))
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
         check_adapted(model, assignment)
+        placing.check(model, assignment)
     cast_trainable(model, assignment.precision)
     spare_frozen(model)
     return model
@@ -274,7 +278,7 @@ def lora_options(model: Any, assignment: Assignment) -> dict[str, Any]:
 
 def _in_layers(model: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with a list of target modules where layers are chosen by pattern, as peft requires."""
-    layers, wanted = options.get("layers_to_transform"), options["target_modules"]
+    layers, wanted = options.get("layers_to_transform"), options.get("target_modules")
     if not layers or not isinstance(wanted, str):
         return options
     head = model.get_output_embeddings()

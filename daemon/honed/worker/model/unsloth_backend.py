@@ -12,6 +12,7 @@ from honed.inputs.basemodel import read_names
 from honed.plan.precision import PART_KEYS, trained_parts
 from honed.system.error import BackendError, HonedError, said
 from honed.worker.assignment import Assignment
+from honed.worker.model import placing
 from honed.worker.model.load import is_out_of_memory, load_config
 
 #: Tokens that a model is loaded for where the job truncates nothing: the need of its rows is only known later.
@@ -136,6 +137,8 @@ def _attach_adapter(model: Any, assignment: Assignment) -> Any:
         use_gradient_checkpointing=_is_checkpointed(assignment),
     )
     check_adapted(model, assignment)
+    if wrong := placing.misplaced(model, assignment.spec.lora):
+        raise BackendError(wrong, hint="use backend: transformers, or backend: auto, which falls back to it")
     cast_trainable(model, assignment.precision)
     spare_frozen(model)
     return model

@@ -4,21 +4,24 @@
     the weight       bfloat16: the master rounded to nearest
     its remainder    int16: added to the weight's bits, 16 places down, to restore the master
 
-The two together are the float32 master, bit for bit, in 4 bytes. A step widens one weight and its gradient at a time,
-computes in float32, and splits the weight again: no random number is drawn. `CompensatedAdamW` has float32 moments (14
-bytes a parameter, gradient included); `eight_bit()` is the same with those of bitsandbytes (8 bytes).
+The two together are the float32 master, bit for bit, in 4 bytes. A step widens a slice of a weight and of its gradient
+at a time, computes in float32, and splits the weight again: no random number is drawn. `CompensatedAdamW` has
+float32 moments (14 bytes a parameter, gradient included); `eight_bit()` is the same with those of bitsandbytes (8 bytes).
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from honed.spec.optimizer import EIGHT_BIT
+from honed.spec.optimizer import EIGHT_BIT, SLICE_ELEMENTS
 
+#: Elements for each scale of bitsandbytes' 8-bit states.
+BLOCK_OPTIMIZER = 256
 #: The name of the remainder in the state of a parameter.
 REMAINDER = "remainder"
 _HALF_PLACE = 0x8000
@@ -58,6 +61,21 @@ def take_remainders(optimizer: Any, path: Path) -> None:
             kept.copy_(state[REMAINDER]) if REMAINDER in state else kept.zero_()
 
 
+def _slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield parts of tensors of one shape, whole if they do not lie in one piece: a step is the same either way."""
+    if not all(each.is_contiguous() for each in tensors):
+        yield tensors
+        return
+    yield from zip(*(each.view(-1).split(SLICE_ELEMENTS) for each in tensors), strict=True)
+
+
+def _put(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Write a master into a weight and its remainder."""
+    high, low = part(master)
+    weight.copy_(high)
+    remainder.copy_(low)
+
+
 class CompensatedAdamW(torch.optim.Optimizer):
     """torch's AdamW, computed in float32 for bfloat16 weights; other dtypes have no remainder."""
 
@@ -91,18 +109,30 @@ class CompensatedAdamW(torch.optim.Optimizer):
                 state[REMAINDER] = torch.zeros_like(parameter, dtype=torch.int16)
         state["step"] += 1
         assert parameter.grad is not None
-        gradient = parameter.grad.float()
-        master = join(parameter, state[REMAINDER]) if is_parted else parameter
-        (beta1, beta2), rate, number = group["betas"], group["lr"], state["step"]
+        moments = (state["exp_avg"], state["exp_avg_sq"], *((state[REMAINDER],) if is_parted else ()))
+        for each in _slices(parameter.data, parameter.grad, *moments):
+            self._update_slice(group, state["step"], *each)
+
+    def _update_slice(
+        self,
+        group: dict[str, Any],
+        number: int,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        mean: torch.Tensor,
+        square: torch.Tensor,
+        remainder: torch.Tensor | None = None,
+    ) -> None:
+        gradient = gradient.float()
+        master = weight if remainder is None else join(weight, remainder)
+        (beta1, beta2), rate = group["betas"], group["lr"]
         master.mul_(1 - rate * group["weight_decay"])
-        state["exp_avg"].lerp_(gradient, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        divisor = (state["exp_avg_sq"].sqrt() / (1 - beta2**number) ** 0.5).add_(group["eps"])
-        master.addcdiv_(state["exp_avg"], divisor, value=-rate / (1 - beta1**number))
-        if is_parted:
-            weight, remainder = part(master)
-            parameter.copy_(weight)
-            state[REMAINDER].copy_(remainder)
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        divisor = (square.sqrt() / (1 - beta2**number) ** 0.5).add_(group["eps"])
+        master.addcdiv_(mean, divisor, value=-rate / (1 - beta1**number))
+        if remainder is not None:
+            _put(master, weight, remainder)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state without torch's cast to the parameter's dtype.
@@ -136,19 +166,23 @@ def eight_bit() -> type[torch.optim.Optimizer]:
             if p.dtype != torch.bfloat16:
                 super().update_step(group, p, gindex, pindex)
                 return
-            state, weight, gradient = self.state[p], p.data, p.grad
+            state = self.state[p]
             if REMAINDER not in state:
-                state[REMAINDER] = torch.zeros_like(weight, dtype=torch.int16)
-            p.grad = None  # torch requires the weight's dtype at every moment
-            p.data = join(weight, state[REMAINDER])
-            p.grad = gradient.float()
-            super().update_step(group, p, gindex, pindex)
-            parted, remainder = part(p.data)
-            p.grad = None
-            weight.copy_(parted)
-            state[REMAINDER].copy_(remainder)
-            p.data = weight
-            p.grad = gradient
+                state[REMAINDER] = torch.zeros_like(p.data, dtype=torch.int16)
+            alike = (p.data, p.grad, state[REMAINDER], state["state1"], state["state2"])
+            for place, (weight, gradient, remainder, *states) in enumerate(_slices(*alike)):
+                of_slice = {**state, "state1": states[0], "state2": states[1]}
+                if "absmax1" in state and weight.numel() < p.numel():
+                    first = place * SLICE_ELEMENTS // BLOCK_OPTIMIZER
+                    blocks = slice(first, first + SLICE_ELEMENTS // BLOCK_OPTIMIZER)
+                    of_slice |= {name: state[name][blocks] for name in ("absmax1", "absmax2")}
+                master = join(weight, remainder)
+                master.grad = gradient.float()
+                self.state[master] = of_slice
+                super().update_step(group, master, gindex, pindex)
+                del self.state[master]
+                _put(master, weight, remainder)
+            state["step"] += 1
 
     return CompensatedAdamW8bit
 

@@ -1,0 +1,119 @@
+"""Adapters are where the job said: the experts and routers of a mixture are parameters, which peft treats otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from honed.inputs import basemodel
+from honed.plan import parameter
+from honed.spec import spec as specs
+from honed.system.error import ModelError
+from honed.worker.model import placing, transformers_backend
+from worker.conftest import MakeJob
+
+_ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+#: Mixtures of each kind: experts and router adapted by name, dense layers and shared experts beside them, and none.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"template": "qwen3", "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+    "mixtral": {"template": "mistral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "dots1": {"template": "qwen3", **_ROUTED, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "gpt_oss": {"template": "qwen3", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"template": "qwen3", "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "excluded": {"exclude_modules": r".*mlp.*"},
+    "experts excluded": {"exclude_modules": ["experts"]},
+    "stored name excluded": {"exclude_modules": r".*block_sparse_moe.*"},
+    "layers": {"layers_to_transform": [1]},
+    "both": {"layers_to_transform": [0], "exclude_modules": [r"gate"]},
+    "regex of a layer": {"target_modules": r".*\.1\..*\.(q_proj|down_proj|w2)"},
+    "parameters": {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]},
+    "parameters of a layer": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj"],
+        "layers_to_transform": [1],
+    },
+}
+
+
+def attached(path: Path, lora: dict[str, Any]) -> tuple[Any, specs.JobSpec]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec = specs.validate({"base_model": str(path), "datasets": [{"path": "/d.jsonl"}], "lora": {"r": 4, **lora}})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    job: Any = SimpleNamespace(spec=spec, base_model_path=path, precision=SimpleNamespace(adapter_dtype=None))
+    return transformers_backend.attach_adapter(model, job), spec
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_of_a_mixture_is_where_the_job_said_and_as_large_as_planned(
+    checkpoint_of: Callable[..., Path], family: str, case: str
+) -> None:
+    path = checkpoint_of(family, **MIXTURES[family])
+    model, spec = attached(path, CASES[case])
+    names = placing.adapted(model)
+    assert names
+    if "excluded" in case and (family == "mixtral" or "stored" not in case):
+        assert not [each for each in names if ".experts" in each]
+    if case == "layers":
+        assert {each.split(".layers.")[1][0] for each in names} == {"1"}
+        has_experts = family not in ("gpt_oss", "qwen2_moe")
+        assert any(".experts." in each for each in names) == has_experts
+    if case.startswith("parameters"):
+        where = {each.split(".layers.")[1][0] for each in names if ".experts." in each}
+        assert where == ({"1"} if "layer" in case or family == "dots1" else {"0", "1"})
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert parameter.trained(spec, basemodel.inspect(path)).num_parameters == trained
+
+
+@pytest.mark.parametrize(
+    ("lora", "key"),
+    [
+        ({"exclude_modules": ["gate_proj"]}, "exclude_modules"),
+        ({"exclude_modules": r".*experts\.0\..*"}, "exclude_modules"),
+        ({"target_modules": r".*experts\.[01]\..*|.*q_proj"}, "target_modules"),
+        ({"target_parameters": ["experts.no_proj"]}, "target_parameters"),
+    ],
+)
+def test_a_part_of_the_experts_cannot_be_left_out(
+    checkpoint_of: Callable[..., Path], lora: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ModelError, match=f"lora.{key}"):
+        attached(checkpoint_of("qwen3_moe", **MIXTURES["qwen3_moe"]), lora)
+
+
+def test_modules_that_peft_passes_over_are_named(checkpoint_of: Callable[..., Path]) -> None:
+    model, spec = attached(checkpoint_of("dots1", **MIXTURES["dots1"]), {})
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    checkpoint = SimpleNamespace(num_trained=trained)
+    job: Any = SimpleNamespace(spec=spec, plan=SimpleNamespace(checkpoint=checkpoint))
+    (remark,) = placing.remarks(model, job)
+    assert "6 modules" in remark and "model.layers.0.mlp.gate_proj" in remark
+    checkpoint.num_trained += 1
+    assert "as planned" in list(placing.remarks(model, job))[1]
+
+
+def test_a_mixture_with_adapters_in_one_layer_is_trained_saved_and_continued(make_job: MakeJob) -> None:
+    model = MIXTURES["qwen3_moe"]
+    run = {"training": {"max_steps": 2}, "predictions": {"sample_frequency": "off"}}
+    job = make_job("qwen3_moe", model=model, lora={"r": 4, "layers_to_transform": [1]}, save_merged="bfloat16", **run)
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    saved = load_file(job.output_dir / "adapter_model.safetensors")
+    assert {name.split(".layers.")[1][0] for name in saved} == {"1"} and any(".experts." in name for name in saved)
+    assert sum(each.numel() for each in saved.values()) == job.plan["checkpoint"]["num_trained"]
+    written = json.loads((job.output_dir / "adapter_config.json").read_text())
+    assert written["target_parameters"]
+    again = make_job("qwen3_moe", model=model, adapter=str(job.output_dir), **run)
+    assert again.run().status == 0
