@@ -221,8 +221,9 @@ OPTIMIZERS: tuple[tuple[str, Literal["own", "8bit", "32bit", "factored", "projec
 )
 
 
-#: Bytes for each element of a tensor that a step takes for a while, measured and rounded up: bitsandbytes steps on a CPU by
-#: torch's own operations, in float32; its GPU kernels take nothing. A weight and gradient in half precision are widened: 4 more.
+#: Bytes for each element of a tensor that a step takes for a while, measured and rounded up: bitsandbytes steps on
+#: a CPU by torch's own operations, in float32; its GPU kernels take nothing. A weight and gradient in half
+#: precision are widened: 4 more.
 STEP_BYTES = (
     (r"(paged_)?(adamw_8bit|lion_8bit)|adamw_bnb_8bit", 22),
     (r"(paged_)?ademamix_8bit", 37),
