@@ -87,8 +87,8 @@ def estimate(
     if model.tensors:
         largest = max(map(math.prod, learns.shapes), default=0)
         activation_bytes = max(activation_bytes, _step_bytes(optim, device, choices, largest, size))
-    if _is_compensated(choices) and model.tensors:
-        if choices.save_dtype != choices.load_dtype:  # predictions are made with float32 weights, without gradients
+        if _is_compensated(choices) and choices.save_dtype != choices.load_dtype:
+            # Predictions are made with float32 weights, without gradients.
             activation_bytes = max(activation_bytes, (4 - size) * learns.num_parameters)
     found = Memory(
         weights_bytes=parameter.weights_bytes(model, loaded, choices),
@@ -221,8 +221,9 @@ OPTIMIZERS: tuple[tuple[str, Literal["own", "8bit", "32bit", "factored", "projec
 )
 
 
-#: Bytes for each element of a tensor that a step takes for a while, measured and rounded up: bitsandbytes steps on a CPU by torch's own
-#: operations, in float32; its GPU kernels take nothing. A weight and gradient in half precision are widened: 4 more.
+#: Bytes for each element of a tensor that a step takes for a while, measured and rounded up: bitsandbytes steps on
+#: a CPU by torch's own operations, in float32; its GPU kernels take nothing. A weight and gradient in half
+#: precision are widened: 4 more.
 STEP_BYTES = (
     (r"(paged_)?(adamw_8bit|lion_8bit)|adamw_bnb_8bit", 22),
     (r"(paged_)?ademamix_8bit", 37),

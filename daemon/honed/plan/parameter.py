@@ -317,9 +317,6 @@ def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter
         place for place, parameter in enumerate(saved.values(), len(added)) if parameter.role == "embedding"
     )
     added += [parameter.shape for parameter in saved.values()]
-    if lora.trainable_token_indices:
-        table = max((each for each in loaded if each.role == "embedding"), key=lambda each: each.num_elements)
-        added += [(len(lora.trainable_token_indices), table.shape[1])]
     biases = _biases(lora, loaded, {parameter.module for parameter in targets})
     return Trained(tuple(added), tuple(biases), embeddings)
 

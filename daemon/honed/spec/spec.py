@@ -295,8 +295,6 @@ class LoraSpec(Section):
     target_parameters: Texts | None = None
     """Parameters that get an adapter though they are no module, by the ends of their names once the model is loaded:
     `[mlp.experts.gate_up_proj]`. `exclude_modules` and `layers_to_transform` apply to them too."""
-    trainable_token_indices: list[Annotated[int, Ge(0)]] | None = None
-    """Token ids whose embeddings are trained, beside the adapter."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases that are trained."""
     use_rslora: Flag = False

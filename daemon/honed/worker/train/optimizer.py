@@ -4,9 +4,10 @@
     the weight       bfloat16: the master rounded to nearest
     its remainder    int16: added to the weight's bits, 16 places down, to restore the master
 
-The two together are the float32 master, bit for bit, in 4 bytes. A step widens a slice of a weight and of its gradient
-at a time, computes in float32, and splits the weight again: no random number is drawn. `CompensatedAdamW` has
-float32 moments (14 bytes a parameter, gradient included); `eight_bit()` is the same with those of bitsandbytes (8 bytes).
+The two together are the float32 master, bit for bit, in 4 bytes. A step widens a slice of a weight and of its
+gradient at a time, computes in float32, and splits the weight again: no random number is drawn. `CompensatedAdamW`
+has float32 moments (14 bytes a parameter, gradient included); `eight_bit()` is the same with those of bitsandbytes (8
+bytes).
 """
 
 from __future__ import annotations
