@@ -102,6 +102,7 @@ class Cache:
                 or sum(map(len, found.unread)) > MAX_TOLD
                 or found.census.orders
                 or found.num_unpaired
+                or found.num_nulled
             )
             if not is_settled or not is_clean or identity(each, paths, rights)[0] != key:
                 return seen
@@ -303,6 +304,8 @@ def _told_together(found: dataset.Inspection) -> list[str]:
             f"{found.num_unpaired} rows have a boolean `label`, as in preference data (KTO), which is not supported "
             "yet: the label is ignored, so completions labelled false are trained on as well"
         )
+    if found.num_nulled:
+        told.append(f"of {seen}{found.num_rows} rows, {dataset.told_nulled(found.num_nulled)}")
     return told
 
 

@@ -84,7 +84,8 @@ Columns of each format. `honectl check` lists columns that are not read; they ar
 | `text` | `text` | the whole text |
 
 A message has `role` and `content`, and optionally `tool_calls` and `reasoning_content`. The arguments of a call are an
-object or its JSON, and the content of its message may be null: the template gets the form that it renders.
+object or its JSON, and the content of its message may be null: the template gets the form that it renders. In a
+.parquet or .arrow file, null arguments of an object are left out and counted, as a table pads calls with them.
 
 **The end of a turn** is trained with the turn, so that the model learns to stop: `<|im_end|>`, or the next turn's mark
 if the template has nothing else (GLM: `<|user|>`, `<|observation|>`). If the template writes nothing after the last

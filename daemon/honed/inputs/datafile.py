@@ -53,6 +53,10 @@ class Broken:
     reason: str
 
 
+class Nulled(dict[str, Any]):
+    """A table's row without its nulls, one of which was an argument of a tool call: the call's own, or padding."""
+
+
 def read(path: Path, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the rows of one file. Raises DatasetError, which names the file, the place, and the remedy."""
     for n, (row, place) in enumerate(read_any(path)):
@@ -430,6 +434,7 @@ def _read_table(path: Path, pyarrow: Any, form: str, batches: Callable[[], Itera
                 for each in batch.slice(start, NUM_TABLE_ROWS).to_pylist():
                     number += 1
                     row = _without_nulls(each)
+                    row = Nulled(row) if _has_null_argument(each) else row
                     for name in texts.keys() & row.keys():
                         row[name] = texts[name](row[name])
                     yield row, f"row {number}"
@@ -469,6 +474,21 @@ def _without_nulls(value: Any) -> Any:
             return [_without_nulls(each) for each in value]
         case _:
             return value
+
+
+def _has_null_argument(value: Any, *, is_argument: bool = False) -> bool:
+    """Tell whether a tool call has an argument of null, at any depth."""
+    match value:
+        case None:
+            return is_argument
+        case dict():
+            # The arguments themselves may be absent; what is within them is a call's.
+            inner = ((key == "arguments" and isinstance(each, dict), each) for key, each in value.items())
+            return any(_has_null_argument(each, is_argument=is_argument or begins) for begins, each in inner)
+        case list():
+            return any(_has_null_argument(each, is_argument=is_argument) for each in value)
+        case _:
+            return False
 
 
 def _column(error: Exception) -> str:

@@ -18,7 +18,7 @@ from honed.inputs import attachment, census, misfit
 from honed.inputs.attachment import RowError
 from honed.inputs.census import Census
 from honed.inputs.datadir import files, files_of
-from honed.inputs.datafile import Broken, check_beginning, read, read_any
+from honed.inputs.datafile import Broken, Nulled, check_beginning, read, read_any
 from honed.inputs.media import Facts, MediaError, probe, require, spill
 from honed.inputs.misfit import Misfit
 from honed.inputs.row import (
@@ -93,6 +93,7 @@ class Inspection:
     num_untrained: int  #: rows with weight 0 on each turn of the assistant
     census: Census  #: of the good rows
     num_unpaired: int  #: rows of prompt and completion with a boolean `label`
+    num_nulled: int  #: rows of a table whose tool calls had arguments of null, which are left out
     examples: tuple[Example, ...] = ()  #: the good rows of text only
 
 
@@ -114,6 +115,16 @@ class Counts:
     num_taken: int
     num_bad: int
     bad: tuple[str, ...]  #: the first few bad rows, each with its place and reason
+    num_nulled: int = 0  #: rows of a table whose tool calls had arguments of null, which are left out
+
+
+def told_nulled(number: int) -> str:
+    """Return the warning about rows of a table that lose arguments of null."""
+    rows = "1 row has" if number == 1 else f"{number} rows have"
+    return (
+        f"{rows} tool calls with arguments of null, which are left out: a table gives each call the arguments of all, "
+        "so null may only mean that a call lacks one; where null is meant, store `arguments` as JSON text or use .jsonl"
+    )
 
 
 @dataclass(frozen=True)
@@ -183,6 +194,7 @@ def inspect(
         num_untrained=num_untrained,
         census=counted,
         num_unpaired=num_unpaired,
+        num_nulled=collected.num_nulled,
         examples=tuple(examples),
     )
 
@@ -284,7 +296,8 @@ class Reading:
                     num_taken += 1
                     yield example
             path, bad = str(self._datasets[n].path), tuple(collected.bad)
-            self.counts.append(Counts(path, collected.format, collected.num_rows, num_taken, collected.num_bad, bad))
+            numbers = collected.num_rows, num_taken, collected.num_bad
+            self.counts.append(Counts(path, collected.format, *numbers, bad, collected.num_nulled))
 
     def _collector(self, n: int) -> _Collector:
         return _Collector(self._datasets[n], n, has_chat_template=self._has_chat_template, spill_dir=self._spill_dir)
@@ -352,7 +365,7 @@ class _Collector:
         self._media_dirs = functools.cache(lambda path: dataset.media_dirs(path.parent))
         self.format: str = "" if dataset.format == "auto" else dataset.format
         self.num_rows = self.num_good = 0
-        self.num_bad = 0
+        self.num_bad = self.num_nulled = 0
         self.bad: list[str] = []
         self._num_unanswered = 0
         self._misfit: Misfit | None = None  #: the apparent kind of the first row that fits no format
@@ -369,6 +382,7 @@ class _Collector:
 
     def add(self, row: Any, path: Path, place: str) -> Example | None:
         self.num_rows += 1
+        self.num_nulled += isinstance(row, Nulled)
         try:
             example = self._example(row, path)
         except RefusedRowError as error:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from honed.inputs import dataset
@@ -290,6 +292,41 @@ def test_parquet_is_read_and_its_nulls_are_absent_keys(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 but not really")
     with pytest.raises(DatasetError, match="not a readable"):
         list(dataset.read(tmp_path / "a.parquet"))
+
+
+def calls(*arguments: Any) -> list[dict[str, Any]]:
+    """Rows with a call each."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": each}}]},
+            ]
+        }
+        for each in arguments
+    ]
+
+
+def test_nulls_of_a_call_in_a_table_are_counted_as_they_may_be_padding(tmp_path: Path) -> None:
+    rows = calls({"a": 1, "b": None}, {"a": 2}, {"a": 3, "b": {"c": "x"}})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    read = dataset.load([DatasetSpec(path=str(tmp_path / "a.parquet"))], seed=0, has_chat_template=True)
+    functions = [example.messages[1]["tool_calls"][0]["function"]["arguments"] for example in read.examples]
+    assert functions == [{"a": 1}, {"a": 2}, {"a": 3, "b": {"c": "x"}}]
+    assert [count.num_nulled for count in read.counts] == [2]
+    looked = dataset.inspect(DatasetSpec(path=str(tmp_path / "a.parquet")))
+    assert looked.num_nulled == 2
+    assert dataset.told_nulled(2).startswith("2 rows have tool calls with arguments of null, which are left out")
+
+
+def test_nulls_of_a_call_are_kept_where_the_file_has_them_as_json(tmp_path: Path) -> None:
+    read = load_rows(tmp_path, calls({"a": 1, "b": None}))
+    assert read.examples[0].messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None}
+    texts = [json.dumps({"a": 1, "b": None})]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(calls(*texts)), tmp_path / "b.parquet")
+    again = dataset.load([DatasetSpec(path=str(tmp_path / "b.parquet"))], seed=0, has_chat_template=True)
+    assert again.examples[0].messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None}
+    assert [count.num_nulled for mixture in (read, again) for count in mixture.counts] == [0, 0]
 
 
 def test_a_directory_is_its_data_files_by_name_hidden_ones_left_out(tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ class Data:
             for each in self.read
             if each.num_bad
         ]
+        told += [f"{each.path}: {dataset.told_nulled(each.num_nulled)}" for each in self.read if each.num_nulled]
         told += [*self.trained.told_orders(), *(f"held out: {each}" for each in self.measured.told_orders())]
         if self.trained.has_many_twice:
             told.append(f"{self.trained.num_twice} of {self.trained.num_rows} training rows repeat an earlier row")
@@ -449,7 +450,9 @@ def _rows(number: int) -> str:
 
 
 def _counts(count: dataset.Counts) -> dict[str, int]:
-    return {"num_rows": count.num_rows, "num_taken": count.num_taken, "num_bad": count.num_bad}
+    return {"num_rows": count.num_rows, "num_taken": count.num_taken, "num_bad": count.num_bad} | (
+        {"num_nulled": count.num_nulled} if count.num_nulled else {}
+    )
 
 
 def _stamps(files: Sequence[Path]) -> list[tuple[int, ...]]:
