@@ -12,8 +12,8 @@ import pytest
 import warm
 
 #: Families, each with what could break it: names of checkpoints that are not the module's (fused experts, vision
-#: models, heads), balancing losses, averages of unequal batches, ignored padding, routers in float32, shared blocks, infinite numbers and
-#: kinds of positions in a config.
+#: models, heads), balancing losses, averages of unequal batches, ignored padding, routers in float32, shared blocks,
+#: infinite numbers and kinds of positions in a config.
 FAMILIES: dict[str, list[str]] = {
     "qwen3_moe": ["resumed", "best", "divided", "adapted"],
     "gpt_neox": ["resumed", "best"],
