@@ -15,7 +15,6 @@ The libraries are imported once: a family's jobs are forks, and so are the model
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import json
 import os
@@ -110,8 +109,11 @@ class Watching(Stop):
 
 
 def live_logits(model: Any) -> torch.Tensor:
+    model.eval()
     with torch.no_grad():
-        return copy.deepcopy(model).eval()(input_ids=torch.tensor(probe_ids()), use_cache=False).logits
+        logits = model(input_ids=torch.tensor(probe_ids()), use_cache=False).logits
+    model.train()
+    return logits
 
 
 def probe_ids() -> list[list[int]]:

@@ -12,9 +12,10 @@ import pytest
 import warm
 
 #: Families, each with what could break it: names of checkpoints that are not the module's (fused experts, vision
-#: models, heads), balancing losses, averages of unequal batches, ignored padding, routers in float32, shared blocks.
+#: models, heads), balancing losses, averages of unequal batches, ignored padding, routers in float32, shared blocks,
+#: infinite numbers and kinds of positions in a config.
 FAMILIES: dict[str, list[str]] = {
-    "qwen3_moe": ["resumed", "best", "divided"],
+    "qwen3_moe": ["resumed", "best", "divided", "adapted"],
     "gpt_neox": ["resumed", "best"],
     "gemma3": ["resumed", "exported"],
     "qwen2_5_vl": ["best", "divided"],
@@ -22,6 +23,8 @@ FAMILIES: dict[str, list[str]] = {
     "deepseek_v3": ["merged", "bfloat16"],
     "zamba2": ["merged", "exported"],
     "mamba": ["merged", "adapted"],
+    "bamba": ["exported"],
+    "gemma4": ["exported"],
 }
 
 

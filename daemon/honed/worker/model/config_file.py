@@ -132,6 +132,11 @@ def differences(one: Any, other: Any) -> list[str]:
     return sorted(path for path, _, _ in _compare(_plain(one), _plain(other)))
 
 
+def _described(kind: type[Any], raw: Json) -> Json:
+    """Return what a config's class reads in a file. An infinite number is an object there."""
+    return _plain(kind.from_dict(kind._decode_special_floats(json.loads(json.dumps(raw)))))
+
+
 def _plain(config: Any) -> Json:
     text: Json = json.loads(json.dumps(config.to_dict(), default=str))
     return text
@@ -151,7 +156,7 @@ def _compare(one: Json, other: Json, prefix: str = "") -> Iterator[tuple[str, An
 
 def _set_differing(raw: Json, saved: Json, kind: type[Any]) -> list[str]:
     """Take over what has changed in the model's config since it was read."""
-    fresh, live = (_plain(kind.from_dict({**each, "model_type": kind.model_type})) for each in (raw, saved))
+    fresh, live = (_described(kind, {**each, "model_type": kind.model_type}) for each in (raw, saved))
     changes = []
     for path, before, after in sorted(_compare(fresh, live), key=lambda each: each[0]):
         key, *rest = path.split(".")
@@ -228,7 +233,11 @@ def _spell_rope(raw: Json, kind: type[Any]) -> list[str]:
     trial: Json = json.loads(json.dumps(raw))
     for prefix, level in _levels(trial):
         level.update(added.get(prefix, {}))
-    before, after = (_plain(kind.from_dict(json.loads(json.dumps(each)))) for each in (raw, trial))
+    before = _described(kind, raw)
+    try:
+        after = _described(kind, trial)
+    except (KeyError, TypeError, ValueError):  # as with Gemma 4's kind of positions, which no older version can say
+        return []
     if any(True for _ in _compare(before, after)):
         return []
     raw.clear()

@@ -182,7 +182,8 @@ def _prove_adapter(made: Path, model: Any, skeleton: Any) -> None:
 def _parts(config: Any) -> dict[str, Any]:
     """Return the settings of an adapter in a form that can be compared."""
     found = {key: each for key, each in config.to_dict().items() if key not in _ORIGIN}
-    return {key: sorted(each) if isinstance(each, set) else each for key, each in found.items()}
+    # A set is a list in the file; `target_parameters` is either in memory.
+    return {key: sorted(each, key=str) if isinstance(each, set | list) else each for key, each in found.items()}
 
 
 # --- End tokens -------------------------------------------------------------------------------------------------------
