@@ -321,6 +321,14 @@ def _warnings(model: BaseModelInfo, choices: Precision, needed: Memory) -> list[
             "available: memory may run out; reduce per_device_train_batch_size or "
             f"{'media.max_image_size' if needed.media else 'max_length'}"
         )
+    if choices.quantization != "none" and not model.is_quantized:
+        experts = [each for each in parameter.parameters(model) if each.role == "experts"]
+        if experts:
+            kept = parameter.weights_bytes(model, experts, choices)
+            found.append(
+                f"quantization: {choices.quantization} leaves the experts in {choices.load_dtype}, {gib(kept)} of "
+                f"{gib(needed.weights_bytes)} of weights: bitsandbytes quantizes linear layers alone"
+            )
     if model.is_pickled:
         found.append(f"{model.path}: the weights are pickled; their number and dtype are estimated from the file size")
     claimed, stored = model.config.get("dtype") or model.config.get("torch_dtype"), model.stored_dtype

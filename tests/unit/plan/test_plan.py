@@ -20,7 +20,7 @@ from honed.spec.config import Config
 from honed.system.device import Device
 from honed.system.error import BackendError
 from honed.system.installed import Installed
-from zoo import plain
+from zoo import family, plain
 
 GIB = 2**30
 H100 = Device("cuda", "NVIDIA H100", 0, "GPU-0", (9, 0), 80 * GIB, 80 * GIB)
@@ -132,6 +132,23 @@ def test_what_may_not_fit_is_warned_about(model: BaseModelInfo) -> None:
     found = make(large, H100, full=True)
     assert not found.memory.fits
     assert any(warning.startswith("memory: ") for warning in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "is_told"),
+    [("mixtral", "4bit", True), ("mixtral", "8bit", True), ("mixtral", "none", False), ("llama", "4bit", False)],
+)
+def test_experts_that_quantization_leaves_wide_are_told_with_their_bytes(
+    name: str,
+    quantization: str,
+    is_told: bool,
+    tmp_path: Path,
+) -> None:
+    mixture = basemodel.inspect(family.write(tmp_path / name, name))
+    words = [each for each in make(mixture, quantization=quantization).warnings if "leaves the experts in" in each]
+    assert len(words) == is_told
+    for each in words:
+        assert re.search(rf"{quantization} leaves the experts in \w+, [\d.]+ \w+ of [\d.]+ \w+ of weights", each)
 
 
 def test_a_config_that_contradicts_the_weights_is_told(model: BaseModelInfo) -> None:
