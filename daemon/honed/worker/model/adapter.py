@@ -61,7 +61,10 @@ def load(model: Any, adapter_dir: Path, *, hint: str = "") -> None:
 
 
 def read(adapter_dir: Path, *, hint: str = "") -> dict[str, Any]:
-    """Read an adapter's tensors. Raises ModelError for one of honed's that is not what it was in memory."""
+    """Read an adapter's tensors. Raises ModelError for one of honed's that is not what it was in memory.
+
+    `hint`: what to do about a checkpoint's; none for an adapter that a person names.
+    """
     from safetensors.torch import load_file
 
     from honed.worker.model import tensorfile
@@ -69,7 +72,9 @@ def read(adapter_dir: Path, *, hint: str = "") -> dict[str, Any]:
     path = adapter_dir / FILE
     tensorfile.require(path, hint=hint or COPY_AGAIN)
     state = load_file(path)
-    if (digests := tensorfile.read(path, hint=hint or COPY_AGAIN)) is not None:
+    digests = tensorfile.read(path, hint=hint or COPY_AGAIN)
+    # An adapter that a person names may have been written anew, in another dtype for instance, and is not honed's then.
+    if digests is not None and (hint or set(digests.values()) & set(tensorfile.digests(state).values())):
         tensorfile.compare(path, digests, state, hint=hint or COPY_AGAIN)
     return state
 
