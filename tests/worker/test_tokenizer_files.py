@@ -110,7 +110,7 @@ def test_answers_end_where_the_trained_turns_do(
         (base / "generation_config.json").unlink()
     job = make_job(model=base, training=QUICK, **keys)
     ended = ran(job)
-    assert any("set `training.eos_token: '<|im_end|>'`" in text for text in ended.messages("warning"))
+    assert any("set `training.eos_token: '<|im_end|>'`" in text for text in ended.messages("info"))
     for made in outputs(job):
         found = read(made / "generation_config.json")
         assert (found["eos_token_id"], found.get("max_new_tokens")) == ([other, end], 7 if shipped else None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from honed.system.error import ModelError
 from honed.worker.model import verify
@@ -56,3 +56,34 @@ def test_each_tensor_that_is_not_the_file_s_is_named(
             verify.check(model, directory)
         parameter.data = was
         assert name.split(".")[-1] in caught.value.message or "experts" in name or "embed_out" in caught.value.message
+
+
+@pytest.mark.parametrize("spread", ["heavy tails", "scales of rows", "an outlier column"])
+def test_a_quantized_matrix_of_any_spread_is_near_its_file_s_and_far_from_another(spread: str) -> None:
+    import bitsandbytes
+
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 512, generator=generator)
+    match spread:
+        case "heavy tails":
+            weight = weight / torch.randn(3, 256, 512, generator=generator).square().mean(0).sqrt()
+        case "scales of rows":
+            weight = weight * torch.randn(256, 1, generator=generator).exp()
+        case _:
+            weight[:, 7] *= 20
+    weight = (0.02 * weight).bfloat16()
+    matrix = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to("cpu")
+
+    def rows(wanted: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+        return lambda start, end: wanted[start:end].float()
+
+    assert verify._is_near_4bit(matrix, rows(weight))
+    assert verify._is_near_4bit(matrix, rows(torch.roll(weight, 1, 0))) is False
+
+
+def test_a_matrix_that_the_family_stores_fused_is_loaded_in_4_bits(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model("hrm_text", vocab_size=96, num_key_value_heads=2, head_dim=32, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=QUANTIZED["4bit"])
+    assert verify.check(model, tmp_path) > 0

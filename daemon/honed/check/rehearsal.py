@@ -209,13 +209,15 @@ def _run(job_spec: JobSpec, made: Plan, config: Config) -> tuple[Rehearsed, bool
         return Rehearsed("unknown", why=f"its process did not start: {error.strerror}"), False
     try:
         answered, _ = process.communicate(request + "\n", timeout=limits.rehearsal_timeout_sec)
-        return Rehearsed.from_dict(json.loads(answered)), True
+        answer = Rehearsed.from_dict(json.loads(answered))
     except subprocess.TimeoutExpired:
         return Rehearsed("unknown", why=f"it took more than {limits.rehearsal_timeout_sec:g} s"), False
     except (ValueError, KeyError, TypeError):
         if process.wait() == -signal.SIGXCPU:
-            return Rehearsed("unknown", why=f"it took more than {limits.rehearsal_cpu_sec} s of CPU time"), True
+            return Rehearsed("unknown", why=f"it took more than {limits.rehearsal_cpu_sec} s of CPU time"), False
         return Rehearsed("unknown", why=f"its process ended with status {process.wait()}"), False
+    else:
+        return answer, answer.outcome != "unknown"  # of which the machine may be the cause
     finally:
         process.kill()
         process.wait()

@@ -121,7 +121,7 @@ def _look(
     if is_rendered and job_spec.training.eos_token is not None:
         chat.require_end(job_spec.training.eos_token)
     noted = chat.advice.notes(examples, basemodel.end_ids(model.path)) if is_rendered else ()
-    notes = [text for level, text in noted if level == "warning"]
+    notes = [text for level, text in noted if level in ("warning", "hint")]
     return tuple(told), tuple(notes)
 
 

@@ -86,11 +86,15 @@ def write(place: Path, kept: Kept) -> None:
         place.mkdir(parents=True, exist_ok=True)
         new = place / f".{kept.key}.{os.getpid()}"
         new.write_bytes(content)
+        # The check reads it as the job's submitter, whom honed's umask leaves out.
+        for path, mode in ((place.parent, 0o755), (place, 0o755), (new, 0o644)):
+            path.chmod(mode)
         new.replace(place / f"{kept.key}.json")
         _prune(place)
 
 
 def _prune(place: Path) -> None:
-    files = sorted(place.iterdir(), key=lambda each: each.lstat().st_mtime)
+    names = (each for each in place.iterdir() if KEY.fullmatch(each.stem) and each.suffix == ".json")
+    files = sorted(names, key=lambda each: each.lstat().st_mtime)
     for each in files[:-MAX_KEPT]:
         each.unlink(missing_ok=True)

@@ -48,8 +48,8 @@ class Advice:
     ) -> Iterator[tuple[str, str]]:
         """Yield notable facts about the template, or about its effect on these rows, each after its level.
 
-        The level is warning, or info where nothing is wrong. `end_ids` are the tokens at which the base model's answers
-        end, where they are known.
+        The level is warning, hint for what `check` alone warns of, or info where nothing is wrong. `end_ids` are the
+        tokens at which the base model's answers end, where they are known.
         """
         renderer = self.renderers.own
         probe, eos = renderer.probe, renderer.tokenizer.eos_token
@@ -151,7 +151,7 @@ def _other_end(tokens: Tokens, end: str, end_ids: Sequence[int] | None) -> tuple
         )
     if end_ids is None or set(ids) <= set(end_ids):
         return "info", f"{says}: both stop generation"
-    return "warning", (
+    return "hint", (
         f"{says}: predictions and the output's generation_config.json stop at both; for programs that read only the "
         f"tokenizer, set `training.eos_token: {_quoted(end)}`"
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import sys
 import tempfile
@@ -109,14 +110,26 @@ def _small_spec(spec: JobSpec) -> JobSpec:
     if spec.lora is None:
         return spec
     lora, wanted = spec.lora, spec.lora.target_modules
-    names = [wanted] if isinstance(wanted, str) else wanted
+    if isinstance(wanted, str):
+        wanted = "all-linear" if _chooses_layers(wanted) else wanted
+    else:
+        wanted = list(dict.fromkeys(_LAYER.sub("", name) for name in wanted))
     changes = {
         "r": min(lora.r, MAX_RANK),
         "rank_pattern": {key: min(value, MAX_RANK) for key, value in (lora.rank_pattern or {}).items()} or None,
         "layers_to_transform": None,
-        "target_modules": "all-linear" if any(char.isdigit() for name in names for char in name) else wanted,
+        "target_modules": wanted,
     }
     return spec.model_copy(update={"lora": lora.model_copy(update=changes)})
+
+
+#: What comes before a module's name within its layer.
+_LAYER = re.compile(r".*\.?(?:layers?|h|blocks?)\.\d+\.")
+
+
+def _chooses_layers(pattern: str) -> bool:
+    """Tell whether a regular expression for modules may choose among numbered layers."""
+    return bool(re.search(r"\d", pattern))
 
 
 # --- The rehearsal ----------------------------------------------------------------------------------------------------
@@ -139,6 +152,9 @@ def rehearse(job: Assignment) -> Answer:
     small, error = failed[0]
     if is_of_the_device(error) and job.plan.device is not None and job.plan.device.kind != "cpu":
         return Answer("unknown", why=f"on this machine's CPU: {words(error)}")
+    wanted = job.spec.lora.target_modules if job.spec.lora is not None else ""
+    if isinstance(wanted, str) and _chooses_layers(wanted):  # tried with all layers instead
+        return Answer("unknown", why=f"target_modules chooses layers by number; with all of them: {words(error)}")
     found = remedy.find(small.job, error, small.model_of, lambda spec: _failure(small.of(spec)) is None)
     if len(failed) == 1 and not found and not cause.is_of_peft(error):
         return Answer("unknown", why=f"it fails, perhaps because it is small: {words(error)}")

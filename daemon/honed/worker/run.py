@@ -309,7 +309,7 @@ class _Story:
             if spec.training.eos_token is not None:
                 chat.require_end(spec.training.eos_token)
             for level, text in chat.advice.notes(data.train.examples, basemodel.end_ids(job.base_model_path)):
-                self._log(level, text)
+                self._log("info" if level == "hint" else level, text)
         if is_divided and data.media is not None:  # not every row was inspected before
             words = f"parallel: fsdp: {division_plan.WITH_MEDIA}"
             raise SpecError(words, hint="write parallel: ddp", fix={"parallel": "ddp"})

@@ -123,6 +123,11 @@ def _write(base_dir: Path, made: Path, raw: Json, changes: list[str]) -> list[st
     return [f"{FILE}: {change}" for change in changes]
 
 
+def is_part_of(base_dir: Path, config: Any) -> bool:
+    """Tell whether a model is the part of its base that is trained, such as the thinker of one that also speaks."""
+    return _is_part(json.loads((base_dir / FILE).read_bytes()), config)
+
+
 def _is_part(raw: Json, config: Any) -> bool:
     return isinstance(raw.get("thinker_config"), dict) and "thinker_config" not in config.to_dict()
 

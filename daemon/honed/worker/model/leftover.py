@@ -69,6 +69,8 @@ def complete(base_dir: Path, made: Path, model: Any) -> list[str]:
     Where that cannot be done, as from pickled files or from quantized layers beside others, the output's config no
     longer declares such layers.
     """
+    if config_file.is_part_of(base_dir, model.config):  # what it does not read belongs to the other parts
+        return []
     base, have = stored(base_dir), stored(made)
     placed = names.read(model, base)
     unread = [name for name in base if placed.parameter(name) is None and name not in have and not _REMADE.search(name)]

@@ -65,7 +65,7 @@ def check(trainer: Any, predictor: Predictor, data: Data, job: Assignment, *, ra
     except LossError:
         raise
     except Exception as error:
-        if ranks.are_several:
+        if trainer.is_divided:
             raise  # the other ranks wait in a collective operation of this one
         traceback.print_exc()
         if is_out_of_memory(error) and torch.cuda.is_available():
@@ -180,4 +180,5 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def _answers_apart(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return the distance of two answers; without what follows their first tokens, if these are not the same."""
     is_same = bool(one[0].argmax() == other[0].argmax())
-    return _distance(one, other) if is_same else _distance(one[:1], other[:1])
+    num_tokens = min(len(one), len(other)) if is_same else 1  # one may end at once
+    return _distance(one[:num_tokens], other[:num_tokens])
