@@ -20,7 +20,6 @@ FAMILIES: dict[str, str] = {
     "phi3": "phi3",
     "gpt2": "chatml",
     "gpt_neox": "zephyr",
-    "qwen3_moe": "qwen3",
 }
 
 Format = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text"]
@@ -49,7 +48,7 @@ def build_checkpoint(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    tokenizer = build_tokenizer(template or FAMILIES[family], vocab_size=vocab_size, corpus=_corpus())
+    tokenizer = build_tokenizer(template or FAMILIES.get(family, "chatml"), vocab_size=vocab_size, corpus=_corpus())
     settings = _settings(family, hidden_size, num_layers) | {
         "vocab_size": (len(tokenizer) + 7) // 8 * 8,
         "bos_token_id": tokenizer.bos_token_id,
