@@ -24,7 +24,7 @@ from honed.job.plan_file import Identity
 from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import adapter, card, config_file, generation, leftover, merge, serving, tokenizer_files
+from honed.worker.model import card, config_file, generation, leftover, merge, serving, tokenizer_files
 from honed.worker.model.card import Facts
 from honed.worker.model.load import load_config
 
@@ -61,8 +61,6 @@ def export(
     with beside(target) as made:
         with generation.savable(model):
             model.save_pretrained(made)
-        if assignment.precision.adapter_dtype is not None:
-            adapter.write_digests(model, made)
         changes = _complete(assignment, model, made)
         _copy_processor(assignment.base_model_path, made)
         changes += tokenizer_files.write(assignment, tokenizer, made, stop_ids)

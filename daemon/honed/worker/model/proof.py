@@ -30,10 +30,14 @@ _ORIGIN = frozenset({"auto_mapping", "base_model_name_or_path", "inference_mode"
 
 
 def prove(made: Path, assignment: Assignment, model: Any) -> None:
-    """Prove a model's output in `made`, an adapter or a whole model; the model is in memory as it was saved."""
+    """Prove a model's output in `made`, an adapter or a whole model; the model is in memory as it was saved.
+
+    An adapter gets its digests, for those that load it.
+    """
     base_dir, trust_remote_code = assignment.base_model_path, assignment.spec.trust_remote_code
     with _told(made):
         if hasattr(model, "peft_config"):
+            adapter.write_digests(model, made)
             _prove_adapter(made, model, _skeleton(base_dir, trust_remote_code=trust_remote_code, like=model))
         else:
             _prove_whole(made, base_dir, model, trust_remote_code=trust_remote_code)
