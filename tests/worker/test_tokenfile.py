@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from honed.inputs import basemodel
 from honed.inputs.row import Example
-from honed.system.error import DatasetError
+from honed.system.error import DatasetError, ModelError
 from honed.text import tokenfile
 from honed.text.chat import ChatFormat
 from zoo.template import TEMPLATES
@@ -52,7 +52,7 @@ def outcomes(tokenizer: Any, **kwargs: Any) -> list[Any]:
         example = Example(**{"dataset_index": 0, "row_index": 0} | row)
         try:
             encoded = chat.encode(example)
-        except DatasetError as error:
+        except (DatasetError, ModelError) as error:  # Llama's class loses the white space of a byte-level vocabulary
             found.append((type(error), error.message))
         else:
             found.append((encoded.input_ids, encoded.trained, encoded.turns, encoded.omitted, encoded.segments()))
