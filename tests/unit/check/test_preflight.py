@@ -631,13 +631,14 @@ def test_a_merged_model_and_every_checkpoint_count_for_the_disk(desk: Desk, monk
         return low
 
     rows = desk.check().plan.rows.disk_bytes
-    plain_job = needed(lora={"r": 4})
+    many = {"max_steps": 100}
+    plain_job = needed(lora={"r": 4}, training=many)
     beside = sum((desk.path / "model" / name).stat().st_size for name in ("tokenizer.json", "tokenizer_config.json"))
     each = 544 * 4 + 544 * 8 + 14 * 4 + beside  # adapter, two states and a step a matrix, tokenizer
     # Two are kept, and a third is written before one of them goes.
     assert plain_job == 3 * each + 544 * 4 + beside + rows
-    assert needed(lora={"r": 4}, training={"save_total_limit": 4}) == plain_job + 2 * each
-    assert needed(lora={"r": 4}, save_merged="bfloat16") == plain_job + 1176 * 2 + beside
+    assert needed(lora={"r": 4}, training=many | {"save_total_limit": 4}) == plain_job + 2 * each
+    assert needed(lora={"r": 4}, save_merged="bfloat16", training=many) == plain_job + 1176 * 2 + beside
 
 
 def test_a_job_that_can_never_fit_is_refused_with_what_would(desk: Desk) -> None:
@@ -874,7 +875,7 @@ def test_what_takes_too_long_is_refused_with_the_stage_it_was_in(desk: Desk, dae
     slow.write_text('{"text": "a"}\n')
     with held(slow):
         job = desk.write("slow.json", datasets=[{"path": str(slow)}])
-        daemon.client.submit(1, job, Config(spool=SpoolConfig(preflight_timeout_sec=600)), CPU)
+        daemon.client.submit(1, job, Config(spool=SpoolConfig(preflight_timeout_sec=600, rehearsal_cpu_sec=0)), CPU)
         daemon.client.submit(2, desk.write(), Config(), CPU)
         daemon.wait_stage("datasets")
         daemon.clock.ahead = 601
@@ -886,7 +887,7 @@ def test_what_takes_too_long_is_refused_with_the_stage_it_was_in(desk: Desk, dae
 
 
 def test_a_deadline_that_passes_in_silence_is_noticed_by_the_clock(desk: Desk, daemon: Daemon) -> None:
-    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.client.submit(1, desk.write(), Config(spool=SpoolConfig(rehearsal_cpu_sec=0)), CPU)
     daemon.wait_sent()
     os.kill(daemon.helper_pid(), signal.SIGSTOP)
     assert daemon.client.poll() == []
@@ -1108,6 +1109,7 @@ def test_the_stages_are_told_in_their_order(desk: Desk) -> None:
         "memory",
         "output directory",
         "disk",
+        "a step on a small model",
     ]
     assert max(map(len, stages)) <= STAGE_BYTES
 
