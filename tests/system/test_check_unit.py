@@ -166,7 +166,7 @@ def test_the_unit_has_its_submitters_rights_and_no_others(honed: Machine) -> Non
     assert said["NoNewPrivs"] == "1"
     assert said["Seccomp"] == "2"
     limits = honed.run("cat", f"/proc/{honed.main_pid(unit)}/limits")
-    assert re.search(r"Max address space +4294967296 +4294967296", limits)
+    assert re.search(r"Max address space +4294967296 +unlimited", limits)
     assert honed.property(unit, "Slice") == "honed.slice"
 
 

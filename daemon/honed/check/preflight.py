@@ -59,7 +59,7 @@ from honed.job.plan_file import DatasetPlace, PlanFile, Precision
 from honed.plan import loss, pace, parallel, plan, position, remedy, rung
 from honed.plan.plan import Plan
 from honed.run.helper import READY, STAGE_BYTES
-from honed.run.rehearsed import Kept
+from honed.run.rehearsed import STAGE, Kept
 from honed.run.reply import Answer, Passed, Refused
 from honed.run.snapshot import Missing
 from honed.spec import problem, recipient, spec, sweep
@@ -355,7 +355,7 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     warnings += placecheck.check_apart(job_spec, output_dir, model)
     placecheck.check_room(job_spec, made, layout, output_dir)
     warnings += clustercheck.ask(job_spec, config, progress) if asked.has_network else []
-    progress("a step on a small model")
+    progress(STAGE)
     warnings += rehearsal.check(job_spec, model, made, config, places=asked.kept_in, keep=asked.keep)
     return Verdict(
         job_spec,

@@ -21,6 +21,8 @@ from honed.system.error import HonedError, from_dict
 
 #: Answers kept of one user; the oldest are removed.
 MAX_KEPT = 256
+#: The stage of a check in which it runs, after all others.
+STAGE = "a step on a small model"
 #: Bytes of an answer's file, at most.
 MAX_BYTES = 64 * 1024
 KEY = re.compile(r"[0-9a-f]{64}")

@@ -33,6 +33,7 @@ OPTIONAL_WINDOWS: dict[str, str] = {
     "pillow": ">=11,<14",
     "av": ">=14,<19",
     "torchvision": ">=0.21,<0.30",
+    "xxhash": ">=3.4,<5",
 }
 #: The module of a package, if its name differs.
 MODULES = {"pillow": "PIL"}

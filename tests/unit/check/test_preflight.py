@@ -875,7 +875,7 @@ def test_what_takes_too_long_is_refused_with_the_stage_it_was_in(desk: Desk, dae
     slow.write_text('{"text": "a"}\n')
     with held(slow):
         job = desk.write("slow.json", datasets=[{"path": str(slow)}])
-        daemon.client.submit(1, job, Config(spool=SpoolConfig(preflight_timeout_sec=600, rehearsal_cpu_sec=0)), CPU)
+        daemon.client.submit(1, job, Config(spool=SpoolConfig(preflight_timeout_sec=600)), CPU)
         daemon.client.submit(2, desk.write(), Config(), CPU)
         daemon.wait_stage("datasets")
         daemon.clock.ahead = 601
@@ -887,7 +887,7 @@ def test_what_takes_too_long_is_refused_with_the_stage_it_was_in(desk: Desk, dae
 
 
 def test_a_deadline_that_passes_in_silence_is_noticed_by_the_clock(desk: Desk, daemon: Daemon) -> None:
-    daemon.client.submit(1, desk.write(), Config(spool=SpoolConfig(rehearsal_cpu_sec=0)), CPU)
+    daemon.client.submit(1, desk.write(), Config(), CPU)
     daemon.wait_sent()
     os.kill(daemon.helper_pid(), signal.SIGSTOP)
     assert daemon.client.poll() == []

@@ -35,10 +35,11 @@ class Request:
     rest: Mapping[str, object]
     deadline: float = 0.0  #: by the client's clock, set when the request is sent
     num_helpers: int = 0  #: helpers that it was sent to
+    is_rehearsing: bool = False  #: its deadline is that of a rehearsal, which has its own limit
 
     @property
     def timeout_sec(self) -> float:
-        return self.config.spool.preflight_timeout_sec + self.config.spool.rehearsal_timeout_sec
+        return self.config.spool.preflight_timeout_sec
 
     def line(self) -> bytes:
         """Return the request's line, with the job file's content: the helper may not be able to read the file."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from honed.daemon.arrivals.line import Line, Request
 from honed.run import reply
 from honed.run.helper_slot import HelperSlot
+from honed.run.rehearsed import STAGE
 from honed.run.reply import Answer, Refused
 from honed.system.error import EnvironmentInvalidError, SpecError
 from honed.system.log import about
@@ -50,7 +51,7 @@ class Seat:
             return self._line.end(request, Refused(request.id, fault))
         self.current = request
         request.num_helpers += 1
-        request.deadline = self._clock() + request.timeout_sec
+        request.deadline, request.is_rehearsing = self._clock() + request.timeout_sec, False
         log.debug("job %d: its check begins", request.id, extra=about(request.id, uid=request.uid))
         self.slot.send(line)
         return []
@@ -61,8 +62,12 @@ class Seat:
         while (line := self.slot.read_line()) is not None:
             answers += self._take(line)
         self.slot.tend()
-        if self.current is not None and self._clock() >= self.current.deadline:
-            answers += self._give_up(self.current)
+        if (request := self.current) is not None and self._clock() >= request.deadline:
+            if self.slot.stage() == STAGE and not request.is_rehearsing:
+                request.is_rehearsing = True
+                request.deadline = self._clock() + request.config.spool.rehearsal_timeout_sec
+            else:
+                answers += self._give_up(request)
         return answers
 
     def _take(self, line: bytes) -> list[Answer]:

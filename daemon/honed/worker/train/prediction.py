@@ -373,10 +373,10 @@ class Predictor:
                 num_beams=1,
                 use_cache=True,
                 pad_token_id=self._tokenizer.pad_token_id,
+                output_logits=True,
+                return_dict_in_generate=True,
             )
-            output = model.generate(
-                **inputs, generation_config=config, output_logits=True, return_dict_in_generate=True, **self._generating
-            )
+            output = model.generate(**inputs, generation_config=config, **self._generating)
         return torch.stack(output.logits, dim=1).float()
 
     def _is_over(self) -> bool:
