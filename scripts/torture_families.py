@@ -162,7 +162,8 @@ def main() -> int:
         versions = ", ".join(f"{each} {installed.version(each)}" for each in PACKAGES)
         options.write.write_text(page(results, date=str(today), versions=versions))
     broken = [name for name in names if any(word(each) == "no" for each in results[name].values())]
-    print(f"{len(names) - len(broken)} of {len(names)} families keep what is promised or are refused")
+    tried = [name for name in names if set(results[name].values()) != {NOT_TRIED}]
+    print(f"{len(tried) - len(broken)} of {len(tried)} families that were tried keep what is promised or are refused")
     return 1 if broken else 0
 
 
