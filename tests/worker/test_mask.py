@@ -84,8 +84,10 @@ def test_a_batch_that_is_mostly_trained_on_earns_a_hint_unless_it_is_text(make_j
     rows = [{"prompt": "Go on", "completion": "and on, " * 20}]
     off = {"lora": {"r": 4}, "training": {"max_steps": 1}, "predictions": {"sample_frequency": "off"}}
     assert any("trained on" in text for text in make_job(rows=rows, **off).run().messages("warning"))
-    for ended in (make_job(format="text", **off).run(), make_job("qwen2", **off).run()):
-        assert not any("trained on" in text for text in ended.messages("warning"))
+    assert not make_job(format="text", **off).run().messages("warning")
+    # The zoo's qwen2 has a tokenizer.json that its class does not follow, which is a warning of its own.
+    [warning] = make_job("qwen2", **off).run().messages("warning")
+    assert "tokenizer.json is loaded as it is" in warning
 
 
 def test_turns_of_weight_0_count_neither_in_training_nor_in_what_is_held_out(make_job: MakeJob, tmp_path: Path) -> None:
