@@ -1,4 +1,4 @@
-"""A job that peft would refuse after the load is refused before the queue, by a real instance, on a busy machine too."""
+"""A real instance refuses before the queue what peft would refuse after the load, on a busy machine too."""
 
 from __future__ import annotations
 
