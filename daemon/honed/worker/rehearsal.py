@@ -63,9 +63,10 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     with tempfile.TemporaryDirectory(prefix="honed-rehearsal-") as place:
         job = _assignment(request["spec"], request["plan"], Path(place))
+        imports.prepare(job)
         with imports.quick():
             import peft  # noqa: F401
-            import torch
+            import torch.distributed.tensor  # peft uses it, and leaves its import to accelerate
             import transformers
         torch.backends.mkldnn.set_flags(False)  # it writes code, which the check's unit does not let run
         transformers.logging.set_verbosity_error()
