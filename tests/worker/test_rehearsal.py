@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,11 @@ def test_a_small_model_keeps_each_kind_of_layer_and_the_proportions(tmp_path: Pa
     assert small.hidden_size / small.num_attention_heads == whole.hidden_size / whole.num_attention_heads
 
 
-def test_the_program_answers_within_its_limits_or_the_job_is_not_refused(tmp_path: Path) -> None:
+def test_the_program_answers_within_its_limits_or_the_job_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     class Planned:
         def as_dict(self) -> dict[str, Any]:
             precision, model = {**ADAPTER, **REST}, str(tmp_path / "model")
@@ -142,6 +147,7 @@ def test_the_program_answers_within_its_limits_or_the_job_is_not_refused(tmp_pat
     config = Config.model_validate({"spool": {"rehearsal_cpu_sec": 1}})
     answer, _ = checks._run(spec, Planned(), config)  # type: ignore[arg-type]
     assert answer.outcome == "unknown" and "it took more than" in answer.why  # of CPU time, or by the clock
+    assert not [*(tmp_path / "tmp").iterdir()]
     config = Config.model_validate({"spool": {"rehearsal_cpu_sec": 120}})
     answer, is_lasting = checks._run(spec, Planned(), config)  # type: ignore[arg-type]
     assert is_lasting and answer.error is not None
