@@ -17,6 +17,7 @@ from honed.inputs.basemodel import BITS, QUANTIZATION_STATE, AdapterInfo, BaseMo
 from honed.job.plan_file import Precision
 from honed.plan import placement, precision
 from honed.spec.spec import JobSpec, LoraSpec
+from honed.system import installed
 
 Shape = tuple[int, ...]
 #: `linear` and `head` are nn.Linear or GPT-2's Conv1D; bitsandbytes quantizes `linear` alone. `experts` are the stacked
@@ -79,7 +80,8 @@ _ROUTERS = {
 }
 #: Modules that transformers names otherwise than the checkpoint does.
 _RENAMED = {"gpt_neox": {"embed_out": "lm_head"}}
-_POSITIONS = re.compile(r"(^|\.)(wpe|[^.]*position[^.]*)$")
+#: Embeddings that are not of words alone, with which no head shares its weights.
+_NOT_TIED = re.compile(r"(^|\.)(wpe|[^.]*position[^.]*|[^.]*per_layer[^.]*)$")
 #: Layers that predict several tokens, which transformers ignores: apart, or after the last layer.
 _AHEAD = re.compile(r"(^|\.)mtp(_layers)?\.")
 _NUMBERED = re.compile(r"(^|\.)layers\.(?P<number>\d+)\.")
@@ -314,6 +316,58 @@ def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = N
     return _lora(spec.lora, loaded, inside, model.model_type)
 
 
+def unsure(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = None) -> str:
+    """Return why the number of an adapter's parameters is an estimate; empty where it is exact, or there is none."""
+    lora = spec.lora
+    if adapter is not None or lora is None:
+        return "it counts all of the stored adapter" if adapter is not None else ""
+    if not model.tensors:
+        return "the names of pickled weights are not known"
+    if model.is_quantized:
+        return "the shapes of stored quantized weights are not known"
+    known = installed.known_model_types()[0]
+    if "auto_map" in model.config or (model.model_type not in known and known):
+        return "the model's code is not that of transformers"
+    if model.has_audio or model.speaks:
+        return "the names of modules are not known for models that hear"
+    patterns = [each for each in (lora.target_modules, lora.exclude_modules) if isinstance(each, str)]
+    patterns += [each for each in lora.rank_pattern or {} if "." in each]
+    if model.has_vision and set(patterns) - {"all-linear"}:
+        return "modules have other names once the model is loaded"
+    loaded = parameters(model)
+    for name in lora.target_parameters or ():
+        if not any(_is_named(lora.model_copy(update={"target_parameters": [name]}), each) for each in loaded):
+            return f"lora.target_parameters: {name} is not stored under this name"
+    if any(
+        each.role not in ("head", "embedding") and "norm" not in each.name for each in _saved(lora, loaded).values()
+    ):
+        return "lora.modules_to_save: a module may have other parameters once the model is loaded"
+    return ""
+
+
+def passed_over(spec: JobSpec, model: BaseModelInfo) -> list[str]:
+    """Return the linear layers that get no adapter though their last names are chosen: peft takes these names for the
+    experts of the same family alone."""
+    lora, names = spec.lora, EXPERT_NAMES.get(model.model_type, {})
+    if lora is None or not names or (isinstance(lora.target_modules, str) and lora.target_modules != "all-linear"):
+        return []
+    parts = precision.trained_parts(spec)
+
+    def is_passed_over(each: Parameter) -> bool:
+        leaf = each.module.rpartition(".")[2]
+        return (
+            each.role == "linear"
+            and leaf in names
+            and (lora.target_modules == "all-linear" or leaf in lora.target_modules)
+            and modality.part(each.module) in parts
+            and not _is_named(lora, each)
+            and placement.is_in_layers(lora, each.module)
+            and not placement.is_excluded(each.module, lora.exclude_modules)
+        )
+
+    return [each.name for each in parameters(model) if is_passed_over(each)]
+
+
 def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter, ...], model_type: str) -> Trained:
     """Return the shapes trained for a LoraConfig; `inside` are the parameters in the parts that get an adapter."""
     saved = _saved(lora, loaded)
@@ -348,7 +402,7 @@ def _with_tied(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
     """
     yield from loaded
     if not any(parameter.role == "head" for parameter in loaded):
-        embeddings = [each for each in loaded if each.role == "embedding" and not _POSITIONS.search(each.module)]
+        embeddings = [each for each in loaded if each.role == "embedding" and not _NOT_TIED.search(each.module)]
         if embeddings:
             has_dense = any(each.name.startswith("lm_head.") for each in loaded)
             most = max(each.shape[0] for each in embeddings)
