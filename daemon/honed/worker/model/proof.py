@@ -149,14 +149,13 @@ def _opened(made: Path) -> Iterator[Callable[[str], Any]]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    import torch
+    from honed.worker.model import tensorfile
 
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.data_ptr() == other.data_ptr() and one.device == other.device and one.stride() == other.stride():
         return True
-    as_bytes = [each.detach().cpu().contiguous().flatten().view(torch.uint8) for each in (one, other)]
-    return bool(torch.equal(*as_bytes))
+    return tensorfile.equal_bits(one.cpu(), other.cpu())
 
 
 # --- An adapter -------------------------------------------------------------------------------------------------------
