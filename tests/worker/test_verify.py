@@ -87,3 +87,17 @@ def test_a_matrix_that_the_family_stores_fused_is_loaded_in_4_bits(tmp_path: Pat
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=QUANTIZED["4bit"])
     assert verify.check(model, tmp_path) > 0
+
+
+def test_a_padding_row_that_the_loader_sets_to_zero_is_put_back(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    latent = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8}
+    heads = {"qk_nope_head_dim": 8, "v_head_dim": 8, "pad_token_id": 60}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("youtu", vocab_size=96, **sizes, **latent, **heads))
+    with torch.no_grad():
+        row = model.get_input_embeddings().weight[60].uniform_().clone()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not loaded.get_input_embeddings().weight[60].any()  # as transformers 5.17 leaves it
+    verify.check(loaded, tmp_path)
+    assert torch.equal(loaded.get_input_embeddings().weight[60], row)

@@ -63,9 +63,10 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     with tempfile.TemporaryDirectory(prefix="honed-rehearsal-") as place:
         job = _assignment(request["spec"], request["plan"], Path(place))
+        imports.prepare(job)
         with imports.quick():
             import peft  # noqa: F401
-            import torch
+            import torch.distributed.tensor  # peft uses it, and leaves its import to accelerate
             import transformers
         torch.backends.mkldnn.set_flags(False)  # it writes code, which the check's unit does not let run
         transformers.logging.set_verbosity_error()
@@ -261,13 +262,15 @@ def _step(small: _Small) -> None:
     """Load, attach the adapter, and run one forward and backward pass, as the worker does."""
     import torch
 
-    from honed.worker.model import load
+    from honed.worker.model import adapter, load
     from honed.worker.model.transformers_backend import attach_adapter
 
     job, spec = small.job, small.job.spec
     model = small.model_of() if job.precision.quantization == "none" else _quantized(small)
     load.freeze(model, job)
     model = attach_adapter(model, job)
+    if spec.lora is not None and (lost := adapter.lost(model)):
+        raise remedy.LostNamesError(lost)
     _set_up(model, job)
     batch = _batch(model)
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)

@@ -34,6 +34,15 @@ _MEANS = {
 _UNFIT = re.compile(r"Incompatible modules: \{([^}]*)\}")
 
 
+class LostNamesError(Exception):
+    """peft saves an adapter under names by which it does not find it again."""
+
+    def __init__(self, names: list[str]) -> None:
+        #: The layers by their last two names, as exclude_modules takes them.
+        self.modules = sorted({".".join(name.partition(".lora_")[0].split(".")[-2:]) for name in names})
+        super().__init__(f"peft does not find the saved adapter of {', '.join(self.modules)} again")
+
+
 def find(job: Assignment, error: Exception, model_of: Callable[[], Any], passes: Callable[[JobSpec], bool]) -> Fix:
     """Return the edits with which the job's step passes; empty if none are known."""
     edits = list(_edits(job.spec, error, model_of))
@@ -124,6 +133,8 @@ def _adapter_edits(lora: LoraSpec, error: Exception, model_of: Callable[[], Any]
 
 
 def _unfit(error: Exception) -> list[str]:
+    if isinstance(error, LostNamesError):
+        return error.modules
     found = _UNFIT.search(str(error))
     return sorted(re.findall(r"[\w.]+", found[1])) if found else []
 

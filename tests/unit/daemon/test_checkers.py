@@ -16,8 +16,9 @@ import pytest
 
 from honed.daemon.arrivals.checker import IDLE_SEC
 from honed.daemon.arrivals.checkers import NUM_MORE_UNITS, START_GRACE_SEC, TURN_SEC, Checkers
-from honed.run.helper import READY, ChildHelper, children
+from honed.run.helper import READY, STAGE_BYTES, ChildHelper, children
 from honed.run.helper_slot import MAX_PAUSE_SEC
+from honed.run.rehearsed import STAGE
 from honed.run.reply import Passed
 from honed.spec.config import Config
 from honed.system.layout import Layout
@@ -26,15 +27,16 @@ from waiting import wait_for
 MAX_UNITS = 1 + NUM_MORE_UNITS
 #: Answers at once, except for files named hang and block, which wait until `<dir>/go` and `<dir>/unblock` exist.
 HELPER = f"""
-import atexit, json, os, pathlib, sys, time
+import json, os, pathlib, socket, sys, time
 who, home = sys.argv[1], pathlib.Path(sys.argv[2])
 if (home / f"broken-{{who}}").exists(): sys.exit(1)
 if (home / f"silent-{{who}}").exists(): time.sleep(600)
 print({READY.decode()!r}, flush=True)
-sys.stdin.readline()
+(stage,), *_ = socket.recv_fds(socket.socket(fileno=os.dup(0)), 1, 1)[1:2]
 for line in sys.stdin:
     request = json.loads(line)
-    gate = {{"hang.json": "go", "block.json": "unblock"}}.get(request["spec_name"])
+    if request["spec_name"] == "rehearse.json": os.pwrite(stage, {STAGE.ljust(STAGE_BYTES).encode()!r}, 0)
+    gate = {{"hang.json": "go", "block.json": "unblock", "rehearse.json": "go"}}.get(request["spec_name"])
     while gate is not None and not (home / gate).exists(): time.sleep(0.01)
     spec = {{"kind": "sft", "retry": {{"max_attempts": 1}}, "resources": {{"gpus": 0}}}}
     print(json.dumps({{"id": request["id"], "ok": True, "spec": spec, "plan": {{"who": who, "pid": os.getpid()}},
@@ -66,7 +68,7 @@ class Desk:
             weight=lambda uid: self.weights.get(uid, 1.0),
         )
         self.answers: list[Passed] = []
-        for name in ("plain", "hang", "block"):
+        for name in ("plain", "hang", "block", "rehearse"):
             (path / f"{name}.json").write_text("{}")
 
     def clock(self) -> float:
@@ -407,6 +409,33 @@ def test_slow_files_of_one_user_never_have_all_helpers_and_come_last_after_a_dea
     assert not line.is_late
 
 
+def test_a_rehearsal_holds_up_its_user_alone(desk: Desk) -> None:
+    """There is one helper in common; what waits behind a rehearsal are its user's own files."""
+    desk.submit(1, 0, "rehearse")
+    desk.submit(2, 0)
+    desk.submit(3, 999)
+    desk.wait(lambda: 3 in desk.whose())
+    desk.submit(4, 999)
+    desk.wait(lambda: 4 in desk.whose())
+    assert under_check(desk) == [1]
+    desk.ahead += 9 * Config().spool.preflight_timeout_sec
+    desk.turn()
+    (desk.path / "go").touch()
+    desk.wait_answers(4)
+    assert [answer.id for answer in desk.answers] == [3, 4, 1, 2]
+
+
+def test_units_that_rehearse_keep_no_person_waiting(desk: Desk) -> None:
+    for uid in range(1000, 1000 + MAX_UNITS):
+        desk.submit(uid, uid, "rehearse")
+    desk.wait(lambda: len(desk.at_work()) == MAX_UNITS)
+    desk.submit(1, 2000)
+    desk.wait(lambda: 1 in desk.whose())
+    assert len(desk.at_work()) == MAX_UNITS
+    (desk.path / "go").touch()
+    desk.wait_answers(MAX_UNITS + 1)
+
+
 def test_helpers_beyond_the_first_end_without_work(three: Desk) -> None:
     for number, uid in ((1, 0), (2, 999), (3, 998)):
         three.submit(number, uid, "hang")
@@ -415,7 +444,8 @@ def test_helpers_beyond_the_first_end_without_work(three: Desk) -> None:
     three.wait_answers(3)
     three.ahead += IDLE_SEC
     three.turn()
-    assert [not seat.slot.is_empty for seat in three.checkers._common._seats] == [True, False, False]
+    first, *others = [not seat.slot.is_empty for seat in three.checkers._common._seats]
+    assert first and not any(others)
     assert three.checkers.deadline is None
 
 

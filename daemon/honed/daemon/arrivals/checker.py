@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from honed.daemon.arrivals.line import Line, Request
+from honed.daemon.arrivals.line import NUM_MORE_HELPERS, Line, Request
 from honed.daemon.arrivals.seat import Seat
 from honed.daemon.arrivals.turns import alike
 from honed.job.plan_file import Precision
@@ -19,6 +19,8 @@ from honed.system.device import Device
 
 #: Seconds that a helper is kept without work; the first one of several stays.
 IDLE_SEC = 20.0
+#: Seconds between looks whether a check has come to its rehearsal, while others wait.
+LOOK_SEC = 0.5
 
 
 class Checker:
@@ -47,7 +49,7 @@ class Checker:
         self._may_go_on = may_go_on
         self._seats = [
             Seat(HelperSlot(start, helper_changed, self._advance, clock=clock, who=who), self._line, clock=clock)
-            for _ in range(num_helpers)
+            for _ in range(num_helpers + NUM_MORE_HELPERS)
         ]
 
     @property
@@ -56,7 +58,8 @@ class Checker:
         deadlines = [each.deadline for seat in self._seats if (each := seat.current) is not None]
         starts = [seat.slot.deadline(is_wanted=bool(self._line)) for seat in self._seats if seat.current is None]
         ends = [seat.idle_since + IDLE_SEC for seat in self._seats[1:] if seat.is_free]
-        return min((each for each in (*deadlines, *starts, *ends) if each is not None), default=None)
+        looks = [self._clock() + LOOK_SEC] if self._line and not self.is_between and not self.is_rehearsing else []
+        return min((each for each in (*deadlines, *starts, *ends, *looks) if each is not None), default=None)
 
     @property
     def is_busy(self) -> bool:
@@ -66,6 +69,11 @@ class Checker:
     def is_between(self) -> bool:
         """True if no helper is working on a request."""
         return all(seat.current is None for seat in self._seats)
+
+    @property
+    def is_rehearsing(self) -> bool:
+        """True if all helpers that work are at a rehearsal."""
+        return not self.is_between and all(seat.is_rehearsing for seat in self._seats if seat.current is not None)
 
     @property
     def is_late(self) -> bool:

@@ -6,6 +6,7 @@
 A unit is kept while there is work for it, and for a while after. Only a few run at a time: a user who waits for one
 takes the place of an idle unit, or of the unit that has worked the longest, when that is between two job files. Turns
 at a place are weighted (turns.py): a user whose next turn comes before that of one who waits keeps the place.
+A unit that rehearses (line.py) is no reason for others to wait: up to NUM_MORE_HELPERS of them do not count.
 
 While the helper of a user who has just come is being started, no other begins a check: a flood that is being checked
 is ahead of them by the checks under way, and no more.
@@ -19,7 +20,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from honed.daemon.arrivals.checker import IDLE_SEC, Checker
+from honed.daemon.arrivals.checker import IDLE_SEC, LOOK_SEC, Checker
+from honed.daemon.arrivals.line import NUM_MORE_HELPERS
 from honed.daemon.arrivals.turns import Turns, alike
 from honed.job.plan_file import Precision
 from honed.run.helper import Start, Watch
@@ -63,7 +65,7 @@ class Checkers:
         self._start_as = start_as
         self._helper_changed = helper_changed
         self._clock = clock
-        self._max_units = num_helpers + NUM_MORE_UNITS
+        self._num_units = num_helpers + NUM_MORE_UNITS
         self._common = Checker(start, helper_changed, clock=clock, num_helpers=num_helpers, weight=weight)
         self._people: dict[int, Checker] = {}  # by uid
         self._turns = Turns(weight)  # at a place
@@ -80,6 +82,7 @@ class Checkers:
         deadlines = [checker.deadline for checker in (self._common, *self._people.values())]
         ends = [since + IDLE_SEC for since in self._idle.values()]
         ends += [self._came[uid] + START_GRACE_SEC for uid in self._new]
+        ends += [self._clock() + LOOK_SEC] if self._queue else []
         return min((each for each in (*deadlines, *ends) if each is not None), default=None)
 
     @property
@@ -188,6 +191,11 @@ class Checkers:
             self._people[uid].let(go_on=uid in self._new or not (self._new or uid in self._ending))
         self._common.let(go_on=self._new.isdisjoint(self._placed))
         self._forget()
+
+    @property
+    def _max_units(self) -> int:
+        """Units that may run now."""
+        return self._num_units + min(NUM_MORE_HELPERS, sum(self._people[uid].is_rehearsing for uid in self._placed))
 
     def _is_awaited(self, uid: int) -> bool:
         """Return True if a user's files wait for a helper that may be ready soon."""

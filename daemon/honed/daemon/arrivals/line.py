@@ -7,6 +7,9 @@
 With several helpers, users who wait are served before anybody has two of them, the others are shared by weight, and
 nobody has all: one is left for whoever comes. So slow data sets of one user delay nobody else by more than the check
 under way.
+
+A rehearsal (check/rehearsal.py) may take minutes on a busy machine. Beside it another helper works for the others, for
+up to NUM_MORE_HELPERS rehearsals at a time, and its user has no second check until it ends.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from honed.run.reply import Answer
 from honed.spec.config import Config
 from honed.system import untrusted
 
+#: Helpers at a time beside those that rehearse.
+NUM_MORE_HELPERS = 2
+
 
 @dataclass
 class Request:
@@ -35,7 +41,7 @@ class Request:
     rest: Mapping[str, object]
     deadline: float = 0.0  #: by the client's clock, set when the request is sent
     num_helpers: int = 0  #: helpers that it was sent to
-    is_rehearsing: bool = False  #: its deadline is that of a rehearsal, which has its own limit
+    is_rehearsing: bool = False  #: it is at its rehearsal, which has a limit of its own
 
     @property
     def timeout_sec(self) -> float:
@@ -58,6 +64,7 @@ class Line:
         self._turns = Turns(weight)
         self._waiting: dict[int | None, deque[Request]] = {}
         self._under_check: Counter[int | None] = Counter()
+        self._rehearsing: dict[int, int | None] = {}  # request → user
         self._taken: dict[int | None, deque[int]] = {}  # not answered yet, in order
         self._answers: dict[int, Answer] = {}  # of requests with earlier ones of the same user under check
         self._late: set[int | None] = set()
@@ -77,9 +84,10 @@ class Line:
     @property
     def num_takeable(self) -> int:
         """Number of requests that may be taken now."""
-        num_free = self._num_helpers - self._under_check.total()
+        num_free = self._num_helpers + min(NUM_MORE_HELPERS, len(self._rehearsing)) - self._under_check.total()
         num_users = len(self._waiting.keys() - self._under_check.keys())
-        return min(num_free, max(num_users, min(len(self), num_free - 1)))
+        num_waiting = sum(len(self._waiting[uid]) for uid in self._waiting.keys() - set(self._rehearsing.values()))
+        return min(num_free, max(num_users, min(num_waiting, num_free - 1)))
 
     def add(self, request: Request) -> None:
         self._waiting.setdefault(request.uid, deque()).append(request)
@@ -90,8 +98,9 @@ class Line:
             self._turns.end()
         if self.num_takeable <= 0:
             return None
-        uid = min(self._turns.order(self._waiting), key=self._rank)
-        self._turns.take(uid, (other for other in self._waiting if (other in self._late) == (uid in self._late)))
+        present = [uid for uid in self._waiting if uid not in self._rehearsing.values()]
+        uid = min(self._turns.order(present), key=self._rank)
+        self._turns.take(uid, (other for other in present if (other in self._late) == (uid in self._late)))
         waiting = self._waiting[uid]
         request = waiting.popleft()
         if not waiting:
@@ -105,6 +114,11 @@ class Line:
     def _rank(self, uid: int | None) -> tuple[float, bool, float]:
         """Return a user's rank among those who wait, the lowest is first."""
         return (self._under_check[uid] / self._turns.weight(uid), uid in self._late, self._turns.due(uid))
+
+    def rehearse(self, request: Request) -> None:
+        """Note that a request under check is at its rehearsal."""
+        request.is_rehearsing = True
+        self._rehearsing[request.id] = request.uid
 
     def put_back(self, request: Request) -> None:
         """Let a request that was taken be the next one, in the same place among its user's."""
@@ -132,3 +146,5 @@ class Line:
         self._under_check[request.uid] -= 1
         if not self._under_check[request.uid]:
             del self._under_check[request.uid]
+        request.is_rehearsing = False
+        self._rehearsing.pop(request.id, None)

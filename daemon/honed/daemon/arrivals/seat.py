@@ -37,6 +37,10 @@ class Seat:
         """True if its helper takes a request now."""
         return self.slot.is_ready and self.current is None
 
+    @property
+    def is_rehearsing(self) -> bool:
+        return self.current is not None and self.current.is_rehearsing
+
     def send(self, request: Request) -> list[Answer]:
         """Hand a request to the helper. Returns the answers to a job file that cannot be read. A failure that is not
         the job file's does not count against it."""
@@ -51,7 +55,7 @@ class Seat:
             return self._line.end(request, Refused(request.id, fault))
         self.current = request
         request.num_helpers += 1
-        request.deadline, request.is_rehearsing = self._clock() + request.timeout_sec, False
+        request.deadline = self._clock() + request.timeout_sec
         log.debug("job %d: its check begins", request.id, extra=about(request.id, uid=request.uid))
         self.slot.send(line)
         return []
@@ -62,11 +66,12 @@ class Seat:
         while (line := self.slot.read_line()) is not None:
             answers += self._take(line)
         self.slot.tend()
-        if (request := self.current) is not None and self._clock() >= request.deadline:
-            if self.slot.stage() == STAGE and not request.is_rehearsing:
-                request.is_rehearsing = True
-                request.deadline = self._clock() + request.config.spool.rehearsal_timeout_sec
-            else:
+        if (request := self.current) is not None:
+            if not request.is_rehearsing and self.slot.stage() == STAGE:
+                self._line.rehearse(request)
+                # The helper's own limit ends the rehearsal first, and it answers then.
+                request.deadline = self._clock() + request.config.spool.rehearsal_timeout_sec + request.timeout_sec
+            elif self._clock() >= request.deadline:
                 answers += self._give_up(request)
         return answers
 

@@ -93,6 +93,20 @@ def write_digests(model: Any, adapter_dir: Path) -> None:
     tensorfile.write(adapter_dir, {FILE: tensorfile.digests(saved)})
 
 
+def lost(wrapped: Any) -> list[str]:
+    """Return the trained weights of an adapter that peft does not find again by the names under which it saves them.
+
+    transformers' own renaming of stored weights, which peft applies to adapters, may rename such a name once more.
+    """
+    import peft
+
+    with _recorded(wrapped) as given, contextlib.suppress(ValueError, RuntimeError, KeyError):
+        peft.set_peft_model_state_dict(wrapped, peft.get_peft_model_state_dict(wrapped))
+    return [
+        name for name, each in wrapped.named_parameters() if each.requires_grad and ".lora_" in name and name not in given
+    ]
+
+
 def put(
     wrapped: Any, state: dict[str, Any], adapter_dir: Path, *, hint: str = "", low_cpu_mem_usage: bool = False
 ) -> None:

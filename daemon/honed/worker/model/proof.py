@@ -13,6 +13,7 @@ The base model is not loaded again: its layers are made without weights. Raises 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,7 +76,7 @@ def _skeleton(directory: Path, *, trust_remote_code: bool, like: Any = None) -> 
     if like is None:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     else:
-        config = type(like.config).from_dict(like.config.to_dict())
+        config = copy.deepcopy(like.config)  # not through to_dict, which some classes do not read again
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     with torch.device("meta"):

@@ -34,17 +34,24 @@ _HINT = "copy the model again; if it is whole, its files do not fit this version
 def check(model: Any, directory: Path) -> int:
     """Raise ModelError, naming the tensors, where a model differs from its files; return how many were compared.
 
-    Weights that are pickled are not compared.
+    Weights that are pickled are not compared. A padding token's row that the loader has set to zero is put back.
     """
     with _files(directory) as files:
         names = {name for name in files if not QUANTIZATION_STATE.search(name)}
         turned = {f"{name}.weight" for name, module in model.named_modules() if _is_turned(module)}
+        padding = {
+            module.weight.data_ptr(): module.padding_idx
+            for module in model.modules()
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None
+        }
         compared, wrong = 0, []
         for name, tensor in _held(model):
             stored = _stored_name(name, names, str(model.base_model_prefix))
             is_turned = stored is not None and name in turned
             is_same = None
             if stored is not None:
+                if tensor.data_ptr() in padding:
+                    _put_row(tensor, padding[tensor.data_ptr()], files[stored].get_slice(stored))
                 is_same = _is_same(tensor, files[stored].get_slice(stored), model.dtype, is_turned=is_turned)
             compared += is_same is not None
             if is_same is False:
@@ -146,6 +153,13 @@ def _is_same(tensor: Any, stored: Any, dtype: Any, *, is_turned: bool) -> bool |
         torch.equal(torch.nan_to_num(stored[place].to(tensor.dtype)), torch.nan_to_num(tensor[place].cpu()))
         for place in _places(shape)
     )
+
+
+def _put_row(tensor: Any, index: int, stored: Any) -> None:
+    """Put back a row of a token embedding: some families initialise that of the padding token after each load."""
+    if tuple(stored.get_shape()) == tuple(tensor.shape) and index < len(tensor):
+        with torch.no_grad():
+            tensor[index].copy_(stored[index : index + 1][0].to(tensor.dtype))
 
 
 def _places(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
