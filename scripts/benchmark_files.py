@@ -146,7 +146,6 @@ def of_job(python: Path, root: Path, keys: dict[str, Any], *, is_small: bool) ->
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
     found: dict[str, list[float]] = {}
 
