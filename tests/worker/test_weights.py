@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from honed.system.error import ModelError, PrecisionError
+from honed.worker.model import tensorfile
 from honed.worker.train import weights
 from worker.conftest import MakeJob
 from zoo.model import build_checkpoint
@@ -119,6 +122,31 @@ def test_weights_that_the_load_leaves_alone_are_noticed(tmp_path: Path) -> None:
         model.lm_head.weight[3, 3] += 1e-3
     with pytest.raises(ModelError, match=r"lm_head\.weight differ"):
         weights.check(tmp_path, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.bool])
+@pytest.mark.parametrize("place", [0, 1, 4])
+@pytest.mark.parametrize("size", [0, 1, 7, 16])
+def test_bits_are_compared_whatever_the_size_and_place_of_a_tensor(dtype: Any, place: int, size: int) -> None:
+    one = torch.zeros(place + size + 1, dtype=torch.uint8).to(dtype)[place:][:size]
+    other = one.clone()
+    assert tensorfile.equal_bits(one, other)
+    if size:
+        bits = one if dtype == torch.bool else one.view(torch.uint8)
+        bits[-1] = 1 if dtype == torch.bool else 128  # -0.0, where the dtype has it
+        assert not tensorfile.equal_bits(one, other)
+    empty = torch.full((size,), math.nan).to(dtype)
+    assert tensorfile.equal_bits(empty, empty.clone())
+
+
+def test_bits_are_compared_at_the_speed_of_memory() -> None:
+    one = torch.zeros(1 << 24, dtype=torch.bfloat16)
+    other, times = one.clone(), []
+    for compare in (tensorfile.equal_bits, lambda *both: torch.equal(*(each.view(torch.uint8) for each in both))):
+        began = time.thread_time()
+        assert all(compare(one, other) for _ in range(3))
+        times.append(time.thread_time() - began)
+    assert times[0] < 0.6 * times[1]
 
 
 MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}

@@ -24,6 +24,10 @@ KEPT_HIDDEN, KEPT_MLP, KEPT_ADAPTER = 10.5, 4.0, 2.5
 #: Copies of its scores that eager attention keeps: masked, softmaxed in float32, cast back and multiplied.
 KEPT_SCORES = 5
 
+#: Bytes for each element of an 8-bit matrix that a CPU unpacks to half precision, measured: it and its scales' product
+#: with it are widened to float32 meanwhile.
+HALF_8BIT_BYTES = 10
+
 
 @dataclass(frozen=True)
 class Row:
@@ -110,7 +114,7 @@ def num_bytes(
     model: BaseModelInfo,
     device: Device,
     choices: Precision,
-    loaded: Iterable[Parameter],
+    loaded: Sequence[Parameter],
     size: Extent,
     num_rows: int | None,
     *,
@@ -142,6 +146,7 @@ def num_bytes(
     else:
         kept = layer * widths.layers
     kept += _autocast_copies(spec, choices, loaded) if keeps_copies else 0
+    kept += _dequantized_bytes(device, choices, loaded, bytes_each)
     kept += _logits_bytes(spec, model, device, tokens, widths.vocabulary, bytes_each)
     towers = _towers_bytes(spec, model, choices, size.media, batch * bytes_each)
     has_eval = bool(spec.eval_datasets or spec.eval_split)
@@ -165,6 +170,7 @@ def num_evaluation_bytes(
         layer += tokens * bytes_each * KEPT_SCORES * widths.heads * size.length
     logits = _logits_bytes(spec, model, device, tokens, widths.vocabulary, bytes_each)
     towers = _towers_bytes(spec, model, choices, size.media, batch * bytes_each)
+    layer += _dequantized_bytes(device, choices, parameter.parameters(model), bytes_each)
     return int(max(layer, logits) + towers), int(towers)
 
 
@@ -199,6 +205,19 @@ def _logits_bytes(spec: JobSpec, model: BaseModelInfo, device: Device, tokens: i
     asks = training.loss_type == "chunked_nll" or (training.loss_type is None and device.kind == "cuda")
     is_chunked = training.use_liger_kernel or (asks and not loss.why_whole(spec, None, model.config))
     return loss.logits_bytes(tokens, vocabulary, size, is_chunked=is_chunked)
+
+
+def _dequantized_bytes(device: Device, choices: Precision, loaded: Iterable[Parameter], size: int) -> int:
+    """Return the bytes of the largest quantized matrix as bitsandbytes unpacks it in a pass.
+
+    `size`: bytes of the dtype in which it computes.
+    """
+    if choices.quantization == "none":
+        return 0
+    largest = max((each.num_elements for each in loaded if parameter.is_quantizable(each)), default=0)
+    if choices.quantization == "8bit" and device.kind == "cpu" and size == 2:
+        return HALF_8BIT_BYTES * largest
+    return size * largest
 
 
 def _experts_copied(

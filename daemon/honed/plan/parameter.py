@@ -248,21 +248,21 @@ def scale_bytes(model: BaseModelInfo, loaded: Iterable[Parameter], choices: Prec
     """Return the bytes of 4-bit weights' scales, which are whole on each device of a divided model."""
     if choices.quantization != "4bit" or model.is_quantized:
         return 0
-    quantized = [each for each in loaded if _may_be_quantized(each)]
+    quantized = [each for each in loaded if each.stored_bytes is None and is_quantizable(each)]
     return sum(_parameter_bytes(each, "4bit", 0) - math.ceil(each.num_elements / 2) for each in quantized)
 
 
-def _may_be_quantized(parameter: Parameter) -> bool:
-    """Tell whether bitsandbytes quantizes a parameter; the worker leaves out vision and audio encoders."""
-    is_stored = parameter.stored_bytes is not None
-    return not is_stored and parameter.role == "linear" and modality.part(parameter.module) == "language"
+def is_quantizable(parameter: Parameter) -> bool:
+    """Tell whether a parameter is one that bitsandbytes quantizes, here or before it was stored; the worker leaves out
+    vision and audio encoders."""
+    return parameter.role == "linear" and modality.part(parameter.module) == "language"
 
 
 def _parameter_bytes(parameter: Parameter, quantization: str, size: int) -> int:
     number = parameter.num_elements
     if parameter.stored_bytes is not None:
         return parameter.stored_bytes
-    if quantization == "none" or not _may_be_quantized(parameter):
+    if quantization == "none" or not is_quantizable(parameter):
         return number * size
     if quantization == "8bit":
         return number + 4 * parameter.num_outputs

@@ -205,6 +205,26 @@ def test_activations_grow_with_batch_and_length_and_shrink_with_checkpointing(mi
     assert activations(mistral_7b, gradient_checkpointing=False) > 5 * activations(mistral_7b)
 
 
+def test_the_largest_quantized_matrix_is_unpacked_in_a_pass(mistral_7b: BaseModelInfo) -> None:
+    def added(device: Device, **keys: Any) -> int:
+        plain, packed = (
+            estimate(mistral_7b, device, make(**keys, quantization=each)).activation_bytes
+            for each in ("none", "4bit")
+        )
+        return packed - plain
+
+    assert added(H100) == 4096 * 14336 * 2
+    assert added(CPU, dtype="float32") == 4096 * 14336 * 4
+
+
+def test_a_cpu_widens_a_matrix_of_8_bits_before_it_is_half_precision(mistral_7b: BaseModelInfo) -> None:
+    plain, packed = (
+        estimate(mistral_7b, CPU, make(dtype="bfloat16", quantization=each)).activation_bytes
+        for each in ("none", "8bit")
+    )
+    assert packed - plain == 4096 * 14336 * 10
+
+
 def test_logits_of_a_large_vocabulary_dominate_unless_the_loss_is_chunked(model: BaseModelInfo) -> None:
     small = llama(model, hidden=1024, mlp=3072, layers=28, vocabulary=151936, kv=1024)
     logits = 8 * 1024 * 151936 * 10

@@ -24,7 +24,7 @@ from honed.job.plan_file import Identity
 from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import card, config_file, generation, leftover, merge, serving, tokenizer_files
+from honed.worker.model import adapter, card, config_file, generation, leftover, merge, serving, tokenizer_files
 from honed.worker.model.card import Facts
 from honed.worker.model.load import load_config
 
@@ -59,7 +59,7 @@ def export(
     target = _beside_as_regressed(assignment) if is_regressed else assignment.output_dir
     artifacts = {"output_dir": str(target)}
     with beside(target) as made:
-        with generation.savable(model):
+        with generation.savable(model), adapter.without_card(model):
             model.save_pretrained(made)
         changes = _complete(assignment, model, made)
         _copy_processor(assignment.base_model_path, made)

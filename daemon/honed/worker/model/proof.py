@@ -38,8 +38,8 @@ def prove(made: Path, assignment: Assignment, model: Any) -> None:
     base_dir, trust_remote_code = assignment.base_model_path, assignment.spec.trust_remote_code
     with _told(made):
         if hasattr(model, "peft_config"):
-            adapter.write_digests(model, made)
-            _prove_adapter(made, model, _skeleton(base_dir, trust_remote_code=trust_remote_code, like=model))
+            held = adapter.write_digests(model, made)
+            _prove_adapter(made, model, held, _skeleton(base_dir, trust_remote_code=trust_remote_code, like=model))
         else:
             _prove_whole(made, base_dir, model, trust_remote_code=trust_remote_code)
         _check_ends(made, base_dir)
@@ -150,20 +150,19 @@ def _opened(made: Path) -> Iterator[Callable[[str], Any]]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    import torch
+    from honed.worker.model import tensorfile
 
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.data_ptr() == other.data_ptr() and one.device == other.device and one.stride() == other.stride():
         return True
-    as_bytes = [each.detach().cpu().contiguous().flatten().view(torch.uint8) for each in (one, other)]
-    return bool(torch.equal(*as_bytes))
+    return tensorfile.equal_bits(one.cpu(), other.cpu())
 
 
 # --- An adapter -------------------------------------------------------------------------------------------------------
 
 
-def _prove_adapter(made: Path, model: Any, skeleton: Any) -> None:
+def _prove_adapter(made: Path, model: Any, held: dict[str, Any], skeleton: Any) -> None:
     import peft
     from safetensors import safe_open
 
@@ -172,7 +171,6 @@ def _prove_adapter(made: Path, model: Any, skeleton: Any) -> None:
         "adapter_config.json describes another adapter",
         (key for key in written.keys() | held_config.keys() if written.get(key) != held_config.get(key)),
     )
-    held = peft.get_peft_model_state_dict(model)
     with safe_open(made / "adapter_model.safetensors", framework="pt") as file:
         names = set(file.keys())
         _check("lacks weights of the adapter", held.keys() - names)

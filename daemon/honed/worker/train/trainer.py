@@ -649,7 +649,8 @@ class Trainer(SFTTrainer):
         """Write the weights of a checkpoint, and their digests."""
         made = Path(str(output_dir))
         if self._is_adapted:
-            super()._save(output_dir, state_dict)
+            with adapter.without_card(self.model):
+                super()._save(output_dir, state_dict)
             adapter.write_digests(self.model, made)
             return
         made.mkdir(parents=True, exist_ok=True)
