@@ -138,6 +138,7 @@ def test_the_program_answers_within_its_limits_or_the_job_is_not_refused(
 ) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
     class Planned:
         def as_dict(self) -> dict[str, Any]:
             precision, model = {**ADAPTER, **REST}, str(tmp_path / "model")
