@@ -150,3 +150,20 @@ def test_a_mixture_with_adapters_in_one_layer_is_trained_saved_and_continued(mak
     assert written["target_parameters"]
     again = make_job("qwen3_moe", model=model, adapter=str(job.output_dir), **run)
     assert again.run().status == 0
+
+
+def test_the_names_in_the_warning_train(make_job: MakeJob) -> None:
+    ends = ["mlp.gate_proj.weight", "shared_experts.up_proj.weight"]
+    job = make_job(
+        "dots1",
+        model=MIXTURES["dots1"],
+        lora={"r": 4, "target_parameters": ends},
+        save_merged="bfloat16",
+        training={"max_steps": 2},
+        predictions={"sample_frequency": "off"},
+    )
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    saved = load_file(job.output_dir / "adapter_model.safetensors")
+    assert any(".mlp.gate_proj." in name for name in saved)
+    assert sum(each.numel() for each in saved.values()) == job.plan["checkpoint"]["num_trained"]
