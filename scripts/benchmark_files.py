@@ -1,4 +1,4 @@
-"""Benchmark of what a worker reads and writes: loads, checkpoints, resumes and outputs, beside another version of honed.
+"""Benchmark of loads, checkpoints, resumes and outputs, beside another version of honed.
 
     scripts/bench files --beside TREE [--size 2000] [--dtype bfloat16] [--optim sgd] [--pairs 5]
     scripts/bench files --beside TREE --small [--pairs 10]      a whole small job (LoRA), stage by stage
@@ -152,7 +152,9 @@ def of_job(python: Path, root: Path, keys: dict[str, Any], *, is_small: bool) ->
     def call(*words: str) -> list[float]:
         began = time.monotonic()
         command = [str(python), __file__, "--of", str(directory), *words]
-        process = subprocess.Popen(command, env=environment, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command, env=environment, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         assert process.stderr is not None
         told = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
@@ -196,13 +198,21 @@ def build(root: Path, options: argparse.Namespace) -> dict[str, Any]:
         num_layers=max(1, round(options.size * 1e6 / SIZES[options.dtype] / LAYER)),
         num_key_value_heads=4,
     )
-    training = {"max_steps": 1, "per_device_train_batch_size": 1, "optim": options.optim, "gradient_checkpointing": False}
+    training = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 1,
+        "optim": options.optim,
+        "gradient_checkpointing": False,
+    }
     kept = "float32" if options.dtype == "float32" else "none"
     return {**keys, "dtype": options.dtype, "master_weights": kept, "training": training}
 
 
 def show(pairs: list[tuple[dict[str, list[float]], dict[str, list[float]]]]) -> None:
-    print("| | CPU s before | after | ratio, pair by pair | wall s before | after | ratio |\n|---|---|---|---|---|---|---|")
+    print(
+        "| | CPU s before | after | ratio, pair by pair | wall s before | after | ratio |\n"
+        "|---|---|---|---|---|---|---|"
+    )
     for name in pairs[0][1]:
         cells = [name]
         for index in (1, 0):

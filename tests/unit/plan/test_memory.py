@@ -208,8 +208,7 @@ def test_activations_grow_with_batch_and_length_and_shrink_with_checkpointing(mi
 def test_the_largest_quantized_matrix_is_unpacked_in_a_pass(mistral_7b: BaseModelInfo) -> None:
     def added(device: Device, **keys: Any) -> int:
         plain, packed = (
-            estimate(mistral_7b, device, make(**keys, quantization=each)).activation_bytes
-            for each in ("none", "4bit")
+            estimate(mistral_7b, device, make(**keys, quantization=each)).activation_bytes for each in ("none", "4bit")
         )
         return packed - plain
 

@@ -117,7 +117,9 @@ def lost(wrapped: Any) -> list[str]:
     with _recorded(wrapped) as given, contextlib.suppress(ValueError, RuntimeError, KeyError):
         peft.set_peft_model_state_dict(wrapped, peft.get_peft_model_state_dict(wrapped))
     return [
-        name for name, each in wrapped.named_parameters() if each.requires_grad and ".lora_" in name and name not in given
+        name
+        for name, each in wrapped.named_parameters()
+        if each.requires_grad and ".lora_" in name and name not in given
     ]
 
 
