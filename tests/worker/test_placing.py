@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from honed.inputs import basemodel
 from honed.plan import parameter
 from honed.spec import spec as specs
-from honed.system.error import ModelError
+from honed.system.error import ModelError, PrecisionError
 from honed.worker.model import placing, transformers_backend
 from worker.conftest import MakeJob
+from zoo import families
 
 _ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 #: Mixtures of each kind: experts and router adapted by name, dense layers and shared experts beside them, and none.
@@ -36,6 +37,9 @@ CASES: dict[str, dict[str, Any]] = {
     "both": {"layers_to_transform": [0], "exclude_modules": [r"gate"]},
     "regex of a layer": {"target_modules": r".*\.1\..*\.(q_proj|down_proj|w2)"},
     "parameters": {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]},
+    "ranks": {"rank_pattern": {"q_proj": 2, r".*\.1\..*": 3, "down_proj": 6}},
+    "head": {"modules_to_save": ["lm_head"]},
+    "layers by parameter": {"target_parameters": ["q_proj.weight"], "target_modules": ["v_proj"]},
     "parameters of a layer": {
         "target_modules": ["q_proj"],
         "target_parameters": ["mlp.experts.gate_up_proj"],
@@ -96,12 +100,41 @@ def test_a_part_of_the_experts_cannot_be_left_out(
 def test_modules_that_peft_passes_over_are_named(checkpoint_of: Callable[..., Path]) -> None:
     model, spec = attached(checkpoint_of("dots1", **MIXTURES["dots1"]), {})
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    checkpoint = SimpleNamespace(num_trained=trained)
+    checkpoint = SimpleNamespace(num_trained=trained, trained_unsure="")
     job: Any = SimpleNamespace(spec=spec, plan=SimpleNamespace(checkpoint=checkpoint))
     (remark,) = placing.remarks(model, job)
     assert "6 modules" in remark and "model.layers.0.mlp.gate_proj" in remark
     checkpoint.num_trained += 1
-    assert "as planned" in list(placing.remarks(model, job))[1]
+    with pytest.raises(PrecisionError, match="as planned"):
+        list(placing.remarks(model, job))
+    checkpoint.trained_unsure = "names are not known"
+    assert "names are not known" in list(placing.remarks(model, job))[1]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "modernbert-decoder", "zamba", "zamba2"])
+@pytest.mark.parametrize("lora", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["lm_head", "q_proj"]}])
+def test_what_is_stored_once_and_trained_apart_is_counted(tmp_path: Path, family: str, lora: dict[str, Any]) -> None:
+    path = families.build(tmp_path / family, family)
+    if family == "modernbert-decoder" and "target_modules" in lora:
+        lora = {"target_modules": ["Wo"]}
+    model, spec = attached(path, lora)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert parameter.trained(spec, basemodel.inspect(path)).num_parameters == trained
+
+
+def test_layers_that_peft_passes_over_are_reached_by_the_names_in_the_warning(
+    checkpoint_of: Callable[..., Path],
+) -> None:
+    path = checkpoint_of("dots1", **MIXTURES["dots1"])
+    _, spec = attached(path, {})
+    names = parameter.passed_over(spec, basemodel.inspect(path))
+    assert len(names) == 6 and "model.layers.0.mlp.gate_proj.weight" in names
+    ends = sorted({".".join(each.split(".")[-3:]) for each in names})
+    model, spec = attached(path, {"target_parameters": ends})
+    assert set(names) <= placing.adapted(model)
+    assert not parameter.passed_over(spec, basemodel.inspect(path))
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert parameter.trained(spec, basemodel.inspect(path)).num_parameters == trained
 
 
 def test_a_mixture_with_adapters_in_one_layer_is_trained_saved_and_continued(make_job: MakeJob) -> None:

@@ -18,6 +18,8 @@ Kind = Literal["dense", "experts", "recurrent", "vision"]
 PROMISES = ("resumed", "best", "divided", "merged", "exported", "bfloat16", "adapted")
 WIDTH = 32
 VOCABULARY = 408
+#: The padding token.
+PAD = 400
 #: Families whose configs have no beginning of text that is null.
 NEED_BOS = ("cwm", "mllama", "modernbert-decoder")
 #: Tokens of those that see, 403 to 407.
@@ -581,6 +583,11 @@ REMEDIES: dict[str, tuple[dict[str, Any], str]] = {
 
 #: Linear layers that take no adapter: these routers return tuples. honed refuses the job with this remedy.
 EXCLUDED: dict[str, tuple[str, ...]] = dict.fromkeys(("llama4", "llama4_text", "phimoe"), ("router",))
+#: The same: peft cannot read their adapter again, as transformers renames its stored names twice.
+EXCLUDED |= {"laguna": ("shared_experts.down_proj", "shared_experts.gate_proj", "shared_experts.up_proj")}
+
+#: Families in which transformers sets the padding token's row to zero at each load, in `_init_weights`.
+ZEROED = ("youtu",)
 
 #: Every family: its kind, and its settings.
 FAMILIES: dict[str, tuple[Kind, Settings]] = {

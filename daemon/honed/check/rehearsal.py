@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from honed.inputs.basemodel import BaseModelInfo
 from honed.plan.plan import Plan
 from honed.run import rehearsed
 from honed.run.rehearsed import Kept, Rehearsed
-from honed.spec.config import Config
+from honed.spec.config import Config, SpoolConfig
 from honed.spec.spec import JobSpec, LoraSpec
 from honed.system import installed
 from honed.system.layout import Layout
@@ -193,7 +194,12 @@ def _key(job_spec: JobSpec, model: BaseModelInfo, made: Plan) -> str:
 def _run(job_spec: JobSpec, made: Plan, config: Config) -> tuple[Rehearsed, bool]:
     """Run the program. Return its answer, and whether that would be the same next time."""
     request = json.dumps({"spec": job_spec.model_dump(mode="json"), "plan": made.as_dict()})
-    limits = config.spool
+    # Its files are ours, so that nothing of it is left where a limit ends it.
+    with tempfile.TemporaryDirectory(prefix="honed-rehearsal-") as place:
+        return _ask(request, config.spool, place)
+
+
+def _ask(request: str, limits: SpoolConfig, place: str) -> tuple[Rehearsed, bool]:
     command = [sys.executable, "-P", "-m", "honed.worker.rehearsal", str(limits.rehearsal_cpu_sec)]
     try:
         process = subprocess.Popen(
@@ -201,7 +207,7 @@ def _run(job_spec: JobSpec, made: Plan, config: Config) -> tuple[Rehearsed, bool
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONDONTWRITEBYTECODE": "1"},
+            env={**os.environ, "TMPDIR": place, "OMP_NUM_THREADS": "2", "PYTHONDONTWRITEBYTECODE": "1"},
             preexec_fn=_die_with_parent,  # noqa: PLW1509
             text=True,
         )

@@ -19,7 +19,7 @@ from typing import Any
 
 from honed.inputs import modality
 from honed.inputs.basemodel import QUANTIZATION_STATE, AdapterInfo, BaseModelInfo
-from honed.plan import precision
+from honed.plan import parameter, placement, precision
 from honed.spec.media import Part
 from honed.spec.problem import shown
 from honed.spec.spec import JobSpec, LoraSpec
@@ -157,6 +157,7 @@ def check(job_spec: JobSpec, model: BaseModelInfo) -> list[str]:
         *_check_excluded(lora, modules, where),
         *([] if job_spec.parts.patterns else _check_left(lora, modules, parts, where)),
         *_check_saved(lora, modules, where),
+        *_check_parameters(lora, modules, model),
         *_check_patterns(lora, modules, where),
         *_check_layers(lora, modules, model, parts),
     ]
@@ -361,6 +362,25 @@ def _check_saved(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:
             fix={"lora.modules_to_save": [near[0] if each == name else each for each in lora.modules_to_save or ()]}
             if near
             else None,
+        )
+
+
+def _check_parameters(lora: LoraSpec, modules: Modules, model: BaseModelInfo) -> Iterator[str]:
+    """Check `target_parameters`: the worker refuses a name that is the end of no parameter's."""
+    yield from ()
+    loaded = [spelled for each in parameter.parameters(model) for spelled in placement.spellings(each.name)]
+    for number, name in enumerate(lora.target_parameters or ()):
+        words = name.removesuffix(".weight").removesuffix(".bias").split(".")
+        if any(each == name or each.endswith(f".{name}") for each in loaded) or modules.may_have(words[-1]):
+            continue
+        ends = sorted({".".join(each.split(".")[-3:]) for each in loaded if ".experts." in each})
+        near = get_close_matches(name, ends, n=1, cutoff=0.5)
+        raise SpecError(
+            f"lora.target_parameters.{number}: no parameter of {model.path} has a name that ends in {shown(name)}",
+            hint=f"did you mean {near[0]}?"
+            if near
+            else f"its experts are {', '.join(ends[:MAX_NAMED]) or 'no parameters'}",
+            fix={f"lora.target_parameters.{number}": near[0]} if near else {},
         )
 
 

@@ -154,6 +154,7 @@ class Checkpoint:
 
     num_parameters: int = 0
     num_trained: int = 0
+    trained_unsure: str = "an earlier version of honed planned it"  #: why it is an estimate; empty where it is exact
     stored_dtypes: Mapping[str, int] = field(default_factory=dict)  #: dtype → parameters
     num_weight_bytes: int = 0
     model_type: str | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from honed.inputs import modality
@@ -17,6 +17,7 @@ from honed.inputs.basemodel import BITS, QUANTIZATION_STATE, AdapterInfo, BaseMo
 from honed.job.plan_file import Precision
 from honed.plan import placement, precision
 from honed.spec.spec import JobSpec, LoraSpec
+from honed.system import installed
 
 Shape = tuple[int, ...]
 #: `linear` and `head` are nn.Linear or GPT-2's Conv1D; bitsandbytes quantizes `linear` alone. `experts` are the stacked
@@ -77,6 +78,16 @@ _ROUTERS = {
         re.compile(r".*\.block_sparse_moe\.router\.layer\.weight"),
     ),
 }
+#: Modules that transformers names otherwise than the checkpoint does.
+_RENAMED = {"gpt_neox": {"embed_out": "lm_head"}}
+#: Embeddings that are not of words alone, with which no head shares its weights.
+_NOT_TIED = re.compile(r"(^|\.)(wpe|[^.]*position[^.]*|[^.]*per_layer[^.]*)$")
+#: Layers that predict several tokens, which transformers ignores: apart, or after the last layer.
+_AHEAD = re.compile(r"(^|\.)mtp(_layers)?\.")
+_NUMBERED = re.compile(r"(^|\.)layers\.(?P<number>\d+)\.")
+#: The block that the hybrid layers of Zamba share. It is stored once, and each layer has an adapter of its own for it.
+_HYBRID = re.compile(r"\.layers\.(?P<number>\d+)\.mamba_decoder\.")
+_SHARED = re.compile(r"(?P<before>.*\.layers\.)(?P<layer>\d+)(?P<after>\.shared_transf(ormer)?\..*)")
 #: Masks and frequencies that older checkpoints contain and transformers ignores.
 _BUFFER = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 
@@ -85,7 +96,7 @@ _BUFFER = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.i
 class Parameter:
     """One parameter as it will be loaded."""
 
-    name: str  #: as in the checkpoint, or that of the stacked weight that experts become
+    name: str  #: as in the checkpoint, or that of the stacked weight that experts become, or of a renamed head
     shape: Shape
     role: Role
     stored_bytes: int | None = None  #: in a quantized checkpoint, whose weights stay as they are stored
@@ -135,7 +146,9 @@ def parameters(model: BaseModelInfo) -> tuple[Parameter, ...]:
     tensors = {
         tensor.name: tensor
         for tensor in model.tensors
-        if not QUANTIZATION_STATE.search(tensor.name) and (not model.speaks or tensor.name.startswith("thinker."))
+        if not QUANTIZATION_STATE.search(tensor.name)
+        and (not model.speaks or tensor.name.startswith("thinker."))
+        and not _looks_ahead(tensor.name, model.config)
     }
     state: dict[str, int] = {}
     for tensor in model.tensors:
@@ -153,6 +166,14 @@ def parameters(model: BaseModelInfo) -> tuple[Parameter, ...]:
             found.append(_parameter(tensor, model, state))
     found += [_stacked(name, each, model, state) for name, each in experts.items()]
     return tuple(found)
+
+
+def _looks_ahead(name: str, config: dict[str, Any]) -> bool:
+    if _AHEAD.search(name):
+        return True
+    match, widths = _NUMBERED.search(name), sizes(config)
+    has_more = any(part.get("num_nextn_predict_layers") for part in (config, config.get("text_config") or {}))
+    return bool(has_more and match and widths and int(match["number"]) >= widths.layers)
 
 
 def _module(tensor: Tensor) -> str:
@@ -174,7 +195,9 @@ def _parameter(tensor: Tensor, model: BaseModelInfo, state: dict[str, int]) -> P
     if model.is_quantized and tensor.dtype in ("uint8", "int8", "int32"):
         stored = tensor.num_bytes + state.get(_module(tensor), 0)
         shape = _unpacked(tensor, model)
-    return Parameter(tensor.name, shape, role, stored, role == "linear" and model.model_type in CONV1D_TYPES)
+    module, renamed = _module(tensor), _RENAMED.get(model.model_type, {})
+    name = f"{renamed[module]}.weight" if module in renamed else tensor.name
+    return Parameter(name, shape, role, stored, role == "linear" and model.model_type in CONV1D_TYPES)
 
 
 def _role(tensor: Tensor, model: BaseModelInfo) -> Role:
@@ -293,6 +316,58 @@ def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = N
     return _lora(spec.lora, loaded, inside, model.model_type)
 
 
+def unsure(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = None) -> str:
+    """Return why the number of an adapter's parameters is an estimate; empty where it is exact, or there is none."""
+    lora = spec.lora
+    if adapter is not None or lora is None:
+        return "it counts all of the stored adapter" if adapter is not None else ""
+    if not model.tensors:
+        return "the names of pickled weights are not known"
+    if model.is_quantized:
+        return "the shapes of stored quantized weights are not known"
+    known = installed.known_model_types()[0]
+    if "auto_map" in model.config or (model.model_type not in known and known):
+        return "the model's code is not that of transformers"
+    if model.has_audio or model.speaks:
+        return "the names of modules are not known for models that hear"
+    patterns = [each for each in (lora.target_modules, lora.exclude_modules) if isinstance(each, str)]
+    patterns += [each for each in lora.rank_pattern or {} if "." in each]
+    if model.has_vision and set(patterns) - {"all-linear"}:
+        return "modules have other names once the model is loaded"
+    loaded = parameters(model)
+    for name in lora.target_parameters or ():
+        if not any(_is_named(lora.model_copy(update={"target_parameters": [name]}), each) for each in loaded):
+            return f"lora.target_parameters: {name} is not stored under this name"
+    if any(
+        each.role not in ("head", "embedding") and "norm" not in each.name for each in _saved(lora, loaded).values()
+    ):
+        return "lora.modules_to_save: a module may have other parameters once the model is loaded"
+    return ""
+
+
+def passed_over(spec: JobSpec, model: BaseModelInfo) -> list[str]:
+    """Return the linear layers that get no adapter though their last names are chosen: peft takes these names for the
+    experts of the same family alone."""
+    lora, names = spec.lora, EXPERT_NAMES.get(model.model_type, {})
+    if lora is None or not names or (isinstance(lora.target_modules, str) and lora.target_modules != "all-linear"):
+        return []
+    parts = precision.trained_parts(spec)
+
+    def is_passed_over(each: Parameter) -> bool:
+        leaf = each.module.rpartition(".")[2]
+        return (
+            each.role == "linear"
+            and leaf in names
+            and (lora.target_modules == "all-linear" or leaf in lora.target_modules)
+            and modality.part(each.module) in parts
+            and not _is_named(lora, each)
+            and placement.is_in_layers(lora, each.module)
+            and not placement.is_excluded(each.module, lora.exclude_modules)
+        )
+
+    return [each.name for each in parameters(model) if is_passed_over(each)]
+
+
 def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter, ...], model_type: str) -> Trained:
     """Return the shapes trained for a LoraConfig; `inside` are the parameters in the parts that get an adapter."""
     saved = _saved(lora, loaded)
@@ -300,15 +375,15 @@ def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter
     through_experts = experts_targeted(lora, loaded, names)
     added: list[Shape] = []
     targets = []
-    for parameter in _with_tied_head(inside):
-        rank = _rank(lora, parameter)
+    for parameter in _with_tied(inside):
+        rank = _rank(lora, parameter, through_experts)
         if _is_named(lora, parameter):
             added += _parameter_adapter(parameter, rank) if _is_kept(lora, parameter, names) else []
         elif parameter.role in ("experts", "router") and names:
             count = parameter.shape[0] if parameter.role == "experts" else 1
             is_wanted = placement.wanted(parameter.name, lora, names, count) == "all"
             is_kept = is_wanted and _is_kept(lora, parameter, names)
-            added += _expert_adapter(parameter, lora.r, through_experts) if is_kept else []
+            added += _expert_adapter(parameter, rank, through_experts) if is_kept else []
         elif _is_target(lora, parameter, set(names)) and parameter.name not in saved:
             targets.append(parameter)
             added += [(rank, parameter.num_elements // max(1, parameter.num_outputs)), (parameter.num_outputs, rank)]
@@ -321,15 +396,35 @@ def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter
     return Trained(tuple(added), tuple(biases), embeddings)
 
 
-def _with_tied_head(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
-    """Yield the parameters, and a head of the embedding's shape where the checkpoint stores them as one."""
+def _with_tied(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
+    """Yield the parameters, and those that the checkpoint stores once for several modules: a head with the embedding,
+    and the block that layers share.
+    """
     yield from loaded
     if not any(parameter.role == "head" for parameter in loaded):
-        embedding = max(
-            (each for each in loaded if each.role == "embedding"), key=lambda each: each.num_elements, default=None
-        )
-        if embedding is not None:
-            yield Parameter("lm_head.weight", embedding.shape, "head")
+        embeddings = [each for each in loaded if each.role == "embedding" and not _NOT_TIED.search(each.module)]
+        if embeddings:
+            has_dense = any(each.name.startswith("lm_head.") for each in loaded)
+            most = max(each.shape[0] for each in embeddings)
+            words = min((each for each in embeddings if each.shape[0] == most), key=lambda each: each.num_elements)
+            yield Parameter("decoder.weight" if has_dense else "lm_head.weight", words.shape, "head")
+    yield from _shared(loaded)
+
+
+def _shared(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
+    """Yield a shared block's parameters for the layers that use it and do not store it; the blocks take turns."""
+    blocks: dict[int, list[tuple[str, str, Parameter]]] = {}
+    for each in loaded:
+        if match := _SHARED.fullmatch(each.name):
+            blocks.setdefault(int(match["layer"]), []).append((match["before"], match["after"], each))
+    if not blocks:
+        return
+    layers = {int(found["number"]) for each in loaded if (found := _HYBRID.search(each.name))}
+    stored = [blocks[number] for number in sorted(blocks)]
+    for place, layer in enumerate(sorted(layers)):
+        if layer not in blocks:
+            for before, after, each in stored[place % len(stored)]:
+                yield replace(each, name=f"{before}{layer}{after}")
 
 
 def _is_target(lora: LoraSpec, parameter: Parameter, expert_names: set[str]) -> bool:
@@ -349,9 +444,15 @@ def _is_target(lora: LoraSpec, parameter: Parameter, expert_names: set[str]) -> 
     return placement.matches(module, lora.target_modules) and placement.is_in_layers(lora, module)
 
 
-def _rank(lora: LoraSpec, parameter: Parameter) -> int:
-    given = (lora.rank_pattern or {}).items()
-    return next((rank for pattern, rank in given if re.match(rf"(.*\.)?({pattern})$", parameter.module)), lora.r)
+def _rank(lora: LoraSpec, parameter: Parameter, through_experts: set[str]) -> int:
+    """Return an adapter's rank. Gate and up of experts share one of twice the rank, unless the job gives it."""
+    is_parameter = parameter.role in ("experts", "router")
+    names = placement.spellings(parameter.name if is_parameter else parameter.module)
+    for pattern, rank in (lora.rank_pattern or {}).items():
+        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            return rank
+    leaf = parameter.name.rpartition(".")[2]
+    return 2 * lora.r if leaf == "gate_up_proj" and leaf in through_experts and is_parameter else lora.r
 
 
 def experts_targeted(lora: LoraSpec, loaded: tuple[Parameter, ...], names: dict[str, str]) -> set[str]:
@@ -387,15 +488,13 @@ def _is_kept(lora: LoraSpec, parameter: Parameter, names: dict[str, str]) -> boo
 
 
 def _expert_adapter(parameter: Parameter, rank: int, targeted: set[str]) -> list[Shape]:
-    """Return the shapes of the adapter that peft stacks for the experts; gate and up share one of twice the rank."""
+    """Return the shapes of the adapter that peft stacks for the experts."""
     if parameter.role == "router":
         return [(rank, parameter.shape[1]), (parameter.shape[0], rank)] if "router" in targeted else []
     leaf = parameter.name.rpartition(".")[2]
     if leaf not in targeted:
         return []
-    num_experts, num_outputs, num_inputs = parameter.shape
-    stacked = num_experts * rank * (2 if leaf == "gate_up_proj" else 1)
-    return [(stacked, num_inputs), (num_outputs, stacked)]
+    return _parameter_adapter(parameter, rank)
 
 
 def _saved(lora: LoraSpec, loaded: tuple[Parameter, ...]) -> dict[str, Parameter]:
@@ -406,7 +505,7 @@ def _saved(lora: LoraSpec, loaded: tuple[Parameter, ...]) -> dict[str, Parameter
         above = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
         return any(module.endswith(name) for module in above for name in lora.modules_to_save or ())
 
-    return {parameter.name: parameter for parameter in _with_tied_head(loaded) if is_saved(parameter)}
+    return {parameter.name: parameter for parameter in _with_tied(loaded) if is_saved(parameter)}
 
 
 def _biases(lora: LoraSpec, loaded: tuple[Parameter, ...], targets: set[str]) -> list[Shape]:

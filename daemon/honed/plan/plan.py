@@ -18,6 +18,7 @@ from honed.plan.activation import Row
 from honed.plan.rung import Rung
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec
+from honed.system import quote
 from honed.system.device import Device
 from honed.system.error import BackendError, SpecError
 from honed.system.installed import Installed, known_model_types
@@ -53,6 +54,7 @@ class Plan:
     rows_template: Path | None = None  #: template that renders rows, if it is not the base's chat template
     rungs: tuple[Step, ...] = ()  #: of full fine-tuning
     parallel: Parallel = field(default_factory=Parallel)
+    trained_unsure: str = ""  #: why `num_trained` is an estimate; empty where it is exact
     rows: RowNeeds | None = None  #: None where there are none of text, and before the data was looked at
 
     @property
@@ -65,6 +67,7 @@ class Plan:
         checkpoint = Checkpoint(
             num_parameters=model.num_parameters,
             num_trained=self.num_trained,
+            trained_unsure=self.trained_unsure,
             stored_dtypes=model.stored_dtypes,
             num_weight_bytes=model.num_weight_bytes,
             model_type=model.model_type,
@@ -161,8 +164,20 @@ def make(
     backend = choose_backend(spec, model, choices, device, installed)
     num_trained = 0 if spec.kind == "evaluate" else parameter.trained(spec, model, adapter).num_parameters
     chosen = choose_loss(spec, model, device, adapter)
-    warnings = tuple(_warnings(model, choices, needed))
-    return Plan(backend, choices, needed, model, device, num_trained, chosen, warnings, rungs=steps, parallel=division)
+    warnings = (*_warnings(model, choices, needed), *_passed_over(spec, model, adapter))
+    return Plan(
+        backend,
+        choices,
+        needed,
+        model,
+        device,
+        num_trained,
+        chosen,
+        warnings,
+        rungs=steps,
+        parallel=division,
+        trained_unsure=parameter.unsure(spec, model, adapter),
+    )
 
 
 def _descend(looked: Sequence[tuple[Precision, Memory]], spec: JobSpec) -> tuple[Precision, Memory, tuple[Step, ...]]:
@@ -311,6 +326,17 @@ def choose_loss(spec: JobSpec, model: BaseModelInfo, device: Device, adapter: Ad
 
 
 # --- Warnings ---------------------------------------------------------------------------------------------------------
+
+
+def _passed_over(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> list[str]:
+    names = [] if adapter else parameter.passed_over(spec, model)
+    if not names:
+        return []
+    ends = sorted({".".join(name.split(".")[-3:]) for name in names})
+    return [
+        f"lora: {len(names)} layers get no adapter although target_modules chooses them: {quote.first(names, 3)}; peft "
+        f"takes these names for the mixture's experts alone. lora.target_parameters: [{', '.join(ends)}] adapts them"
+    ]
 
 
 def _warnings(model: BaseModelInfo, choices: Precision, needed: Memory) -> list[str]:

@@ -178,6 +178,8 @@ class _Small:
         quantization = spec.quantization if spec.quantization == "none" else self.job.precision.quantization
         attention = "eager" if spec.attn_implementation == "eager" else self.job.precision.attn_implementation
         precision = replace(self.job.precision, quantization=quantization, attn_implementation=attention)
+        if spec.dtype == "float32" != self.job.spec.dtype:
+            precision = replace(precision, load_dtype="float32", compute_dtype=None, bf16=False, fp16=False)
         return replace(self, job=replace(self.job, spec=spec, precision=precision))
 
     def model_of(self) -> Any:
@@ -319,9 +321,11 @@ def _autocast(job: Assignment) -> AbstractContextManager[None]:
 
 
 def words(error: Exception) -> str:
-    """Return the library's own words, of one line."""
+    """Return the library's own words, on one line."""
     return (
-        error.message if isinstance(error, HonedError) else f"{type(error).__name__}: {error}".partition("\n")[0][:500]
+        error.message
+        if isinstance(error, HonedError)
+        else f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     )
 
 

@@ -29,6 +29,7 @@ _MEANS = {
     "attn_implementation": "transformers' own attention",
     "lora.modules_to_save": "these modules are not trained in full",
     "quantization": "the model takes more memory",
+    "dtype": "a step takes more time and memory",
 }
 #: Modules that peft lists as unfit for the family.
 _UNFIT = re.compile(r"Incompatible modules: \{([^}]*)\}")
@@ -116,6 +117,8 @@ def _edits(spec: JobSpec, error: Exception, model_of: Callable[[], Any]) -> Iter
         yield {"lora.modules_to_save": None}
     if spec.quantization != "none":
         yield {"quantization": "none"}
+    if spec.dtype != "float32" and spec.quantization == "none":
+        yield {"dtype": "float32"}
 
 
 def _adapter_edits(lora: LoraSpec, error: Exception, model_of: Callable[[], Any]) -> Iterator[Fix]:

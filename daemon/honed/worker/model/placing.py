@@ -15,7 +15,7 @@ from honed.plan import placement
 from honed.plan.parameter import EXPERT_NAMES
 from honed.spec.spec import LoraSpec
 from honed.system import quote
-from honed.system.error import ModelError
+from honed.system.error import ModelError, PrecisionError
 from honed.worker.assignment import Assignment
 
 #: Names in a message.
@@ -142,7 +142,10 @@ def check(model: Any, assignment: Assignment) -> None:
 
 
 def remarks(model: Any, assignment: Assignment) -> Iterator[str]:
-    """Yield warnings about an adapter that is not what the job names or the plan counted."""
+    """Yield warnings about an adapter that is not what the job names or the plan estimated.
+
+    Raises PrecisionError where the plan is sure of another number of trained parameters.
+    """
     lora = assignment.spec.lora
     if lora is None:
         return
@@ -152,9 +155,15 @@ def remarks(model: Any, assignment: Assignment) -> Iterator[str]:
             f"{quote.first(lacking, MAX_NAMED)}; peft takes these names for the mixture's experts alone"
         )
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    planned = assignment.plan.checkpoint.num_trained
-    if planned and trained != planned:
-        yield f"lora: {trained:,} parameters are trained, not {planned:,} as planned: more or less memory is needed"
+    planned, unsure = assignment.plan.checkpoint.num_trained, assignment.plan.checkpoint.trained_unsure
+    if not planned or trained == planned:
+        return
+    wrong = f"lora: {trained:,} parameters are trained, not {planned:,} as planned"
+    if not unsure:
+        raise PrecisionError(
+            wrong, hint="this is a bug: please report it, with the job file and the base model's config.json"
+        )
+    yield f"{wrong} ({unsure}): more or less memory is needed"
 
 
 def _lacking(model: Any, lora: LoraSpec) -> list[str]:
