@@ -1,4 +1,4 @@
-"""Benchmark of what a worker reads and writes (loads, checkpoints, resumes, outputs) beside another version of honed.
+"""Benchmark of loads, checkpoints, resumes and outputs, beside another version of honed.
 
     scripts/bench files --beside TREE [--size 2000] [--dtype bfloat16] [--optim sgd] [--pairs 5]
     scripts/bench files --beside TREE --small [--pairs 10]      a whole small job (LoRA), stage by stage
@@ -210,9 +210,8 @@ def build(root: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def show(pairs: list[tuple[dict[str, list[float]], dict[str, list[float]]]]) -> None:
     print(
-        "| | CPU s before | after | ratio, pair by pair | wall s before | after | ratio |",
-        "|---|---|---|---|---|---|---|",
-        sep="\n",
+        "| | CPU s before | after | ratio, pair by pair | wall s before | after | ratio |\n"
+        "|---|---|---|---|---|---|---|"
     )
     for name in pairs[0][1]:
         cells = [name]

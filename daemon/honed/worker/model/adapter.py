@@ -82,6 +82,9 @@ def read(adapter_dir: Path, *, hint: str = "") -> dict[str, Any]:
 @contextlib.contextmanager
 def without_card(model: Any) -> Iterator[None]:
     """Have peft write no model card: an output gets honed's, a checkpoint needs none, and peft's takes 20 ms."""
+    if not hasattr(model, "create_or_update_model_card"):
+        yield  # it is not peft's
+        return
     model.create_or_update_model_card = lambda _directory: None
     try:
         yield
