@@ -141,10 +141,11 @@ def check(model: Any, assignment: Assignment) -> None:
         raise ModelError(wrong, hint="choose the modules by target_modules alone: a list of names, or all-linear")
 
 
-def remarks(model: Any, assignment: Assignment) -> Iterator[str]:
+def remarks(model: Any, assignment: Assignment, *, is_part: bool = False) -> Iterator[str]:
     """Yield warnings about an adapter that is not what the job names or the plan estimated.
 
-    Raises PrecisionError where the plan is sure of another number of trained parameters.
+    `is_part`: the model may have no place for some of the stored weights. Raises PrecisionError where the plan is sure
+    of another number of trained parameters.
     """
     lora = assignment.spec.lora
     if lora is None:
@@ -158,6 +159,8 @@ def remarks(model: Any, assignment: Assignment) -> Iterator[str]:
     planned, unsure = assignment.plan.checkpoint.num_trained, assignment.plan.checkpoint.trained_unsure
     if not planned or trained == planned:
         return
+    if is_part:
+        unsure = unsure or "the model has no place for some stored weights"
     wrong = f"lora: {trained:,} parameters are trained, not {planned:,} as planned"
     if not unsure:
         raise PrecisionError(
