@@ -47,7 +47,8 @@ def test_what_peft_refuses_is_refused_before_the_queue_and_the_answer_is_kept(
     with busy(num_loops):
         first = refuse(instance, "first")
     assert "Please initialize PiSSA under" in first and "lora.init_lora_weights: removed" in first
-    (kept,) = rehearsed.directory(instance.layout.cache_dir, os.getuid()).iterdir()
+    place = rehearsed.directory(instance.layout.cache_dir, os.getuid())
+    (kept,) = wait_for(lambda: [*place.glob("*.json")], what="the kept answer", account=instance.account)
     answer = rehearsed.read(kept.parent, kept.stem)
     assert answer is not None and answer.error is not None
     # What the next job of the kind gets is the kept answer.
