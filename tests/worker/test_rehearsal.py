@@ -149,6 +149,10 @@ def test_the_program_answers_within_its_limits_or_the_job_is_not_refused(
     answer, _ = checks._run(spec, Planned(), config)  # type: ignore[arg-type]
     assert answer.outcome == "unknown" and "it took more than" in answer.why  # of CPU time, or by the clock
     assert not [*(tmp_path / "tmp").glob("honed-*")]
+    with monkeypatch.context() as without_room:
+        without_room.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+        answer, is_lasting = checks._run(spec, Planned(), config)  # type: ignore[arg-type]
+        assert answer.outcome == "unknown" and "did not start: No such file" in answer.why and not is_lasting
     config = Config.model_validate({"spool": {"rehearsal_cpu_sec": 120}})
     answer, is_lasting = checks._run(spec, Planned(), config)  # type: ignore[arg-type]
     assert is_lasting and answer.error is not None

@@ -194,25 +194,25 @@ def _key(job_spec: JobSpec, model: BaseModelInfo, made: Plan) -> str:
 def _run(job_spec: JobSpec, made: Plan, config: Config) -> tuple[Rehearsed, bool]:
     """Run the program. Return its answer, and whether that would be the same next time."""
     request = json.dumps({"spec": job_spec.model_dump(mode="json"), "plan": made.as_dict()})
-    # Its files are ours, so that nothing of it is left where a limit ends it.
-    with tempfile.TemporaryDirectory(prefix="honed-rehearsal-") as place:
-        return _ask(request, config.spool, place)
+    try:
+        # Its files are ours, so that nothing of it is left where a limit ends it.
+        with tempfile.TemporaryDirectory(prefix="honed-rehearsal-", ignore_cleanup_errors=True) as place:
+            return _ask(request, config.spool, place)
+    except OSError as error:
+        return Rehearsed("unknown", why=f"its process did not start: {error.strerror or error}"), False
 
 
 def _ask(request: str, limits: SpoolConfig, place: str) -> tuple[Rehearsed, bool]:
-    command = [sys.executable, "-P", "-m", "honed.worker.rehearsal", str(limits.rehearsal_cpu_sec)]
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "TMPDIR": place, "OMP_NUM_THREADS": "2", "PYTHONDONTWRITEBYTECODE": "1"},
-            preexec_fn=_die_with_parent,  # noqa: PLW1509
-            text=True,
-        )
-    except OSError as error:
-        return Rehearsed("unknown", why=f"its process did not start: {error.strerror}"), False
+    """Start the program and ask it. Raises OSError if it cannot be started."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "honed.worker.rehearsal", str(limits.rehearsal_cpu_sec)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": place, "OMP_NUM_THREADS": "2", "PYTHONDONTWRITEBYTECODE": "1"},
+        preexec_fn=_die_with_parent,  # noqa: PLW1509
+        text=True,
+    )
     try:
         answered, _ = process.communicate(request + "\n", timeout=limits.rehearsal_timeout_sec)
         answer = Rehearsed.from_dict(json.loads(answered))

@@ -159,9 +159,9 @@ class SpoolConfig(_Section):
     preflight_timeout_sec: Annotated[float, Field(gt=0)] = 60.0
     """Maximum seconds for the check of one job file, slow file systems included."""
     rehearsal_cpu_sec: Annotated[int, Field(ge=0, le=3600)] = 30
-    """Maximum seconds of CPU time, and a twentieth of the maximum by the clock, for one step on a small model of a
-    job's family. Only jobs whose family or adapter needs it get one. Beyond the limit the job is accepted with a
-    warning. 0 disables it."""
+    """Maximum seconds of CPU time for one step on a small model of a job's family; by the clock it may take 20 times as
+    long. Only jobs whose family or adapter needs it get one. Beyond the limit the job is accepted with a warning. 0
+    disables it."""
     preflight_helpers: Annotated[int, Field(ge=1, le=16)] | None = None
     """Processes of honed's own that check job files at the same time; by default one for every two cores, and four at
     most. Where jobs are units, two more users than that are checked at once by units of their own. Read at start."""

@@ -61,17 +61,16 @@ def main() -> None:
     _limit(int(sys.argv[1]))
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     request = json.loads(sys.stdin.readline())
-    with tempfile.TemporaryDirectory(prefix="honed-rehearsal-") as place:
-        job = _assignment(request["spec"], request["plan"], Path(place))
-        imports.prepare(job)
-        with imports.quick():
-            import peft  # noqa: F401
-            import torch.distributed.tensor  # peft uses it, and leaves its import to accelerate
-            import transformers
-        torch.backends.mkldnn.set_flags(False)  # it writes code, which the check's unit does not let run
-        transformers.logging.set_verbosity_error()
-        warnings.simplefilter("ignore")
-        answers.write(rehearse(job).to_line())
+    job = _assignment(request["spec"], request["plan"], Path(tempfile.gettempdir()))  # the check removes it
+    imports.prepare(job)
+    with imports.quick():
+        import peft  # noqa: F401
+        import torch.distributed.tensor  # peft uses it, and leaves its import to accelerate
+        import transformers
+    torch.backends.mkldnn.set_flags(False)  # it writes code, which the check's unit does not let run
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    answers.write(rehearse(job).to_line())
     answers.close()
 
 
@@ -178,7 +177,7 @@ class _Small:
         quantization = spec.quantization if spec.quantization == "none" else self.job.precision.quantization
         attention = "eager" if spec.attn_implementation == "eager" else self.job.precision.attn_implementation
         precision = replace(self.job.precision, quantization=quantization, attn_implementation=attention)
-        if spec.dtype == "float32" != self.job.spec.dtype:
+        if spec.dtype != self.job.spec.dtype:  # a remedy changes it to float32 alone
             precision = replace(precision, load_dtype="float32", compute_dtype=None, bf16=False, fp16=False)
         return replace(self, job=replace(self.job, spec=spec, precision=precision))
 

@@ -157,7 +157,7 @@ def _is_same(tensor: Any, stored: Any, dtype: Any, *, is_turned: bool) -> bool |
 
 def _put_row(tensor: Any, index: int, stored: Any) -> None:
     """Put back a row of a token embedding: some families initialise that of the padding token after each load."""
-    if tuple(stored.get_shape()) == tuple(tensor.shape) and index < len(tensor):
+    if tuple(stored.get_shape()) == tuple(tensor.shape) and tensor.dim() == 2 and index < len(tensor):
         with torch.no_grad():
             tensor[index].copy_(stored[index : index + 1][0].to(tensor.dtype))
 
