@@ -168,8 +168,8 @@ class SpoolConfig(_Section):
 
     @property
     def rehearsal_timeout_sec(self) -> float:
-        """Maximum seconds for a rehearsal: the check gives way to everything else, and may wait long for the CPU. Other
-        users wait for none (daemon/arrivals/line.py)."""
+        """Maximum seconds for a rehearsal: the check gives way to everything else, and may wait long for the CPU. Two
+        of them at a time keep no other user waiting (daemon/arrivals/line.py)."""
         return 20.0 * self.rehearsal_cpu_sec
 
 

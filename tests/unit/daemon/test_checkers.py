@@ -436,6 +436,37 @@ def test_units_that_rehearse_keep_no_person_waiting(desk: Desk) -> None:
     desk.wait_answers(MAX_UNITS + 1)
 
 
+def test_a_unit_that_rehearses_is_not_the_one_that_is_to_end(desk: Desk) -> None:
+    """Of the units whose turn is over another ends, for a user who has been served before and comes back."""
+    desk.submit(1, 1001, "rehearse")
+    desk.submit(2, 2000)
+    desk.wait(lambda: 2 in desk.whose())
+    numbers = iter(range(100, 100_000))
+
+    def feed() -> None:
+        for uid in range(1002, 1002 + MAX_UNITS):
+            checker = desk.checkers._people.get(uid)
+            for _ in range(5 - (len(checker._line) if checker is not None else 0)):
+                desk.submit(next(numbers), uid)
+        desk.turn()
+
+    feed()
+    desk.ahead += IDLE_SEC
+    for _ in range(40):
+        feed()
+    desk.submit(3, 2000)
+
+    def is_answered() -> bool:
+        feed()
+        desk.ahead += 0.1
+        return 3 in desk.whose()
+
+    desk.wait(is_answered)
+    assert 1 not in desk.whose()
+    (desk.path / "go").touch()
+    desk.wait_answers(4)
+
+
 def test_helpers_beyond_the_first_end_without_work(three: Desk) -> None:
     for number, uid in ((1, 0), (2, 999), (3, 998)):
         three.submit(number, uid, "hang")

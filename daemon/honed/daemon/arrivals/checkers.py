@@ -218,7 +218,9 @@ class Checkers:
         due before them; of several that of the user who is due last, or has worked the longest. Where a user who waits
         is due later, the others begin their next turns."""
         working = sorted(self._placed.keys() - self._idle.keys(), key=self._placed.__getitem__)
-        over = [uid for uid in working if now - self._placed[uid] >= TURN_SEC]
+        # A unit at its rehearsal may not be between two job files for minutes, and is no reason to wait.
+        may_end = [uid for uid in working if not self._people[uid].is_rehearsing]
+        over = [uid for uid in may_end if now - self._placed[uid] >= TURN_SEC]
         over.sort(key=self._turns.due, reverse=True)
         num_free = max(0, self._max_units - len(working))
         left = sorted(self._queue, key=self._rank)[num_free:]

@@ -45,7 +45,9 @@ class Request:
 
     @property
     def timeout_sec(self) -> float:
-        return self.config.spool.preflight_timeout_sec
+        """Seconds that its helper has, from now on: more at its rehearsal, which the helper itself ends before that."""
+        spool = self.config.spool
+        return spool.preflight_timeout_sec + (spool.rehearsal_timeout_sec if self.is_rehearsing else 0.0)
 
     def line(self) -> bytes:
         """Return the request's line, with the job file's content: the helper may not be able to read the file."""

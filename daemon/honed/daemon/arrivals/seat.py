@@ -69,8 +69,7 @@ class Seat:
         if (request := self.current) is not None:
             if not request.is_rehearsing and self.slot.stage() == STAGE:
                 self._line.rehearse(request)
-                # The helper's own limit ends the rehearsal first, and it answers then.
-                request.deadline = self._clock() + request.config.spool.rehearsal_timeout_sec + request.timeout_sec
+                request.deadline = self._clock() + request.timeout_sec
             elif self._clock() >= request.deadline:
                 answers += self._give_up(request)
         return answers
