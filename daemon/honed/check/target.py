@@ -20,6 +20,7 @@ from typing import Any
 from honed.inputs import modality
 from honed.inputs.basemodel import QUANTIZATION_STATE, AdapterInfo, BaseModelInfo
 from honed.plan import parameter, placement, precision
+from honed.plan.parameter import Parameter
 from honed.spec.media import Part
 from honed.spec.problem import shown
 from honed.spec.spec import JobSpec, LoraSpec
@@ -368,10 +369,16 @@ def _check_saved(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:
 def _check_parameters(lora: LoraSpec, modules: Modules, model: BaseModelInfo) -> Iterator[str]:
     """Check `target_parameters`: the worker refuses a name that is the end of no parameter's."""
     yield from ()
-    loaded = [spelled for each in parameter.parameters(model) for spelled in placement.spellings(each.name)]
+    found = parameter.parameters(model)
+    loaded = [spelled for each in found for spelled in placement.spellings(each.name)]
     for number, name in enumerate(lora.target_parameters or ()):
         words = name.removesuffix(".weight").removesuffix(".bias").split(".")
-        if any(each == name or each.endswith(f".{name}") for each in loaded) or modules.may_have(words[-1]):
+        if flat := [each.name for each in found if len(each.shape) < 2 and _ends(each, name)]:
+            raise SpecError(
+                f"lora.target_parameters.{number}: {flat[0]} is no matrix, and takes no adapter",
+                hint="remove it; lora.modules_to_save trains norms in full, lora.bias biases",
+            )
+        if any(_ends(each, name) for each in found) or modules.may_have(words[-1]):
             continue
         ends = sorted({".".join(each.split(".")[-3:]) for each in loaded if ".experts." in each})
         near = get_close_matches(name, ends, n=1, cutoff=0.5)
@@ -382,6 +389,10 @@ def _check_parameters(lora: LoraSpec, modules: Modules, model: BaseModelInfo) ->
             else f"its experts are {', '.join(ends[:MAX_NAMED]) or 'no parameters'}",
             fix={f"lora.target_parameters.{number}": near[0]} if near else {},
         )
+
+
+def _ends(each: Parameter, name: str) -> bool:
+    return any(spelled == name or spelled.endswith(f".{name}") for spelled in placement.spellings(each.name))
 
 
 def _check_patterns(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:

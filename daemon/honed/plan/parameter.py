@@ -83,7 +83,7 @@ _RENAMED = {"gpt_neox": {"embed_out": "lm_head"}}
 #: Embeddings that are not of words alone, with which no head shares its weights.
 _NOT_TIED = re.compile(r"(^|\.)(wpe|[^.]*position[^.]*|[^.]*per_layer[^.]*)$")
 #: Layers that predict several tokens, which transformers ignores: apart, or after the last layer.
-_AHEAD = re.compile(r"(^|\.)mtp(_layers)?\.")
+_AHEAD = re.compile(r"(^|\.)(mtp|nextn)\w*\.")
 _NUMBERED = re.compile(r"(^|\.)layers\.(?P<number>\d+)\.")
 #: The block that the hybrid layers of Zamba share. It is stored once, and each layer has an adapter of its own for it.
 _HYBRID = re.compile(r"\.layers\.(?P<number>\d+)\.mamba_decoder\.")
@@ -387,12 +387,14 @@ def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter
         elif _is_target(lora, parameter, set(names)) and parameter.name not in saved:
             targets.append(parameter)
             added += [(rank, parameter.num_elements // max(1, parameter.num_outputs)), (parameter.num_outputs, rank)]
-            added += [(parameter.num_outputs,)] if lora.use_dora else []
+            magnitudes = parameter.shape[-1] if parameter.role == "embedding" else parameter.num_outputs
+            added += [(magnitudes,)] if lora.use_dora else []
     embeddings = frozenset(
         place for place, parameter in enumerate(saved.values(), len(added)) if parameter.role == "embedding"
     )
     added += [parameter.shape for parameter in saved.values()]
-    biases = _biases(lora, loaded, {parameter.module for parameter in targets})
+    apart = tuple(each for each in loaded if each.name not in saved)
+    biases = _biases(lora, apart, {parameter.module for parameter in targets})
     return Trained(tuple(added), tuple(biases), embeddings)
 
 
@@ -430,7 +432,10 @@ def _shared(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
 def _is_target(lora: LoraSpec, parameter: Parameter, expert_names: set[str]) -> bool:
     """Match a name as peft does: `all-linear`, a regular expression for the whole name, or the ends of names."""
     module = parameter.module
-    if parameter.role not in ("linear", "head", "embedding") or not parameter.name.endswith(".weight"):
+    is_convolution = parameter.role == "other" and 3 <= len(parameter.shape) <= 5
+    if not (is_convolution or parameter.role in ("linear", "head", "embedding")):
+        return False
+    if not parameter.name.endswith(".weight"):
         return False
     if placement.is_excluded(module, lora.exclude_modules):
         return False
@@ -475,8 +480,8 @@ def _is_named(lora: LoraSpec, parameter: Parameter) -> bool:
 
 def _parameter_adapter(parameter: Parameter, rank: int) -> list[Shape]:
     """Return the shapes of the adapter of a parameter in target_parameters: one of the rank for each expert."""
-    *experts, num_outputs, num_inputs = (1, *parameter.shape)[-3:]
-    stacked = experts[0] * rank
+    num_experts, num_outputs, num_inputs = (1, 1, *parameter.shape)[-3:]
+    stacked = num_experts * rank
     return [(stacked, num_inputs), (num_outputs, stacked)]
 
 

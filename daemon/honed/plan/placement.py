@@ -33,7 +33,7 @@ def matches(module: str, names: str | list[str]) -> bool:
 def is_in_layers(lora: LoraSpec, name: str) -> bool:
     if not lora.layers_to_transform:
         return True
-    match = LAYER.match(name)
+    match = LAYER.match(f".{name}")  # a checkpoint of the bare model begins with the layers
     return match is not None and int(match[1]) in lora.layers_to_transform
 
 

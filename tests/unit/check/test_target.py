@@ -47,6 +47,7 @@ def check(tmp_path: Path, name: str, lora: dict[str, Any]) -> list[str]:
         ("gpt2", {"modules_to_save": ["lm_head", "embed_tokens"]}, "lora.modules_to_save.1", "wte"),
         ("mixtral", {"target_parameters": ["experts.gate_up_porj"]}, "lora.target_parameters.0", "gate_up_proj?"),
         ("llama", {"target_parameters": ["experts.gate_up_porj"]}, "lora.target_parameters.0", "no parameters"),
+        ("llama", {"target_parameters": ["norm.weight"]}, "lora.target_parameters.0", "modules_to_save trains norms"),
         ("llama", {"rank_pattern": {"q_porj": 4}}, "lora.rank_pattern", "q_proj"),
         ("llama", {"alpha_pattern": {"c_attn": 4}}, "lora.alpha_pattern", "q_proj"),
         ("llama", {"rank_pattern": {"(q_proj": 4}}, "lora.rank_pattern", "the end of"),

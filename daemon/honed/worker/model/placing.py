@@ -15,7 +15,7 @@ from honed.plan import placement
 from honed.plan.parameter import EXPERT_NAMES
 from honed.spec.spec import LoraSpec
 from honed.system import quote
-from honed.system.error import ModelError, PrecisionError
+from honed.system.error import ModelError
 from honed.worker.assignment import Assignment
 
 #: Names in a message.
@@ -141,12 +141,8 @@ def check(model: Any, assignment: Assignment) -> None:
         raise ModelError(wrong, hint="choose the modules by target_modules alone: a list of names, or all-linear")
 
 
-def remarks(model: Any, assignment: Assignment, *, is_part: bool = False) -> Iterator[str]:
-    """Yield warnings about an adapter that is not what the job names or the plan estimated.
-
-    `is_part`: the model may have no place for some of the stored weights. Raises PrecisionError where the plan is sure
-    of another number of trained parameters.
-    """
+def remarks(model: Any, assignment: Assignment) -> Iterator[str]:
+    """Yield warnings about an adapter that is not what the job names or the plan counted."""
     lora = assignment.spec.lora
     if lora is None:
         return
@@ -157,16 +153,10 @@ def remarks(model: Any, assignment: Assignment, *, is_part: bool = False) -> Ite
         )
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     planned, unsure = assignment.plan.checkpoint.num_trained, assignment.plan.checkpoint.trained_unsure
-    if not planned or trained == planned:
-        return
-    if is_part:
-        unsure = unsure or "the model has no place for some stored weights"
-    wrong = f"lora: {trained:,} parameters are trained, not {planned:,} as planned"
-    if not unsure:
-        raise PrecisionError(
-            wrong, hint="this is a bug: please report it, with the job file and the base model's config.json"
-        )
-    yield f"{wrong} ({unsure}): more or less memory is needed"
+    if assignment.spec.kind == "sft" and trained != planned:
+        why = f" ({unsure})" if unsure else ""
+        counted = f"{trained:,} parameters are trained, not {planned:,} as planned"
+        yield f"lora: {counted}{why}: more or less memory is needed"
 
 
 def _lacking(model: Any, lora: LoraSpec) -> list[str]:

@@ -36,10 +36,8 @@ class TransformersBackend:
         return load_base(assignment, load_config(assignment), tell=self.told.append)
 
     def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
-        # The plan counts all stored weights, also those that this class has no place for.
-        is_part = bool(self.told or getattr(model, "_keys_to_ignore_on_load_unexpected", None))
         model = attach_adapter(model, assignment)
-        self.told += placing.remarks(model, assignment, is_part=is_part)
+        self.told += placing.remarks(model, assignment)
         return model
 
     def make_room(self, model: Any, num_tokens: int) -> None:
