@@ -377,6 +377,7 @@ def _check_parameters(lora: LoraSpec, modules: Modules, model: BaseModelInfo) ->
             raise SpecError(
                 f"lora.target_parameters.{number}: {flat[0]} is no matrix, and takes no adapter",
                 hint="remove it; lora.modules_to_save trains norms in full, lora.bias biases",
+                fix={"lora.target_parameters": [each for each in lora.target_parameters or () if each != name] or None},
             )
         if any(_ends(each, name) for each in found) or modules.may_have(words[-1]):
             continue
