@@ -156,7 +156,7 @@ class Torture:
             case "controller killed":
                 self.cluster.kill("slurmctld")
                 time.sleep(self.random.choice([0.5, 3.0, 8.0]))
-                self.cluster.start_controller()
+                self.cluster.start("slurmctld")
             case "node lost":
                 self.cluster.kill(f"slurmd-node{self.random.choice([1, 2])}")
                 time.sleep(self.random.choice([1.0, 15.0]))

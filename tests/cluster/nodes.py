@@ -25,6 +25,12 @@ import gpus  # noqa: E402
 from waiting import wait_for  # noqa: E402
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel")
+#: What starts each daemon, by the name of its file in pid/.
+DAEMONS = {
+    "slurmctld": ["slurmctld"],
+    "slurmd-node1": ["slurmd", "-N", "node1"],
+    "slurmd-node2": ["slurmd", "-N", "node2"],
+}
 
 
 def why_not() -> str:
@@ -65,27 +71,35 @@ class Cluster:
     def down(self) -> None:
         subprocess.run([HERE / "down", "--wipe"], env=self.environment, check=False, capture_output=True, timeout=120)
 
-    def pid(self, program: str) -> int:
-        return int((self.dir / f"pid/{program}.pid").read_text())
+    def running(self, program: str) -> int | None:
+        """Return the pid of a daemon that runs and has written it down."""
+        try:
+            pid = int((self.dir / f"pid/{program}.pid").read_text())
+        except (FileNotFoundError, ValueError):  # it starts: the file comes after its command has returned
+            return None
+        return pid if Path(f"/proc/{pid}/exe").exists() else None
 
     def kill(self, program: str) -> None:
         """Kill a daemon: slurmctld, slurmd-node1 or slurmd-node2."""
-        pid = self.pid(program)
+        pid = wait_for(lambda: self.running(program), what=f"{program} runs", deadline_sec=30)
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not Path(f"/proc/{pid}/exe").exists(), what=f"the end of {program}", deadline_sec=30)
 
-    def start_controller(self) -> None:
-        subprocess.run(["slurmctld", "-f", self.conf], env=self.environment, check=True, timeout=30)
+    def start(self, program: str) -> None:
+        """Start a daemon, and wait until it has written its pid down; again where it ends at once, as on a taken port."""
+        (self.dir / f"pid/{program}.pid").unlink(missing_ok=True)
+        for _ in range(6):
+            subprocess.run([*DAEMONS[program], "-f", self.conf], env=self.environment, check=True, timeout=30)
+            with contextlib.suppress(AssertionError):
+                wait_for(lambda: self.running(program), what=f"{program} runs", deadline_sec=10)
+                return
+        raise AssertionError(f"{program} does not run: {(self.dir / f'log/{program}.log').read_text()[-3000:]}")
 
     def mend(self) -> None:
         """Start again what was killed, and take back nodes that Slurm has given up."""
-        for program, command in (
-            ("slurmctld", ["slurmctld"]),
-            ("slurmd-node1", ["slurmd", "-N", "node1"]),
-            ("slurmd-node2", ["slurmd", "-N", "node2"]),
-        ):
-            if not Path(f"/proc/{self.pid(program)}/exe").exists():
-                subprocess.run([*command, "-f", self.conf], env=self.environment, check=True, timeout=30)
+        for program in DAEMONS:
+            if self.running(program) is None:
+                self.start(program)
         resume = ["scontrol", "update", "nodename=node1,node2", "state=resume"]
         subprocess.run(resume, env=self.environment, check=False, capture_output=True, timeout=60)
 

@@ -91,7 +91,7 @@ def test_a_controller_that_dies_stops_neither_the_job_nor_the_loop(cluster: Clus
         cluster.wait_state("succeed", State.RUNNING, deadline_sec=60)
         assert cluster.honectl("list").returncode == 0
     finally:
-        cluster.cluster.start_controller()
+        cluster.cluster.start("slurmctld")
     later = cluster.wait_state("succeed", State.SUCCEEDED, State.FAILED, deadline_sec=180)
     assert later.state is State.SUCCEEDED
     assert len(cluster.starts(later)) == 1
