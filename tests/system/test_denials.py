@@ -152,7 +152,7 @@ def test_a_directory_stays_where_it_is_dropped_and_a_file_of_its_name_is_taken(h
     for name in ("wrong.json.reason", "wrong-too.json"):
         honed.run("python3", "-c", make, name, user="mallory")
         honed.wait_message(f"'{name}' in")
-    drop(honed, "anna", "wrong", "{")
+    honed.sh(f"echo '{{' >{INCOMING}/wrong.json", user="berta")
     assert "spec_invalid" in refusal(honed, "wrong.json")
     for name in ("wrong.json.reason", "wrong-too.json"):
         assert honed.exists(f"{INCOMING}/{name}/in-it")
