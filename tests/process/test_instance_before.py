@@ -38,6 +38,7 @@ from honed.system.client import Client
 from honed.system.layout import Layout
 from waiting import wait_for
 
+pytestmark = pytest.mark.random_order(disabled=True)
 DATA = Path(__file__).parents[1] / "data/instance"
 RECORD = runpy.run_path(str(DATA / "record.py"))
 ROOT: Path = RECORD["ROOT"]

@@ -13,9 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from machine import Machine, why_not
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a file share a machine, and follow one another on it, whatever the order of the files."""
     reason = why_not() if any(item.get_closest_marker("systemd") for item in items) else None
     for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.random_order(disabled=True))
         if reason is not None and item.get_closest_marker("systemd"):
             item.add_marker(pytest.mark.skip(reason=reason))
 
