@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
+from honed.check import tokencheck
 from honed.inputs import modality
 from honed.inputs.basemodel import QUANTIZATION_STATE, AdapterInfo, BaseModelInfo
 from honed.plan import parameter, placement, precision
@@ -153,6 +154,7 @@ def check(job_spec: JobSpec, model: BaseModelInfo) -> list[str]:
     if job_spec.lora is None:
         return []
     lora, parts, where = job_spec.lora, precision.trained_parts(job_spec), str(model.path)
+    tokencheck.check(lora, model)
     return [
         *_check_targets(lora, modules, parts, where),
         *_check_excluded(lora, modules, where),
@@ -188,7 +190,8 @@ def _check_parts(job_spec: JobSpec, modules: Modules, where: str) -> None:
 
 
 def check_adapter(adapter: AdapterInfo, model: BaseModelInfo) -> None:
-    """Raise ModelError for an adapter none of whose modules the base model has."""
+    """Raise ModelError for an adapter of which the base model has no module, or not all tokens."""
+    tokencheck.check_adapter(adapter, model)
     changed = {
         found[1] for tensor in adapter.tensors if (found := re.search(r"(\w+)\.lora_[AB]\.weight$", tensor.name))
     }

@@ -20,6 +20,8 @@ from honed.spec.spec import JobSpec, LoraSpec
 from honed.system import installed
 
 Shape = tuple[int, ...]
+#: peft's `trainable_token_indices`: rows of the input embedding, or by module.
+TokenRows = list[int] | dict[str, list[int]]
 #: `linear` and `head` are nn.Linear or GPT-2's Conv1D; bitsandbytes quantizes `linear` alone. `experts` are the stacked
 #: weights that transformers 5 makes of a mixture's experts, and `router` chooses among them: both are bare parameters,
 #: which bitsandbytes does not quantize.
@@ -393,6 +395,7 @@ def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter
         place for place, parameter in enumerate(saved.values(), len(added)) if parameter.role == "embedding"
     )
     added += [parameter.shape for parameter in saved.values()]
+    added += [(len(ids), parameter.shape[1]) for parameter, ids in token_rows(lora.trainable_token_indices, loaded)]
     apart = tuple(each for each in loaded if each.name not in saved)
     biases = _biases(lora, apart, {parameter.module for parameter in targets})
     return Trained(tuple(added), tuple(biases), embeddings)
@@ -403,14 +406,63 @@ def _with_tied(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
     and the block that layers share.
     """
     yield from loaded
-    if not any(parameter.role == "head" for parameter in loaded):
-        embeddings = [each for each in loaded if each.role == "embedding" and not _NOT_TIED.search(each.module)]
-        if embeddings:
-            has_dense = any(each.name.startswith("lm_head.") for each in loaded)
-            most = max(each.shape[0] for each in embeddings)
-            words = min((each for each in embeddings if each.shape[0] == most), key=lambda each: each.num_elements)
-            yield Parameter("decoder.weight" if has_dense else "lm_head.weight", words.shape, "head")
+    if (head := tied_head(loaded)) is not None:
+        yield head
     yield from _shared(loaded)
+
+
+def input_embedding(loaded: Iterable[Parameter]) -> Parameter | None:
+    """Return the embedding of words, if there is one: that with the most rows."""
+    embeddings = [each for each in loaded if each.role == "embedding" and not _NOT_TIED.search(each.module)]
+    return min(embeddings, key=lambda each: (-each.shape[0], each.num_elements), default=None)
+
+
+def tied_head(loaded: tuple[Parameter, ...]) -> Parameter | None:
+    """Return the head that has the embedding's weights; None where it has its own."""
+    words = input_embedding(loaded)
+    if words is None or any(each.role == "head" for each in loaded):
+        return None
+    has_dense = any(each.name.startswith("lm_head.") for each in loaded)
+    return Parameter("decoder.weight" if has_dense else "lm_head.weight", words.shape, "head")
+
+
+def asked_token_rows(spec: JobSpec, adapter: AdapterInfo | None) -> TokenRows | None:
+    """Return the rows that a job's adapter trains, which it makes or continues."""
+    found = spec.lora.trainable_token_indices if spec.lora is not None else None
+    stored = adapter.config.get("trainable_token_indices") if adapter is not None else None
+    return stored if isinstance(stored, list | dict) else found
+
+
+def token_rows(asked: TokenRows | None, loaded: tuple[Parameter, ...]) -> list[tuple[Parameter, list[int]]]:
+    """Return what trainable_token_indices trains rows of, and which; a tied head is not counted again."""
+    if not asked:
+        return []
+    if isinstance(asked, list):
+        words = input_embedding(loaded)
+        return [(words, asked)] if words is not None else []
+    return [(each, ids) for name, ids in asked.items() for each in named_words(name, loaded)]
+
+
+def named_words(name: str, loaded: Iterable[Parameter]) -> list[Parameter]:
+    """Return the embeddings and heads of this name, or of its last part: what is before it may change by loading."""
+    words = [each for each in loaded if each.role in ("embedding", "head")]
+    leaf = name.rpartition(".")[2]
+    exact = [each for each in words if f".{each.module}".endswith(f".{name}")]
+    return exact or [each for each in words if each.module.rpartition(".")[2] == leaf]
+
+
+def is_head(module: str) -> bool:
+    """Tell whether a name is one that families give their head."""
+    return _HEAD.search(module) is not None
+
+
+def key_of(lora: LoraSpec, parameter: Parameter) -> str | None:
+    """Return the key by which an embedding or a head is trained apart from its tokens, if any."""
+    if _is_saved(lora, parameter):
+        return "modules_to_save"
+    if _is_named(lora, parameter):
+        return "target_parameters"
+    return "target_modules" if _is_target(lora, parameter, set()) else None
 
 
 def _shared(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
@@ -504,13 +556,13 @@ def _expert_adapter(parameter: Parameter, rank: int, targeted: set[str]) -> list
 
 def _saved(lora: LoraSpec, loaded: tuple[Parameter, ...]) -> dict[str, Parameter]:
     """Return the parameters in modules_to_save: peft matches the ends of module names, and copies everything below."""
+    return {parameter.name: parameter for parameter in _with_tied(loaded) if _is_saved(lora, parameter)}
 
-    def is_saved(parameter: Parameter) -> bool:
-        parts = parameter.module.split(".")
-        above = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-        return any(module.endswith(name) for module in above for name in lora.modules_to_save or ())
 
-    return {parameter.name: parameter for parameter in _with_tied(loaded) if is_saved(parameter)}
+def _is_saved(lora: LoraSpec, parameter: Parameter) -> bool:
+    parts = parameter.module.split(".")
+    above = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    return any(module.endswith(name) for module in above for name in lora.modules_to_save or ())
 
 
 def _biases(lora: LoraSpec, loaded: tuple[Parameter, ...], targets: set[str]) -> list[Shape]:
