@@ -1,5 +1,5 @@
-"""Checks of `lora.trainable_token_indices` against a checkpoint's embeddings: some end a job in peft, after the model is
-loaded; with others it computes another model, without a word.
+"""Checks of `lora.trainable_token_indices` against a checkpoint's embeddings: some end a job in peft, after the model
+is loaded; with others it computes another model, without a word.
 """
 
 from __future__ import annotations
