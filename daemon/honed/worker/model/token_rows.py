@@ -73,12 +73,15 @@ def _is_tied(embedding: Any, head: Any) -> bool:
 
 
 def _differs(wrapper: Any) -> bool:
-    """Tell whether a wrapped module's output is not that of the module with the trained vectors in its weight."""
+    """Tell whether a wrapped module's output is not that of the module with the trained vectors in its weight; a bias
+    is left out even where it is zero as yet."""
     import torch
     from torch.func import functional_call
 
     layer = wrapper.token_adapter
     base, ids = layer.base_layer, layer.token_indices["default"]
+    if getattr(base, "bias", None) is not None:
+        return True
     if base.weight.is_meta:
         return False
     with torch.no_grad():
