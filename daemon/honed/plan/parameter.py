@@ -15,7 +15,7 @@ from typing import Any, Literal
 from honed.inputs import modality
 from honed.inputs.basemodel import BITS, QUANTIZATION_STATE, AdapterInfo, BaseModelInfo, Tensor
 from honed.job.plan_file import Precision
-from honed.plan import placement, precision
+from honed.plan import loadedname, placement, precision
 from honed.spec.spec import JobSpec, LoraSpec
 from honed.system import installed
 
@@ -67,7 +67,8 @@ EXPERT_NAMES: dict[str, dict[str, str]] = {
 }
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_projection)$|^head$")
-_EMBEDDING = re.compile(r"(^|\.)([^.]*embed[^.]*|wte|wpe|position_embeddings|[^.]*_token)$")
+#: Embeddings; not those of an image's patches, which are a linear layer in some encoders.
+_EMBEDDING = re.compile(r"(^|\.)(?![^.]*patch)([^.]*embed[^.]*|wte|wpe|position_embeddings|[^.]*_token)$")
 _EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.(?P<number>\d+)\.(?P<leaf>w[123]|(gate|up|down)_proj)\.weight")
 _STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 #: Routers that transformers keeps as bare parameters, by their stored names; elsewhere they are linear layers.
@@ -80,8 +81,6 @@ _ROUTERS = {
         re.compile(r".*\.block_sparse_moe\.router\.layer\.weight"),
     ),
 }
-#: Modules that transformers names otherwise than the checkpoint does.
-_RENAMED = {"gpt_neox": {"embed_out": "lm_head"}}
 #: Embeddings that are not of words alone, with which no head shares its weights.
 _NOT_TIED = re.compile(r"(^|\.)(wpe|[^.]*position[^.]*|[^.]*per_layer[^.]*)$")
 #: Layers that predict several tokens, which transformers ignores: apart, or after the last layer.
@@ -98,7 +97,7 @@ _BUFFER = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.i
 class Parameter:
     """One parameter as it will be loaded."""
 
-    name: str  #: as in the checkpoint, or that of the stacked weight that experts become, or of a renamed head
+    name: str  #: once loaded as far as it is known (loadedname.py), else as in the checkpoint
     shape: Shape
     role: Role
     stored_bytes: int | None = None  #: in a quantized checkpoint, whose weights stay as they are stored
@@ -167,7 +166,8 @@ def parameters(model: BaseModelInfo) -> tuple[Parameter, ...]:
         elif not (_is_buffer(tensor) or (is_tied and _HEAD.search(_module(tensor)))):
             found.append(_parameter(tensor, model, state))
     found += [_stacked(name, each, model, state) for name, each in experts.items()]
-    return tuple(found)
+    translated = loadedname.translation(model)
+    return tuple(replace(each, name=translated(each.name)) for each in found)
 
 
 def _looks_ahead(name: str, config: dict[str, Any]) -> bool:
@@ -197,9 +197,7 @@ def _parameter(tensor: Tensor, model: BaseModelInfo, state: dict[str, int]) -> P
     if model.is_quantized and tensor.dtype in ("uint8", "int8", "int32"):
         stored = tensor.num_bytes + state.get(_module(tensor), 0)
         shape = _unpacked(tensor, model)
-    module, renamed = _module(tensor), _RENAMED.get(model.model_type, {})
-    name = f"{renamed[module]}.weight" if module in renamed else tensor.name
-    return Parameter(name, shape, role, stored, role == "linear" and model.model_type in CONV1D_TYPES)
+    return Parameter(tensor.name, shape, role, stored, role == "linear" and model.model_type in CONV1D_TYPES)
 
 
 def _role(tensor: Tensor, model: BaseModelInfo) -> Role:
@@ -340,10 +338,17 @@ def unsure(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = No
     for name in lora.target_parameters or ():
         if not any(_is_named(lora.model_copy(update={"target_parameters": [name]}), each) for each in loaded):
             return f"lora.target_parameters: {name} is not stored under this name"
-    if any(
-        each.role not in ("head", "embedding") and "norm" not in each.name for each in _saved(lora, loaded).values()
-    ):
+    if any(each.role not in ("head", "embedding") and len(each.shape) > 1 for each in _saved(lora, loaded).values()):
         return "lora.modules_to_save: a module may have other parameters once the model is loaded"
+    named = [
+        name
+        for names in (lora.target_modules, lora.exclude_modules, lora.modules_to_save)
+        if isinstance(names, list)
+        for name in names
+    ]
+    chosen = [each.module for each in loaded if each.role == "linear" and _is_target(lora, each, set())]
+    if name := loadedname.unknown(model, named, chosen if named else ()):
+        return f"{name} may have another name once the model is loaded"
     return ""
 
 
@@ -386,7 +391,7 @@ def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter
             is_wanted = placement.wanted(parameter.name, lora, names, count) == "all"
             is_kept = is_wanted and _is_kept(lora, parameter, names)
             added += _expert_adapter(parameter, rank, through_experts) if is_kept else []
-        elif _is_target(lora, parameter, set(names)) and parameter.name not in saved:
+        elif _is_target(lora, parameter, set(names)) and not _is_within_saved(lora, parameter):
             targets.append(parameter)
             added += [(rank, parameter.num_elements // max(1, parameter.num_outputs)), (parameter.num_outputs, rank)]
             magnitudes = parameter.shape[-1] if parameter.role == "embedding" else parameter.num_outputs
@@ -563,6 +568,11 @@ def _is_saved(lora: LoraSpec, parameter: Parameter) -> bool:
     parts = parameter.module.split(".")
     above = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
     return any(module.endswith(name) for module in above for name in lora.modules_to_save or ())
+
+
+def _is_within_saved(lora: LoraSpec, parameter: Parameter) -> bool:
+    """Tell whether a module gets no adapter for being saved: peft compares whole parts of names here."""
+    return any(re.match(rf"(^|.*\.){name}($|\..*)", parameter.module) for name in lora.modules_to_save or ())
 
 
 def _biases(lora: LoraSpec, loaded: tuple[Parameter, ...], targets: set[str]) -> list[Shape]:

@@ -216,6 +216,21 @@ def attribute_names(model_type: str) -> frozenset[str] | None:
     return frozenset(found) or None
 
 
+@lru_cache(maxsize=64)
+def base_prefix(model_type: str) -> str | None:
+    """Return the name under which a model with a head holds the bare model, from transformers' source, or None."""
+    package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None or not re.fullmatch(r"[\w.-]+", model_type):
+        return None
+    name = _module_names().get(model_type, model_type).replace("-", "_")
+    source = Path(package.origin).parent / "models" / name / f"modeling_{name}.py"
+    try:
+        found = re.search(r'^    base_model_prefix = "(\w+)"', source.read_text(encoding="utf-8"), re.M)
+    except (OSError, ValueError):
+        return None
+    return found[1] if found else None
+
+
 @cache
 def _module_names() -> dict[str, str]:
     """Return the module folder of each model type whose folder has another name."""
