@@ -57,7 +57,7 @@ def unknown(model: BaseModelInfo, asked: Sequence[str], chosen: Iterable[str]) -
         leaf = name.rpartition(".")[2]
         if known is None or leaf not in known or leaf.isdecimal():
             continue
-        if not any(each == leaf or each.endswith(f".{leaf}") for each in modules):
+        if not any(f".{leaf}." in f".{each}." for each in modules):
             return name
     return next((each for each in chosen if known and _is_renamed(each, known)), "")
 

@@ -346,7 +346,7 @@ def unsure(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = No
         if isinstance(names, list)
         for name in names
     ]
-    chosen = [each.module for each in loaded if each.role == "linear" and _is_target(lora, each, set())]
+    chosen = [each.module for each in loaded if each.role in ("linear", "other") and _is_target(lora, each, set())]
     if name := loadedname.unknown(model, named, chosen if named else ()):
         return f"{name} may have another name once the model is loaded"
     return ""
@@ -461,13 +461,13 @@ def is_head(module: str) -> bool:
     return _HEAD.search(module) is not None
 
 
-def key_of(lora: LoraSpec, parameter: Parameter) -> str | None:
-    """Return the key by which an embedding or a head is trained apart from its tokens, if any."""
-    if _is_saved(lora, parameter):
+def key_of(lora: LoraSpec, parameter: Parameter, model_type: str = "") -> str | None:
+    """Return the key by which a parameter's module is adapted or trained in full, if any."""
+    if any(_owner(parameter).endswith(name) for name in lora.modules_to_save or ()):
         return "modules_to_save"
     if _is_named(lora, parameter):
         return "target_parameters"
-    return "target_modules" if _is_target(lora, parameter, set()) else None
+    return "target_modules" if _is_target(lora, parameter, set(EXPERT_NAMES.get(model_type, {}))) else None
 
 
 def _shared(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
@@ -565,9 +565,14 @@ def _saved(lora: LoraSpec, loaded: tuple[Parameter, ...]) -> dict[str, Parameter
 
 
 def _is_saved(lora: LoraSpec, parameter: Parameter) -> bool:
-    parts = parameter.module.split(".")
+    parts = _owner(parameter).split(".")
     above = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
     return any(module.endswith(name) for module in above for name in lora.modules_to_save or ())
+
+
+def _owner(parameter: Parameter) -> str:
+    """Return the name of the module that has a parameter; stacked experts are one of their container."""
+    return parameter.module.rpartition(".")[0] if parameter.role == "experts" else parameter.module
 
 
 def _is_within_saved(lora: LoraSpec, parameter: Parameter) -> bool:

@@ -18,6 +18,7 @@ from honed.system.error import ModelError, SpecError
 from zoo import family
 
 TOKENS = "trainable_token_indices"
+ON_Q = {"target_modules": ["q_proj"]}
 pytestmark = pytest.mark.skipif(installed.version("transformers") is None, reason="goes by transformers' source")
 
 
@@ -51,6 +52,13 @@ def check(tmp_path: Path, name: str, lora: dict[str, Any]) -> list[str]:
         ("mixtral", {"target_parameters": ["experts.gate_up_porj"]}, "lora.target_parameters.0", "gate_up_proj?"),
         ("llama", {"target_parameters": ["experts.gate_up_porj"]}, "lora.target_parameters.0", "no parameters"),
         ("llama", {"target_parameters": ["norm.weight"]}, "lora.target_parameters.0", "modules_to_save trains norms"),
+        ("llama", {"target_parameters": ["q_proj.weight"]}, "lora.target_parameters.0", "remove "),
+        (
+            "llama",
+            {"target_parameters": ["k_proj.weight", "lm_head.weight"], "modules_to_save": ["lm_head"], **ON_Q},
+            "lora.target_parameters.1",
+            "remove ",
+        ),
         ("llama", {TOKENS: [3, 10**6]}, f"lora.{TOKENS}.1", "tokenizer"),
         ("llama", {TOKENS: [10**6]}, f"lora.{TOKENS}.0", "new tokens need a base model that has them"),
         ("llama", {TOKENS: {"embed_tokens": [3], "lm_head": [3, 10**6]}}, f"lora.{TOKENS}.lm_head.1", "tokenizer"),
@@ -131,6 +139,7 @@ def test_the_edit_that_a_refusal_names_is_taken(tmp_path: Path, lora: dict[str, 
         ("llama", {"exclude_modules": ["lm_haed"]}, "lora.exclude_modules.0: "),
         ("llama", {"exclude_modules": "vision_tower.*"}, "lora.exclude_modules: "),
         ("gpt_neox", {"modules_to_save": ["embed_out"]}, "lora.modules_to_save.0: "),  # lm_head once loaded
+        ("gpt_neox", {"target_modules": ["query_key_value", "embed_out"]}, "lora.target_modules.1: "),
         ("qwen2_vl", {"target_modules": r"model\.decoder\..*q_proj"}, "lora.target_modules: "),
     ],
 )
@@ -157,7 +166,11 @@ def test_names_of_which_some_mean_nothing_are_told(tmp_path: Path, name: str, lo
         ("gemma3_text", {"target_modules": ["q_proj", "embed_tokens"], "exclude_modules": r".*\.1\..*"}),
         ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "modules_to_save": ["lm_head", "wte"]}),
         ("mixtral", {"target_parameters": ["mlp.experts.gate_up_proj", "experts.down_proj"]}),
-        ("llama", {"target_parameters": ["q_proj.weight"]}),
+        ("llama", {"target_parameters": ["q_proj.weight"], "target_modules": ["v_proj"]}),
+        (
+            "llama",
+            {"target_parameters": ["q_proj.weight"], "modules_to_save": ["self_attn"], "target_modules": ["o_proj"]},
+        ),
         ("llama", {TOKENS: [3, 4]}),
         ("llama", {TOKENS: {"embed_tokens": [3], "lm_head": [4, 5]}, "modules_to_save": ["norm"]}),
         ("llama", {TOKENS: [3], "target_modules": ["q_proj", "lm_head"]}),

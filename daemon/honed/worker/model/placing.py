@@ -57,7 +57,7 @@ def settled(model: Any, lora: LoraSpec, options: dict[str, Any]) -> dict[str, An
     if not targets:
         return options
     return options | {
-        "target_modules": _modules(model, lora, config),
+        "target_modules": _modules(model, lora, config, options.get("exclude_modules")),
         "target_parameters": chosen or None,
         "rank_pattern": config.rank_pattern,
         "alpha_pattern": config.alpha_pattern,
@@ -96,18 +96,28 @@ def _check_passed_over(name: str, lora: LoraSpec, names: dict[str, str], count: 
         )
 
 
-def _modules(model: Any, lora: LoraSpec, config: Any) -> str | list[str]:
-    """Return peft's choice of modules; of a regular expression it has kept the ends of names alone."""
+def _modules(model: Any, lora: LoraSpec, config: Any, excluded: str | list[str] | None) -> str | list[str]:
+    """Return peft's choice of modules. Of a regular expression, and of all-linear, it has kept the ends of names alone,
+    which may be those of other modules, too: of a convolution, say.
+    """
     if isinstance(config.target_modules, str):
         return str(config.target_modules)
     ends = sorted(config.target_modules or ())
-    if not isinstance(lora.target_modules, str) or lora.target_modules == "all-linear":
+    if not isinstance(lora.target_modules, str):
         return ends
-    return [
-        name
-        for name, _ in model.named_modules()
-        if any(name.endswith(f".{each}") for each in ends) and re.fullmatch(lora.target_modules, name)
-    ]
+    reached = {name: each for name, each in model.named_modules() if any(name.endswith(f".{end}") for end in ends)}
+    if lora.target_modules != "all-linear":
+        return [name for name in reached if re.fullmatch(lora.target_modules, name)]
+    linear = [name for name, each in reached.items() if _is_linear(each)]
+    others = [name for name in reached if name not in linear and not placement.is_excluded(name, excluded)]
+    return linear if others else ends
+
+
+def _is_linear(module: Any) -> bool:
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, torch.nn.Linear | Conv1D)
 
 
 def adapted(model: Any) -> set[str]:
