@@ -14,11 +14,15 @@ from honed.system.error import ModelError
 
 #: Tokens in a message.
 MAX_NAMED = 8
+_MERGED = "train a new adapter: what this one was trained with is not the base model"
 KEY = "lora.trainable_token_indices"
 
 
-def check(model: Any) -> None:
-    """Raise ModelError if peft computes anything else than the model's own modules do with the trained vectors."""
+def check(model: Any, *, is_new: bool = True) -> None:
+    """Raise ModelError if peft computes anything else than the model's own modules do with the trained vectors.
+
+    `is_new`: the job makes the adapter, and does not continue one.
+    """
     from peft.utils.other import TrainableTokensWrapper
 
     found = {name: each for name, each in model.named_modules() if isinstance(each, TrainableTokensWrapper)}
@@ -29,14 +33,16 @@ def check(model: Any) -> None:
     if _is_tied(embedding, head) and len({isinstance(each, TrainableTokensWrapper) for each in (embedding, head)}) > 1:
         raise ModelError(
             f"{KEY}: the head shares the embedding's weights, and peft trains tokens of one of them alone",
-            hint="use modules_to_save: it trains the embedding in full",
+            hint="remove it; modules_to_save trains an embedding in full" if is_new else _MERGED,
+            fix={KEY: None} if is_new else {},
         )
     for name, wrapper in found.items():
         if _differs(wrapper):
             raise ModelError(
                 f"{KEY}: {name.removeprefix('base_model.model.')} computes more than peft's copy of it does "
                 f"({type(wrapper.token_adapter.base_layer).__name__})",
-                hint="remove it; modules_to_save trains an embedding in full",
+                hint="remove it; modules_to_save trains an embedding in full" if is_new else _MERGED,
+                fix={KEY: None} if is_new else {},
             )
 
 

@@ -240,7 +240,7 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
         check_adapted(model, assignment)
         placing.check(model, assignment)
-    token_rows.check(model)
+    token_rows.check(model, is_new=not spec.adapter)
     cast_trainable(model, assignment.precision)
     spare_frozen(model)
     return model
