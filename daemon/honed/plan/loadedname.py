@@ -40,6 +40,17 @@ def _first_part(model: BaseModelInfo) -> Callable[[str], str]:
     return lambda name: name if _HEAD.match(name) else f"{prefix}.{name.removeprefix(old)}"
 
 
+#: The same tensors under other names than those that transformers has in its source: routers' biases, and numbers of an
+#: activation.
+_FIXED = re.compile(r"(^|\.)(e_score_correction_bias|expert_bias|act_fn\.(beta|eps))$")
+
+
+def is_trainable(model: BaseModelInfo) -> Callable[[str], bool]:
+    """Return the function that tells whether a stored tensor is a parameter: others are loaded, and never trained."""
+    fixed = installed.fixed_names(model.model_type)
+    return lambda name: name.rpartition(".")[2] not in fixed and not _FIXED.search(name)
+
+
 def senses(model: BaseModelInfo) -> bool:
     return model.has_vision or model.has_audio or model.speaks
 

@@ -89,6 +89,8 @@ _NUMBERED = re.compile(r"(^|\.)layers\.(?P<number>\d+)\.")
 #: The block that the hybrid layers of Zamba share. It is stored once, and each layer has an adapter of its own for it.
 _HYBRID = re.compile(r"\.layers\.(?P<number>\d+)\.mamba_decoder\.")
 _SHARED = re.compile(r"(?P<before>.*\.layers\.)(?P<layer>\d+)(?P<after>\.shared_transf(ormer)?\..*)")
+#: Names of an adapter's own tensors.
+_ADAPTED = re.compile(r"\.(lora_\w+|trainable_tokens_delta)(\.|$)")
 #: Masks and frequencies that older checkpoints contain and transformers ignores.
 _BUFFER = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 
@@ -307,8 +309,9 @@ def sizes(config: dict[str, Any]) -> Sizes | None:
 def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = None) -> Trained:
     """Return the shapes of all tensors that have a gradient."""
     if adapter is not None:
-        return Trained(tuple(tensor.shape for tensor in adapter.tensors) or ((adapter.num_parameters,),), ())
-    loaded, parts = parameters(model), precision.trained_parts(spec)
+        return Trained(_continued(adapter, model) or ((adapter.num_parameters,),), ())
+    is_trainable, parts = loadedname.is_trainable(model), precision.trained_parts(spec)
+    loaded = tuple(each for each in parameters(model) if is_trainable(each.name))
     inside = tuple(each for each in loaded if modality.part(each.module) in parts)
     if spec.lora is None:
         embeddings = frozenset(place for place, parameter in enumerate(inside) if parameter.role == "embedding")
@@ -316,11 +319,27 @@ def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = N
     return _lora(spec.lora, loaded, inside, model.model_type)
 
 
+def _continued(adapter: AdapterInfo, model: BaseModelInfo) -> tuple[Shape, ...]:
+    """Return the shapes of a stored adapter's tensors that are trained again: peft may save embeddings beside them."""
+    is_trainable = loadedname.is_trainable(model)
+    saved, has_biases = adapter.config.get("modules_to_save"), adapter.config.get("bias", "none") != "none"
+    whole = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
+
+    def is_trained(name: str) -> bool:
+        if _ADAPTED.search(name) or (has_biases and name.endswith(".bias")):
+            return True
+        parts = name.split(".")
+        is_saved = any(".".join(parts[:n]).endswith(each) for n in range(1, len(parts)) for each in whole)
+        return is_saved and is_trainable(name)
+
+    return tuple(tensor.shape for tensor in adapter.tensors if is_trained(tensor.name))
+
+
 def unsure(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = None) -> str:
-    """Return why the number of an adapter's parameters is an estimate; empty where it is exact, or there is none."""
+    """Return why the number of trained parameters is an estimate; empty where it is exact."""
     lora = spec.lora
-    if adapter is not None or lora is None:
-        return "it counts all of the stored adapter" if adapter is not None else ""
+    if adapter is not None:
+        return "" if adapter.tensors else "the tensors of a pickled adapter are not known"
     if not model.tensors:
         return "the names of pickled weights are not known"
     if model.is_quantized:
@@ -330,6 +349,8 @@ def unsure(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = No
         return "the model's code is not that of transformers"
     if model.has_audio or model.speaks:
         return "the names of modules are not known for models that hear"
+    if lora is None:
+        return ""
     patterns = [each for each in (lora.target_modules, lora.exclude_modules) if isinstance(each, str)]
     patterns += [each for each in lora.rank_pattern or {} if "." in each]
     if model.has_vision and set(patterns) - {"all-linear"}:

@@ -152,21 +152,24 @@ def check(model: Any, assignment: Assignment) -> None:
 
 
 def remarks(model: Any, assignment: Assignment) -> Iterator[str]:
-    """Yield warnings about an adapter that is not what the job names or the plan counted."""
+    """Yield a warning about layers that the job names and that have no adapter."""
     lora = assignment.spec.lora
-    if lora is None:
-        return
-    if lacking := _lacking(model, lora):
+    if lora is not None and (lacking := _lacking(model, lora)):
         yield (
             f"lora: {len(lacking)} modules that target_modules names have no adapter: "
             f"{quote.first(lacking, MAX_NAMED)}; peft takes these names for the mixture's experts alone"
         )
+
+
+def counted(model: Any, assignment: Assignment) -> Iterator[str]:
+    """Yield a warning where another number of parameters is trained than the plan counted."""
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     planned, unsure = assignment.plan.checkpoint.num_trained, assignment.plan.checkpoint.trained_unsure
     if assignment.spec.kind == "sft" and trained != planned:
+        key = "lora" if assignment.spec.lora is not None else "adapter" if assignment.spec.adapter else "base_model"
         why = f" ({unsure})" if unsure else ""
         counted = f"{trained:,} parameters are trained, not {planned:,} as planned"
-        yield f"lora: {counted}{why}: more or less memory is needed"
+        yield f"{key}: {counted}{why}: more or less memory is needed"
 
 
 def _lacking(model: Any, lora: LoraSpec) -> list[str]:
