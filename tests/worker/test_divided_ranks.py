@@ -15,6 +15,7 @@ from worker.test_ranks import BF16, END_SEC, KEYS, MEMORY, STOP, Run, assert_the
 
 OFF = {"sample_frequency": "off"}
 KEPT = {"gradient_checkpointing": False}
+WITH_TOKENS = {"r": 4, "trainable_token_indices": [270, 427]}
 ON_ENDS = {"r": 4, "target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}
 
 
@@ -56,7 +57,12 @@ def check_memory(one: Ended, two: Ended) -> None:
 @pytest.mark.parametrize(
     ("keys", "tolerance"),
     [
-        pytest.param({"dtype": "float32", "training": KEPT}, 5e-7, id="lora-fp32", marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"dtype": "float32", "training": KEPT, "lora": WITH_TOKENS},
+            5e-7,
+            id="lora-fp32",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param({**BF16, "lora": ON_ENDS}, 3e-4, id="lora-bf16"),
         pytest.param({"lora": None, "dtype": "float32"}, 5e-7, id="full-fp32", marks=pytest.mark.exhaustive),
         pytest.param({"lora": None, **BF16, "master_weights": "float32"}, 3e-4, id="full-autocast"),

@@ -76,6 +76,17 @@ def test_what_a_library_refuses_is_refused_with_a_remedy_that_passes(tmp_path: P
     assert rehearsal.rehearse(mended.job).outcome == "passed"
 
 
+def test_tokens_that_a_small_model_does_not_have_are_rehearsed_with_others(tmp_path: Path) -> None:
+    tokens = {"embed_tokens": [130_000, 131_000], "lm_head": [130_000]}
+    tried = job(tmp_path, "apertus", is_real=True, lora={"trainable_token_indices": tokens})
+    assert rehearsal.rehearse(tried).outcome == "passed"
+
+
+def test_tokens_of_a_head_with_a_bias_are_refused(tmp_path: Path) -> None:
+    answer = rehearsal.rehearse(job(tmp_path, "modernbert-decoder", lora={"trainable_token_indices": [3]}))
+    assert answer.error is not None and answer.error.fix == {"lora.trainable_token_indices": None}
+
+
 #: Sorts whose remedy is followed in a real worker by default, one of each part of the job file.
 FOLLOWED = ("PiSSA under 4 bit", "mamba", "granite", "jetmoe")
 

@@ -53,10 +53,14 @@ def test_both_backends_tell_the_same_story_of_the_same_job(
     make_job: MakeJob, cutter_of: Callable[[str], Cutter], quantization: str
 ) -> None:
     job = make_job(**KEYS, quantization=quantization)
+    if quantization == "4bit":  # a count that differs from the plan's is told, and changes nothing
+        checkpoint = job.plan["checkpoint"]
+        job.change_plan(checkpoint={**checkpoint, "num_trained": checkpoint["num_trained"] + 1})
     ended = job.wait(job.start(popen=subprocess.Popen)) if quantization == "none" else cutter_of("unsloth").run(job)
     assert ended.status == 0, (ended.result, job.log()[-3000:])
     assert "unsloth" in ended.of("started")[0]["versions"]
     assert "Unsloth" in job.log()
+    assert len([each for each in ended.messages("warning") if "as planned" in each]) == (quantization == "4bit")
     other = make_job(**(KEYS | {"backend": "transformers"}), quantization=quantization)
     plain = other.run()
     assert story(ended) == story(plain)

@@ -17,9 +17,10 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
+from honed.check import tokencheck
 from honed.inputs import modality
 from honed.inputs.basemodel import QUANTIZATION_STATE, AdapterInfo, BaseModelInfo
-from honed.plan import parameter, placement, precision
+from honed.plan import loadedname, parameter, placement, precision
 from honed.plan.parameter import Parameter
 from honed.spec.media import Part
 from honed.spec.problem import shown
@@ -153,8 +154,10 @@ def check(job_spec: JobSpec, model: BaseModelInfo) -> list[str]:
     if job_spec.lora is None:
         return []
     lora, parts, where = job_spec.lora, precision.trained_parts(job_spec), str(model.path)
+    tokencheck.check(lora, model)
     return [
         *_check_targets(lora, modules, parts, where),
+        *_check_renamed(lora, modules, model),
         *_check_excluded(lora, modules, where),
         *([] if job_spec.parts.patterns else _check_left(lora, modules, parts, where)),
         *_check_saved(lora, modules, where),
@@ -188,7 +191,8 @@ def _check_parts(job_spec: JobSpec, modules: Modules, where: str) -> None:
 
 
 def check_adapter(adapter: AdapterInfo, model: BaseModelInfo) -> None:
-    """Raise ModelError for an adapter none of whose modules the base model has."""
+    """Raise ModelError for an adapter of which the base model has no module, or not all tokens."""
+    tokencheck.check_adapter(adapter, model)
     changed = {
         found[1] for tensor in adapter.tensors if (found := re.search(r"(\w+)\.lora_[AB]\.weight$", tensor.name))
     }
@@ -227,6 +231,23 @@ def _check_targets(lora: LoraSpec, modules: Modules, parts: frozenset[Part], whe
             f"{key}.{wanted.index(name)}: no module of {where} is named {shown(name)}: it gets no adapter "
             f"({_meant([name], modules, parts)})"
         )
+
+
+def _check_renamed(lora: LoraSpec, modules: Modules, model: BaseModelInfo) -> Iterator[str]:
+    """Yield warnings about layers that are stored under the names in `lora.target_modules`, and loaded under others."""
+    if not isinstance(lora.target_modules, list):
+        return
+    translated, of_peft = loadedname.translation(model), parameter.EXPERT_NAMES.get(model.model_type, {})
+    loaded = frozenset(translated(f"{name}.")[:-1] for name in modules.all)
+    for number, name in enumerate(lora.target_modules):
+        leaf = name.rpartition(".")[2]
+        if leaf in of_peft or not _matching(name, modules.all):
+            continue
+        if not modules.may_have(leaf) or not (_matching(name, loaded) or "." in name):
+            yield (
+                f"lora.target_modules.{number}: {shown(name)} is its name in {model.path}, but not in transformers "
+                f"{installed.version('transformers')}, so it may get no adapter"
+            )
 
 
 def _check_expression(key: str, wanted: str, modules: Modules, parts: frozenset[Part], where: str) -> Iterator[str]:
@@ -379,7 +400,16 @@ def _check_parameters(lora: LoraSpec, modules: Modules, model: BaseModelInfo) ->
                 hint="remove it; lora.modules_to_save trains norms in full, lora.bias biases",
                 fix={"lora.target_parameters": [each for each in lora.target_parameters or () if each != name] or None},
             )
-        if any(_ends(each, name) for each in found) or modules.may_have(words[-1]):
+        ended = [each for each in found if _ends(each, name)]
+        others = lora.model_copy(update={"target_parameters": None})
+        if twice := [key for each in ended if (key := parameter.key_of(others, each, model.model_type))]:
+            raise SpecError(
+                f"lora.target_parameters.{number}: {ended[0].name} is the weight of a layer that {twice[0]} chooses, "
+                "too",
+                hint=f"remove {shown(name)} here",
+                fix={"lora.target_parameters": [each for each in lora.target_parameters or () if each != name] or None},
+            )
+        if ended or modules.may_have(words[-1]):
             continue
         ends = sorted({".".join(each.split(".")[-3:]) for each in loaded if ".experts." in each})
         near = get_close_matches(name, ends, n=1, cutoff=0.5)

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from honed.inputs.basemodel import BaseModelInfo
+from honed.inputs.basemodel import BITS, BaseModelInfo
 from honed.inputs.media import NUM_FRAMES, Facts, fitted_size, num_taken
 from honed.inputs.modality import NOTHING, Cost
 from honed.job.plan_file import Precision
 from honed.plan import loss, parameter, precision
-from honed.plan.parameter import Parameter, Sizes
+from honed.plan.parameter import Parameter, Sizes, TokenRows
 from honed.spec.media import Kind, MediaLimits
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
@@ -119,11 +119,12 @@ def num_bytes(
     num_rows: int | None,
     *,
     keeps_copies: bool = True,
+    token_rows: TokenRows | None = None,
 ) -> tuple[int, int]:
     """Return the bytes of a pass, and how many of them the vision and audio encoders take; 0 where no widths are known.
 
     The bytes are those that a forward pass keeps for the backward pass, or an evaluation's logits if they are more.
-    `keeps_copies`: autocast's copies of weights last as long as a pass.
+    `keeps_copies`: autocast's copies of weights last as long as a pass. `token_rows`: those that an adapter trains.
     """
     widths = parameter.sizes(model.config)
     if widths is None:
@@ -152,7 +153,9 @@ def num_bytes(
     has_eval = bool(spec.eval_datasets or spec.eval_split)
     eval_tokens = rows_at_once(training.per_device_eval_batch_size, num_rows) * size.length if has_eval else 0
     evaluating = _logits_bytes(spec, model, device, eval_tokens, widths.vocabulary, bytes_each)
-    return int(max(kept + towers, evaluating)), int(towers)
+    lookup, product = _copied_tables(token_rows, tuple(loaded))
+    size_each = BITS[choices.load_dtype] // 8
+    return int(max(kept + towers + product * size_each, lookup * size_each, evaluating)), int(towers)
 
 
 def num_evaluation_bytes(
@@ -233,6 +236,21 @@ def _experts_copied(
     targeted = parameter.experts_targeted(spec.lora, tuple(loaded), names)
     copied = [each for each in loaded if each.role == "experts" and each.name.rpartition(".")[2] in targeted]
     return sum(each.num_elements for each in copied) * size / widths.layers
+
+
+def _copied_tables(token_rows: TokenRows | None, loaded: tuple[Parameter, ...]) -> tuple[int, int]:
+    """Return the elements of whole tables that peft copies in each pass to train rows of them: in an embedding's
+    lookup, and in a head's product.
+
+    A gradient is as large as its table. The lookup's comes when nothing else is kept any more; the head's copy is kept
+    beside it.
+    """
+    found = [each for each, _ in parameter.token_rows(token_rows, loaded)]
+    heads = [each for each in found if each.role == "head"]
+    if found and (tied := parameter.tied_head(loaded)) is not None:
+        heads.append(tied)
+    lookup = max((each.num_elements for each in found if each.role == "embedding"), default=0)
+    return lookup, 2 * sum(each.num_elements for each in heads)
 
 
 def _autocast_copies(spec: JobSpec, choices: Precision, loaded: Iterable[Parameter]) -> int:

@@ -82,7 +82,15 @@ def estimate(
     # The layers of a divided model are cast one by one, and with checkpointing no copy outlives its layer.
     is_cast_once = mode == "fsdp" and spec.training.gradient_checkpointing
     activation_bytes, tower_bytes = activation.num_bytes(
-        spec, model, device, choices, loaded, extent, num_rows, keeps_copies=not is_cast_once
+        spec,
+        model,
+        device,
+        choices,
+        loaded,
+        extent,
+        num_rows,
+        keeps_copies=not is_cast_once,
+        token_rows=parameter.asked_token_rows(spec, adapter),
     )
     if model.tensors:
         largest = max(map(math.prod, learns.shapes), default=0)

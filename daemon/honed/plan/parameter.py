@@ -15,11 +15,13 @@ from typing import Any, Literal
 from honed.inputs import modality
 from honed.inputs.basemodel import BITS, QUANTIZATION_STATE, AdapterInfo, BaseModelInfo, Tensor
 from honed.job.plan_file import Precision
-from honed.plan import placement, precision
+from honed.plan import loadedname, placement, precision
 from honed.spec.spec import JobSpec, LoraSpec
 from honed.system import installed
 
 Shape = tuple[int, ...]
+#: peft's `trainable_token_indices`: rows of the input embedding, or by module.
+TokenRows = list[int] | dict[str, list[int]]
 #: `linear` and `head` are nn.Linear or GPT-2's Conv1D; bitsandbytes quantizes `linear` alone. `experts` are the stacked
 #: weights that transformers 5 makes of a mixture's experts, and `router` chooses among them: both are bare parameters,
 #: which bitsandbytes does not quantize.
@@ -65,7 +67,8 @@ EXPERT_NAMES: dict[str, dict[str, str]] = {
 }
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_projection)$|^head$")
-_EMBEDDING = re.compile(r"(^|\.)([^.]*embed[^.]*|wte|wpe|position_embeddings|[^.]*_token)$")
+#: Embeddings; not those of an image's patches, which are a linear layer in some encoders.
+_EMBEDDING = re.compile(r"(^|\.)(?![^.]*patch)([^.]*embed[^.]*|wte|wpe|position_embeddings|[^.]*_token)$")
 _EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.(?P<number>\d+)\.(?P<leaf>w[123]|(gate|up|down)_proj)\.weight")
 _STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 #: Routers that transformers keeps as bare parameters, by their stored names; elsewhere they are linear layers.
@@ -78,8 +81,6 @@ _ROUTERS = {
         re.compile(r".*\.block_sparse_moe\.router\.layer\.weight"),
     ),
 }
-#: Modules that transformers names otherwise than the checkpoint does.
-_RENAMED = {"gpt_neox": {"embed_out": "lm_head"}}
 #: Embeddings that are not of words alone, with which no head shares its weights.
 _NOT_TIED = re.compile(r"(^|\.)(wpe|[^.]*position[^.]*|[^.]*per_layer[^.]*)$")
 #: Layers that predict several tokens, which transformers ignores: apart, or after the last layer.
@@ -88,6 +89,8 @@ _NUMBERED = re.compile(r"(^|\.)layers\.(?P<number>\d+)\.")
 #: The block that the hybrid layers of Zamba share. It is stored once, and each layer has an adapter of its own for it.
 _HYBRID = re.compile(r"\.layers\.(?P<number>\d+)\.mamba_decoder\.")
 _SHARED = re.compile(r"(?P<before>.*\.layers\.)(?P<layer>\d+)(?P<after>\.shared_transf(ormer)?\..*)")
+#: Names of an adapter's own tensors.
+_ADAPTED = re.compile(r"\.(lora_\w+|trainable_tokens_delta)(\.|$)")
 #: Masks and frequencies that older checkpoints contain and transformers ignores.
 _BUFFER = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 
@@ -96,7 +99,7 @@ _BUFFER = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.i
 class Parameter:
     """One parameter as it will be loaded."""
 
-    name: str  #: as in the checkpoint, or that of the stacked weight that experts become, or of a renamed head
+    name: str  #: once loaded as far as it is known (loadedname.py), else as in the checkpoint
     shape: Shape
     role: Role
     stored_bytes: int | None = None  #: in a quantized checkpoint, whose weights stay as they are stored
@@ -165,7 +168,8 @@ def parameters(model: BaseModelInfo) -> tuple[Parameter, ...]:
         elif not (_is_buffer(tensor) or (is_tied and _HEAD.search(_module(tensor)))):
             found.append(_parameter(tensor, model, state))
     found += [_stacked(name, each, model, state) for name, each in experts.items()]
-    return tuple(found)
+    translated = loadedname.translation(model)
+    return tuple(replace(each, name=translated(each.name)) for each in found)
 
 
 def _looks_ahead(name: str, config: dict[str, Any]) -> bool:
@@ -195,9 +199,7 @@ def _parameter(tensor: Tensor, model: BaseModelInfo, state: dict[str, int]) -> P
     if model.is_quantized and tensor.dtype in ("uint8", "int8", "int32"):
         stored = tensor.num_bytes + state.get(_module(tensor), 0)
         shape = _unpacked(tensor, model)
-    module, renamed = _module(tensor), _RENAMED.get(model.model_type, {})
-    name = f"{renamed[module]}.weight" if module in renamed else tensor.name
-    return Parameter(name, shape, role, stored, role == "linear" and model.model_type in CONV1D_TYPES)
+    return Parameter(tensor.name, shape, role, stored, role == "linear" and model.model_type in CONV1D_TYPES)
 
 
 def _role(tensor: Tensor, model: BaseModelInfo) -> Role:
@@ -307,8 +309,9 @@ def sizes(config: dict[str, Any]) -> Sizes | None:
 def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = None) -> Trained:
     """Return the shapes of all tensors that have a gradient."""
     if adapter is not None:
-        return Trained(tuple(tensor.shape for tensor in adapter.tensors) or ((adapter.num_parameters,),), ())
-    loaded, parts = parameters(model), precision.trained_parts(spec)
+        return Trained(_continued(adapter, model) or ((adapter.num_parameters,),), ())
+    is_trainable, parts = loadedname.is_trainable(model), precision.trained_parts(spec)
+    loaded = tuple(each for each in parameters(model) if is_trainable(each.name))
     inside = tuple(each for each in loaded if modality.part(each.module) in parts)
     if spec.lora is None:
         embeddings = frozenset(place for place, parameter in enumerate(inside) if parameter.role == "embedding")
@@ -316,11 +319,27 @@ def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = N
     return _lora(spec.lora, loaded, inside, model.model_type)
 
 
+def _continued(adapter: AdapterInfo, model: BaseModelInfo) -> tuple[Shape, ...]:
+    """Return the shapes of a stored adapter's tensors that are trained again: peft may save embeddings beside them."""
+    is_trainable = loadedname.is_trainable(model)
+    saved, has_biases = adapter.config.get("modules_to_save"), adapter.config.get("bias", "none") != "none"
+    whole = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
+
+    def is_trained(name: str) -> bool:
+        if _ADAPTED.search(name) or (has_biases and name.endswith(".bias")):
+            return True
+        parts = name.split(".")
+        is_saved = any(".".join(parts[:n]).endswith(each) for n in range(1, len(parts)) for each in whole)
+        return is_saved and is_trainable(name)
+
+    return tuple(tensor.shape for tensor in adapter.tensors if is_trained(tensor.name))
+
+
 def unsure(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = None) -> str:
-    """Return why the number of an adapter's parameters is an estimate; empty where it is exact, or there is none."""
+    """Return why the number of trained parameters is an estimate; empty where it is exact."""
     lora = spec.lora
-    if adapter is not None or lora is None:
-        return "it counts all of the stored adapter" if adapter is not None else ""
+    if adapter is not None:
+        return "" if adapter.tensors else "the tensors of a pickled adapter are not known"
     if not model.tensors:
         return "the names of pickled weights are not known"
     if model.is_quantized:
@@ -330,6 +349,8 @@ def unsure(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = No
         return "the model's code is not that of transformers"
     if model.has_audio or model.speaks:
         return "the names of modules are not known for models that hear"
+    if lora is None:
+        return ""
     patterns = [each for each in (lora.target_modules, lora.exclude_modules) if isinstance(each, str)]
     patterns += [each for each in lora.rank_pattern or {} if "." in each]
     if model.has_vision and set(patterns) - {"all-linear"}:
@@ -338,10 +359,17 @@ def unsure(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = No
     for name in lora.target_parameters or ():
         if not any(_is_named(lora.model_copy(update={"target_parameters": [name]}), each) for each in loaded):
             return f"lora.target_parameters: {name} is not stored under this name"
-    if any(
-        each.role not in ("head", "embedding") and "norm" not in each.name for each in _saved(lora, loaded).values()
-    ):
+    if any(each.role not in ("head", "embedding") and len(each.shape) > 1 for each in _saved(lora, loaded).values()):
         return "lora.modules_to_save: a module may have other parameters once the model is loaded"
+    named = [
+        name
+        for names in (lora.target_modules, lora.exclude_modules, lora.modules_to_save)
+        if isinstance(names, list)
+        for name in names
+    ]
+    chosen = [each.module for each in loaded if each.role in ("linear", "other") and _is_target(lora, each, set())]
+    if name := loadedname.unknown(model, named, chosen if named else ()):
+        return f"{name} may have another name once the model is loaded"
     return ""
 
 
@@ -384,7 +412,7 @@ def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter
             is_wanted = placement.wanted(parameter.name, lora, names, count) == "all"
             is_kept = is_wanted and _is_kept(lora, parameter, names)
             added += _expert_adapter(parameter, rank, through_experts) if is_kept else []
-        elif _is_target(lora, parameter, set(names)) and parameter.name not in saved:
+        elif _is_target(lora, parameter, set(names)) and not _is_within_saved(lora, parameter):
             targets.append(parameter)
             added += [(rank, parameter.num_elements // max(1, parameter.num_outputs)), (parameter.num_outputs, rank)]
             magnitudes = parameter.shape[-1] if parameter.role == "embedding" else parameter.num_outputs
@@ -393,6 +421,7 @@ def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter
         place for place, parameter in enumerate(saved.values(), len(added)) if parameter.role == "embedding"
     )
     added += [parameter.shape for parameter in saved.values()]
+    added += [(len(ids), parameter.shape[1]) for parameter, ids in token_rows(lora.trainable_token_indices, loaded)]
     apart = tuple(each for each in loaded if each.name not in saved)
     biases = _biases(lora, apart, {parameter.module for parameter in targets})
     return Trained(tuple(added), tuple(biases), embeddings)
@@ -403,14 +432,63 @@ def _with_tied(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
     and the block that layers share.
     """
     yield from loaded
-    if not any(parameter.role == "head" for parameter in loaded):
-        embeddings = [each for each in loaded if each.role == "embedding" and not _NOT_TIED.search(each.module)]
-        if embeddings:
-            has_dense = any(each.name.startswith("lm_head.") for each in loaded)
-            most = max(each.shape[0] for each in embeddings)
-            words = min((each for each in embeddings if each.shape[0] == most), key=lambda each: each.num_elements)
-            yield Parameter("decoder.weight" if has_dense else "lm_head.weight", words.shape, "head")
+    if (head := tied_head(loaded)) is not None:
+        yield head
     yield from _shared(loaded)
+
+
+def input_embedding(loaded: Iterable[Parameter]) -> Parameter | None:
+    """Return the embedding of words, if there is one: that with the most rows."""
+    embeddings = [each for each in loaded if each.role == "embedding" and not _NOT_TIED.search(each.module)]
+    return min(embeddings, key=lambda each: (-each.shape[0], each.num_elements), default=None)
+
+
+def tied_head(loaded: tuple[Parameter, ...]) -> Parameter | None:
+    """Return the head that has the embedding's weights; None where it has its own."""
+    words = input_embedding(loaded)
+    if words is None or any(each.role == "head" for each in loaded):
+        return None
+    has_dense = any(each.name.startswith("lm_head.") for each in loaded)
+    return Parameter("decoder.weight" if has_dense else "lm_head.weight", words.shape, "head")
+
+
+def asked_token_rows(spec: JobSpec, adapter: AdapterInfo | None) -> TokenRows | None:
+    """Return the rows that a job's adapter trains, which it makes or continues."""
+    found = spec.lora.trainable_token_indices if spec.lora is not None else None
+    stored = adapter.config.get("trainable_token_indices") if adapter is not None else None
+    return stored if isinstance(stored, list | dict) else found
+
+
+def token_rows(asked: TokenRows | None, loaded: tuple[Parameter, ...]) -> list[tuple[Parameter, list[int]]]:
+    """Return what trainable_token_indices trains rows of, and which; a tied head is not counted again."""
+    if not asked:
+        return []
+    if isinstance(asked, list):
+        words = input_embedding(loaded)
+        return [(words, asked)] if words is not None else []
+    return [(each, ids) for name, ids in asked.items() for each in named_words(name, loaded)]
+
+
+def named_words(name: str, loaded: Iterable[Parameter]) -> list[Parameter]:
+    """Return the embeddings and heads of this name, or of its last part: what is before it may change by loading."""
+    words = [each for each in loaded if each.role in ("embedding", "head")]
+    leaf = name.rpartition(".")[2]
+    exact = [each for each in words if f".{each.module}".endswith(f".{name}")]
+    return exact or [each for each in words if each.module.rpartition(".")[2] == leaf]
+
+
+def is_head(module: str) -> bool:
+    """Tell whether a name is one that families give their head."""
+    return _HEAD.search(module) is not None
+
+
+def key_of(lora: LoraSpec, parameter: Parameter, model_type: str = "") -> str | None:
+    """Return the key by which a parameter's module is adapted or trained in full, if any."""
+    if any(_owner(parameter).endswith(name) for name in lora.modules_to_save or ()):
+        return "modules_to_save"
+    if _is_named(lora, parameter):
+        return "target_parameters"
+    return "target_modules" if _is_target(lora, parameter, set(EXPERT_NAMES.get(model_type, {}))) else None
 
 
 def _shared(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
@@ -504,13 +582,23 @@ def _expert_adapter(parameter: Parameter, rank: int, targeted: set[str]) -> list
 
 def _saved(lora: LoraSpec, loaded: tuple[Parameter, ...]) -> dict[str, Parameter]:
     """Return the parameters in modules_to_save: peft matches the ends of module names, and copies everything below."""
+    return {parameter.name: parameter for parameter in _with_tied(loaded) if _is_saved(lora, parameter)}
 
-    def is_saved(parameter: Parameter) -> bool:
-        parts = parameter.module.split(".")
-        above = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-        return any(module.endswith(name) for module in above for name in lora.modules_to_save or ())
 
-    return {parameter.name: parameter for parameter in _with_tied(loaded) if is_saved(parameter)}
+def _is_saved(lora: LoraSpec, parameter: Parameter) -> bool:
+    parts = _owner(parameter).split(".")
+    above = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    return any(module.endswith(name) for module in above for name in lora.modules_to_save or ())
+
+
+def _owner(parameter: Parameter) -> str:
+    """Return the name of the module that has a parameter; stacked experts are one of their container."""
+    return parameter.module.rpartition(".")[0] if parameter.role == "experts" else parameter.module
+
+
+def _is_within_saved(lora: LoraSpec, parameter: Parameter) -> bool:
+    """Tell whether a module gets no adapter for being saved: peft compares whole parts of names here."""
+    return any(re.match(rf"(^|.*\.){name}($|\..*)", parameter.module) for name in lora.modules_to_save or ())
 
 
 def _biases(lora: LoraSpec, loaded: tuple[Parameter, ...], targets: set[str]) -> list[Shape]:

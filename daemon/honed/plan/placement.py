@@ -19,14 +19,12 @@ from honed.spec.spec import LoraSpec
 LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 #: Where checkpoints of Mixtral and others store what transformers keeps under `mlp`.
 STORED_BLOCK = ".block_sparse_moe."
-#: The beginnings of names that a checkpoint of the bare model lacks.
-_PREFIXES = ("", "model.", "transformer.")
 
 
 def matches(module: str, names: str | list[str]) -> bool:
     """Match as peft does: a regular expression for the whole name, or the ends of names."""
     if isinstance(names, str):
-        return any(re.fullmatch(names, prefix + module) for prefix in _PREFIXES)
+        return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 

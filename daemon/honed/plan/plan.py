@@ -161,7 +161,7 @@ def make(
     choices, needed, steps = tried[mode]
     why = parallel.why_whole(spec, model, has_media=bool(rows))
     division = parallel.choose(spec, mode, needed, tried[modes[0]][1], why)
-    backend = choose_backend(spec, model, choices, device, installed)
+    backend = choose_backend(spec, model, choices, device, installed, adapter)
     num_trained = 0 if spec.kind == "evaluate" else parameter.trained(spec, model, adapter).num_parameters
     chosen = choose_loss(spec, model, device, adapter)
     warnings = (*_warnings(model, choices, needed), *_passed_over(spec, model, adapter))
@@ -232,10 +232,17 @@ def _merge(
 
 
 def choose_backend(
-    spec: JobSpec, model: BaseModelInfo, choices: Precision, device: Device, installed: Installed
+    spec: JobSpec,
+    model: BaseModelInfo,
+    choices: Precision,
+    device: Device,
+    installed: Installed,
+    adapter: AdapterInfo | None,
 ) -> Backend:
     """Choose Unsloth where it is faster and changes nothing; by name, where it does the plan, else BackendError."""
     obstacle = _unsloth_obstacle(spec, model, choices, device, installed)
+    if not obstacle and parameter.asked_token_rows(spec, adapter):
+        obstacle = "honed trains single tokens (trainable_token_indices) with transformers alone"
     match spec.backend:
         case "transformers":
             return Backend("transformers", ("as the job asks",))

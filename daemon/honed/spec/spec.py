@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -209,6 +209,13 @@ def _target_modules(value: str | list[str]) -> str | list[str]:
     return value
 
 
+def _distinct(value: list[int]) -> list[int]:
+    if len(once := list(dict.fromkeys(value))) < len(value):
+        twice = next(each for each in once if value.count(each) > 1)
+        refuse(f"expected each token id once, got {twice} more than once", "remove the others", write=once)
+    return value
+
+
 def _listed(value: Any) -> Any:
     """Accept `tensorboard` for `[tensorboard]`, and `none` and null for an empty list, as in SFTConfig."""
     if value is None:
@@ -264,6 +271,19 @@ Ending = Literal["succeeded", "failed", "cancelled"]
 Text = Annotated[str, form(r"[\s\S]*\S[\s\S]*"), Expected("text")]
 
 
+TokenIds = Annotated[
+    list[Annotated[int, Ge(0)]],
+    MinLen(1),
+    AfterValidator(_distinct),
+    Expected("a list of token ids, at least one"),
+]
+TrainableTokens = Annotated[
+    Annotated[TokenIds, Tag(f"{MEMBER}ids")] | Annotated[dict[NotEmpty, TokenIds], MinLen(1), Tag(f"{MEMBER}modules")],
+    Discriminator(lambda value: f"{MEMBER}{'modules' if isinstance(value, dict) else 'ids'}"),
+    Expected("a list of token ids, or a mapping of modules to such lists"),
+]
+
+
 class LoraSpec(Section):
     """`lora:` section, with peft's own names. Without it and without `adapter`, the job is full fine-tuning."""
 
@@ -295,6 +315,10 @@ class LoraSpec(Section):
     target_parameters: Texts | None = None
     """Parameters that get an adapter though they are no module, by the ends of their names once the model is loaded:
     `[mlp.experts.gate_up_proj]`. `exclude_modules` and `layers_to_transform` apply to them too."""
+    trainable_token_indices: TrainableTokens | None = None
+    """Tokens whose own vectors are trained beside the adapter, by their ids: a list for the input embedding, or lists
+    by module (`{embed_tokens: [128011], lm_head: [128011]}`). A head that shares the embedding's weights follows it.
+    All other vectors stay as they are."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases that are trained."""
     use_rslora: Flag = False

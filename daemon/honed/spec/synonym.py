@@ -885,9 +885,8 @@ NAMES: dict[str, Synonym] = {
     **_all(never("a separate loss or learning rate for LoRA's matrices"), "loraplus_lr_ratio",
            "loraplus_lr_embedding"),
     **_all(never("LoftQ"), "loftq", "loftq_config", "lora.loftq_config"),
-    **_all(told("lora.target_modules", "adapters on parameters outside layers are not supported yet: "
-                                       "lora.target_modules lists layers"),
-           "lora_target_parameters", "lora.target_parameters"),
+    "lora_target_parameters": take("lora.target_parameters", _list),
+    "peft_trainable_token_indices": take("lora.trainable_token_indices", lambda value: value or None),
     **_all(switch({}, {"lora.finetune_vision_layers": True}, note="the vision encoder stays frozen unless enabled"),
            "freeze_vision_tower", "freeze_vit", "freeze_vision"),
     **_all(switch({"lora.finetune_vision_layers": True}), "train_vision", "tune_mm_vision"),

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -199,21 +200,51 @@ def known_model_types() -> tuple[frozenset[str], frozenset[str]]:
 _ASSIGNED = re.compile(r"\b\w+\.(\w+)\s*(?::[^=\n]+)?=[^=]")
 
 
+#: Tensors that a module makes and no optimizer steps.
+_FIXED = re.compile(
+    r'\.(\w+)\s*=\s*(?:torch\.)?nn\.(?:Buffer\(|Parameter\([^=]*?requires_grad=False)|register_buffer\(\s*"(\w+)"'
+)
+
+
 @lru_cache(maxsize=64)
 def attribute_names(model_type: str) -> frozenset[str] | None:
     """Return the attribute names in a model type's classes, from the source of the installed transformers, or None."""
+    return frozenset(name for text in _sources(model_type) for name in _ASSIGNED.findall(text)) or None
+
+
+@lru_cache(maxsize=64)
+def fixed_names(model_type: str) -> frozenset[str]:
+    """Return the names of tensors that are no trained parameters of a model type's classes, from the same source."""
+    found = (name for text in _sources(model_type) for each in _FIXED.findall(text) for name in each)
+    return frozenset(found) - {"", "weight", "bias"}
+
+
+def _sources(model_type: str) -> Iterator[str]:
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None or not re.fullmatch(r"[\w.-]+", model_type):
-        return None
+        return
     folder = Path(package.origin).parent / "models"
-    found: set[str] = set()
     names = (_module_names().get(model_type, model_type), re.sub(r"_(text|vision|audio).*", "", model_type))
     for name in dict.fromkeys(names):
         for source in (folder / name.replace("-", "_")).glob("*.py"):
             if source.name.startswith(("modeling_", "vision", "perceiver")):
                 with contextlib.suppress(OSError, ValueError):
-                    found |= set(_ASSIGNED.findall(source.read_text(encoding="utf-8")))
-    return frozenset(found) or None
+                    yield source.read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=64)
+def base_prefix(model_type: str) -> str | None:
+    """Return the name under which a model with a head holds the bare model, from transformers' source, or None."""
+    package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None or not re.fullmatch(r"[\w.-]+", model_type):
+        return None
+    name = _module_names().get(model_type, model_type).replace("-", "_")
+    source = Path(package.origin).parent / "models" / name / f"modeling_{name}.py"
+    try:
+        found = re.search(r'^    base_model_prefix = "(\w+)"', source.read_text(encoding="utf-8"), re.M)
+    except (OSError, ValueError):
+        return None
+    return found[1] if found else None
 
 
 @cache

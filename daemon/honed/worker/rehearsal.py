@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from honed.job.plan_file import PlanFile
-from honed.spec.spec import JobSpec
+from honed.spec.spec import JobSpec, LoraSpec
 from honed.system.error import ErrorRecord, HonedError
 from honed.system.layout import JobLayout
 from honed.worker import cause, imports, remedy
@@ -42,6 +42,8 @@ MAX_PARAMETERS = 300_000_000
 NUM_ROWS, NUM_TOKENS = 2, 16
 #: Ranks of adapters: a small model's matrices have less to choose from.
 MAX_RANK = 4
+#: Tokens whose vectors are trained.
+MAX_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,17 @@ def _small_spec(spec: JobSpec) -> JobSpec:
         "rank_pattern": {key: min(value, MAX_RANK) for key, value in (lora.rank_pattern or {}).items()} or None,
         "layers_to_transform": None,
         "target_modules": wanted,
+        "trainable_token_indices": _few_tokens(lora),
     }
     return spec.model_copy(update={"lora": lora.model_copy(update=changes)})
+
+
+def _few_tokens(lora: LoraSpec) -> list[int] | dict[str, list[int]] | None:
+    """Return the first tokens in place of those whose vectors are trained: a small model has few."""
+    asked = lora.trainable_token_indices
+    if isinstance(asked, dict):
+        return {name: [*range(min(len(ids), MAX_TOKENS))] for name, ids in asked.items()}
+    return asked and [*range(min(len(asked), MAX_TOKENS))]
 
 
 #: What comes before a module's name within its layer.

@@ -22,6 +22,7 @@ _MEANS = {
     "lora.init_lora_weights": "the adapter begins as usual",
     "lora.use_dora": "the adapter is plain LoRA",
     "lora.bias": "biases are not trained",
+    "lora.trainable_token_indices": "no single tokens are trained",
     "lora.exclude_modules": "these layers get no adapter",
     "training.router_aux_loss_coef": "there is no load-balancing loss",
     "training.gradient_checkpointing_kwargs": "checkpointing as transformers does it",
@@ -130,6 +131,8 @@ def _adapter_edits(lora: LoraSpec, error: Exception, model_of: Callable[[], Any]
         yield {"lora.use_dora": None}
     if lora.bias != "none":
         yield {"lora.bias": None}
+    if lora.trainable_token_indices:
+        yield {"lora.trainable_token_indices": None}
     for names in (_unfit(error), _routers(model_of())):
         if names:
             yield {"lora.exclude_modules": _excluded(lora, names)}

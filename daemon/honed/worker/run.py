@@ -43,7 +43,7 @@ from honed.worker import cause, imports, parallel
 from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
 from honed.worker.gate import Gate, read_ahead
-from honed.worker.model import audit, cast, division, load, merge, torchvision
+from honed.worker.model import audit, cast, division, load, merge, token_rows, torchvision
 from honed.worker.model.card import Facts
 from honed.worker.parallel import ALONE, Ranks, Unwritten
 from honed.worker.rows import mask
@@ -340,6 +340,9 @@ class _Story:
         # An adapter's wrapper of the embeddings has their weight, not their num_embeddings.
         num_embeddings = loaded.model.get_input_embeddings().weight.shape[0]
         datas.check_ids(data, chat.tokenizer, num_embeddings, job.base_model_path)
+        if spec.kind == "sft" and not job.is_trial:
+            for text in token_rows.remarks(loaded.model, data.train.lacking):
+                self._log("warning", text)
         together = {"ranks": ranks} if is_divided else {}
         predictor = (TogetherPredictor if is_divided else prediction.Predictor)(
             chat,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 
 from honed.check import target
 from honed.inputs import basemodel
+from honed.inputs.basemodel import AdapterInfo
 from honed.spec import problem
 from honed.spec import spec as specs
 from honed.system import installed
-from honed.system.error import SpecError
+from honed.system.error import ModelError, SpecError
 from zoo import family
 
+TOKENS = "trainable_token_indices"
+ON_Q = {"target_modules": ["q_proj"]}
 pytestmark = pytest.mark.skipif(installed.version("transformers") is None, reason="goes by transformers' source")
 
 
@@ -48,6 +52,30 @@ def check(tmp_path: Path, name: str, lora: dict[str, Any]) -> list[str]:
         ("mixtral", {"target_parameters": ["experts.gate_up_porj"]}, "lora.target_parameters.0", "gate_up_proj?"),
         ("llama", {"target_parameters": ["experts.gate_up_porj"]}, "lora.target_parameters.0", "no parameters"),
         ("llama", {"target_parameters": ["norm.weight"]}, "lora.target_parameters.0", "modules_to_save trains norms"),
+        ("llama", {"target_parameters": ["q_proj.weight"]}, "lora.target_parameters.0", "remove "),
+        (
+            "llama",
+            {"target_parameters": ["k_proj.weight", "lm_head.weight"], "modules_to_save": ["lm_head"], **ON_Q},
+            "lora.target_parameters.1",
+            "remove ",
+        ),
+        ("llama", {TOKENS: [3, 10**6]}, f"lora.{TOKENS}.1", "tokenizer"),
+        ("llama", {TOKENS: [10**6]}, f"lora.{TOKENS}.0", "new tokens need a base model that has them"),
+        ("llama", {TOKENS: {"embed_tokens": [3], "lm_head": [3, 10**6]}}, f"lora.{TOKENS}.lm_head.1", "tokenizer"),
+        ("llama", {TOKENS: {"embed_tokns": [3]}}, f"lora.{TOKENS}.embed_tokns", "did you mean embed_tokens?"),
+        ("gpt_neox", {TOKENS: {"embed_out": [3]}}, f"lora.{TOKENS}.embed_out", "did you mean lm_head?"),
+        ("gemma3_text", {TOKENS: {"lm_head": [3]}}, f"lora.{TOKENS}.lm_head", "its head follows"),
+        ("gemma3_text", {TOKENS: {"embed_tokens": [3], "lm_head": [4]}}, f"lora.{TOKENS}.lm_head", "its head follows"),
+        ("llama", {TOKENS: [3], "modules_to_save": ["norm", "embed_tokens"]}, f"lora.{TOKENS}", "modules_to_save"),
+        (
+            "gemma3_text",
+            {TOKENS: [3], "modules_to_save": ["lm_head"]},
+            f"lora.{TOKENS}",
+            "lm_head from modules_to_save",
+        ),
+        ("llama", {TOKENS: [3], "target_modules": ["embed_tokens", "q_proj"]}, f"lora.{TOKENS}", "target_modules"),
+        ("llama", {TOKENS: [3], "target_modules": ".*(embed_tokens|q_proj)"}, f"lora.{TOKENS}", "target_modules"),
+        ("llama", {TOKENS: [3], "target_parameters": ["embed_tokens.weight"]}, f"lora.{TOKENS}", "target_parameters"),
         ("llama", {"rank_pattern": {"q_porj": 4}}, "lora.rank_pattern", "q_proj"),
         ("llama", {"alpha_pattern": {"c_attn": 4}}, "lora.alpha_pattern", "q_proj"),
         ("llama", {"rank_pattern": {"(q_proj": 4}}, "lora.rank_pattern", "the end of"),
@@ -111,6 +139,7 @@ def test_the_edit_that_a_refusal_names_is_taken(tmp_path: Path, lora: dict[str, 
         ("llama", {"exclude_modules": ["lm_haed"]}, "lora.exclude_modules.0: "),
         ("llama", {"exclude_modules": "vision_tower.*"}, "lora.exclude_modules: "),
         ("gpt_neox", {"modules_to_save": ["embed_out"]}, "lora.modules_to_save.0: "),  # lm_head once loaded
+        ("gpt_neox", {"target_modules": ["query_key_value", "embed_out"]}, "lora.target_modules.1: "),
         ("qwen2_vl", {"target_modules": r"model\.decoder\..*q_proj"}, "lora.target_modules: "),
     ],
 )
@@ -137,7 +166,17 @@ def test_names_of_which_some_mean_nothing_are_told(tmp_path: Path, name: str, lo
         ("gemma3_text", {"target_modules": ["q_proj", "embed_tokens"], "exclude_modules": r".*\.1\..*"}),
         ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "modules_to_save": ["lm_head", "wte"]}),
         ("mixtral", {"target_parameters": ["mlp.experts.gate_up_proj", "experts.down_proj"]}),
-        ("llama", {"target_parameters": ["q_proj.weight"]}),
+        ("llama", {"target_parameters": ["q_proj.weight"], "target_modules": ["v_proj"]}),
+        (
+            "llama",
+            {"target_parameters": ["q_proj.weight"], "modules_to_save": ["self_attn"], "target_modules": ["o_proj"]},
+        ),
+        ("llama", {TOKENS: [3, 4]}),
+        ("llama", {TOKENS: {"embed_tokens": [3], "lm_head": [4, 5]}, "modules_to_save": ["norm"]}),
+        ("llama", {TOKENS: [3], "target_modules": ["q_proj", "lm_head"]}),
+        ("gemma3_text", {TOKENS: {"embed_tokens": [3], "lm_head": [3]}}),
+        ("gpt2", {TOKENS: {"wte": [3], "wpe": [1]}}),
+        ("qwen2_vl", {TOKENS: {"language_model.embed_tokens": [3]}}),
         ("gpt2", {"target_modules": r"transformer\.h\.\d+\.attn\.c_attn"}),
         ("gpt_neox", {"target_modules": ["query_key_value", "dense"], "modules_to_save": ["lm_head"]}),
         ("phi3", {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
@@ -153,6 +192,26 @@ def test_names_of_which_some_mean_nothing_are_told(tmp_path: Path, name: str, lo
 )
 def test_names_that_mean_something_are_taken_without_a_word(tmp_path: Path, name: str, lora: dict[str, Any]) -> None:
     assert check(tmp_path, name, lora) == []
+
+
+def test_single_tokens_of_a_head_with_a_bias_are_refused(tmp_path: Path) -> None:
+    job = specs.validate(
+        {"base_model": "/m", "datasets": [{"path": "/d"}], "lora": {TOKENS: {"embed_tokens": [3], "lm_head": [4]}}}
+    )
+    model = basemodel.inspect(family.write(tmp_path / "llama", "llama"))
+    bias = replace(model.tensors[0], name="lm_head.bias", shape=(32,))
+    with pytest.raises(SpecError, match=r"lm_head .* has a bias"):
+        target.check(job, replace(model, tensors=(*model.tensors, bias)))
+
+
+def test_an_adapter_of_tokens_that_the_base_lacks_is_refused(tmp_path: Path) -> None:
+    model = basemodel.inspect(family.write(tmp_path / "llama", "llama"))
+    for asked in ([3, 10**6], {"embed_tokens": [3], "lm_head": [10**6]}):
+        adapter = AdapterInfo(tmp_path, {TOKENS: asked}, 0, 0)
+        with pytest.raises(ModelError, match=r"trainable_token_indices has 1000000, but the vocabulary"):
+            target.check_adapter(adapter, model)
+    for harmless in ([3], None, "odd", {"embed_tokens": None}):
+        target.check_adapter(AdapterInfo(tmp_path, {TOKENS: harmless}, 0, 0), model)
 
 
 def test_nothing_is_refused_where_names_are_not_known(tmp_path: Path) -> None:

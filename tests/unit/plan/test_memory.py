@@ -232,6 +232,23 @@ def test_logits_of_a_large_vocabulary_dominate_unless_the_loss_is_chunked(model:
     assert activations(small, H100) < activations(small, CPU) / 3
 
 
+def test_tables_of_which_single_tokens_are_trained_are_copied_in_each_pass(model: BaseModelInfo) -> None:
+    apart = llama(model, hidden=128, mlp=128, layers=1, vocabulary=10**6, kv=128)
+    tied = replace(apart, tensors=tuple(each for each in apart.tensors if not each.name.startswith("lm_head")))
+    table, head = 10**6 * 128 * 2, {"embed_tokens": [3], "lm_head": [3]}
+
+    def added(each: BaseModelInfo, asked: Any) -> int:
+        asking, plain = ({"r": 4, **keys} for keys in ({"trainable_token_indices": asked}, {}))
+        rows = {"num_row_tokens": 1, "num_rows": 1}
+        return (
+            estimate(each, H100, make(lora=asking), **rows).activation_bytes
+            - estimate(each, H100, make(lora=plain), **rows).activation_bytes
+        )
+
+    assert added(tied, [3]) == added(apart, head) == 2 * table
+    assert 0 < added(apart, [3]) <= table
+
+
 def test_short_rows_take_less_and_long_ones_are_cut(mistral_7b: BaseModelInfo) -> None:
     assert activations(mistral_7b, num_row_tokens=100) < activations(mistral_7b) / 5
     assert activations(mistral_7b, num_row_tokens=5000) == activations(mistral_7b)

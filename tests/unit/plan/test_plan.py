@@ -100,6 +100,7 @@ def test_unsloth_by_name_is_refused_where_it_would_do_something_else(
         (T4, "llama", {"dtype": "float16"}, ""),
         (T4, "llama", {"dtype": "float16", "full": True}, ""),
         (H100, "llama", {"lora": {"modules_to_save": ["lm_head", "embed_tokens", "model.norm"]}}, ""),
+        (H100, "llama", {"lora": {"trainable_token_indices": [3]}}, "with transformers alone"),
         (H100, "granite", {"lora": {"modules_to_save": ["q_proj"]}}, ""),  # its class for all other families takes any
     ],
 )

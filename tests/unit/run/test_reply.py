@@ -104,6 +104,7 @@ ASKED: dict[str, dict[str, Any]] = {
 _LATER = (
     r'"rows":\{[^{}]*\},|"(class|label|sweep|group)":null,|,"nodes":1(,"profile":null)?(?=\})|,"parallel":"auto","batch":\{"effective":null\}'
     r'|"trained_unsure":"[^"]*",|"target_parameters":null,|,"target_parameters":null|,"rehearsed":null|"rehearsed":null,'
+    r'|"trainable_token_indices":null,|,"trainable_token_indices":null'
     r'|"exchange_bytes":0,"num_ranks":1,|,"parallel":\{"mode"[^{}]*\{[^{}]*\}\}'
 )
 

@@ -47,7 +47,7 @@ def wrap(model: Any, config: Any, state: dict[str, Any], adapter_dir: Path) -> A
 
     try:
         wrapped = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
-    except (ValueError, RuntimeError, KeyError) as error:
+    except (ValueError, RuntimeError, KeyError, IndexError) as error:
         raise _misfit(model, adapter_dir, error) from error
     put(wrapped, state, adapter_dir, low_cpu_mem_usage=True)
     return wrapped

@@ -79,7 +79,7 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
     """Load the model. Raises ModelError, PrecisionError, or BackendError if Unsloth fails."""
     from transformers import set_seed
 
-    from honed.worker.model import verify
+    from honed.worker.model import placing, verify
 
     set_seed(assignment.seed)  # the adapter's first weights are drawn
     try:
@@ -99,7 +99,7 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
         found = cause.explain(error, str(assignment.job_id))
         kind = ModelError if isinstance(found, InternalError) else type(found)
         raise kind(f"{assignment.base_model_path}: {found.said}", hint=found.hint) from error
-    return Loaded(model, tokenizer, tuple(backend.told), rule)
+    return Loaded(model, tokenizer, (*backend.told, *placing.counted(model, assignment)), rule)
 
 
 def freeze(model: Any, assignment: Assignment) -> None:

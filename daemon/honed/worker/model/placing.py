@@ -57,7 +57,7 @@ def settled(model: Any, lora: LoraSpec, options: dict[str, Any]) -> dict[str, An
     if not targets:
         return options
     return options | {
-        "target_modules": _modules(model, lora, config),
+        "target_modules": _modules(model, lora, config, options.get("exclude_modules")),
         "target_parameters": chosen or None,
         "rank_pattern": config.rank_pattern,
         "alpha_pattern": config.alpha_pattern,
@@ -96,18 +96,28 @@ def _check_passed_over(name: str, lora: LoraSpec, names: dict[str, str], count: 
         )
 
 
-def _modules(model: Any, lora: LoraSpec, config: Any) -> str | list[str]:
-    """Return peft's choice of modules; of a regular expression it has kept the ends of names alone."""
+def _modules(model: Any, lora: LoraSpec, config: Any, excluded: str | list[str] | None) -> str | list[str]:
+    """Return peft's choice of modules. Of a regular expression, and of all-linear, it has kept the ends of names alone,
+    which may be those of other modules, too: of a convolution, say.
+    """
     if isinstance(config.target_modules, str):
         return str(config.target_modules)
     ends = sorted(config.target_modules or ())
-    if not isinstance(lora.target_modules, str) or lora.target_modules == "all-linear":
+    if not isinstance(lora.target_modules, str):
         return ends
-    return [
-        name
-        for name, _ in model.named_modules()
-        if any(name.endswith(f".{each}") for each in ends) and re.fullmatch(lora.target_modules, name)
-    ]
+    reached = {name: each for name, each in model.named_modules() if any(name.endswith(f".{end}") for end in ends)}
+    if lora.target_modules != "all-linear":
+        return [name for name in reached if re.fullmatch(lora.target_modules, name)]
+    linear = [name for name, each in reached.items() if _is_linear(each)]
+    others = [name for name in reached if name not in linear and not placement.is_excluded(name, excluded)]
+    return linear if others else ends
+
+
+def _is_linear(module: Any) -> bool:
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, torch.nn.Linear | Conv1D)
 
 
 def adapted(model: Any) -> set[str]:
@@ -142,21 +152,24 @@ def check(model: Any, assignment: Assignment) -> None:
 
 
 def remarks(model: Any, assignment: Assignment) -> Iterator[str]:
-    """Yield warnings about an adapter that is not what the job names or the plan counted."""
+    """Yield a warning about layers that the job names and that have no adapter."""
     lora = assignment.spec.lora
-    if lora is None:
-        return
-    if lacking := _lacking(model, lora):
+    if lora is not None and (lacking := _lacking(model, lora)):
         yield (
             f"lora: {len(lacking)} modules that target_modules names have no adapter: "
             f"{quote.first(lacking, MAX_NAMED)}; peft takes these names for the mixture's experts alone"
         )
+
+
+def counted(model: Any, assignment: Assignment) -> Iterator[str]:
+    """Yield a warning where another number of parameters is trained than the plan counted."""
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     planned, unsure = assignment.plan.checkpoint.num_trained, assignment.plan.checkpoint.trained_unsure
     if assignment.spec.kind == "sft" and trained != planned:
+        key = "lora" if assignment.spec.lora is not None else "adapter" if assignment.spec.adapter else "base_model"
         why = f" ({unsure})" if unsure else ""
         counted = f"{trained:,} parameters are trained, not {planned:,} as planned"
-        yield f"lora: {counted}{why}: more or less memory is needed"
+        yield f"{key}: {counted}{why}: more or less memory is needed"
 
 
 def _lacking(model: Any, lora: LoraSpec) -> list[str]:

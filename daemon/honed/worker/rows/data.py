@@ -90,6 +90,17 @@ class Rows:
         found = np.flatnonzero(self._hashes == hash(tuple(input_ids)))
         return int(found[-1]) if len(found) else None
 
+    def lacking(self, ids: Sequence[int]) -> list[int]:
+        """Return those of some tokens that occur in no row."""
+        import pyarrow.compute as pc
+
+        left = np.array(ids, np.int64)
+        for batch in self.dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
+            if not len(left):
+                break
+            left = np.setdiff1d(left, pc.list_flatten(batch["input_ids"]).to_numpy())
+        return [int(each) for each in left]
+
     def is_truncated(self, place: int) -> bool:
         return bool(self.table.column("whole")[self.places[place]] > self.lengths[place])
 
