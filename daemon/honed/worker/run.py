@@ -464,7 +464,7 @@ class _Story:
         self.remark = exam.remark(trainer.state, figures) if regression is None else ""
         trainer.check_weights()
         self._stage("export")
-        from honed.worker.model import export, proof
+        from honed.worker.model import export, likeness, proof
 
         facts: Facts = {
             "started": started,
@@ -474,6 +474,10 @@ class _Story:
             "data": data.hashes,
         }
         told_at = time.monotonic()
+
+        def compare(merged: Path) -> str:
+            with prediction.undisturbed(trainer.model):
+                return likeness.compare(merged, job, likeness.rows_of(trainer, data), live=trainer.model)
 
         def merging(number: int, count: int) -> None:
             nonlocal told_at
@@ -502,6 +506,7 @@ class _Story:
                         stop_ids=chat.stop_token_ids,
                         is_regressed=regression is not None,
                         prove=lambda made: proof.prove(made, job, trainer.model),
+                        compare=compare,
                     )
                 )
         except InterruptedRunError:

@@ -53,7 +53,7 @@ Progress = Callable[[int, int], None]
 
 def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
     """Run a merge job from beginning to end. Returns the artifacts; any exception ends the attempt."""
-    from honed.worker.model import export, load
+    from honed.worker.model import export, likeness, load
     from honed.worker.run import versions
 
     started = time.time()
@@ -90,6 +90,8 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
             progress=progress,
         )
         events.log("info", str(merged))
+        compared = likeness.compare(place, job)
+        events.log("info", compared)
 
         stop.check()
         events.emit("stage", stage="export")
@@ -98,7 +100,7 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
             versions=versions(job.backend),
             step=merged.num_tensors,
             metrics={},
-            changes=[*merged.changes],
+            changes=[*merged.changes, compared],
         )
         export.finish(job, place, facts)
     artifacts = {"output_dir": str(job.output_dir)}
