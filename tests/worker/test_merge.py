@@ -463,7 +463,7 @@ def test_a_written_model_that_its_own_config_does_not_make_is_refused(
         ("num_hidden_layers", 1, "has tensors that its own config has no place for: model.layers.1"),
     ):
         other = AutoConfig.from_pretrained(base, **{key: value})
-        empty = merge._skeleton(other, "float32", trust_remote_code=False)
+        empty = merge.skeleton(other, "float32", trust_remote_code=False)
         with pytest.raises(ModelError, match=fault) if fault else contextlib.nullcontext():
             written.check(base, empty, [])
 

@@ -151,7 +151,7 @@ def merge(
     durable.make_dir(target)
     base = Base(base_dir, str(config.model_type))
     with base.opened():
-        empty = _skeleton(config, dtype, trust_remote_code=trust_remote_code)
+        empty = skeleton(config, dtype, trust_remote_code=trust_remote_code)
         mixture = _Mixture(base, adapter_dir, empty, dtype, trained or beginning.of_adapter(adapter_dir))
         is_untied = mixture.is_untied()
         values = {"dtype": dtype} | ({"tie_word_embeddings": False} if is_untied else {})
@@ -160,7 +160,7 @@ def merge(
         )
         changes += _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
         opened = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
-        own = _skeleton(opened, dtype, trust_remote_code=trust_remote_code)
+        own = skeleton(opened, dtype, trust_remote_code=trust_remote_code)
         _untie(mixture, own)
         units = list(mixture.units())
         tensors = [mixture.tensor(name) for unit in units for name in unit]
@@ -189,8 +189,8 @@ def _untie(mixture: _Mixture, own: Any) -> None:
 # --- The model without weights, and the adapter -----------------------------------------------------------------------
 
 
-def _skeleton(config: Any, dtype: str, *, trust_remote_code: bool) -> Any:
-    """Build the model as it is loaded in a dtype, on meta."""
+def skeleton(config: Any, dtype: str, *, trust_remote_code: bool) -> Any:
+    """Build a model as it is loaded in a dtype, on meta."""
     import torch
 
     from honed.worker.model.transformers_backend import model_class
