@@ -229,6 +229,19 @@ def _places(shape: tuple[int, ...]) -> Any:
 
 def _is_near_4bit(tensor: Any, rows: Callable[[int, int], Any]) -> bool | None:
     """Compare the first group of blocks of a 4-bit matrix."""
+    if (unpacked := _unpacked_4bit(tensor)) is None:
+        return None
+    state, count = tensor.quant_state, unpacked.numel()
+    wanted = rows(0, -(-count // state.shape[1])).reshape(-1)[:count].reshape(unpacked.shape)
+    peaks = wanted.abs().amax(1, keepdim=True)
+    # The second quantization rounds the blocks' constants by the largest distance from their mean.
+    rounded = 0.01 * (peaks - peaks.mean()).abs().max() if state.nested else 0.0
+    bound = peaks * _NF4_ERROR + rounded + 1e-6
+    return bool(((unpacked - wanted).abs() <= bound).all())
+
+
+def _unpacked_4bit(tensor: Any) -> Any:
+    """Return the first group of blocks of a 4-bit matrix, a block a row; None if it is packed in another way."""
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     state = tensor.quant_state
@@ -252,13 +265,7 @@ def _is_near_4bit(tensor: Any, rows: Callable[[int, int], Any]) -> bool | None:
         **nested,
     )
     packed = tensor.data.reshape(-1)[: count // 2].reshape(-1, 1)
-    unpacked = dequantize_4bit(packed, first).reshape(-1, size).cpu().float()
-    wanted = rows(0, num_rows).reshape(-1)[:count].reshape(-1, size)
-    peaks = wanted.abs().amax(1, keepdim=True)
-    # The second quantization rounds the blocks' constants by the largest distance from their mean.
-    rounded = 0.01 * (peaks - peaks.mean()).abs().max() if state.nested else 0.0
-    bound = peaks * _NF4_ERROR + rounded + 1e-6
-    return bool(((unpacked - wanted).abs() <= bound).all())
+    return dequantize_4bit(packed, first).reshape(-1, size).cpu().float()
 
 
 def _is_near_8bit(tensor: Any, rows: Callable[[int, int], Any]) -> bool:
@@ -269,3 +276,17 @@ def _is_near_8bit(tensor: Any, rows: Callable[[int, int], Any]) -> bool:
         if bool(((unpacked - wanted).abs() > float(wanted.abs().max()) * _INT8_ERROR + 1e-6).any()):
             return False
     return True
+
+
+def numbers(tensor: Any) -> list[float]:
+    """Return a fixed sample of a weight's numbers, quantized or not; none if it is packed in another way."""
+    match type(tensor).__name__:
+        case "Params4bit":
+            found = _unpacked_4bit(tensor)
+            found = torch.empty(0) if found is None else found
+        case "Int8Params":
+            middle = tensor.shape[0] // 2
+            found = tensor.data[middle].float() * float(tensor.SCB[middle])
+        case _:
+            found = tensor
+    return [float(each) for each in _sample(found).float().cpu()]
