@@ -452,6 +452,26 @@ def test_a_tensor_of_the_adapter_that_nothing_was_made_of_is_named(
         merge_to(base, adapter, tmp_path / "merged")
 
 
+def test_a_file_that_is_not_what_was_written_is_refused(
+    checkpoint_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that loses a write: the header is whole, and each merged tensor was right in memory."""
+    base = checkpoint_of("llama")
+    adapter = adapter_for(base, tmp_path / "adapter")
+    write = merge._write
+
+    def lossy(target: Path, *given: Any) -> Any:
+        digests = write(target, *given)
+        with (target / "model.safetensors").open("r+b") as file:
+            file.seek(-64, 2)
+            file.write(bytes(32))
+        return digests
+
+    monkeypatch.setattr(merge, "_write", lossy)
+    with pytest.raises(ModelError, match="does not have on disk what was written: model"):
+        merge_to(base, adapter, tmp_path / "merged")
+
+
 def test_a_written_model_that_its_own_config_does_not_make_is_refused(
     checkpoint_of: Callable[..., Path], tmp_path: Path
 ) -> None:
