@@ -90,8 +90,9 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
         # Freeze before the audit, or it would take a frozen base for trained weights.
         freeze(model, assignment)
         auditor.model(model, "loaded")
-        wanted = assignment.precision.save_dtype
-        rule = None if wanted is None else dtypes.for_saving(model, assignment.base_model_path, wanted)
+        wanted, base_dir = assignment.precision.save_dtype, assignment.base_model_path
+        loaded = assignment.precision.load_dtype
+        rule = None if wanted is None else dtypes.for_saving(model, base_dir, wanted, loaded=loaded)
         model = backend.attach_adapter(model, assignment)
         is_adapted = assignment.precision.adapter_dtype is not None
         stands_on = basis.of(assignment.base_model_path, compared, model) if is_adapted else None
