@@ -141,24 +141,43 @@ def test_what_lies_in_the_place_of_a_report_or_of_checkpoints_is_in_nobody_elses
     assert "degraded" not in status(honed)
 
 
-def test_a_directory_among_the_refused_is_removed_with_them(honed: Machine) -> None:
-    """A rejected directory that honed cannot empty does not keep anything else from being removed."""
+def test_a_directory_stays_where_it_is_dropped_and_a_file_of_its_name_is_taken(honed: Machine) -> None:
+    """One that honed could move would hold somebody's work, or take the name of a reason."""
     # What is made in incoming/ inherits an ACL that lets nobody enter it; its owner may change that.
     make = (
         f"import os, sys; os.chdir('{INCOMING}'); os.mkdir('.d'); "
         "[os.removexattr('.d', name) for name in os.listxattr('.d')]; os.chmod('.d', 0o777); "
-        "os.makedirs(f'.d/{sys.argv[2]}', exist_ok=True); open(f'.d/{sys.argv[2]}/in-it', 'w').close(); "
-        "os.rename('.d', sys.argv[1])"
+        "open(f'.d/in-it', 'w').close(); os.rename('.d', sys.argv[1])"
     )
-    for name, below in (("closed.json", "hers"), ("directory.json", ".")):
-        honed.run("python3", "-c", make, name, below, user="mallory")
-        refusal(honed, name)
-    said = honed.run("honectl", "prune", "--rejected", "--keep", "0")
-    assert "closed.json" not in said
-    assert not honed.exists(f"{REJECTED}/directory.json")
-    assert not honed.exists(f"{REJECTED}/directory.json.reason")
-    assert honed.exists(f"{REJECTED}/closed.json.reason")
-    assert any("closed.json: not removed" in text for text in honed.messages("--unit=honed"))
+    for name in ("wrong.json.reason", "wrong-too.json"):
+        honed.run("python3", "-c", make, name, user="mallory")
+        honed.wait_message(f"'{name}' in")
+    honed.sh(f"echo '{{' >{INCOMING}/wrong.json", user="berta")
+    assert "spec_invalid" in refusal(honed, "wrong.json")
+    for name in ("wrong.json.reason", "wrong-too.json"):
+        assert honed.exists(f"{INCOMING}/{name}/in-it")
+        honed.sh(f"rm -r {INCOMING}/{name}", user="mallory")
+
+
+def test_what_is_dropped_is_never_read_as_a_reason(honed: Machine) -> None:
+    """A link or a pipe under the name of a reason would be read, or waited for, with honed's rights."""
+    honed.write("/var/lib/honed/secret", "a secret of honed's")
+    honed.run("chmod", "600", "/var/lib/honed/secret")
+    honed.run("chown", "honed:honed", "/var/lib/honed/secret")
+    last = int(honed.read("/var/spool/honed/seq"))
+    honed.sh(
+        f"cd {INCOMING}; for n in $(seq {last} {last + 40}); do echo x >.t; mv .t a.$n; done; "
+        "for n in $(seq 12); do ln -s /var/lib/honed/secret .l; mv .l a.reason; sleep 0.1; done; "
+        "mkfifo .p; touch -d 2100-01-01 .p; mv .p zzz.reason",
+        user="mallory",
+    )
+    assert "not a job file's name" in refusal(honed, "zzz.reason")
+    for user in ("mallory", "root"):
+        assert "a secret" not in honed.run("honectl", "list", "--rejected", "--json", user=user)
+    reasons = honed.run("find", REJECTED, "-name", "*.reason", "-type", "f", "-user", "honed").splitlines()
+    assert len(reasons) == len(honed.run("find", REJECTED, "-name", "*.reason").splitlines())
+    kinds = honed.run("find", REJECTED, "-mindepth", "1", "!", "-type", "f")
+    assert kinds == ""
 
 
 def test_files_of_nobody_are_refused_and_take_nobodys_turn(honed: Machine) -> None:
