@@ -31,13 +31,13 @@ _MAX_NAMED = 3
 @dataclass(frozen=True)
 class Basis:
     base_dir: Path
-    weights: Mapping[str, str]
+    compared: verify.Compared
     begun: Mapping[str, list[float]]
     is_quantized: bool
 
     def write(self, directory: Path, model: Any) -> None:
         """Write it beside an adapter."""
-        found = {"weights": self.weights, "begun": self.begun, "buffers": _buffers(model)}
+        found = {"weights": self.compared.digests, "begun": self.begun, "buffers": _buffers(model)}
         (directory / NAME).write_text(json.dumps(found) + "\n", encoding="utf-8")
 
     def check(self, directory: Path, model: Any) -> None:
@@ -46,7 +46,7 @@ class Basis:
         if not path.is_file():
             return  # an earlier version has written the checkpoint
         stored = json.loads(path.read_bytes())
-        if other := _unequal(stored["weights"], self.weights):
+        if other := _unequal(stored["weights"], self.compared.digests):
             raise ModelError(
                 f"{self.base_dir} has other weights than the run began with: {quote.first(other, _MAX_NAMED)}",
                 hint=f"put the files back as they were, or submit the job again: {directory.name} does not fit others",
@@ -77,7 +77,7 @@ def of(base_dir: Path, compared: verify.Compared, model: Any) -> Basis:
     is_changed = str(settings.init_lora_weights).lower() not in _UNCHANGING
     begun = {name: verify.numbers(weight) for name, weight in _wrapped(model)} if is_changed else {}
     is_quantized = getattr(model.get_base_model(), "hf_quantizer", None) is not None
-    return Basis(base_dir, compared.digests, begun, is_quantized)
+    return Basis(base_dir, compared, begun, is_quantized)
 
 
 def _wrapped(model: Any) -> Iterator[tuple[str, Any]]:

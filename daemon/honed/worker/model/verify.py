@@ -49,8 +49,8 @@ class Compared:
         parts: dict[str, list[Any]] = {}
         for name in sorted(self.samples):
             layer = _LAYER.match(name)
-            parts.setdefault(layer[0] if layer else name, []).append(tensorfile.data(self.samples[name]))
-        return {part: tensorfile.digest(memoryview(b"".join(found))) for part, found in parts.items()}
+            parts.setdefault(layer[0] if layer else name, []).append(self.samples[name].view(torch.uint8))
+        return {part: tensorfile.digest(tensorfile.data(torch.cat(found))) for part, found in parts.items()}
 
 
 def check(model: Any, directory: Path) -> Compared:
