@@ -7,9 +7,8 @@ was loaded. A matrix that bitsandbytes has quantized is compared within the erro
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
+import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from typing import Any
 
 import torch
 
-from honed.inputs.basemodel import QUANTIZATION_STATE
+from honed.inputs.basemodel import DTYPES, FLOAT_DTYPES, QUANTIZATION_STATE
 from honed.system import quote
 from honed.system.error import ModelError
-from honed.worker.model import published, tensorfile
+from honed.worker.model import leftover, published, tensorfile
 
 #: Places along the first dimension that are compared, and elements along the last one at each of them.
 NUM_PLACES, NUM_ELEMENTS = 3, 16
@@ -58,30 +57,27 @@ def check(model: Any, directory: Path) -> Compared:
 
     Weights that are pickled are not compared. A padding token's row that the loader has set to zero is put back.
     """
-    with _files(directory) as files:
-        names = {name for name in files if not QUANTIZATION_STATE.search(name)}
-        is_quantized = getattr(model, "hf_quantizer", None) is not None
-        turned = (
-            {f"{name}.weight" for name, module in model.named_modules() if _is_turned(module)} if is_quantized else ()
-        )
-        padding = _padding(model)
-        samples: dict[str, Any] = {}
-        pairs: list[tuple[str, Any, Any]] = []
-        wrong = []
-        for name, tensor in _held(model):
-            if (found := _stored_name(name, names, str(model.base_model_prefix))) is None:
+    files = _Files(directory)
+    is_quantized = getattr(model, "hf_quantizer", None) is not None
+    turned = {f"{name}.weight" for name, module in model.named_modules() if _is_turned(module)} if is_quantized else ()
+    padding = _padding(model)
+    samples: dict[str, Any] = {}
+    pairs: list[tuple[str, Any, Any]] = []
+    wrong = []
+    for name, tensor in _held(model):
+        if (found := _stored_name(name, files.names, str(model.base_model_prefix))) is None:
+            continue
+        stored = files.tensor(found)
+        if tensor.data_ptr() in padding:
+            _put_row(tensor, padding[tensor.data_ptr()], stored)
+        if _unpacked_shape(tensor) is not None:
+            if (is_near := _is_near(tensor, stored, model.dtype, is_turned=name in turned)) is None:
                 continue
-            stored = files[found].get_tensor(found)
-            if tensor.data_ptr() in padding:
-                _put_row(tensor, padding[tensor.data_ptr()], stored)
-            if _unpacked_shape(tensor) is not None:
-                if (is_near := _is_near(tensor, stored, model.dtype, is_turned=name in turned)) is None:
-                    continue
-                wrong += [] if is_near else [name]
-                samples[name] = _sample(stored)
-            elif stored.shape == tensor.shape and stored.dtype in _FLOATS and tensor.dtype in _FLOATS:
-                samples[name] = _sample(stored).to(tensor.dtype)
-                pairs.append((name, _sample(tensor), samples[name]))
+            wrong += [] if is_near else [name]
+            samples[name] = _sample(stored)
+        elif stored.shape == tensor.shape and tensor.dtype in _FLOATS:
+            samples[name] = _sample(stored).to(tensor.dtype)
+            pairs.append((name, _sample(tensor), samples[name]))
     if wrong := [*wrong, *_differing(pairs)]:
         raise ModelError(
             f"{directory}: after loading, {len(wrong)} of {len(samples)} tensors differ from the files: "
@@ -115,20 +111,30 @@ def _differing(pairs: Sequence[tuple[str, Any, Any]]) -> list[str]:
     return wrong
 
 
-@contextlib.contextmanager
-def _files(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the open safetensors file of each stored tensor; none if the weights are pickled."""
-    from safetensors import safe_open
+class _Files:
+    """The floating-point tensors of a checkpoint, mapped into memory; none if the weights are pickled.
 
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if single.is_file():
-        paths = [single]
-    else:
-        weight_map = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
-        paths = [directory / name for name in sorted(set(weight_map.values()))]
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
-        yield {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    This is what safetensors does, at a tenth of its time for each tensor.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._stored = leftover.stored(directory)
+        self._maps: dict[Path, mmap.mmap] = {}
+        for path in {each.path for each in self._stored.values()}:
+            with path.open("rb") as file:  # a private map is writable, as torch wants it
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.names = {
+            name
+            for name, each in self._stored.items()
+            if DTYPES[each.dtype][0] in FLOAT_DTYPES and not QUANTIZATION_STATE.search(name)
+        }
+
+    def tensor(self, name: str) -> Any:
+        each, dtype = self._stored[name], getattr(torch, DTYPES[self._stored[name].dtype][0])
+        if each.begin == each.end:
+            return torch.empty(each.shape, dtype=dtype)
+        count = (each.end - each.begin) // dtype.itemsize
+        return torch.frombuffer(self._maps[each.path], dtype=dtype, count=count, offset=each.begin).view(each.shape)
 
 
 def _held(model: Any) -> Iterator[tuple[str, Any]]:
@@ -189,7 +195,7 @@ def _is_near(tensor: Any, stored: Any, dtype: Any, *, is_turned: bool) -> bool |
     `dtype`: of the model.
     """
     matrix = stored.T if is_turned else stored
-    if stored.dtype not in _FLOATS or matrix.dim() != 2 or tuple(matrix.shape) != _unpacked_shape(tensor):
+    if matrix.dim() != 2 or tuple(matrix.shape) != _unpacked_shape(tensor):
         return None
 
     def rows(start: int, end: int) -> Any:
