@@ -24,8 +24,8 @@ from honed.worker.model import published, tensorfile, verify
 NAME = "BASE.json"
 #: Initializations that leave the base as it is.
 _UNCHANGING = ("true", "false", "gaussian")
-#: How far a layer's numbers may be apart when an initialization is repeated, relative to their size: in float32, in half
-#: precision, and quantized. With another number of threads at most 1.5e-5, 0.0035 and 0 were measured; with one other
+#: How far a layer's numbers may be apart when an initialization is repeated, relative to their size: float32, half
+#: precision, quantized. With another number of threads at most 1.5e-5, 0.0035 and 0 were measured; with one other
 #: singular vector of a random matrix of 1024 0.03, with other directions of a quantized one 0.25.
 _TOLERANCE, _HALF_TOLERANCE, _QUANTIZED_TOLERANCE = 0.001, 0.01, 0.1
 _MAX_NAMED = 3
