@@ -550,9 +550,6 @@ def test_a_merge_is_compared_with_base_and_adapter_side_by_side(
     base = checkpoint_of(family, **(QWEN3_MOE if family == "qwen3_moe" else {}))
     adapter = adapter_for(base, tmp_path / "adapter", init_lora_weights="pissa" if family == "llama" else True)
     job = merge_job(tmp_path / "job", base, adapter, dtype=dtype)
-    memory = job.plan["memory"]
-    assert memory["weights_bytes"] < 2**20
-    job.change_plan(memory=memory | {"weights_bytes": 2**25})
     assert any("compared with base and adapter: the logits" in each for each in job.run().messages("info"))
     merged = job.output_dir
     change_config(merged, **({"hidden_act": "relu"} if family == "llama" else {"rms_norm_eps": 0.02}))
