@@ -94,8 +94,7 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
         loaded = assignment.precision.load_dtype
         rule = None if wanted is None else dtypes.for_saving(model, base_dir, wanted, loaded=loaded)
         model = backend.attach_adapter(model, assignment)
-        is_adapted = assignment.precision.adapter_dtype is not None
-        stands_on = basis.of(assignment.base_model_path, compared, model) if is_adapted else None
+        stands_on = basis.of(base_dir, compared, model) if hasattr(model, "peft_config") else None
     except (ImportError, HonedError):
         raise
     except Exception as error:
