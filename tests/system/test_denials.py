@@ -21,12 +21,18 @@ JOBS = "/var/lib/honed/jobs"
 OVER = "/srv/the-attack-is-over"
 PLANT = f"""
 import os
+def nest():
+    os.mkdir("deep")
+    os.chdir("deep")
+    for _ in range(1500):
+        os.mkdir("d")
+        os.chdir("d")
 while not os.path.exists("{OVER}"):
     for name in os.listdir("{JOBS}"):
-        for make in (
-            lambda: os.symlink("output", f"{JOBS}/{{name}}/output"), lambda: os.mkdir(f"{JOBS}/{{name}}/plan.json")
-        ):
-            try: make()
+        for make in (lambda: os.symlink("output", "output"), lambda: os.mkdir("plan.json"), nest):
+            try:
+                os.chdir(f"{JOBS}/{{name}}")
+                make()
             except OSError: pass
 """
 #: Seconds within which another user's job is accepted, whatever was planted.
@@ -101,24 +107,31 @@ def test_a_lock_that_somebody_holds_keeps_nobodys_view_waiting(honed: Machine) -
         honed.sh(f"pkill -u mallory sleep; systemctl stop honed-view@{job_id}")
 
 
-def test_what_is_planted_in_a_jobs_directory_while_it_is_checked_is_the_jobs_own_trouble(honed: Machine) -> None:
-    """The planted files are a link to itself, and a directory in place of the plan."""
+def test_nothing_is_planted_in_a_jobs_directory_while_it_is_checked_and_later_it_stops_nobody(honed: Machine) -> None:
+    """What she tries to plant is a link to itself, a directory in place of the plan, and a tree that is deeper than
+    Python's recursion goes."""
     honed.sh(f"chmod a+r {JOBS}")  # so that she need not guess their numbers
     since = honed.run("date", "+%s.%N").strip()
     planting = honed.popen("python3", "-c", PLANT, user="mallory")
     names = [f"planted-{number}" for number in range(8)]
     drop(honed, "mallory", *names[:4])
+    for number in range(4):  # refused; honed removes what it has copied
+        honed.sh(f"echo '{{' >{INCOMING}/broken-{number}.json", user="mallory")
+        refusal(honed, f"broken-{number}.json")
     drop(honed, "berta", "beside-1", "beside-2", "beside-3")
     drop(honed, "mallory", *names[4:])
-    accepted(honed, "beside-1", "beside-2", "beside-3")
-    wait_for(
-        lambda: all(name in honed.jobs() or honed.refusal(name) for name in names), what="each accepted or refused"
-    )
+    numbers = accepted(honed, "beside-1", "beside-2", "beside-3", *names)[3:]
+    wait_for(lambda: all(honed.exists(f"{JOBS}/{number}/deep") for number in numbers), what="planted, in what is hers")
     honed.run("touch", OVER)
     wait_for(lambda: planting.poll() == 0, what="the end of the planting")
-    told = [honed.refusal(name) for name in names]
-    assert any("was created while the job file was checked" in text for text in told), told
-    assert "an error in the loop" not in "\n".join(honed.messages("--unit=honed", f"--since=@{since}"))
+    for number in map(str, numbers):
+        honed.run("honectl", "cancel", number, user="mallory")
+    honed.run("honectl", "prune", *map(str, numbers), user="mallory")
+    honed.run("systemctl", "restart", "honed")
+    wait_for(lambda: not any(honed.exists(f"{JOBS}/{number}") for number in numbers), what="removed")
+    messages = "\n".join(honed.messages("--unit=honed", f"--since=@{since}"))
+    assert "an error in the loop" not in messages
+    assert "Recursion" not in messages
     assert "degraded" not in status(honed)
 
 

@@ -18,7 +18,6 @@ import errno
 import logging
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -142,7 +141,8 @@ class _Leftovers:
                 with contextlib.suppress(OSError):
                     path.rmdir()
             else:
-                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    durable.remove_flat(path)
             if not os.path.lexists(path):
                 self._paths.discard(path)
 
@@ -233,7 +233,8 @@ class Arrivals:
             durable.sync_dir(self._spool.claimed_dir)
             durable.write(place / name, data, mode=0o600)
         except BaseException:
-            shutil.rmtree(place, ignore_errors=True)  # the submitter gets an error: nothing was accepted
+            with contextlib.suppress(OSError):
+                durable.remove_flat(place)  # the submitter gets an error: nothing was accepted
             raise
         return Claim(job_id, place / name, uid, time.time())
 
@@ -304,6 +305,8 @@ class Arrivals:
     def _admitting(self, job: Job, claim: Claim, plan: PlanFile) -> Steps[Job]:
         yield from durable.writing(self._spool.job_layout(job.id).plan_path, plan.to_json())
         yield [self._spool.layout.jobs_dir]
+        if self._has_workers_user:
+            access.give_job_dir(self._spool.job_layout(job.id).dir)
         yield from self._spool.adding(job)
         with contextlib.suppress(FileNotFoundError):  # recovery removes what a crash leaves here
             claim.path.unlink()
@@ -434,7 +437,8 @@ def _drop_refused(spool: Spool) -> None:
             and name not in kept
             and all(each.name.startswith(("spec.", ".spec.")) for each in path.iterdir())
         ):
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                durable.remove_flat(path)
 
 
 def _is_finished(name: str) -> bool:
