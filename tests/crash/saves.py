@@ -132,7 +132,15 @@ class Saved:
 def save_output(job: Assignment, save: Save) -> None:
     facts = {"metrics": {}, "word": save.word}
     model, tokenizer = Saved(save, MODEL_FILES), Saved(save, ())
-    export.export(job, model, tokenizer, facts, progress=lambda _done, _of: None, prove=lambda _made: None)
+    export.export(
+        job,
+        model,
+        tokenizer,
+        facts,
+        progress=lambda _done, _of: None,
+        prove=lambda _made: None,
+        compare=lambda _merged: "",
+    )
 
 
 def save_checkpoint(checkpoints_dir: Path, save: Save) -> None:

@@ -337,8 +337,10 @@ def test_what_the_class_and_the_base_keep_in_float32_is_saved_so(tmp_path: Path)
     model.float()
     type(model)._keep_in_fp32_modules_strict = {"q_norm"}
     try:
-        rule = dtypes.for_saving(model, tmp_path, "bfloat16")
-        wide = dtypes.for_saving(model, tmp_path, "float32")
+        rule = dtypes.for_saving(model, tmp_path, "bfloat16", loaded="float32")
+        wide = dtypes.for_saving(model, tmp_path, "float32", loaded="float32")
+        half = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+        assert dtypes.for_saving(half, tmp_path, "bfloat16", loaded="bfloat16") == rule
     finally:
         type(model)._keep_in_fp32_modules_strict = None
     assert cast.cast(model, precision("bfloat16"), rule) == ""

@@ -25,7 +25,8 @@ from honed.spec import spec as specs
 from honed.spec.config import Config
 from honed.system.device import cpu
 from honed.system.error import ModelError, PrecisionError
-from honed.worker.model import merge, written
+from honed.worker import assignment
+from honed.worker.model import likeness, merge, written
 from honed.worker.stop import Stop
 from zoo.vision import FAMILIES, build_vision_checkpoint
 
@@ -451,6 +452,26 @@ def test_a_tensor_of_the_adapter_that_nothing_was_made_of_is_named(
         merge_to(base, adapter, tmp_path / "merged")
 
 
+def test_a_file_that_is_not_what_was_written_is_refused(
+    checkpoint_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that loses a write: the header is whole, and each merged tensor was right in memory."""
+    base = checkpoint_of("llama")
+    adapter = adapter_for(base, tmp_path / "adapter")
+    write = merge._write
+
+    def lossy(target: Path, *given: Any) -> Any:
+        digests = write(target, *given)
+        with (target / "model.safetensors").open("r+b") as file:
+            file.seek(-64, 2)
+            file.write(bytes(32))
+        return digests
+
+    monkeypatch.setattr(merge, "_write", lossy)
+    with pytest.raises(ModelError, match="does not have on disk what was written: model"):
+        merge_to(base, adapter, tmp_path / "merged")
+
+
 def test_a_written_model_that_its_own_config_does_not_make_is_refused(
     checkpoint_of: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -462,7 +483,7 @@ def test_a_written_model_that_its_own_config_does_not_make_is_refused(
         ("num_hidden_layers", 1, "has tensors that its own config has no place for: model.layers.1"),
     ):
         other = AutoConfig.from_pretrained(base, **{key: value})
-        empty = merge._skeleton(other, "float32", trust_remote_code=False)
+        empty = merge.skeleton(other, "float32", trust_remote_code=False)
         with pytest.raises(ModelError, match=fault) if fault else contextlib.nullcontext():
             written.check(base, empty, [])
 
@@ -478,8 +499,62 @@ def test_a_training_job_leaves_a_merged_checkpoint_beside_its_adapter(make_job: 
     merged = Path(ended.result["artifacts"]["merged"])
     assert merged == job.output_dir / "merged"
     assert stored_dtypes(merged) == {torch.bfloat16}
+    assert any("merged: compared with base and adapter: " in message for message in ended.messages("info"))
     base = Path(job.plan["base_model_path"])
     torch.testing.assert_close(whole(merged), side_by_side(base, job.output_dir), atol=0.05, rtol=0.05)
+
+
+def change_config(directory: Path, **keys: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | keys))
+
+
+@pytest.mark.parametrize("quantization", ["none", "4bit"])
+def test_a_merged_model_that_computes_something_else_is_refused(
+    quantization: str, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors are right and have their places, but its config.json is of another function."""
+    job = make_job("llama", lora={"r": 4}, save_merged="bfloat16", quantization=quantization)
+    merge_as_it_is = merge.merge
+
+    def wrong(base: Path, adapter: Path, target: Path, **given: Any) -> merge.Merged:
+        merged = merge_as_it_is(base, adapter, target, **given)
+        change_config(target, rms_norm_eps=0.02)
+        return merged
+
+    monkeypatch.setattr(merge, "merge", wrong)
+    ended = job.run()
+    assert ended.result["error"]["code"] == "model_invalid"
+    assert "is not base plus adapter: its logits differ by" in ended.result["error"]["message"]
+    assert (job.output_dir / "adapter_model.safetensors").exists()
+    assert not (job.output_dir / "merged").exists()
+
+
+def test_models_that_do_not_fit_the_planned_memory_are_not_compared(make_job: MakeJob) -> None:
+    job = make_job(lora={"r": 4}, save_merged="bfloat16", training={"max_steps": 1})
+    job.change_plan(memory=job.plan["memory"] | {"activation_bytes": 2**20})
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    told = [each for each in ended.messages("info") if "not compared with base and adapter" in each]
+    assert told == [
+        "output: merged: not compared with base and adapter: that takes 2 MiB of memory, and 1 MiB is planned"
+    ]
+    assert "not compared with base and adapter" in (job.output_dir / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merge_is_compared_with_base_and_adapter_side_by_side(
+    family: str, dtype: str, checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = checkpoint_of(family, **(QWEN3_MOE if family == "qwen3_moe" else {}))
+    adapter = adapter_for(base, tmp_path / "adapter", init_lora_weights="pissa" if family == "llama" else True)
+    job = merge_job(tmp_path / "job", base, adapter, dtype=dtype)
+    assert any("compared with base and adapter: the logits" in each for each in job.run().messages("info"))
+    merged = job.output_dir
+    change_config(merged, **({"hidden_act": "relu"} if family == "llama" else {"rms_norm_eps": 0.02}))
+    with pytest.raises(ModelError, match="not base plus adapter: its logits differ"):
+        likeness.compare(merged, assignment.read(job.dir, 1))
 
 
 def merge_job(directory: Path, base: Path, adapter: Path, **keys: Any) -> WorkerJob:

@@ -180,6 +180,7 @@ def _key(job_spec: JobSpec, model: BaseModelInfo, made: Plan) -> str:
         "model_type": job_spec.model_type,
         "kind": job_spec.kind,
         "lora": job_spec.lora.model_dump(mode="json") if job_spec.lora else None,
+        "is_merged": job_spec.save_merged != "none",
         "parts": [job_spec.parts.model_dump(mode="json"), list(job_spec.train_parts)],
         "precision": precision,
         "checkpointing": [training.gradient_checkpointing, training.gradient_checkpointing_kwargs],

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from honed.inputs.basemodel import BITS, AdapterInfo, BaseModelInfo
 from honed.inputs.dataset import NUM_OPENED
@@ -59,9 +59,8 @@ def estimate(
     """
     loaded = parameter.parameters(model)
     available_bytes = max(0, device.total_bytes - reserve_bytes)
-    if spec.kind == "merge":  # a merge works from file to file, one module at a time
-        largest = max(each.num_elements for each in loaded) if model.tensors else 0
-        return Memory(3 * 4 * largest, adapter.num_bytes if adapter else 0, 0, 0, 0, available_bytes, 0, 0)
+    if spec.kind == "merge":
+        return _merge(model, adapter, available_bytes)
     if spec.kind == "evaluate":
         return _evaluation(spec, model, device, choices, adapter, available_bytes, num_row_tokens, num_rows, rows)
     learns = parameter.trained(spec, model, adapter)
@@ -142,6 +141,29 @@ def _of_rank(
             if choices.quantization == "4bit":  # it is quantized on each device before it is divided
                 exchange_bytes = max(exchange_bytes, whole.weights_bytes + whole.adapter_bytes - part.total_bytes)
             return replace(part, exchange_bytes=exchange_bytes)
+
+
+#: Rows and tokens of each, on which the logits of a merged model are compared.
+COMPARED_ROWS, COMPARED_TOKENS = 2, 64
+#: Bytes that a merge takes at most to load base and merged model for that.
+MAX_COMPARED_BYTES = 2**31
+
+
+def comparison_bytes(models_bytes: int, config: dict[str, Any], num_tokens: int) -> int:
+    """Return the memory in which models of so many bytes are loaded and compute the logits of some tokens."""
+    widths = parameter.sizes(config)
+    width = 2**19 if widths is None else widths.vocabulary + 8 * widths.hidden
+    return models_bytes + 16 * num_tokens * width
+
+
+def _merge(model: BaseModelInfo, adapter: AdapterInfo | None, available_bytes: int) -> Memory:
+    """Estimate a merge, which works from file to file, one module at a time; a small model's is compared as a whole."""
+    loaded = parameter.parameters(model)
+    largest_bytes = 3 * 4 * max(each.num_elements for each in loaded) if model.tensors else 0
+    both_bytes = 2 * 4 * sum(each.num_elements for each in loaded) + 2**23  # the headers of their files
+    compared_bytes = comparison_bytes(both_bytes, model.config, COMPARED_ROWS * COMPARED_TOKENS)
+    more_bytes = max(0, compared_bytes - largest_bytes) if compared_bytes <= MAX_COMPARED_BYTES else 0
+    return Memory(largest_bytes, adapter.num_bytes if adapter else 0, 0, 0, more_bytes, available_bytes, 0, 0)
 
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")

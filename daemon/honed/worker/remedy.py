@@ -29,6 +29,7 @@ _MEANS = {
     "training.gradient_checkpointing": "a step takes more memory",
     "attn_implementation": "transformers' own attention",
     "lora.modules_to_save": "these modules are not trained in full",
+    "save_merged": "no merged checkpoint is written",
     "quantization": "the model takes more memory",
     "dtype": "a step takes more time and memory",
 }
@@ -116,6 +117,8 @@ def _edits(spec: JobSpec, error: Exception, model_of: Callable[[], Any]) -> Iter
         yield {"attn_implementation": "eager"}
     if lora is not None and lora.modules_to_save:
         yield {"lora.modules_to_save": None}
+    if spec.save_merged != "none":
+        yield {"save_merged": None}
     if spec.quantization != "none":
         yield {"quantization": "none"}
     if spec.dtype != "float32" and spec.quantization == "none":

@@ -467,7 +467,7 @@ class _Story:
         self.remark = exam.remark(trainer.state, figures) if regression is None else ""
         trainer.check_weights()
         self._stage("export")
-        from honed.worker.model import export, proof
+        from honed.worker.model import export, likeness, proof
 
         facts: Facts = {
             "started": started,
@@ -477,6 +477,10 @@ class _Story:
             "data": data.hashes,
         }
         told_at = time.monotonic()
+
+        def compare(merged: Path) -> str:
+            with prediction.undisturbed(trainer.model):
+                return likeness.compare(merged, job, likeness.rows_of(trainer, data), live=trainer.model)
 
         def merging(number: int, count: int) -> None:
             nonlocal told_at
@@ -505,6 +509,7 @@ class _Story:
                         stop_ids=chat.stop_token_ids,
                         is_regressed=regression is not None,
                         prove=lambda made: proof.prove(made, job, trainer.model),
+                        compare=compare,
                     )
                 )
         except InterruptedRunError:

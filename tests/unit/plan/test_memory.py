@@ -373,6 +373,7 @@ def test_a_proposal_never_breaks_a_rule_of_job_files(mistral_7b: BaseModelInfo) 
 def test_a_merge_needs_a_module_at_a_time(llama_70b: BaseModelInfo, tmp_path: Path) -> None:
     spec = make(full=True, adapter=str(tmp_path)).model_copy(update={"kind": "merge"})
     check(llama_70b, CPU, spec)
+    assert estimate(llama_70b, CPU, spec).activation_bytes == 0, "not both models at once"
 
 
 def test_a_batch_has_no_more_rows_than_there_are(mistral_7b: BaseModelInfo) -> None:

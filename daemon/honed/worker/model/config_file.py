@@ -69,6 +69,7 @@ _ADAPTER_KEYS = frozenset(
     }
 )
 _INDENT = 2
+_ABSENT = object()
 
 
 def write(base_dir: Path, made: Path, config: Any, *, with_code: bool) -> list[str]:
@@ -96,11 +97,19 @@ def write_merged(
     changes = []
     for prefix, level in _levels(raw):
         for key, each in values.items():
-            if key != "dtype" and (key in level or not prefix) and level.get(key) != each:
-                changes.append(_said(f"{prefix}{key}", level.get(key), each))
+            before = level.get(key, _default(config, prefix, key) if prefix else None)
+            if key != "dtype" and before not in (each, _ABSENT):
+                changes.append(_said(f"{prefix}{key}", before, each))
                 level[key] = each
     changes += _set_common(raw, config, saved, with_code=with_code)
     return _write(base_dir, made, raw, changes)
+
+
+def _default(config: Any, prefix: str, key: str) -> Any:
+    """Return what a config of a part has for a key that its file lacks."""
+    for name in prefix.split(".")[:-1]:
+        config = getattr(config, name, None)
+    return getattr(config, key, _ABSENT)
 
 
 def _set_common(raw: Json, config: Any, saved: Json, *, with_code: bool) -> list[str]:

@@ -57,21 +57,27 @@ def rule(empty: Any, tensors: Iterable[Tensor], names: Names, wanted: str) -> Ru
     return Rule(wanted, _of_family(empty, wanted), _of_base(empty, names, stored, _bulk(tensors)))
 
 
-def for_saving(model: Any, base_dir: Path, wanted: str) -> Rule:
-    """Return the rule for a model in memory, as it is loaded from a base's files."""
+def for_saving(model: Any, base_dir: Path, wanted: str, *, loaded: str) -> Rule:
+    """Return the rule for a model in memory, as it is loaded from a base's files in the dtype `loaded`."""
+    tensors = [
+        each
+        for each in basemodel.inspect(base_dir, model_type=model.config.model_type, allow_pickle=True).tensors
+        if not QUANTIZATION_STATE.search(each.name)
+    ]
+    # What the class keeps wider shows in a model of the wanted dtype alone; float32 has nothing wider.
+    empty = model if wanted in (loaded, "float32") else _empty(model, wanted)
+    return rule(empty, tensors, stored_names.read(empty, [each.name for each in tensors]), wanted)
+
+
+def _empty(model: Any, dtype: str) -> Any:
+    """Build a model's like in another dtype, on meta."""
     import torch
 
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        empty = type(model)._from_config(config, dtype=getattr(torch, wanted))
-    tensors = [
-        each
-        for each in basemodel.inspect(base_dir, model_type=model.config.model_type, allow_pickle=True).tensors
-        if not QUANTIZATION_STATE.search(each.name)
-    ]
-    return rule(empty, tensors, stored_names.read(empty, [each.name for each in tensors]), wanted)
+        return type(model)._from_config(config, dtype=getattr(torch, dtype))
 
 
 def told(dtypes: Mapping[str, str], wanted: str) -> str:

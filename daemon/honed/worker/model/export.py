@@ -38,6 +38,7 @@ def export(
     *,
     progress: Callable[[int, int], None],
     prove: Callable[[Path], None],
+    compare: Callable[[Path], str],
     note: Callable[[str], None] = lambda _text: None,
     stop_ids: Sequence[int] = (),
     is_regressed: bool = False,
@@ -46,8 +47,9 @@ def export(
 
     Returns the artifacts, name to path, and the error of a merge that failed, if any: the adapter is kept then.
     `progress` is called with (done, of) during the merge. `prove` raises ModelError if the output in a directory is
-    not what was trained. `note` is called with each change to the base's files, and each remark on serving; they are
-    also in the model card. `stop_ids` are the tokens that end a trained turn.
+    not what was trained; `compare` does so for the merged checkpoint in a directory, and returns a remark. `note` is
+    called with each change to the base's files, and each remark; they are also in the model card. `stop_ids` are the
+    tokens that end a trained turn.
 
     Before the rename there is nothing at `output_dir`; after it, everything. An earlier attempt's output is replaced.
     The output of a regressed run goes beside `output_dir`, so that nobody who waits for an output takes it for one.
@@ -65,6 +67,7 @@ def export(
         if assignment.spec.save_merged != "none":
             try:
                 changes += _merge(assignment, made, progress)
+                changes.append(f"merged: {compare(made / 'merged')}")
             except (InterruptedRunError, TimeLimitError):
                 raise
             except Exception as error:  # noqa: BLE001 - whatever it is, what was trained is kept

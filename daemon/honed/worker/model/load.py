@@ -24,6 +24,7 @@ from honed.worker.model import dtypes
 from honed.worker.model.audit import Auditor
 
 if TYPE_CHECKING:
+    from honed.worker.model import basis
     from honed.worker.rows.processor import Processor
 
 
@@ -58,6 +59,7 @@ class Loaded:
     tokenizer: Any
     told: tuple[str, ...] = ()  #: messages for the job's owner
     rule: dtypes.Rule | None = None  #: the dtypes in which full fine-tuning's weights are saved
+    basis: basis.Basis | None = None  #: of an adapter
 
 
 def choose(name: str) -> Backend:
@@ -79,18 +81,20 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
     """Load the model. Raises ModelError, PrecisionError, or BackendError if Unsloth fails."""
     from transformers import set_seed
 
-    from honed.worker.model import placing, verify
+    from honed.worker.model import basis, placing, verify
 
     set_seed(assignment.seed)  # the adapter's first weights are drawn
     try:
         model = backend.load_base(assignment)
-        verify.check(model, assignment.base_model_path)
+        compared = verify.check(model, assignment.base_model_path)
         # Freeze before the audit, or it would take a frozen base for trained weights.
         freeze(model, assignment)
         auditor.model(model, "loaded")
-        wanted = assignment.precision.save_dtype
-        rule = None if wanted is None else dtypes.for_saving(model, assignment.base_model_path, wanted)
+        wanted, base_dir = assignment.precision.save_dtype, assignment.base_model_path
+        loaded = assignment.precision.load_dtype
+        rule = None if wanted is None else dtypes.for_saving(model, base_dir, wanted, loaded=loaded)
         model = backend.attach_adapter(model, assignment)
+        stands_on = basis.of(base_dir, compared, model) if hasattr(model, "peft_config") else None
     except (ImportError, HonedError):
         raise
     except Exception as error:
@@ -99,7 +103,8 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
         found = cause.explain(error, str(assignment.job_id))
         kind = ModelError if isinstance(found, InternalError) else type(found)
         raise kind(f"{assignment.base_model_path}: {found.said}", hint=found.hint) from error
-    return Loaded(model, tokenizer, (*backend.told, *placing.counted(model, assignment)), rule)
+    told = (*backend.told, *placing.counted(model, assignment))
+    return Loaded(model, tokenizer, told, rule, stands_on)
 
 
 def freeze(model: Any, assignment: Assignment) -> None:

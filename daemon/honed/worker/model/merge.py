@@ -18,6 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from honed.job.plan_file import Precision
 from honed.system import durable, installed, quote
 from honed.system.error import DivergedError, HonedError, ModelError, PrecisionError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import adapter, beginning, config_file, dtypes, names, tokenizer_files, written
+from honed.worker.model import adapter, beginning, config_file, dtypes, leftover, names, tokenizer_files, written
 from honed.worker.model.card import Facts
 from honed.worker.model.oracle import Oracle
 from honed.worker.model.stored import Base
@@ -53,7 +54,7 @@ Progress = Callable[[int, int], None]
 
 def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
     """Run a merge job from beginning to end. Returns the artifacts; any exception ends the attempt."""
-    from honed.worker.model import export, load
+    from honed.worker.model import export, likeness, load
     from honed.worker.run import versions
 
     started = time.time()
@@ -90,6 +91,8 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
             progress=progress,
         )
         events.log("info", str(merged))
+        compared = likeness.compare(place, job)
+        events.log("info", compared)
 
         stop.check()
         events.emit("stage", stage="export")
@@ -98,7 +101,7 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
             versions=versions(job.backend),
             step=merged.num_tensors,
             metrics={},
-            changes=[*merged.changes],
+            changes=[*merged.changes, compared],
         )
         export.finish(job, place, facts)
     artifacts = {"output_dir": str(job.output_dir)}
@@ -149,7 +152,7 @@ def merge(
     durable.make_dir(target)
     base = Base(base_dir, str(config.model_type))
     with base.opened():
-        empty = _skeleton(config, dtype, trust_remote_code=trust_remote_code)
+        empty = skeleton(config, dtype, trust_remote_code=trust_remote_code)
         mixture = _Mixture(base, adapter_dir, empty, dtype, trained or beginning.of_adapter(adapter_dir))
         is_untied = mixture.is_untied()
         values = {"dtype": dtype} | ({"tie_word_embeddings": False} if is_untied else {})
@@ -158,14 +161,15 @@ def merge(
         )
         changes += _copy_files(base_dir, adapter_dir, target, chat_template, with_code=trust_remote_code)
         opened = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
-        own = _skeleton(opened, dtype, trust_remote_code=trust_remote_code)
+        own = skeleton(opened, dtype, trust_remote_code=trust_remote_code)
         _untie(mixture, own)
         units = list(mixture.units())
         tensors = [mixture.tensor(name) for unit in units for name in unit]
         shards = _shards(tensors, max_shard_bytes)
-        _write(target, units, shards, mixture, progress)
+        digests = _write(target, units, shards, mixture, progress)
         mixture.check_all_used()
     _check(target, tensors)
+    _check_digests(target, digests, lambda: progress(len(tensors), len(tensors)))
     written.check(target, own, [name for name in base.tensors if mixture.is_copied(name)])
     floats = {each.name: each.dtype for each in tensors if each.dtype in FLOAT_DTYPES}
     told = dtypes.told(floats, dtype)
@@ -187,8 +191,8 @@ def _untie(mixture: _Mixture, own: Any) -> None:
 # --- The model without weights, and the adapter -----------------------------------------------------------------------
 
 
-def _skeleton(config: Any, dtype: str, *, trust_remote_code: bool) -> Any:
-    """Build the model as it is loaded in a dtype, on meta."""
+def skeleton(config: Any, dtype: str, *, trust_remote_code: bool) -> Any:
+    """Build a model as it is loaded in a dtype, on meta."""
     import torch
 
     from honed.worker.model.transformers_backend import model_class
@@ -557,20 +561,29 @@ def _shards(tensors: list[Tensor], max_bytes: int) -> list[list[Tensor]]:
 
 def _write(
     target: Path, units: list[list[str]], shards: list[list[Tensor]], mixture: _Mixture, progress: Progress
-) -> None:
-    """Write all tensors, in the order of the units, and compare those that the adapter changes."""
+) -> dict[str, str]:
+    """Write all tensors, in the order of the units, and compare those that the adapter changes.
+
+    Return the digests of what was in memory.
+    """
+    from honed.worker.model import tensorfile
+
     count, number = sum(map(len, shards)), 0
     weight_map: dict[str, str] = {}
+    digests: dict[str, str] = {}
     values = _cast(units, {each.name: each for shard in shards for each in shard}, mixture)
     for index, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
-        with (target / file).open("wb") as stream:
+        with (target / file).open("wb") as stream, ThreadPoolExecutor(1) as pool:
             stream.write(_header(shard))
             for each in shard:
                 progress(number, count)
                 name, value = next(values)
                 assert name == each.name
-                stream.write(_bytes(value))
+                data = tensorfile.data(value)
+                digest = pool.submit(tensorfile.digest, data)
+                stream.write(data)
+                digests[name] = digest.result()
                 number += 1
         weight_map |= dict.fromkeys((each.name for each in shard), file)
     for _ in values:  # the last comparison
@@ -580,6 +593,7 @@ def _write(
         total = sum(each.num_bytes for shard in shards for each in shard)
         index_data = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target / "model.safetensors.index.json").write_text(json.dumps(index_data, indent=1) + "\n")
+    return digests
 
 
 def _cast(units: list[list[str]], planned: Mapping[str, Tensor], mixture: _Mixture) -> Iterator[tuple[str, Any]]:
@@ -629,12 +643,6 @@ def _is_finite(tensor: Any) -> bool:
     return not tensor.numel() or all(bool(each.isfinite()) for each in tensor.aminmax())
 
 
-def _bytes(value: Any) -> memoryview:
-    import torch
-
-    return memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
 def _copy_files(
     base_dir: Path, adapter_dir: Path, target: Path, chat_template: str | None, *, with_code: bool
 ) -> list[str]:
@@ -657,4 +665,24 @@ def _check(target: Path, planned: list[Tensor]) -> None:
         raise PrecisionError(
             f"the merged checkpoint differs from the plan: {quote.first(wrong, 5, separator='; ')}",
             hint="this is a bug: please report it",
+        )
+
+
+def _check_digests(target: Path, digests: Mapping[str, str], beat: Callable[[], None]) -> None:
+    """Read the written files back. Raises ModelError, naming the tensors that are not what was in memory."""
+    from safetensors import safe_open
+
+    from honed.worker.model import tensorfile
+
+    wrong = []
+    for path in leftover.files(target):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                beat()
+                if tensorfile.digest(tensorfile.data(file.get_tensor(name))) != digests[name]:
+                    wrong.append(name)
+    if wrong:
+        raise ModelError(
+            f"the merged checkpoint does not have on disk what was written: {quote.first(wrong, 5)}",
+            hint="requeue the job; if this happens again, check the disk of output_dir",
         )

@@ -44,8 +44,7 @@ def of(model: Any) -> Published:
 
 def convert(model: Any, held: Mapping[str, Any]) -> Published:
     """Convert tensors of a model, by module name."""
-    with _Views():
-        tensors: dict[str, Any] = revert_weight_conversion(model, dict(held))
+    tensors = renamed(model, held)
     whole, covered = Counter[int](), Counter[int]()
     for tensor in held.values():
         whole[_storage(tensor)] += tensor.numel()
@@ -54,6 +53,14 @@ def convert(model: Any, held: Mapping[str, Any]) -> Published:
         covered[_storage(tensors[name])] += tensors[name].numel()
     rest = {name: each for name, each in held.items() if covered[_storage(each)] < whole[_storage(each)]}
     return Published(tensors, copies, rest)
+
+
+def renamed(model: Any, held: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert tensors of a model, by module name, without looking at what became of them."""
+    if getattr(model, "_weight_conversions", None) == []:  # none was used in its load
+        return dict(held)
+    with _Views():
+        return dict(revert_weight_conversion(model, dict(held)))
 
 
 def _storage(tensor: Any) -> int:

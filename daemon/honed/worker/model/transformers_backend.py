@@ -17,7 +17,7 @@ from honed.spec.media import Part
 from honed.system.error import ModelError
 from honed.worker.assignment import Assignment
 from honed.worker.model import adapter as adapters
-from honed.worker.model import placing, token_rows
+from honed.worker.model import placing, ties, token_rows
 from honed.worker.model.load import load_config
 
 
@@ -240,6 +240,7 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
         check_adapted(model, assignment)
         placing.check(model, assignment)
+    ties.check(model, assignment)
     token_rows.check(model, is_new=not spec.adapter)
     cast_trainable(model, assignment.precision)
     spare_frozen(model)

@@ -304,6 +304,7 @@ class Trainer(SFTTrainer):
         before = _Before(loaded.model, args)
         self._is_compensated = assignment.precision.master_weights == "compensated"
         self._is_adapted = assignment.precision.adapter_dtype is not None
+        self._basis = loaded.basis
         super().__init__(
             model=loaded.model,
             args=args,
@@ -603,6 +604,8 @@ class Trainer(SFTTrainer):
             if self.state.best_model_checkpoint != best_path:  # transformers takes the path of writing for its place
                 self.state.best_model_checkpoint = best_path
                 self.state.save_to_json(str(made / TRAINER_STATE_NAME))
+            if self._basis is not None:
+                self._basis.write(made, self.model)
             self._remember()
         except BaseException:
             shutil.rmtree(new_dir, ignore_errors=True)  # where the disk is full, the room is needed
@@ -729,6 +732,8 @@ class Trainer(SFTTrainer):
             adapter.load(self.model, path, hint=weights.hint(path))
         else:
             weights.load(path, self.model)
+        if self._basis is not None:
+            self._basis.check(path, self.model)
         self._auditor.model(self.model, when)
 
     def _load_best_model(self) -> None:

@@ -1,0 +1,102 @@
+"""What an adapter stands on. A checkpoint of it has no weights of the base, so a run that resumes compares these.
+
+    checkpoint-N/BASE.json    weights   a digest of samples of each layer, as its files have it
+                              begun     numbers of each layer that the initialization has changed (PiSSA, OLoRA)
+                              buffers   digests of the buffers, which no adapter has: training must not change them
+
+The first two are of the attempt's beginning, the buffers of when the checkpoint was written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from honed.system import quote
+from honed.system.error import ModelError
+from honed.worker.model import published, tensorfile, verify
+
+NAME = "BASE.json"
+#: Initializations that leave the base as it is.
+_UNCHANGING = ("true", "false", "gaussian")
+#: How far a layer's numbers may be apart when an initialization is repeated, relative to their size: float32, half
+#: precision, quantized. With another number of threads at most 1.5e-5, 0.0035 and 0 were measured; with one other
+#: singular vector of a random matrix of 1024 0.03, with other directions of a quantized one 0.25.
+_TOLERANCE, _HALF_TOLERANCE, _QUANTIZED_TOLERANCE = 0.001, 0.01, 0.1
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Basis:
+    base_dir: Path
+    compared: verify.Compared
+    begun: Mapping[str, list[float]]
+    tolerance: float
+
+    def write(self, directory: Path, model: Any) -> None:
+        """Write it beside an adapter."""
+        found = {"weights": self.compared.digests, "begun": self.begun, "buffers": _buffers(model)}
+        (directory / NAME).write_text(json.dumps(found) + "\n", encoding="utf-8")
+
+    def check(self, directory: Path, model: Any) -> None:
+        """Raise ModelError, naming the layers, unless an adapter was trained on what this run has loaded."""
+        path = directory / NAME
+        if not path.is_file():
+            return  # an earlier version has written the checkpoint
+        stored = json.loads(path.read_bytes())
+        if other := _unequal(stored["weights"], self.compared.digests):
+            raise ModelError(
+                f"{self.base_dir} has other weights than the run began with: {quote.first(other, _MAX_NAMED)}",
+                hint=f"put the files back as they were, or submit the job again: {directory.name} does not fit others",
+            )
+        if other := [name for name, numbers in stored["begun"].items() if not self._is_near(name, numbers)]:
+            raise ModelError(
+                f"init_lora_weights has changed the base otherwise than for {directory.name}: "
+                f"{quote.first(sorted(other), _MAX_NAMED)}",
+                hint="continue on the same kind of device, with the same version of torch, or submit the job again",
+            )
+        if other := _unequal(stored["buffers"], _buffers(model)):
+            raise ModelError(
+                f"{directory.name}: training has changed {quote.first(other, _MAX_NAMED)}, which no adapter has",
+                hint="train without interruption (save_strategy: no), or all weights (without lora)",
+            )
+
+    def _is_near(self, name: str, numbers: list[float]) -> bool:
+        held = self.begun.get(name, [])
+        if len(held) != len(numbers):
+            return False
+        apart = sum((one - other) ** 2 for one, other in zip(held, numbers, strict=True))
+        return bool(apart <= self.tolerance**2 * sum(each**2 for each in numbers))
+
+
+def of(base_dir: Path, compared: verify.Compared, model: Any) -> Basis:
+    """Return what a model wrapped by peft stands on, before it is trained."""
+    init = getattr(model.peft_config["default"], "init_lora_weights", True)
+    is_changed = str(init).lower() not in _UNCHANGING
+    begun = {name: verify.numbers(weight) for name, weight in _wrapped(model)} if is_changed else {}
+    tolerance = _TOLERANCE if model.dtype == torch.float32 else _HALF_TOLERANCE
+    if getattr(model.get_base_model(), "hf_quantizer", None) is not None:
+        tolerance = _QUANTIZED_TOLERANCE
+    return Basis(base_dir, compared, begun, tolerance)
+
+
+def _wrapped(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the base's weights of the layers that have an adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, LoraLayer) and hasattr(module.get_base_layer(), "weight"):
+            yield name, module.get_base_layer().weight
+
+
+def _buffers(model: Any) -> dict[str, str]:
+    return tensorfile.digests(dict(published.buffers(model)))
+
+
+def _unequal(stored: Mapping[str, str], held: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in stored.keys() | held.keys() if stored.get(name) != held.get(name))

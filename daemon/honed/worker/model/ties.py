@@ -1,0 +1,61 @@
+"""Weights that layers share, and adapters that make them differ: a merged checkpoint must store them apart.
+
+All classes of transformers that honed trains can do that, by `tie_word_embeddings: false`. Code that comes with a model
+may not, which is found before anything is trained.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from honed.system import quote
+from honed.system.error import ModelError
+from honed.worker.assignment import Assignment
+
+
+def check(model: Any, assignment: Assignment) -> None:
+    """Raise ModelError if `save_merged` asks for a checkpoint that the model's class cannot load; `model` is peft's."""
+    from honed.worker.model import merge
+
+    if assignment.spec.save_merged == "none":
+        return
+    base = model.get_base_model()
+    if not (differing := set(_differing(base))):
+        return
+    config = copy.deepcopy(base.config)
+    _untie(config)
+    empty = merge.skeleton(config, "float32", trust_remote_code=assignment.spec.trust_remote_code)
+    if kept := sorted(differing & set(getattr(empty, "all_tied_weights_keys", None) or {})):
+        raise ModelError(
+            f"save_merged: {type(base).__name__} always shares {quote.first(kept, 3)} with another layer, and the "
+            "adapter makes the two differ",
+            hint="leave both layers out of target_modules and modules_to_save, or remove save_merged",
+            fix={"save_merged": None},
+        )
+
+
+def _differing(base: Any) -> Iterator[str]:
+    """Yield the targets of ties of whose two ends an adapter changes one, or each by its own weights."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
+
+    wrapped = {
+        name: module
+        for name, module in base.named_modules()
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+    }
+    for ends in (getattr(base, "all_tied_weights_keys", None) or {}).items():
+        found = [[module for name, module in wrapped.items() if each.startswith(f"{name}.")] for each in ends]
+        share_tokens = all(each and isinstance(each[0], TrainableTokensWrapper) for each in found)
+        if any(found) and not share_tokens:
+            yield ends[0]
+
+
+def _untie(config: Any) -> None:
+    if getattr(config, "tie_word_embeddings", False):
+        config.tie_word_embeddings = False
+    for each in vars(config).values():
+        if hasattr(each, "model_type"):
+            _untie(each)
