@@ -86,11 +86,13 @@ def test_a_row_in_a_batch_is_the_same_row(seen: Seen) -> None:
         torch.testing.assert_close(alone[: len(logits)], logits[: len(alone)], atol=1e-5, rtol=1e-4)
 
 
+GUIDE = Path(__file__).parents[2] / "docs/guides/vision.md"
 NEWLINE = {
     "after the prompt": TEMPLATE,
     "nowhere": TEMPLATE.replace("else '\n'", "else ''"),
     "before the answer": "{% for m in messages %}{{ '\n' if m['role'] == 'assistant' else '' }}"
     + TEMPLATE.replace("else '\n'", "else ''").partition("%}")[2],
+    "nowhere, as documented": GUIDE.read_text().partition("```jinja\n")[2].partition("```")[0],
 }
 
 

@@ -151,7 +151,6 @@ def test_an_empty_data_set_is_refused_with_its_line_and_what_to_do(desk: Desk) -
 
 def test_a_vision_model_is_trained_on_text_alone_and_the_plan_says_with_what_and_why(desk: Desk) -> None:
     desk.edit_config(model_type="qwen2_5_vl", vision_config={"depth": 2})
-    (desk.model / "preprocessor_config.json").write_text("{}")
     backend = desk.check(backend="auto").plan.backend
     assert backend.name == "transformers"
     assert backend.reasons in (
@@ -186,6 +185,17 @@ def test_files_beside_the_rows_are_looked_at(desk: Desk) -> None:
     (desk.path / "pictures").mkdir()
     Image.new("RGB", (40, 30)).save(desk.path / "pictures/gone.png")
     assert len(desk.check(datasets=[folder]).warnings) == 1
+
+
+def test_a_vision_model_without_its_processor_takes_only_rows_of_text(desk: Desk) -> None:
+    desk.edit_config(model_type="gemma3", vision_config={"depth": 2})
+    desk.check()
+    write_pictures(desk, "good.png")
+    with pytest.raises(DatasetError, match=r"rows with images, but .*/model has neither preprocessor_config") as caught:
+        desk.check()
+    assert caught.value.hint == "copy the processor's files from the model's source, or use rows of text"
+    (desk.model / "preprocessor_config.json").write_text("{}")
+    desk.check()
 
 
 def test_rows_whose_pictures_are_not_read_or_too_large_are_told(desk: Desk) -> None:

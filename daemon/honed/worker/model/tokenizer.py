@@ -57,7 +57,7 @@ def load(assignment: Assignment, *, warn: Callable[[str], None] = lambda _text: 
     if spec.chat_template:
         tokenizer.chat_template = Path(spec.chat_template).read_text(encoding="utf-8")
     elif not tokenizer.chat_template and (path / "chat_template.json").exists():
-        tokenizer.chat_template = basemodel.chat_template(path, has_processor=basemodel.has_processor(path))
+        tokenizer.chat_template = basemodel.chat_template(path, has_processor=basemodel.takes_media(path))
     if (end := spec.training.eos_token) is not None:
         if end not in tokenizer.get_vocab():
             raise tokenfile.unknown_end(end)

@@ -15,6 +15,7 @@ from typing import Any
 
 import PIL.Image
 
+from honed.inputs import basemodel
 from honed.inputs import media as medias
 from honed.inputs.media import Media
 from honed.spec.media import Kind, MediaLimits
@@ -214,8 +215,10 @@ def load(assignment: Assignment, tokenizer: Any, limits: MediaLimits) -> Process
             hint="install the packages it names, for this torch; honectl doctor lists the installed ones",
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        is_there = basemodel.has_processor(path)
+        why = f"{type(error).__name__}: {said(error)}" if is_there else f"it has {basemodel.NO_PROCESSOR}"
         raise ModelError(
-            f"{path}: its processor cannot be loaded: {type(error).__name__}: {said(error)}",
+            f"{path}: its processor cannot be loaded: {why}",
             hint="copy preprocessor_config.json and processor_config.json from the model's source",
         ) from error
     if isinstance(processor, PreTrainedTokenizerBase) or not hasattr(processor, "tokenizer"):
