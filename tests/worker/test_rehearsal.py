@@ -18,9 +18,19 @@ from honed.worker import rehearsal, remedy
 from honed.worker.assignment import Assignment
 from worker.conftest import plan_job
 from zoo import families
+from zoo.paligemma import build_paligemma
+from zoo.vision import build_vision_checkpoint
 
 ADAPTER = {"load_dtype": "bfloat16", "compute_dtype": None, "bf16": True, "fp16": False, "adapter_dtype": "float32"}
 REST = {"quantization": "none", "attn_implementation": "eager", "reasons": {}}
+
+
+def seeing_job(place: Path, family: str, **keys: Any) -> Assignment:
+    """A job on a vision model with its processor; the weights are not used."""
+    base = place / "model"
+    if not base.exists():
+        build_paligemma(base) if family == "paligemma" else build_vision_checkpoint(base, family)
+    return _assignment(place, {"base_model": str(base), "datasets": [{"path": "/rows.jsonl"}], "lora": {}, **keys})
 
 
 def job(place: Path, family: str, *, is_real: bool = False, **keys: Any) -> Assignment:
@@ -34,13 +44,18 @@ def job(place: Path, family: str, *, is_real: bool = False, **keys: Any) -> Assi
         text = {"vocab_size": families.VOCABULARY, **ids, **settings["text_config"]}
         whole = {**ids, **settings, "text_config": text}
     AutoConfig.for_model(family, **({} if is_real else whole)).save_pretrained(place / "model")
-    document = {"base_model": str(place / "model"), "datasets": [{"path": "/rows.jsonl"}], "lora": {}, **keys}
+    return _assignment(
+        place, {"base_model": str(place / "model"), "datasets": [{"path": "/rows.jsonl"}], "lora": {}, **keys}
+    )
+
+
+def _assignment(place: Path, document: dict[str, Any]) -> Assignment:
     spec = JobSpec.model_validate({key: value for key, value in document.items() if value is not None})
     precision = {**ADAPTER, **REST, "quantization": spec.quantization}
     if spec.quantization != "none":
         precision["compute_dtype"] = "bfloat16"
     if spec.lora is None:
-        precision |= {"load_dtype": "float32", "bf16": "dtype" in keys, "adapter_dtype": None}
+        precision |= {"load_dtype": "float32", "bf16": "dtype" in document, "adapter_dtype": None}
     plan = {"precision": precision, "base_model_path": str(place / "model"), "parallel": {"mode": "none"}}
     return rehearsal._assignment(spec.model_dump(mode="json"), {**plan, "checkpoint": {}}, place)
 
@@ -97,6 +112,24 @@ def test_a_job_trains_with_the_remedy_as_it_is_told(tmp_path: Path, sort: str) -
     ended = plan_job(tmp_path, document | {"backend": "transformers"}).run()
     assert ended.status == 0, ended.messages("error")
     assert ended.of("step")
+
+
+@pytest.mark.parametrize("family", ["paligemma", "gemma3", "qwen2_5_vl", "idefics3", "qwen2_5_omni_thinker"])
+def test_a_row_with_an_image_is_tried(tmp_path: Path, family: str) -> None:
+    assert rehearsal.see(seeing_job(tmp_path, family)) == rehearsal.Answer("passed")
+    wide = seeing_job(tmp_path, family, lora={"finetune_vision_layers": True}, quantization="4bit")
+    assert rehearsal.see(wide) == rehearsal.Answer("passed")
+
+
+def test_an_image_that_the_small_model_does_not_take_refuses_nothing_and_is_said(tmp_path: Path) -> None:
+    tried = seeing_job(tmp_path, "gemma3")
+    file = tried.base_model_path / "processor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_seq_length": 6}))
+    answer = rehearsal.see(tried)
+    assert answer.outcome == "passed" and "tokens: 6, features: 4" in answer.why
+    file.unlink()
+    answer = rehearsal.see(tried)
+    assert answer.outcome == "passed" and "neither preprocessor_config.json nor" in answer.why
 
 
 QUICK = ["llama", "gemma3", "jamba", "deepseek_v3", "qwen3_next", "nemotron_h", "qwen2_vl"]

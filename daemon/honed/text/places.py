@@ -44,7 +44,7 @@ class Places:
         return prompt + self._prompt_end
 
     def with_ended_prompt(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
-        """Return a rendered row, and the spans of its answers, with the processor's end of a prompt before the first."""
+        """Return a rendered row with the processor's end of a prompt before its first answer, and the spans of all."""
         if not self._prompt_end or not spans:
             return text, spans
         (start, end), more = spans[0], len(self._prompt_end)

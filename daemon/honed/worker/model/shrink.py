@@ -56,10 +56,14 @@ def shrunk(config: Any, *, narrows: bool = True) -> Any:
     """Return a small config of the same class. `narrows`: widths and heads are divided too."""
     text = config.get_text_config()
     divisor = _divisor(_document(text)) if narrows else 1
-    words = {each: number for number, each in enumerate(sorted(set(_words(config))))}
     width = next((value for key in _WIDTHS if (value := getattr(text, key, None))), 0)
-    small = functools.partial(_small, text=text, divisor=divisor, width=width, words=words)
+    small = functools.partial(_small, text=text, divisor=divisor, width=width, words=words(config))
     return type(config).from_dict(small(config) | {"model_type": config.model_type})
+
+
+def words(config: Any) -> dict[int, int]:
+    """Return the tokens that a config names, with those of the small one."""
+    return {each: number for number, each in enumerate(sorted(set(_words(config))))}
 
 
 def _small(config: Any, *, text: Any, divisor: int, width: int, words: Mapping[int, int]) -> dict[str, Any]:
@@ -146,7 +150,8 @@ def _document(config: Any) -> dict[str, Any]:
         known = set(inspect.signature(type(config).__init__).parameters)
     known.add("rope_theta")  # which dbrx reads from a part that has no such field
     left_out = {*config.sub_configs, "quantization_config", "architectures", "transformers_version", "auto_map"}
-    return {key: value for key, value in given.items() if key in known and key not in left_out}
+    is_used = {key: key in known or bool(_WORD.search(key)) for key in given}  # omni's has tokens without a field
+    return {key: value for key, value in given.items() if is_used[key] and key not in left_out}
 
 
 def _num_layers(config: Any, document: Mapping[str, Any]) -> tuple[int, int]:
