@@ -71,6 +71,9 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     job = _assignment(request["spec"], request["plan"], Path(tempfile.gettempdir()))  # the check removes it
     imports.prepare(job)
+    from honed.worker.model import torchvision
+
+    torchvision.mend()
     with imports.quick():
         import peft  # noqa: F401
         import torch.distributed.tensor  # peft uses it, and leaves its import to accelerate
@@ -220,9 +223,10 @@ def _small_models(job: Assignment, row: Pictured | None, whys: list[str]) -> Ite
 
     config = load.load_config(job)
     config = getattr(config, "thinker_config", config)
-    for narrows in (True, False):
+    ways = ((True, False), (False, False)) if row is None else ((True, True), (True, False), (False, False))
+    for narrows, narrows_eyes in ways:
         try:
-            small = _Small(job, shrink.shrunk(config, narrows=narrows), row)
+            small = _Small(job, shrink.shrunk(config, narrows=narrows, narrows_eyes=narrows_eyes), row)
             _compute(small)
         except Exception as error:  # noqa: BLE001 - a family that cannot be made small so
             _check_shortage(error)
