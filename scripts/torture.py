@@ -493,7 +493,7 @@ class Torture:
             for path in place.iterdir()
         ]
         found += [f"hidden: {path}" for path in spool.dir.rglob(".*")]
-        refused = [path.name for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"]
+        refused = [path.name.removesuffix(".reason") for path in spool.rejected_dir.glob("*.reason")]
         fates = collections.Counter([job.source for job in jobs] + refused)
         for each in self.dropped:
             if fates[each.name] != 1:

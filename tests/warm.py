@@ -46,7 +46,7 @@ DIRECTORY = "HONED_TEST_WARM_DIR"
 #: `cgroup.procs` of the cgroup of a test process, which what is forked for it enters: see costs.py.
 CGROUP = "HONED_TEST_CGROUP"
 MAX_REQUEST_BYTES = 1 << 18
-START_SEC = 180.0
+START_SEC = 600.0
 
 #: The servers of workers, and the packages that such a worker hides: of a text model that is not quantized, of a vision
 #: model, of a quantized text model, and of a model through Unsloth, which patches what it finds.
@@ -295,7 +295,14 @@ def _start(kind: str, place: Path) -> None:
             [sys.executable, __file__, str(place / "socket"), kind], stdin=life, stdout=log, stderr=log, env=environment
         )
     path, log_of = place / "socket", (place / "log").read_text
-    wait_for(lambda: path.exists() or server.poll() is not None, START_SEC, what=f"the {kind} server", account=log_of)
+    try:
+        wait_for(
+            lambda: path.exists() or server.poll() is not None, START_SEC, what=f"the {kind} server", account=log_of
+        )
+    except BaseException:
+        server.kill()  # else it would bind the socket of the next one
+        server.wait()
+        raise
     assert path.exists(), log_of()
 
 

@@ -86,7 +86,7 @@ class Cluster:
         wait_for(lambda: not Path(f"/proc/{pid}/exe").exists(), what=f"the end of {program}", deadline_sec=30)
 
     def start(self, program: str) -> None:
-        """Start a daemon, and wait until it has written its pid down; again where it ends at once, as on a taken port."""
+        """Start a daemon, and wait until it has written its pid down; again where it ends at once."""
         (self.dir / f"pid/{program}.pid").unlink(missing_ok=True)
         for _ in range(6):
             subprocess.run([*DAEMONS[program], "-f", self.conf], env=self.environment, check=True, timeout=30)

@@ -18,7 +18,7 @@ from pathlib import Path
 import warm
 from crash import traced
 from honed.daemon.rebuild import rebuild
-from honed.job import arrival
+from honed.job import refusals
 from honed.job.arrival import Arrivals
 from honed.job.counters import Counters
 from honed.job.database import Database
@@ -188,9 +188,12 @@ class Scene:
         places = collections.Counter(path.name for _, path in entries)
         found += [f"{count} entries of one number: {name}" for name, count in places.items() if count > 1]
         found += [f"not an entry: {path}" for _, path in entries if path.name not in {f"{job.id}.json" for job in jobs}]
-        refused = [path.name for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"]
-        found += [f"no reason: {name}" for name in refused if not (spool.rejected_dir / f"{name}.reason").exists()]
-        numbers = collections.Counter(one[0] for name in refused if (one := arrival.refused(spool.rejected_dir / name)))
+        reasons = [reason for path in refusals.listed(spool.rejected_dir) if (reason := refusals.read(path))]
+        refused = [reason.file for reason in reasons]
+        kept = {path for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"}
+        found += [f"no reason: {path.name}" for path in kept - {reason.kept_path for reason in reasons}]
+        found += [f"not kept: {reason.file}" for reason in reasons if reason.kept_path not in kept]
+        numbers = collections.Counter(reason.number for reason in reasons)
         found += [f"{count} refusals of arrival {number}" for number, count in numbers.items() if count > 1]
         fates = collections.Counter([job.source for job in jobs] + refused)
         for name in (*GOOD, *BAD):

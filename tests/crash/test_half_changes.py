@@ -13,6 +13,7 @@ from honed.job.arrival import Arrivals, Claim
 from honed.job.job import Attempt, Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
+from honed.system.error import SpecError
 from honed.system.layout import Layout
 
 
@@ -108,7 +109,7 @@ def test_what_a_crash_leaves_of_a_refusal_is_removed_and_a_jobs_directory_never(
     job = Arrivals(spool).admit(job_of(accepted), accepted, PlanFile({}))
     with pytest.MonkeyPatch.context() as monkeypatch:
         Broken(monkeypatch, "rmdir", 1)
-        Arrivals(spool).reject(refused, "no")
+        Arrivals(spool).reject(refused, SpecError("no"), when="now")
     spool.job_layout(refused.id).dir.mkdir(exist_ok=True)
     (spool.job_layout(refused.id).dir / "spec.json").write_text("{}")
     entry = spool.state_dir(State.QUEUED) / f"{job.id}.json"
@@ -127,7 +128,7 @@ def test_what_a_refusal_could_not_remove_goes_at_the_end(spool: Spool) -> None:
     arrivals, refused = Arrivals(spool), claim(spool)
     with pytest.MonkeyPatch.context() as monkeypatch:
         Broken(monkeypatch, "rmdir", 1)
-        arrivals.reject(refused, "no")
+        arrivals.reject(refused, SpecError("no"), when="now")
     places = [refused.path.parent, spool.job_layout(refused.id).dir]
     assert [path.exists() for path in places].count(True) == 1
     arrivals.close()

@@ -18,7 +18,7 @@ import pytest
 
 import gpus
 import warm
-from honed.job import query
+from honed.job import query, refusals
 from honed.job.job import Job, State
 from honed.job.spool import Spool
 from honed.system.client import Client
@@ -192,6 +192,12 @@ class Instance:
         """Return the reason for each rejected file, by its name."""
         directory = self.layout.spool_dir / "rejected"
         return {path.name.removesuffix(".reason"): path.read_text() for path in directory.glob("*.reason")}
+
+    def kept(self, name: str) -> Path:
+        """Return where a rejected file is kept."""
+        reason = refusals.read(self.layout.spool_dir / f"rejected/{name}.reason")
+        assert reason is not None
+        return reason.kept_path
 
     def honectl(
         self, *arguments: str, check: bool = False, env: Mapping[str, str] | None = None

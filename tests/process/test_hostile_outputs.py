@@ -222,8 +222,8 @@ def test_a_refusal_is_text_and_its_first_line_is_ours(told: Told) -> None:
     (reason,) = told.instance.rejected().values()
     check_lines(reason)
     assert reason.startswith(f"{FILE} was refused at 20")
-    assert re.fullmatch(r"Taken from incoming/ as [0-9]+\.", reason.split("\n")[1])
-    assert [line for line in reason.split("\n") if line and not line.startswith("  ")][2:-1] == ["spec_invalid:"] + [
+    assert re.fullmatch(r"Taken from incoming/ as [0-9]+, a file of the user [0-9]+\.", reason.split("\n")[1])
+    assert [line for line in reason.split("\n") if line and not line.startswith("  ")][3:-1] == ["spec_invalid:"] + [
         line for line in reason.split("\n") if line.startswith(("What to do: ", "Change in the file:"))
     ]
 

@@ -92,7 +92,7 @@ def test_a_dropped_file_is_refused_with_the_remedy_and_kept(instance: Instance) 
     reason = instance.rejected()["dropped.json"]
     assert "files in incoming/ are not accepted (policy.arrivals)" in reason
     assert "What to do: honectl submit FILE" in reason
-    kept = instance.layout.spool_dir / "rejected" / "dropped.json"
+    kept = instance.kept("dropped.json")
     wait_for(kept.exists, what="moved")  # after its reason was written
     assert kept.read_text() == text
     done = honectl(instance, "submit", "--wait", str(job_file(instance, "succeed")))
@@ -128,7 +128,7 @@ def test_who_submits_is_told_the_same_in_both_ways(tmp_path: Path) -> None:
     only_of_the_socket = [line for line in told["socket"] if line not in told["spool"]]
     assert only_of_the_socket == ["Submitted as 2 by the user 0.", "Then submit it again: honectl submit FILE."]
     assert [line for line in told["spool"] if line not in told["socket"]] == [
-        "Taken from incoming/ as 2.",
+        "Taken from incoming/ as 2, a file of the user 0.",
         "Then drop the job file into incoming/ again.",
     ]
 

@@ -273,7 +273,7 @@ def test_what_is_in_rows_prompts_templates_and_job_files_is_shown_to_their_owner
     logs = honectl(real, "logs", "parrots")
     assert "message 3: 'zqtool" in logs
     assert "trained between ⟦⟧: " in logs
-    [answer] = json.loads(honectl(real, "check", "--json", str(real.layout.spool_dir / "rejected/weight.json")))
+    [answer] = json.loads(honectl(real, "check", "--json", str(real.kept("weight.json"))))
     for error in (answer["error"], *answer["faults"]):
         assert "`weight` is …, but" in error["message"]
         assert "`weight` is 'zqanswer', but" in error["evidence"]

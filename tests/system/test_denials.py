@@ -21,12 +21,18 @@ JOBS = "/var/lib/honed/jobs"
 OVER = "/srv/the-attack-is-over"
 PLANT = f"""
 import os
+def nest():
+    os.mkdir("deep")
+    os.chdir("deep")
+    for _ in range(1500):
+        os.mkdir("d")
+        os.chdir("d")
 while not os.path.exists("{OVER}"):
     for name in os.listdir("{JOBS}"):
-        for make in (
-            lambda: os.symlink("output", f"{JOBS}/{{name}}/output"), lambda: os.mkdir(f"{JOBS}/{{name}}/plan.json")
-        ):
-            try: make()
+        for make in (lambda: os.symlink("output", "output"), lambda: os.mkdir("plan.json"), nest):
+            try:
+                os.chdir(f"{JOBS}/{{name}}")
+                make()
             except OSError: pass
 """
 #: Seconds within which another user's job is accepted, whatever was planted.
@@ -101,24 +107,31 @@ def test_a_lock_that_somebody_holds_keeps_nobodys_view_waiting(honed: Machine) -
         honed.sh(f"pkill -u mallory sleep; systemctl stop honed-view@{job_id}")
 
 
-def test_what_is_planted_in_a_jobs_directory_while_it_is_checked_is_the_jobs_own_trouble(honed: Machine) -> None:
-    """The planted files are a link to itself, and a directory in place of the plan."""
+def test_nothing_is_planted_in_a_jobs_directory_while_it_is_checked_and_later_it_stops_nobody(honed: Machine) -> None:
+    """What she tries to plant is a link to itself, a directory in place of the plan, and a tree that is deeper than
+    Python's recursion goes."""
     honed.sh(f"chmod a+r {JOBS}")  # so that she need not guess their numbers
     since = honed.run("date", "+%s.%N").strip()
     planting = honed.popen("python3", "-c", PLANT, user="mallory")
     names = [f"planted-{number}" for number in range(8)]
     drop(honed, "mallory", *names[:4])
+    for number in range(4):  # refused; honed removes what it has copied
+        honed.sh(f"echo '{{' >{INCOMING}/broken-{number}.json", user="mallory")
+        refusal(honed, f"broken-{number}.json")
     drop(honed, "berta", "beside-1", "beside-2", "beside-3")
     drop(honed, "mallory", *names[4:])
-    accepted(honed, "beside-1", "beside-2", "beside-3")
-    wait_for(
-        lambda: all(name in honed.jobs() or honed.refusal(name) for name in names), what="each accepted or refused"
-    )
+    numbers = accepted(honed, "beside-1", "beside-2", "beside-3", *names)[3:]
+    wait_for(lambda: all(honed.exists(f"{JOBS}/{number}/deep") for number in numbers), what="planted, in what is hers")
     honed.run("touch", OVER)
     wait_for(lambda: planting.poll() == 0, what="the end of the planting")
-    told = [honed.refusal(name) for name in names]
-    assert any("was created while the job file was checked" in text for text in told), told
-    assert "an error in the loop" not in "\n".join(honed.messages("--unit=honed", f"--since=@{since}"))
+    for number in map(str, numbers):
+        honed.run("honectl", "cancel", number, user="mallory")
+    honed.run("honectl", "prune", *map(str, numbers), user="mallory")
+    honed.run("systemctl", "restart", "honed")
+    wait_for(lambda: not any(honed.exists(f"{JOBS}/{number}") for number in numbers), what="removed")
+    messages = "\n".join(honed.messages("--unit=honed", f"--since=@{since}"))
+    assert "an error in the loop" not in messages
+    assert "Recursion" not in messages
     assert "degraded" not in status(honed)
 
 
@@ -141,24 +154,43 @@ def test_what_lies_in_the_place_of_a_report_or_of_checkpoints_is_in_nobody_elses
     assert "degraded" not in status(honed)
 
 
-def test_a_directory_among_the_refused_is_removed_with_them(honed: Machine) -> None:
-    """A rejected directory that honed cannot empty does not keep anything else from being removed."""
+def test_a_directory_stays_where_it_is_dropped_and_a_file_of_its_name_is_taken(honed: Machine) -> None:
+    """One that honed could move would hold somebody's work, or take the name of a reason."""
     # What is made in incoming/ inherits an ACL that lets nobody enter it; its owner may change that.
     make = (
         f"import os, sys; os.chdir('{INCOMING}'); os.mkdir('.d'); "
         "[os.removexattr('.d', name) for name in os.listxattr('.d')]; os.chmod('.d', 0o777); "
-        "os.makedirs(f'.d/{sys.argv[2]}', exist_ok=True); open(f'.d/{sys.argv[2]}/in-it', 'w').close(); "
-        "os.rename('.d', sys.argv[1])"
+        "open(f'.d/in-it', 'w').close(); os.rename('.d', sys.argv[1])"
     )
-    for name, below in (("closed.json", "hers"), ("directory.json", ".")):
-        honed.run("python3", "-c", make, name, below, user="mallory")
-        refusal(honed, name)
-    said = honed.run("honectl", "prune", "--rejected", "--keep", "0")
-    assert "closed.json" not in said
-    assert not honed.exists(f"{REJECTED}/directory.json")
-    assert not honed.exists(f"{REJECTED}/directory.json.reason")
-    assert honed.exists(f"{REJECTED}/closed.json.reason")
-    assert any("closed.json: not removed" in text for text in honed.messages("--unit=honed"))
+    for name in ("wrong.json.reason", "wrong-too.json"):
+        honed.run("python3", "-c", make, name, user="mallory")
+        honed.wait_message(f"'{name}' in")
+    honed.sh(f"echo '{{' >{INCOMING}/wrong.json", user="berta")
+    assert "spec_invalid" in refusal(honed, "wrong.json")
+    for name in ("wrong.json.reason", "wrong-too.json"):
+        assert honed.exists(f"{INCOMING}/{name}/in-it")
+        honed.sh(f"rm -r {INCOMING}/{name}", user="mallory")
+
+
+def test_what_is_dropped_is_never_read_as_a_reason(honed: Machine) -> None:
+    """A link or a pipe under the name of a reason would be read, or waited for, with honed's rights."""
+    honed.write("/var/lib/honed/secret", "a secret of honed's")
+    honed.run("chmod", "600", "/var/lib/honed/secret")
+    honed.run("chown", "honed:honed", "/var/lib/honed/secret")
+    last = int(honed.read("/var/spool/honed/seq"))
+    honed.sh(
+        f"cd {INCOMING}; for n in $(seq {last} {last + 40}); do echo x >.t; mv .t a.$n; done; "
+        "for n in $(seq 12); do ln -s /var/lib/honed/secret .l; mv .l a.reason; sleep 0.1; done; "
+        "mkfifo .p; touch -d 2100-01-01 .p; mv .p zzz.reason",
+        user="mallory",
+    )
+    assert "not a job file's name" in refusal(honed, "zzz.reason")
+    for user in ("mallory", "root"):
+        assert "a secret" not in honed.run("honectl", "list", "--rejected", "--json", user=user)
+    reasons = honed.run("find", REJECTED, "-name", "*.reason", "-type", "f", "-user", "honed").splitlines()
+    assert len(reasons) == len(honed.run("find", REJECTED, "-name", "*.reason").splitlines())
+    kinds = honed.run("find", REJECTED, "-mindepth", "1", "!", "-type", "f")
+    assert kinds == ""
 
 
 def test_files_of_nobody_are_refused_and_take_nobodys_turn(honed: Machine) -> None:

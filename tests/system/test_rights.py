@@ -6,6 +6,7 @@ Every misuse of the spool and the socket that a person without root can try is r
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,13 @@ def reason(honed: Machine, name: str) -> str:
     """Return the reason why honed rejected a file."""
     wait_for(lambda: honed.exists(f"{REJECTED}/{name}.reason"), what=f"{name} refused")
     return honed.read(f"{REJECTED}/{name}.reason")
+
+
+def kept(honed: Machine, name: str) -> str:
+    """Return where a rejected file is."""
+    found = re.search(r"^The file is kept as rejected/(\S+)\.$", honed.read(f"{REJECTED}/{name}.reason"), re.MULTILINE)
+    assert found is not None
+    return f"{REJECTED}/{found[1]}"
 
 
 # --- Dropping ---------------------------------------------------------------------------------------------------------
@@ -365,7 +373,7 @@ def test_a_job_cannot_name_what_only_honed_may_read(honed: Machine) -> None:
     honed.sh(f"mkdir {JOBS}/{theirs}/output && cp /srv/rows.jsonl {JOBS}/{theirs}/output/")
     cases = {
         "results": f"{JOBS}/{theirs}/output/rows.jsonl",
-        "refused": f"{REJECTED}/wrong.json",
+        "refused": kept(honed, "wrong.json"),
         "database": "/var/lib/honed/honed.db",
         "config": "/etc/honed/honed.toml.d/50-test.toml",
     }
@@ -499,7 +507,7 @@ def test_where_only_the_socket_is_open_no_file_that_somebody_moved_starts_a_job(
         # Only she can read a rejected file of hers and its reason.
         taken = ask(honed, "anna", "submit", name="wrong-one.json", data="e30=")["result"]
         assert f"Submitted as {taken['id']} by the user" in reason(honed, "wrong-one.json")
-        for path in (f"{REJECTED}/wrong-one.json", f"{REJECTED}/wrong-one.json.reason"):
+        for path in (kept(honed, "wrong-one.json"), f"{REJECTED}/wrong-one.json.reason"):
             assert honed.try_run("cat", path, user="anna").returncode == 0
             assert honed.try_run("cat", path, user="berta").returncode != 0
         assert ask(honed, "berta", "refusal", id="wrong-one.json")["result"] is None
@@ -521,7 +529,7 @@ def test_a_token_in_a_job_file_is_refused_and_repeated_nowhere(honed: Machine) -
     }.items():
         drop(honed, "anna", f"{name}.json", spec(**keys))
         assert "a job file must not contain secrets" in reason(honed, f"{name}.json")
-        honed.run("rm", "-f", f"{REJECTED}/{name}.json")  # the person's own file, as it was dropped
+        honed.run("rm", "-f", kept(honed, f"{name}.json"))  # the person's own file, as it was dropped
     found = honed.try_run("grep", "-rl", token, "/var/lib/honed", "/var/spool/honed", "/run/honed")
     assert found.stdout == ""
     assert all(token not in json.dumps(entry) for entry in honed.journal())

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from honed.run import rehearsed
 from honed.run.rehearsed import Kept, Rehearsed
 from honed.spec.config import Config, SpoolConfig
 from honed.spec.spec import JobSpec, LoraSpec
-from honed.system import installed
+from honed.system import installed, python
 from honed.system.layout import Layout
 
 #: Families whose plain jobs need no rehearsal: with any dropout, and
@@ -226,7 +225,7 @@ def _run(job_spec: JobSpec, made: Plan, config: Config, *, sees: bool = False) -
 def _ask(request: str, limits: SpoolConfig, place: str) -> tuple[Rehearsed, bool]:
     """Start the program and ask it. Raises OSError if it cannot be started."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "honed.worker.rehearsal", str(limits.rehearsal_cpu_sec)],
+        python.module("honed.worker.rehearsal", str(limits.rehearsal_cpu_sec)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from honed.run.choice import why_no_slurm
 from honed.run.slurm_client import why_not_as
 from honed.run.slurm_request import Request
 from honed.spec.config import Config, SlurmConfig
+from honed.system import python
 from honed.system.device import TOLERANCE
 from honed.system.layout import Layout
 
@@ -101,7 +101,7 @@ def _prove(place_dir: Path, slurm: SlurmConfig) -> tuple[Status, str, str]:
         with tempfile.TemporaryDirectory(dir=place_dir, prefix=".doctor-") as made, _held(Path(made)):
             place = Path(made)
             began = time.time()
-            done = _run(["srun", *own, sys.executable, "-I", "-S", "-c", _PROBE, made], JOB_SEC)
+            done = _run(["srun", *own, *python.bare_code(_PROBE, made)], JOB_SEC)
             took_sec = time.time() - began
             if isinstance(done, str):
                 if "immediate" in done.lower() or "did not end" in done:

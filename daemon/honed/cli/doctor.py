@@ -29,7 +29,7 @@ from honed.job.progress import gib
 from honed.send import notification, outbox
 from honed.spec import config as configs
 from honed.spec.config import Config
-from honed.system import access, device, installed, message, training
+from honed.system import access, device, installed, message, python, training
 from honed.system.client import Client
 from honed.system.error import EnvironmentInvalidError, HonedError
 from honed.system.layout import Layout, UserLayout
@@ -212,7 +212,7 @@ def ask(code: str, *, timeout_sec: float = CHILD_TIMEOUT_SEC) -> dict[str, Any]:
     line."""
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
+            python.code(code),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=timeout_sec,

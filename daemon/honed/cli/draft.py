@@ -18,7 +18,7 @@ from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.run.snapshot import Missing
 from honed.spec import config, problem, relative
-from honed.system import quote
+from honed.system import python, quote
 from honed.system.error import DatasetError, ErrorRecord, HonedError, InternalError, ModelError, UsageError, from_dict
 from honed.text import omission
 
@@ -282,7 +282,7 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
         )
     environment = {"HF_HOME": str(instance.layout.cache_dir), **os.environ, "HF_HUB_OFFLINE": "1"}
     with relative.resolved(options.file) as found:
-        command = [sys.executable, "-m", "honed.worker.preview", str(found.path), "--rows", str(options.rows), "--json"]
+        command = python.module("honed.worker.preview", str(found.path), "--rows", str(options.rows), "--json")
         if verdict.plan is not None:
             command += ["--base-model", str(verdict.plan.model.path)]
         with terminal.doing(f"{options.file.name}: rendering and encoding rows …"):

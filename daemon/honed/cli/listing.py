@@ -370,8 +370,7 @@ def _adapter(spec: Mapping[str, Any]) -> str:
 
 
 def _refusal(instance: Instance, name: str) -> Refusal | None:
-    """Return the refusal of a file, by the name that it was dropped with or that it has in rejected/, with or without
-    its suffix."""
+    """Return the refusal of a file, by the name that it was dropped with, with or without its suffix."""
     try:
         if (found := instance.refusal(Path(name).name)) is not None:
             return found

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from honed import __version__
 from honed.cli import terminal
-from honed.system import device, durable, environment, training
+from honed.system import device, durable, environment, python, training
 from honed.system.environment import tell
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError
 from honed.system.installed import WINDOWS
@@ -203,7 +203,7 @@ def _check(at: Path) -> None:
     code = (
         "import sys; from honed.system import installed; print(*[n for n in sys.argv[1:] if not installed.version(n)])"
     )
-    command = [sys.executable, "-P", "-c", code, *WINDOWS]
+    command = python.code(code, *WINDOWS)
     done = subprocess.run(
         command, env={**os.environ, training.VARIABLE: str(at)}, capture_output=True, text=True, check=False
     )

@@ -219,13 +219,14 @@ class Sweep:
 
     def _refused(self, config: RetentionConfig) -> Iterator[None]:
         limits = retention.refused_limits(config)
-        files = [self._as_of_now(item) for item in retention.refused_files(self._spool)]
-        beyond = retention.excess(files, limits, now=self._now())
-        yield
         num_removed = 0
-        for item in beyond:
-            num_removed += retention.remove_refused(self._spool, str(item.key))
+        for found in retention.refused_files(self._spool):
+            beyond = retention.excess(map(self._as_of_now, found), limits, now=self._now())
             yield
+            for item in beyond:
+                retention.remove_refused(self._spool, str(item.key))
+                yield
+            num_removed = max(num_removed, len(beyond))
         if num_removed:
             log.info("%s: removed %d refused files", self._spool.rejected_dir, num_removed)
 

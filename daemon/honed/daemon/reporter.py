@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import islice
@@ -19,6 +18,7 @@ from itertools import islice
 from honed.job.job import Job
 from honed.run.process import DAEMON_VARIABLES, SECRET_VARIABLES
 from honed.spec.config import PolicyConfig
+from honed.system import python
 from honed.system.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -100,10 +100,7 @@ class Reporter:
         self._at_work = set(sorted(self._due, key=lambda job_id: (job_id not in running, job_id))[:MAX_JOBS])
         self._due -= self._at_work
         self._began = now
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
+        command = python.module(
             "honed.page.report",
             "--root",
             str(self._layout.root),
@@ -112,7 +109,7 @@ class Reporter:
             *(["--shared"] if policy.share_results else []),
             *_queue_options(list(islice(self._queue(), MAX_INDEX_JOBS))),
             *map(str, sorted(self._at_work)),
-        ]
+        )
         hidden = {*DAEMON_VARIABLES, *SECRET_VARIABLES}
         environment = {key: value for key, value in os.environ.items() if key not in hidden}
         try:

@@ -3,7 +3,7 @@
     incoming/       people drop `name.yaml` (.yml .json .toml) here; a leading dot means "not finished yet"
     claimed/<id>/   an arrival that is being checked, under its own name
     claimed/<id>.<uid>/    the same for a file that user <uid> submitted over the control socket
-    rejected/       rejected files, unchanged, each with <file>.reason
+    rejected/       rejected files and the reasons; see refusals.py
     seq             the last number given to an arrival
 
 The rename into claimed/ takes a file from the person who dropped it; the rename of its entry (`Spool.adding`) makes it
@@ -18,7 +18,6 @@ import errno
 import logging
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -26,27 +25,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from honed.job import refusals
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
+from honed.job.refusals import MAX_NAME_BYTES, SPEC_SUFFIXES, shown
 from honed.job.spool import Spool, names_in
-from honed.spec import problem
-from honed.system import access, durable
+from honed.system import access, durable, rename
 from honed.system.durable import Steps, finish
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, SpecError
 
 log = logging.getLogger(__name__)
 
-SPEC_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 #: Suffixes of files that editors and copy tools have not finished; such a file is left alone until it is renamed.
 UNFINISHED_SUFFIXES = (".tmp", ".part", ".partial", ".filepart", ".swp", ".swx", "~")
 #: `name.hold.yaml` is accepted into held/.
 HOLD_SUFFIX = ".hold"
-MAX_NAME_BYTES = 255
 #: A claim's directory: its number and, for files from the control socket, the user who submitted it.
 PLACE = re.compile(r"([0-9]+)(?:\.([0-9]+))?")
-#: The second line in the `.reason` of a file submitted over the control socket, and that of a dropped file.
-SUBMITTED = re.compile(r"Submitted as ([0-9]+) by the user ([0-9]+)\.")
-TAKEN = re.compile(r"Taken from incoming/ as ([0-9]+)\.")
 
 
 @dataclass(frozen=True)
@@ -146,7 +141,8 @@ class _Leftovers:
                 with contextlib.suppress(OSError):
                     path.rmdir()
             else:
-                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    durable.remove_flat(path)
             if not os.path.lexists(path):
                 self._paths.discard(path)
 
@@ -194,7 +190,7 @@ class Arrivals:
     def claim(self, arrival: Path) -> Claim | None:
         """Claim an arrival under a new number; None if it is gone. A crash leaves it in incoming/ or in claimed/.
 
-        Raises PermissionError for another user's directory: a rename changes its `..`, which only its owner may write.
+        Raises IsADirectoryError for a directory, which stays where it is: it may hold somebody's work.
         """
         return finish(self._claiming(arrival, self._numbers.reserve()))
 
@@ -208,7 +204,10 @@ class Arrivals:
         place.mkdir(mode=0o700)
         try:
             yield [self._spool.claimed_dir]
-            arrived_at = arrival.lstat().st_ctime  # before the rename, which changes it
+            info = arrival.lstat()
+            if stat.S_ISDIR(info.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(arrival))
+            arrived_at = info.st_ctime  # before the rename, which changes it
             arrival.rename(place / arrival.name)
         except FileNotFoundError:
             place.rmdir()
@@ -234,7 +233,8 @@ class Arrivals:
             durable.sync_dir(self._spool.claimed_dir)
             durable.write(place / name, data, mode=0o600)
         except BaseException:
-            shutil.rmtree(place, ignore_errors=True)  # the submitter gets an error: nothing was accepted
+            with contextlib.suppress(OSError):
+                durable.remove_flat(place)  # the submitter gets an error: nothing was accepted
             raise
         return Claim(job_id, place / name, uid, time.time())
 
@@ -305,33 +305,46 @@ class Arrivals:
     def _admitting(self, job: Job, claim: Claim, plan: PlanFile) -> Steps[Job]:
         yield from durable.writing(self._spool.job_layout(job.id).plan_path, plan.to_json())
         yield [self._spool.layout.jobs_dir]
+        if self._has_workers_user:
+            access.give_job_dir(self._spool.job_layout(job.id).dir)
         yield from self._spool.adding(job)
         with contextlib.suppress(FileNotFoundError):  # recovery removes what a crash leaves here
             claim.path.unlink()
             claim.path.parent.rmdir()
         return job
 
-    def reject(self, claim: Claim, reason: str) -> Path:
-        """Reject a claimed arrival: write its `.reason` file, then move the file unchanged to rejected/.
-
-        The reason quotes the job file, so only the person who submitted it may read it.
-        """
-        target, other = _rejected_paths(self._spool.rejected_dir, claim)
-        if os.path.lexists(target) or len(os.fsencode(claim.name)) + len(".reason") + len("..tmp") > MAX_NAME_BYTES:
-            target = other
-        reason_path = target.with_name(target.name + ".reason")
-        durable.write(reason_path, reason.encode(errors="replace"), mode=0o600)
-        if claim.uid != os.geteuid():
-            access.let_read(reason_path, claim.uid)
-        if self._has_workers_user and claim.submitter is not None:
-            access.let_read(claim.path, claim.uid)
-        claim.path.rename(target)
+    def reject(self, claim: Claim, error: HonedError, *, when: str) -> Path:
+        """Reject a claimed arrival: write its reason, then move the file unchanged to rejected/; what is not a regular
+        file is removed. Returns the reason's path."""
+        directory = self._spool.rejected_dir
+        what = refusals.why_not_kept(claim.path)
+        kept = refusals.kept_path(directory, claim.name, claim.id)
+        aside = claim.path.parent.with_name(f".{claim.id}")
+        fate = f"The file is kept as rejected/{kept.name}."
+        if what:
+            fate = f"It is kept as claimed/{aside.name}, " if what == "a directory" else "It is not kept, "
+            fate += f"since it is {what}."
+        is_submission, uid = claim.submitter is not None, claim.uid
+        text = refusals.text_of(claim.name, claim.id, uid, error, when=when, fate=fate, is_submission=is_submission)
+        if (earlier := refusals.find(directory, claim.name, claim.id)) is not None:  # an error came before the move
+            earlier.path.unlink()
+        reason_path = refusals.make(directory, claim.name, claim.id, uid, text)
+        if what == "a directory":  # it may hold somebody's work, and only its owner may be able to move it
+            claim.path.parent.rename(aside)
+            log.warning("%s: a directory of the user %d, which was dropped; remove it as root", aside, uid)
+        elif what:
+            claim.path.unlink()
+        else:
+            if self._has_workers_user and is_submission:
+                access.let_read(claim.path, uid)
+            claim.path.rename(kept)
         try:
-            durable.sync_dir(self._spool.rejected_dir)
-            durable.sync_dir(claim.path.parent)
+            durable.sync_dir(directory)
+            if claim.path.parent.exists():
+                durable.sync_dir(claim.path.parent)
         finally:
             self._leftovers.remove(claim.path.parent, self._spool.job_layout(claim.id).dir)
-        return target
+        return reason_path
 
     def accepted(self, claim: Claim) -> Job | None:
         """Return the job that a claimed arrival became, if its entry was renamed before a later step failed."""
@@ -359,7 +372,7 @@ class Arrivals:
 
     def recover(self) -> None:
         """Finish what a crash interrupted: unfinished claims and rejections. The spool must have recovered before."""
-        for path in self._spool.rejected_dir.glob(".*.reason.tmp"):
+        for path in self._spool.rejected_dir.glob(f".*{refusals.SUFFIX}.tmp"):
             path.unlink(missing_ok=True)
         for name in names_in(self._spool.claimed_dir):
             if not PLACE.fullmatch(name) or not (self._spool.claimed_dir / name).is_dir():
@@ -385,12 +398,6 @@ def _places(claimed_dir: Path) -> Iterator[tuple[int, int | None, Path]]:
             yield int(match[1]), int(match[2]) if match[2] else None, claimed_dir / name
 
 
-def _rejected_paths(rejected_dir: Path, claim: Claim) -> tuple[Path, Path]:
-    """Return where a rejected file goes, and where it goes if that name is taken or too long."""
-    stem = os.fsdecode(os.fsencode(claim.path.stem)[:180]).encode(errors="replace").decode()
-    return rejected_dir / claim.name, rejected_dir / f"{stem}.{claim.id}{claim.path.suffix[:16]}"
-
-
 def _drop(claim: Claim) -> None:
     with contextlib.suppress(FileNotFoundError):
         claim.path.unlink()
@@ -406,12 +413,15 @@ def _recover_claim(spool: Spool, claim: Claim) -> None:
         if os.path.samestat(arrival.lstat(), claim.path.lstat()) and not claim.path.is_dir():
             arrival.unlink()
             durable.sync_dir(spool.incoming_dir)
-    for path in _rejected_paths(spool.rejected_dir, claim):  # the same for a rejection, whose reason names the arrival
-        with contextlib.suppress(FileNotFoundError):
-            is_same = os.path.samestat(path.lstat(), claim.path.lstat()) and not claim.path.is_dir()
-            if is_same and (found := refused(path)) is not None and found[0] == claim.id:
-                durable.sync_dir(spool.rejected_dir)
-                _drop(claim)
+    kept = refusals.kept_path(spool.rejected_dir, claim.name, claim.id)
+    reason = refusals.find(spool.rejected_dir, claim.name, claim.id)
+    if os.path.lexists(kept):  # the same for a rejection
+        if reason is not None and os.path.samestat(kept.lstat(), claim.path.lstat()):
+            durable.sync_dir(spool.rejected_dir)
+            _drop(claim)
+    elif reason is not None:  # it was not rejected yet, and may be accepted now
+        reason.path.unlink()
+        durable.sync_dir(spool.rejected_dir)
     if spool.job(claim.id) is not None:  # accepted; the crash came before the claimed file was removed
         _drop(claim)
 
@@ -427,7 +437,8 @@ def _drop_refused(spool: Spool) -> None:
             and name not in kept
             and all(each.name.startswith(("spec.", ".spec.")) for each in path.iterdir())
         ):
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                durable.remove_flat(path)
 
 
 def _is_finished(name: str) -> bool:
@@ -445,62 +456,6 @@ def too_large(name: str, max_bytes: int) -> SpecError:
     return SpecError(
         f"{shown(name)}: larger than {max_bytes} bytes", hint="a job file refers to data; it does not contain data"
     )
-
-
-def shown(name: str) -> str:
-    """Return a file's name so that it is safe in a line of text."""
-    return name if name.isprintable() else repr(name)
-
-
-def refusal(claim: Claim, error: HonedError, *, when: str) -> str:
-    """Return the text of `<file>.reason`: the reason and, for a file from the control socket, who submitted it."""
-    is_dropped = claim.submitter is None
-    lines = [f"{shown(claim.name)} was refused at {when}."]
-    taken = f"Taken from incoming/ as {claim.id}."
-    lines += [taken if is_dropped else f"Submitted as {claim.id} by the user {claim.submitter}."]
-    lines += ["", f"{error.code}:"]
-    lines += [f"  {line}" for line in error.told.splitlines()]
-    if error.hint:
-        first, *rest = error.hint.split("\n")
-        lines += ["", f"What to do: {first}", *(f"  {line}" for line in rest)]
-    if error.fix:
-        lines += ["", "Change in the file:", *(f"  {each}" for each in problem.told_fix(error.fix))]
-    again = "drop the job file into incoming/ again" if is_dropped else "submit it again: honectl submit FILE"
-    return "\n".join([*lines, "", f"Then {again}.", ""])
-
-
-def submission_of(reason: str) -> tuple[int, int] | None:
-    """Return the number and the user of a rejected file that came over the control socket, parsed from its reason."""
-    match = SUBMITTED.fullmatch([*reason.split("\n", 2), ""][1])
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def refused(path: Path) -> tuple[int, str] | None:
-    """Return the number and the error's code of a rejected file, from its `.reason`; None if it has none of honed's.
-
-    Raises OSError if it cannot be read.
-    """
-    try:
-        reason = path.with_name(f"{path.name}.reason").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return None
-    match [*reason.split("\n", 4), "", "", "", ""][1:4]:
-        case [second, "", code] if match := SUBMITTED.fullmatch(second) or TAKEN.fullmatch(second):
-            return int(match[1]), code.removesuffix(":")
-        case _:
-            return None
-
-
-def refused_uid(path: Path) -> int:
-    """Return the user who submitted a file in rejected/. Raises FileNotFoundError if it is gone."""
-    owner = path.lstat().st_uid
-    if owner != path.parent.stat().st_uid:
-        return owner
-    with contextlib.suppress(FileNotFoundError):
-        reason = path.with_name(f"{path.name}.reason").read_text(encoding="utf-8", errors="replace")
-        if submission := submission_of(reason):
-            return submission[1]
-    return owner
 
 
 def _read_claimed(claim: Claim, max_bytes: int, *, has_workers_user: bool) -> tuple[bytes, int]:
@@ -582,15 +537,16 @@ def drop(incoming_dir: Path, source: Path, *, hold: bool = False) -> str:
             number += 1
             continue
         try:
-            if not os.path.lexists(incoming_dir / name):
-                with os.fdopen(fd, "wb", closefd=False) as file:
-                    file.write(data)
-                os.fsync(fd)
-                temporary.rename(incoming_dir / name)
-                with contextlib.suppress(PermissionError):  # a drop box cannot be opened; honed syncs it when it claims
-                    durable.sync_dir(incoming_dir)
-                return name
+            with os.fdopen(fd, "wb", closefd=False) as file:
+                file.write(data)
+            os.fsync(fd)
+            rename.to_free(temporary, incoming_dir / name)
+        except FileExistsError:
             temporary.unlink()
             number += 1
+        else:
+            with contextlib.suppress(PermissionError):  # a drop box cannot be opened; honed syncs it when it claims
+                durable.sync_dir(incoming_dir)
+            return name
         finally:
             os.close(fd)

@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
-from honed.job.arrival import refused
+from honed.job import refusals
 from honed.job.job import Job
-from honed.job.spool import Spool, names_in
+from honed.job.spool import Spool
 from honed.system import durable
 
 log = logging.getLogger(__name__)
@@ -243,16 +243,17 @@ class Counters:
         self._marks = {number: mark for number, mark in self._marks.items() if number in known}
 
     def _refused(self) -> tuple[dict[int, str], bool]:
-        """Return the code of each file in rejected/ by its number, and whether all could be read. A file that only has
-        its reason is not rejected yet."""
+        """Return the code of each file in rejected/ by its number, and whether all could be read. One that is still
+        claimed is not rejected yet."""
         found: dict[int, str] = {}
         are_all = True
-        for name in names_in(directory := self._spool.rejected_dir):
+        claimed = {path.parent.name.partition(".")[0] for path in self._spool.claimed_dir.glob("[0-9]*/*")}
+        for path in refusals.listed(self._spool.rejected_dir):
             try:
-                if not name.endswith(".reason") and (one := refused(directory / name)) is not None:
-                    found[one[0]] = one[1]
+                if (reason := refusals.read(path)) is not None and str(reason.number) not in claimed:
+                    found[reason.number] = reason.code
             except OSError as error:
-                log.warning("%s: not counted: %s", directory / name, error)
+                log.warning("%s: not counted: %s", path, error)
                 are_all = False
         return found, are_all
 

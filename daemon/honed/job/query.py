@@ -15,12 +15,13 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from honed.job import arrival, preemption
+from honed.job import preemption, refusals
 from honed.job.catalog import Catalog
 from honed.job.database import Reader, figures, progress_of, timestamp
 from honed.job.event import Event
 from honed.job.job import Attempt, Job, State
 from honed.job.plan_file import PlanFile
+from honed.job.refusals import Reason
 from honed.job.shape import (
     AttemptRow,
     Glance,
@@ -532,50 +533,39 @@ def refusal(spool: Spool, file_name: str, asker: Asker = ANYBODY, *, number: int
     """Return the newest rejection of a file with this name that the asker may see, or of the submission with this
     number; None if there is none.
     """
-    stem, suffix = Path(file_name).stem, Path(file_name).suffix
+    stem = Path(file_name).stem
+    begins = (f"{file_name}.", f"{stem}.", *([stem[:45]] if len(stem) > 45 else []))  # a long name is cut
     found = [
         spool.rejected_dir / name
         for name in os.listdir(spool.rejected_dir)  # noqa: PTH208 - there may be thousands
-        if name == file_name or (name.startswith(f"{stem}.") and Path(name).suffix == suffix)
+        if name.startswith(begins) or name.endswith(f"~{refusals.SUFFIX}")
     ]
-    answers: list[Refusal] = []
-    for path in found:
-        try:
-            if not asker.reads_all and arrival.refused_uid(path) != asker.uid:
-                continue
-            reason_path = path.with_name(f"{path.name}.reason")
-            reason = reason_path.read_text(encoding="utf-8", errors="replace")
-            if number is not None and (arrival.submission_of(reason) or (None,))[0] != number:
-                continue
-            answers.append({"file": path.name, "reason": reason, "refused_at": reason_path.stat().st_mtime})
-        except (FileNotFoundError, PermissionError):  # gone, or another user's: only its owner may read a reason
-            continue
-    ours = [answer for answer in answers if answer["reason"].startswith(f"{arrival.shown(file_name)} was refused")]
-    return max(ours, key=lambda answer: answer["refused_at"], default=None)
+    answers = [
+        reason
+        for reason in _reasons(found, asker)
+        if reason.file == refusals.shown(file_name) and number in {None, reason.number}
+    ]
+    newest = max(answers, key=lambda reason: reason.refused_at, default=None)
+    return None if newest is None else _refusal(newest)
 
 
 def refused(spool: Spool, asker: Asker = ANYBODY, *, limit: int = MAX_REFUSED) -> Refused:
     """Return the newest refused files that the asker may see, with at most `limit` of their reasons."""
-    found: list[tuple[float, str]] = []
-    with os.scandir(spool.rejected_dir) as entries:
-        for entry in entries:
-            if entry.name.endswith(".reason"):
-                with contextlib.suppress(FileNotFoundError):
-                    found.append((entry.stat(follow_symlinks=False).st_mtime, entry.name.removesuffix(".reason")))
-    files: list[Refusal] = []
-    num = 0
-    for when, name in sorted(found, reverse=True)[:MAX_REFUSED]:
-        path = spool.rejected_dir / name
-        try:
-            if not asker.reads_all and arrival.refused_uid(path) != asker.uid:
-                continue
-            num += 1
-            if len(files) < limit:
-                reason = path.with_name(f"{name}.reason").read_text(encoding="utf-8", errors="replace")
-                files.append({"file": name, "reason": reason, "refused_at": when})
-        except (FileNotFoundError, PermissionError):
-            continue
-    return {"files": files, "num": num, "are_all": len(found) <= MAX_REFUSED}
+    found = refusals.listed(spool.rejected_dir)
+    reasons = list(_reasons(found[:MAX_REFUSED], asker))
+    files = [_refusal(reason) for reason in reasons[:limit]]
+    return {"files": files, "num": len(reasons), "are_all": len(found) <= MAX_REFUSED}
+
+
+def _reasons(paths: Sequence[Path], asker: Asker) -> Iterator[Reason]:
+    """Yield the reasons that somebody may read."""
+    for path in paths:
+        if (reason := refusals.read(path)) is not None and (asker.reads_all or reason.uid == asker.uid):
+            yield reason
+
+
+def _refusal(reason: Reason) -> Refusal:
+    return {"file": reason.file, "reason": reason.text, "refused_at": reason.refused_at}
 
 
 #: Verbs that only read: the daemon answers them, and honectl runs them itself if honed is down.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -52,7 +53,7 @@ class Count:
     def as_dict(self) -> Removed:
         return {"num_bytes": self.num_bytes, "num_files": self.num_files, "problem": self.problem}
 
-    def complain(self, path: Path, error: OSError | RecursionError | str) -> None:
+    def complain(self, path: Path, error: OSError | str) -> None:
         said = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         self.problem = self.problem or f"{path}: {said}"[:300]
 
@@ -74,55 +75,114 @@ def remove(path: Path) -> Count:
 
 
 def _walk(path: Path, *, remove: bool) -> Count:
+    """Count or remove what a path names. All actions use descriptors, so that no link can redirect them, and two of
+    them at any depth: a worker can nest directories as deep as it likes."""
     count = Count()
     try:
-        parent_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return count
-    try:
-        info = os.stat(path.name, dir_fd=parent_fd, follow_symlinks=False)
-        _visit(parent_fd, path, info, info.st_dev, count, remove=remove)
-    except FileNotFoundError:
-        pass
-    except (OSError, RecursionError) as error:
-        count.complain(path, error)
-    finally:
-        os.close(parent_fd)
-    return count
-
-
-def _visit(parent_fd: int, path: Path, info: os.stat_result, device: int, count: Count, *, remove: bool) -> None:
-    """Count or remove one name in an open directory. `path` is for messages only: all actions use descriptors, so that
-    no link can redirect them.
-    """
-    try:
-        if not stat.S_ISDIR(info.st_mode):
-            if remove:
-                os.unlink(path.name, dir_fd=parent_fd)
-            count.add(info)
-            return
-        if info.st_dev != device:
-            count.complain(path, "another file system is mounted there")
-            return
-        fd = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
-        try:
-            if remove and info.st_uid == os.geteuid() and info.st_mode & 0o300 != 0o300:
-                os.fchmod(fd, stat.S_IMODE(info.st_mode) | 0o700)
-            with os.scandir(fd) as entries:
-                names = [entry.name for entry in entries]
-            # plan.json last: it names the job's staged copies, and an interrupted removal still needs it.
-            for name in sorted(names, key=lambda name: name == "plan.json"):
-                with contextlib.suppress(FileNotFoundError):
-                    below = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                    _visit(fd, path / name, below, device, count, remove=remove)
-        finally:
-            os.close(fd)
-        if remove and count.problem is None:
-            os.rmdir(path.name, dir_fd=parent_fd)
+        device = path.lstat().st_dev
+        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with _Walk(fd, path, device, count, remove=remove) as walk:
+            walk.run()
     except FileNotFoundError:
         pass
     except OSError as error:
         count.complain(path, error)
+    return count
+
+
+@dataclass
+class _Level:
+    """A directory that was entered: what identifies it, its name in the one above, and the names that are left."""
+
+    info: os.stat_result
+    name: str
+    names: list[str]
+    has_problem: bool = False
+
+
+class _Walk:
+    """A walk over a tree, from the directory above it."""
+
+    def __init__(self, fd: int, path: Path, device: int, count: Count, *, remove: bool) -> None:
+        self._fd = fd  # of the directory whose names are looked at
+        self._path = path
+        self._count = count
+        self._remove = remove
+        self._levels = [_Level(os.fstat(fd), "", [path.name])]
+        self._device = device
+
+    def __enter__(self) -> _Walk:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        os.close(self._fd)
+
+    def run(self) -> None:
+        while True:
+            level = self._levels[-1]
+            if level.names:
+                self._visit(level, level.names.pop())
+            elif len(self._levels) > 1:
+                self._leave()
+            else:
+                return
+
+    def _visit(self, level: _Level, name: str) -> None:
+        try:
+            info = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            if stat.S_ISDIR(info.st_mode):
+                self._enter(name, info)
+                return
+            if self._remove:
+                os.unlink(name, dir_fd=self._fd)
+            self._count.add(info)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._complain(level, name, error)
+
+    def _enter(self, name: str, info: os.stat_result) -> None:
+        if info.st_dev != self._device:
+            self._complain(self._levels[-1], name, "another file system is mounted there")
+            return
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            if self._remove and info.st_uid == os.geteuid() and info.st_mode & 0o300 != 0o300:
+                os.fchmod(fd, stat.S_IMODE(info.st_mode) | 0o700)
+            with os.scandir(fd) as entries:
+                names = [entry.name for entry in entries]
+            # plan.json last: it names the job's staged copies, and an interrupted removal still needs it.
+            names.sort(key=lambda each: each != "plan.json")
+            self._levels.append(_Level(os.fstat(fd), name, names))
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(self._fd)
+        self._fd = fd
+
+    def _leave(self) -> None:
+        """Return to the directory above, and remove the one that was left. Raises OSError if it was moved meanwhile."""
+        left = self._levels.pop()
+        fd = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+        os.close(self._fd)
+        self._fd = fd
+        level = self._levels[-1]
+        if not os.path.samestat(os.fstat(fd), level.info):
+            raise OSError(errno.ESTALE, "a directory in it was moved meanwhile", str(self._path))
+        if left.has_problem:
+            level.has_problem = True
+        elif self._remove:
+            try:
+                os.rmdir(left.name, dir_fd=fd)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                self._complain(level, left.name, error)
+
+    def _complain(self, level: _Level, name: str, error: OSError | str) -> None:
+        level.has_problem = True
+        names = [each.name for each in self._levels[1:20]]
+        self._count.complain(self._path.parent.joinpath(*names, name), error)
 
 
 # -- a job's ----------------------------------------------------------------------------------------------------------

@@ -7,20 +7,21 @@ Never removed are unfinished jobs, pinned jobs, and jobs whose files are needed 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed.job import row_cache
-from honed.job.arrival import refused_uid
+from honed.job import refusals, row_cache
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.query import Asker, find
+from honed.job.refusals import Reason
 from honed.job.row_cache import RowCache
 from honed.job.shape import PruneAnswer, PrunedRow
 from honed.job.spool import Spool
@@ -263,37 +264,28 @@ def report(chosen: Choice, sizes: dict[int, int], *, is_measured: bool) -> Prune
 # -- refused files ----------------------------------------------------------------------------------------------------
 
 
-def refused_files(spool: Spool, *, uid: int | None = None) -> list[Item]:
-    """Return the files in rejected/ with their reasons; only those of `uid` if it is given."""
-    found: list[Item] = []
-    for path in spool.rejected_dir.iterdir():
-        if path.name.endswith(".reason") and path.with_name(path.name.removesuffix(".reason")).exists():
-            continue
-        try:
-            info = path.lstat()
-        except FileNotFoundError:
-            continue
-        if uid is None or refused_uid(path) == uid:
-            found.append(Item(path.name, info.st_ctime, info.st_size))
-    return found
+def refused_files(spool: Spool) -> tuple[list[Item], list[Item]]:
+    """Return what is in rejected/: the reasons; and the files that were refused, with what else is there. A file and
+    its reason are of about the same time, so that the limits of both remove both, without a look into any."""
+    reasons: list[Item] = []
+    files: list[Item] = []
+    with os.scandir(spool.rejected_dir) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                info = entry.stat(follow_symlinks=False)
+                item = Item(entry.name, info.st_ctime, info.st_size)
+                (reasons if entry.name.endswith(refusals.SUFFIX) else files).append(item)
+    return reasons, files
 
 
 def remove_refused(spool: Spool, name: str) -> bool:
-    """Remove a rejected file, its reason last: if a crash leaves the reason alone, a later run removes it.
-
-    Logs a warning and returns False for a directory with another user's files, which only root can remove.
-    """
+    """Remove a file in rejected/. Logs a warning and returns False for a directory, which an earlier honed has kept."""
     path = spool.rejected_dir / Path(name).name
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            log.warning("%s: not removed: %s; as root, rm -r it", path, error)
-            return False
-    if not name.endswith(".reason"):
-        path.with_name(f"{path.name}.reason").unlink(missing_ok=True)
+        log.warning("%s: a directory, not removed; as root, rm -r it", path)
+        return False
     return True
 
 
@@ -303,18 +295,33 @@ def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: 
         raise UsageError(
             "nothing is selected", hint="--rejected needs --older-than, --keep or --max-size; --keep 0 removes all"
         )
-    mine = refused_files(spool, uid=None if asker.is_administrator else asker.uid)
-    beyond = excess(mine, wish.limits, now=now)
+    reasons = {str(reason.path): reason for reason in _refused_of(spool, None if asker.is_administrator else asker.uid)}
+    beyond = excess([_with_file(reason) for reason in reasons.values()], wish.limits, now=now)
+    gone = [(reasons[str(item.key)], item.num_bytes) for item in beyond]
     if not is_dry:
-        beyond = [item for item in beyond if remove_refused(spool, str(item.key))]
-        if beyond:
-            log.info(
-                "%s: removed %d refused files, as requested by user %d", spool.rejected_dir, len(beyond), asker.uid
-            )
+        for reason, _ in gone:  # the file first: after a crash its reason is still listed, and removed later
+            remove_refused(spool, reason.kept_path.name)
+            remove_refused(spool, reason.path.name)
+        if gone:
+            log.info("%s: removed %d refused files, as requested by user %d", spool.rejected_dir, len(gone), asker.uid)
     return {
-        "rejected": [{"file": str(item.key), "num_bytes": item.num_bytes} for item in beyond],
+        "rejected": [{"file": reason.file, "num_bytes": num_bytes} for reason, num_bytes in gone],
         "is_measured": True,
     }
+
+
+def _refused_of(spool: Spool, uid: int | None) -> Iterator[Reason]:
+    """Yield the reasons of one user's files, or of everybody's."""
+    for path in refusals.listed(spool.rejected_dir):
+        if (reason := refusals.read(path)) is not None and uid in {None, reason.uid}:
+            yield reason
+
+
+def _with_file(reason: Reason) -> Item:
+    num_bytes = len(reason.text)
+    with contextlib.suppress(FileNotFoundError):
+        num_bytes += reason.kept_path.lstat().st_size
+    return Item(str(reason.path), reason.refused_at, num_bytes)
 
 
 def prune_rows(cache: RowCache, wish: Wish, asker: Asker, *, is_dry: bool, now: float) -> PruneAnswer:

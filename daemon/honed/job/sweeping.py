@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,12 +50,12 @@ class Sweeps:
             if name.isdecimal():
                 self._finish(self._dir / name)
             elif name.endswith(".new"):
-                shutil.rmtree(self._dir / name)
+                _remove(self._dir / name)
 
     def _write(self, claim: Claim, uid: int, members: Sequence[Mapping[str, Any]], place: Path) -> None:
         durable.make_dir(self._dir, mode=0o700)
         new = self._dir / f".{claim.id}.new"
-        shutil.rmtree(new, ignore_errors=True)
+        _remove(new)
         new.mkdir(mode=0o700)
         first = self._numbers.reserve(len(members))
         title = os.fsencode(claim.title)[:MAX_TITLE_BYTES].decode(errors="ignore")
@@ -84,7 +83,7 @@ class Sweeps:
             number, uid = map(int, name.split("."))
             target = self._spool.claimed_dir / name
             if target.exists() or self._spool.entries.get(number) is not None:  # a power cut can leave both names
-                shutil.rmtree(place / name)
+                durable.remove_flat(place / name)
                 continue
             (place / name).rename(target)
             claims += [Claim(number, path, uid, time.time()) for path in target.iterdir()]
@@ -106,4 +105,11 @@ class Sweeps:
                 own.rmdir()
         durable.sync_dir(self._spool.claimed_dir)
         with contextlib.suppress(OSError):
-            shutil.rmtree(self._spool.job_layout(number).dir)
+            durable.remove_flat(self._spool.job_layout(number).dir)
+
+
+def _remove(new: Path) -> None:
+    """Remove what `_write` has begun: directories of files."""
+    for child in new.iterdir() if new.is_dir() else ():
+        durable.remove_flat(child)
+    durable.remove_flat(new)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 
 from honed.job.job import Job
 from honed.page.place import Kind, turns
+from honed.system import python
 from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
 from honed.system.log import about
@@ -70,8 +70,7 @@ class Pages:
         return made if is_same and made is not None and time.monotonic() - made.made_at < seconds else None
 
     async def _make(self, jobs: Sequence[Job], num_all: int) -> bytes:
-        # -P: modules in the current directory are not ours.
-        program = [sys.executable, "-P", "-m", f"honed.page.{'report' if len(jobs) == 1 else 'comparison'}"]
+        program = python.module(f"honed.page.{'report' if len(jobs) == 1 else 'comparison'}")
         options = ["--root", str(self._layout.root), *(["--print"] if len(jobs) == 1 else ["--of", str(num_all)])]
         numbers = [str(job.id) for job in jobs]
         environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}

@@ -17,7 +17,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
@@ -27,7 +26,7 @@ from typing import Any, Protocol, cast
 from honed.run.process import DAEMON_VARIABLES
 from honed.run.snapshot import FetchProgress, Missing
 from honed.spec.config import Config
-from honed.system import durable
+from honed.system import durable, python
 from honed.system.backoff import Backoff
 from honed.system.clock import boot_time
 from honed.system.error import EnvironmentInvalidError, HonedError, from_dict
@@ -71,7 +70,7 @@ class ProcessFetchRunner:
 
     def __init__(self, layout: Layout, *, command: Sequence[str] | None = None) -> None:
         self._layout = layout
-        self._command = list(command or [sys.executable, "-P", "-m", "honed.inputs.fetch", "--root", str(layout.root)])
+        self._command = list(command or python.module("honed.inputs.fetch", "--root", str(layout.root)))
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, number: int) -> None:

@@ -13,9 +13,9 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 
+from honed.system import python
 from honed.system.layout import Layout
 
 #: Each thread reserves address space, and pyarrow starts one per core: keep them few, so that the limit fits any
@@ -123,5 +123,5 @@ class ChildHelper(Helper):
 
 def children(layout: Layout, command: Sequence[str] | None = None) -> Start:
     """Return a function that starts helpers as child processes."""
-    asked = list(command or [sys.executable, "-P", "-m", "honed.check.preflight", "--root", str(layout.root)])
+    asked = list(command or python.module("honed.check.preflight", "--root", str(layout.root)))
     return lambda stage_fd, watch: ChildHelper(asked, stage_fd, watch)

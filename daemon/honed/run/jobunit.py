@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.run.runner import read_exit_record, read_lock_record
-from honed.system import durable
+from honed.system import durable, python
 from honed.system.clock import Moment
 from honed.system.layout import JobLayout, Layout
 
@@ -77,8 +77,8 @@ def start(job: JobLayout, *, command: Sequence[str] | None = None) -> str:
     try:
         durable.make_dir(attempt.dir, mode=DIRECTORY_MODE)
         os.chdir(job.dir)
-        worker = [*(command or [sys.executable, "-m", "honed.worker"]), str(job.dir), str(wanted.number)]
-        shim = [sys.executable, "-I", "-S", str(Path(__file__).with_name("shim.py")), "--relay"]
+        worker = [*(command or python.module("honed.worker")), str(job.dir), str(wanted.number)]
+        shim = python.bare(Path(__file__).with_name("shim.py"), "--relay")
         environment = {
             **os.environ,
             **wanted.environment,
@@ -86,7 +86,7 @@ def start(job: JobLayout, *, command: Sequence[str] | None = None) -> str:
             "HONED_STOP_TIMEOUT_SEC": f"{wanted.stop_timeout_sec:g}",
         }
         os.execve(
-            sys.executable,
+            shim[0],
             [*shim, str(attempt.dir), str(wanted.start), *worker, "--backend", wanted.backend],
             environment,
         )

@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 from honed.job.needs import Needs
 from honed.run.runner import Exit, Live, device_of, exit_of, is_staged, read_exit_record, read_lock_record
 from honed.run.spare import Spare
-from honed.system import durable, untrusted
+from honed.system import durable, python, untrusted
 from honed.system.clock import Moment
 from honed.system.layout import AttemptLayout, JobLayout, Layout
 
@@ -57,7 +56,7 @@ class ProcessRunner:
         """Create a runner. `popen` replaces subprocess.Popen: tests start processes with libraries preloaded."""
         self._layout = layout
         self._popen = popen
-        self._command = list(command or [sys.executable, "-m", "honed.worker"])
+        self._command = list(command or python.module("honed.worker"))
         self._children: dict[int, _Child] = {}
 
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
@@ -65,7 +64,7 @@ class ProcessRunner:
         durable.make_dir(attempt.dir)
         with attempt.log_path.open("ab") as log_file:
             process = self._popen(
-                [sys.executable, "-I", "-S", str(SHIM), str(attempt.dir), str(start), *self._worker(attempt, backend)],
+                python.bare(SHIM, str(attempt.dir), str(start), *self._worker(attempt, backend)),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
@@ -85,7 +84,6 @@ class ProcessRunner:
         return Spare.make(
             SHIM,
             [*self._command, "--spare", needs.to_json()],
-            python=sys.executable,
             cwd=self._layout.jobs_dir,
             environment={**inherited(), **environment},
             popen=self._popen,

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from typing import IO
@@ -17,6 +16,7 @@ from honed.job.job import Job
 from honed.job.removal import Count
 from honed.job.spool import Spool
 from honed.run.process import DAEMON_VARIABLES, SECRET_VARIABLES
+from honed.system import python
 from honed.system.log import about
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class RemovalProcess:
     def _start(self) -> None:
         items = list(self._waiting)[:MAX_ITEMS]
         root = str(self._spool.layout.root)
-        command = [sys.executable, "-P", "-m", "honed.job.removal", "--root", root, *items]
+        command = python.module("honed.job.removal", "--root", root, *items)
         hidden = {*DAEMON_VARIABLES, *SECRET_VARIABLES}
         environment = {key: value for key, value in os.environ.items() if key not in hidden}
         try:

@@ -9,12 +9,12 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from honed.run.process import DAEMON_VARIABLES
+from honed.system import python
 from honed.system.backoff import Backoff
 from honed.system.layout import Layout
 
@@ -71,7 +71,7 @@ class SendProcess:
 
     def _start(self) -> None:
         environment = {key: value for key, value in os.environ.items() if key not in DAEMON_VARIABLES}
-        command = [sys.executable, "-m", "honed.send.sender", "--until-eof", "--root", str(self._layout.root)]
+        command = python.module("honed.send.sender", "--until-eof", "--root", str(self._layout.root))
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
         except OSError as error:

@@ -19,7 +19,6 @@ import contextlib
 import errno
 import logging
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +41,7 @@ from honed.run.slurm_client import Client
 from honed.run.slurm_desk import Desk, run_here
 from honed.run.slurm_job import SlurmJob, script_path, tag
 from honed.spec.config import SLOT, SlurmConfig
-from honed.system import access, durable, untrusted
+from honed.system import access, durable, python, untrusted
 from honed.system.clock import Moment
 from honed.system.layout import JobLayout, Layout
 
@@ -64,7 +63,7 @@ class SlurmRunner:
     ) -> None:
         self._layout = layout
         self._config = config
-        self._command = list(command or [sys.executable, "-P", "-m", "honed.worker"])
+        self._command = list(command or python.module("honed.worker"))
         self._clock = clock
         self._prefix = f"honed-{_instance(layout)}-"
         #: Jobs of the shared instance run as their submitters, by the helper.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import secrets
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from honed.run.process import SHIM
 from honed.run.slurm_request import Request, srun
 from honed.spec.config import SLOT, SlurmConfig
-from honed.system import durable
+from honed.system import durable, python
 from honed.system.layout import JobLayout
 
 #: The name of a start: honed-INSTANCE-JOB-ATTEMPT-START.
@@ -129,7 +128,7 @@ def submission(job: JobLayout, handed: Handed, config: SlurmConfig) -> list[str]
 def script(job: JobLayout, handed: Handed, command: Sequence[str]) -> str:
     """Return the batch script of a start. `command` starts a worker."""
     worker = [*command, str(job.dir), str(handed.number), "--backend", handed.backend]
-    shim, attempt_dir = [sys.executable, "-I", "-S", str(SHIM)], str(job.attempt(handed.number).dir)
+    shim, attempt_dir = python.bare(SHIM), str(job.attempt(handed.number).dir)
     if handed.num_nodes > 1:
         worker = [*srun(handed.num_nodes), *shim, "--node", attempt_dir, *worker]
     shim += [attempt_dir, str(handed.start), *worker]

@@ -38,7 +38,7 @@ from honed.run.slurm_desk import COMMAND_SEC, run_here
 from honed.run.slurm_request import run
 from honed.spec import config as configs
 from honed.spec.config import SlurmConfig
-from honed.system import access, untrusted
+from honed.system import access, python, untrusted
 from honed.system.access import Person
 from honed.system.error import HonedError
 from honed.system.layout import JobLayout, Layout
@@ -270,7 +270,7 @@ def _tell(line: Any, output: str, fault: str) -> None:
 
 def main() -> int:
     """Run the `honed-slurm` command, with its connection as standard input."""
-    worker = [sys.executable, "-P", "-m", "honed.worker"]  # not from the job's directory
+    worker = python.module("honed.worker")
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         return serve(socket.socket(fileno=os.dup(0)), Layout(Path("/")), worker=worker)
     return 0

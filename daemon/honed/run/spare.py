@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.job import row_cache
+from honed.system import python
 from honed.system.layout import AttemptLayout
 
 #: Variables in which a job's environment may differ from that of its spare: nothing reads them before there is a job.
@@ -51,14 +52,14 @@ class Spare:
 
     @classmethod
     def make(
-        cls, shim: Path, command: Sequence[str], *, python: str, cwd: Path, environment: Mapping[str, str], popen: Any
+        cls, shim: Path, command: Sequence[str], *, cwd: Path, environment: Mapping[str, str], popen: Any
     ) -> Spare:
         """Start a spare. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output_fd = os.memfd_create("honed-spare", os.MFD_CLOEXEC)
         try:
             process = popen(
-                [python, "-I", "-S", str(shim), "--spare", *command],
+                python.bare(shim, "--spare", *command),
                 stdin=theirs,
                 stdout=output_fd,
                 stderr=subprocess.STDOUT,

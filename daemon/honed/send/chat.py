@@ -24,7 +24,7 @@ from honed.send import child
 from honed.send.delivery import Verdict
 from honed.send.notification import Notice
 from honed.spec.config import NotifyConfig
-from honed.system import installed
+from honed.system import installed, python
 from honed.system.error import EnvironmentInvalidError
 
 #: Seconds for the child's start and its imports, besides the delivery.
@@ -58,7 +58,7 @@ def deliver(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict
     known = ssl.get_default_verify_paths()  # as for webhooks: Apprise has authorities of its own
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "honed.send.chat"],
+            python.module("honed.send.chat"),
             input=json.dumps(order).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from honed.send import child, wandb_runs
 from honed.spec.config import ReportingConfig
-from honed.system import installed, secret
+from honed.system import installed, python, secret
 from honed.system.backoff import Backoff
 from honed.system.error import EnvironmentInvalidError
 from honed.system.log import about
@@ -134,7 +133,7 @@ class Syncer:
         )
         if (address := self._reporting().wandb_base_url) is not None:
             environment["WANDB_BASE_URL"] = address
-        command = [sys.executable, "-P", "-m", "wandb", "sync", "--yes", str(work_dir / _run_name(work_dir))]
+        command = python.module("wandb", "sync", "--yes", str(work_dir / _run_name(work_dir)))
         deadline = time.monotonic() + TIMEOUT_SEC
         home.mkdir(exist_ok=True)
         with (work_dir / LOG_NAME).open("wb") as file:

@@ -17,7 +17,7 @@ import pwd
 import stat
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -364,9 +364,8 @@ def home_above(path: Path) -> Path | None:
 
 
 def open_job_dir(path: Path, owner_uid: int, *, is_shared: bool, administrators: int | None = None) -> None:
-    """Set the ACL of a new job's directory (mode 0770): besides the daemon and the group honed-job, the submitter, as
-    whom the worker runs, may write, and the administrators' group may read. A submitter that is not a person may only
-    read.
+    """Set the ACL of a new job's directory (mode 0770): besides the daemon, the submitter, the group honed-job and the
+    administrators' group may read. Nobody else writes in it before the job is accepted; see `give_job_dir`.
 
     Everything created in it inherits that. The group comes from the setgid bit of the parent directory, since a
     sandboxed daemon may not set that bit (RestrictSUIDSGID=).
@@ -376,10 +375,19 @@ def open_job_dir(path: Path, owner_uid: int, *, is_shared: bool, administrators:
         with contextlib.suppress(PermissionError):
             os.chown(path, -1, gid)
     everybody = READ | ENTER if is_shared else 0
-    submitter = READ | WRITE | ENTER if is_person(owner_uid) else READ | ENTER
     groups = {administrators: READ | ENTER} if administrators is not None else {}
-    acl = Acl(owner=7, group=7, other=everybody, users={owner_uid: submitter}, groups=groups)
+    acl = Acl(owner=7, group=READ | ENTER, other=everybody, users={owner_uid: READ | ENTER}, groups=groups)
     set_acl(path, acl, inherited=True)
+
+
+def give_job_dir(path: Path) -> None:
+    """Let the worker of an accepted job write in its directory: as the submitter, or as honed-job for one that is not a
+    person, who may only read."""
+    acl = acl_of(path)
+    if acl is None:  # a file system without ACLs, where the mode lets the group honed-job write
+        return
+    users = {uid: 7 if is_person(uid) else permissions for uid, permissions in acl.users.items()}
+    set_acl(path, replace(acl, group=7, users=users, mask=None), inherited=True)
 
 
 def let_read(path: Path, uid: int) -> None:

@@ -79,6 +79,16 @@ def num_bytes_below(directory: Path) -> int:
     return sum(info.st_size for info in infos if stat.S_ISREG(info.st_mode))
 
 
+def remove_flat(directory: Path) -> None:
+    """Remove a directory of files, which only honed has written in. Raises OSError if it has a directory, after its
+    files were removed."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in list(directory.iterdir()):
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                path.unlink()
+        directory.rmdir()
+
+
 def _raise(error: OSError) -> None:
     raise error
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from honed.job import event, trial
 from honed.job.trial import Findings
-from honed.system import durable
+from honed.system import durable, python
 from honed.system.error import KilledError, from_dict
 from honed.system.layout import JobLayout
 from honed.worker import parallel
@@ -48,7 +47,7 @@ def run(
     trial.reduced(job.plan, layout.output_dir).write(layout.plan_path)
     tell("info", f"starting with a trial: {trial.NUM_ROWS} rows, a few steps")
     # Its output goes to worker.log, as ours does.
-    command = [sys.executable, "-m", "honed.worker", str(layout.dir), str(attempt), "--backend", job.backend]
+    command = python.module("honed.worker", str(layout.dir), str(attempt), "--backend", job.backend)
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

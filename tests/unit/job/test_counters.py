@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from honed.job import counters, recovery
-from honed.job.arrival import Arrivals, Claim, refusal
+from honed.job import counters, recovery, refusals
+from honed.job.arrival import Arrivals, Claim
 from honed.job.counters import Counters, Values
 from honed.job.job import Attempt, Fallback, Job, Preemption, State
 from honed.job.plan_file import PlanFile
@@ -84,7 +84,7 @@ def reject(number: int, error: SpecError | DatasetError) -> Callable[[Spool], No
         place.mkdir()
         (spool.incoming_dir / "bad.json").rename(place / "bad.json")
         claim = Claim(number, place / "bad.json", arrived_at=1.0)
-        Arrivals(spool).reject(claim, refusal(claim, error, when="now"))
+        Arrivals(spool).reject(claim, error, when="now")
 
     return move
 
@@ -221,8 +221,10 @@ def test_an_entry_rebuilt_from_an_older_copy_takes_nothing_back(tmp_path: Path) 
 
 def test_a_rejection_whose_file_has_not_been_moved_yet_is_not_counted(tmp_path: Path) -> None:
     with honed(tmp_path) as (spool, _):
-        claim = Claim(7, spool.claimed_dir / "7/bad.json")
-        (spool.rejected_dir / "bad.json.reason").write_text(refusal(claim, SpecError("no"), when="now"))
+        (spool.claimed_dir / "7").mkdir()
+        (spool.claimed_dir / "7/bad.json").write_text("{")
+        text = refusals.text_of("bad.json", 7, 0, SpecError("no"), when="now", fate="Kept.", is_submission=False)
+        refusals.make(spool.rejected_dir, "bad.json", 7, os.getuid(), text)
         (spool.rejected_dir / "mine.json").write_text("{}")
         (spool.rejected_dir / "mine.json.reason").write_text("a text of somebody's own\n\n\nspec_invalid:\n")
     with honed(tmp_path) as (_, made):
@@ -310,19 +312,18 @@ def test_an_arrivals_time_is_that_of_its_drop_and_reaches_the_entry(tmp_path: Pa
 
 
 def test_a_reason_that_cannot_be_read_once_is_not_counted_twice(tmp_path: Path) -> None:
+    def fail(path: Path, **_keys: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
     with honed(tmp_path) as (spool, _):
         reject(3, SpecError("no"))(spool)
-        reason = spool.rejected_dir / "bad.json.reason"
     with honed(tmp_path) as (_, made):
         made.tend(is_last=True)
-    text = reason.read_text()
-    reason.unlink()
-    reason.mkdir()
-    with honed(tmp_path) as (spool, made):
-        accept(4, 100.0)(spool)
-        made.tend(is_last=True)
-    reason.rmdir()
-    reason.write_text(text)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(refusals.untrusted, "open_plain", fail)
+        with honed(tmp_path) as (spool, made):
+            accept(4, 100.0)(spool)
+            made.tend(is_last=True)
     with honed(tmp_path) as (_, made):
         made.tend(is_last=True)
     assert values(tmp_path)["counters"]["honed_jobs_rejected_total"] == {"spec_invalid": 1}

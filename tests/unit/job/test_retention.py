@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,55 @@ def test_a_kill_between_any_two_operations_leaves_a_job_whole_or_gone(
         if finished:
             break
     assert (point > 20, seen) == (True, {True, False})
+
+
+def nest(path: Path, depth: int) -> None:
+    """Nest directories below a path, deeper than a path's text can be."""
+    fd = os.open(path, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=fd)
+        below_fd = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below_fd
+    os.close(os.open("deepest", os.O_CREAT, dir_fd=fd))
+    os.close(fd)
+
+
+def test_a_tree_of_any_depth_and_width_is_measured_and_removed(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    for name, depth in (("deep", 5000), ("deep-too", 1200)):
+        (tree / name).mkdir(parents=True)
+        nest(tree / name, depth)
+    (tree / "wide").mkdir()
+    for number in range(5000):
+        (tree / f"wide/{number}").touch()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6, before[1]))  # noqa: PTH208
+    try:
+        assert removal.measure(tree).num_files == 5002
+        assert removal.remove(tree) == removal.Count(0, 5002)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert not tree.exists()
+
+
+def test_a_directory_that_is_moved_meanwhile_leads_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who moves a directory that is being emptied would have honed go on in the one above its new place."""
+    (tmp_path / "tree/inner/file").mkdir(parents=True)
+    (tmp_path / "elsewhere/inner").mkdir(parents=True)
+    (tmp_path / "elsewhere/precious").touch()
+    unlink = os.rmdir
+
+    def move(name: str, *, dir_fd: int) -> None:
+        unlink(name, dir_fd=dir_fd)
+        if name == "file":
+            (tmp_path / "tree/inner").rename(tmp_path / "elsewhere/inner")
+
+    monkeypatch.setattr(os, "rmdir", move)
+    assert "moved meanwhile" in str(removal._walk(tmp_path / "tree", remove=True).problem)
+    assert (tmp_path / "elsewhere/precious").exists()
 
 
 def test_a_flood_of_refused_files_is_removed_after_a_while(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:

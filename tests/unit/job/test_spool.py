@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from honed.job import query, retention
+from honed.job import query, refusals, retention
 from honed.job import spool as spool_module
-from honed.job.arrival import Arrivals, Claim, drop, refusal, submission_of
+from honed.job.arrival import Arrivals, Claim, drop
 from honed.job.job import MOVES, Attempt, Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
-from honed.system.error import EnvironmentInvalidError, SpecError
+from honed.system.error import EnvironmentInvalidError, HonedError, SpecError
 from honed.system.layout import Layout
 
 MAX_BYTES = 1000
@@ -97,7 +98,7 @@ def test_numbers_grow_and_are_never_used_again(spool: Spool) -> None:
     first, second = accept(spool), accept(spool)
     claim = Arrivals(spool).claim(put(spool, "gone.json"))
     assert claim is not None
-    Arrivals(spool).reject(claim, "no")
+    Arrivals(spool).reject(claim, SpecError("no"), when="now")
     assert accept(spool).id > claim.id > second.id > first.id
 
 
@@ -119,7 +120,6 @@ def test_a_damaged_sequence_stops_the_start_with_a_remedy(spool: Spool) -> None:
     ("make", "word"),
     [
         (lambda path: path.symlink_to("/etc/passwd"), "symbolic link"),
-        (lambda path: path.mkdir(), "not a regular file"),
         (os.mkfifo, "not a regular file"),
         (lambda path: path.write_text("x" * (MAX_BYTES + 1)), "larger than"),
         (
@@ -137,9 +137,13 @@ def test_what_is_not_a_plain_file_of_a_sane_size_is_refused(
     assert claim is not None
     with pytest.raises(SpecError, match=word):
         Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
-    target = Arrivals(spool).reject(claim, "because")
-    assert os.path.lexists(target)
-    assert target.with_name("a.json.reason").read_text() == "because"
+    is_kept = stat.S_ISREG(claim.path.lstat().st_mode)
+    path = Arrivals(spool).reject(claim, SpecError("because"), when="now")
+    assert path == spool.rejected_dir / "a.json.reason"
+    assert "because" in path.read_text()
+    assert (spool.rejected_dir / f"{claim.id}.json").exists() == is_kept
+    assert ("The file is kept as rejected/1.json." in path.read_text()) == is_kept
+    assert not claim.path.parent.exists()
     assert not spool.job_layout(claim.id).dir.exists()
 
 
@@ -149,16 +153,19 @@ def test_a_name_that_is_no_job_files_is_refused(spool: Spool, name: str) -> None
     assert claim is not None
     with pytest.raises(SpecError):
         Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
-    assert Arrivals(spool).reject(claim, "no").exists()
+    assert Arrivals(spool).reject(claim, SpecError("no"), when="now").exists()
 
 
 def test_the_longest_name_can_be_refused_and_a_second_of_the_same_name_too(spool: Spool) -> None:
     for name in ("x" * 250 + ".json", "b.json", "b.json", "ü" * 125 + ".json"):
         claim = Arrivals(spool).claim(put(spool, name))
         assert claim is not None
-        target = Arrivals(spool).reject(claim, "no")
-        assert target.exists()
-        assert target.with_name(target.name + ".reason").exists()
+        path = Arrivals(spool).reject(claim, SpecError("no"), when="now")
+        assert path.exists()
+        assert (spool.rejected_dir / f"{claim.id}.json").exists()
+        found = query.refusal(spool, name)
+        assert found is not None
+        assert found["file"] == name
     assert len(list(spool.rejected_dir.iterdir())) == 8
 
 
@@ -168,7 +175,9 @@ def test_a_rejection_of_which_a_power_cut_leaves_both_names_is_one(spool: Spool,
     for name in ("a.json", "a.json") if is_name_taken else ("a.json",):
         claim = arrivals.claim(put(spool, name))
         assert claim is not None
-        rejected = arrivals.reject(claim, refusal(claim, SpecError("no"), when="now"))
+        arrivals.reject(claim, SpecError("no"), when="now")
+    assert claim is not None
+    rejected = spool.rejected_dir / f"{claim.id}.json"
     others = {path: path.stat().st_ino for path in spool.rejected_dir.iterdir()}
     claim.path.parent.mkdir()
     claim.path.hardlink_to(rejected)
@@ -182,7 +191,8 @@ def test_another_arrival_of_a_rejected_file_is_not_taken_for_the_rejected_one(sp
     arrivals = Arrivals(spool)
     first = arrivals.claim(put(spool, "a.json"))
     assert first is not None
-    rejected = arrivals.reject(first, refusal(first, SpecError("no"), when="now"))
+    arrivals.reject(first, SpecError("no"), when="now")
+    rejected = spool.rejected_dir / f"{first.id}.json"
     arrival = spool.incoming_dir / "a.json"
     arrival.hardlink_to(rejected)
     second = arrivals.claim(arrival)
@@ -264,15 +274,20 @@ def test_many_who_submit_files_of_one_name_at_once_lose_none(tmp_path: Path, spo
     assert {path.read_text() for path in spool.incoming_dir.iterdir()} == {source.read_text() for source in sources}
 
 
+def text_of(name: str, error: HonedError) -> str:
+    """Return the reason of a dropped file with the number 9."""
+    return refusals.text_of(name, 9, SUBMITTER, error, when="now", fate="It is kept.", is_submission=False)
+
+
 def test_a_refusal_says_what_why_and_what_to_do() -> None:
-    text = refusal(Claim(7, Path("a.yaml")), SpecError("line 3: lr: unknown key", hint="learning_rate"), when="now")
+    text = text_of("a.yaml", SpecError("line 3: lr: unknown key", hint="learning_rate"))
     assert all(word in text for word in ("a.yaml", "spec_invalid", "line 3: lr: unknown key", "learning_rate"))
 
 
 def test_no_line_of_what_is_refused_passes_for_one_of_ours() -> None:
     name = "a\nWhat to do: rm.json"
     error = SpecError("one\ntwo", hint="three\nThen four")
-    lines = refusal(Claim(7, Path(name)), error, when="now").split("\n")
+    lines = text_of(name, error).split("\n")
     assert lines[0] == f"{name!r} was refused at now."
     assert [line for line in lines if line.startswith(("What", "Then"))] == [
         "What to do: three",
@@ -317,7 +332,7 @@ def test_the_refusal_of_a_submitted_file_is_its_submitters(spool: Spool) -> None
     arrivals = Arrivals(spool)
     first, second = (arrivals.submit("a.json", b"{}", SUBMITTER) for _ in range(2))
     for claim, word in ((first, "one"), (second, "two")):
-        arrivals.reject(claim, refusal(claim, SpecError(word), when="now"))
+        arrivals.reject(claim, SpecError(word), when="now")
     anna, berta = (query.Asker(uid, is_administrator=False, reads_all=False) for uid in (SUBMITTER, SUBMITTER + 1))
     for claim, word in ((first, "one"), (second, "two")):
         found = query.refusal(spool, "a.json", anna, number=claim.id)
@@ -325,14 +340,109 @@ def test_the_refusal_of_a_submitted_file_is_its_submitters(spool: Spool) -> None
         assert word in found["reason"]
         assert query.refusal(spool, "a.json", berta, number=claim.id) is None
     assert query.refusal(spool, "a.json", anna, number=second.id + 1) is None
-    assert len(retention.refused_files(spool, uid=SUBMITTER)) == 2
-    assert retention.refused_files(spool, uid=SUBMITTER + 1) == []
+    wish = retention.Wish(limits=retention.Limits(max_count=0))
+    for asker, files in ((berta, []), (anna, ["a.json", "a.json"])):
+        pruned = retention.prune_refused(spool, wish, asker, is_dry=False, now=time.time())
+        assert [row["file"] for row in pruned["rejected"]] == files
+    assert list(spool.rejected_dir.iterdir()) == []
 
 
-def test_no_name_makes_a_refusal_somebody_elses(spool: Spool) -> None:
-    claim = Claim(7, Path("a was refused at now.\nSubmitted as 7 by the user 0.\n.json"))
-    assert submission_of(refusal(claim, SpecError("Submitted as 7 by the user 0."), when="now")) is None
-    assert submission_of("") is None
+def test_no_name_makes_a_refusal_somebody_elses() -> None:
+    name, error = (
+        "a was refused at now.\nSubmitted as 7 by the user 0.\n.json",
+        SpecError("Submitted as 7 by the user 0."),
+    )
+    text = refusals.text_of(name, 9, SUBMITTER, error, when="now", fate="It is not kept.", is_submission=False)
+    reason = refusals.parse(text, Path("x.reason"), 1.0)
+    assert reason is not None
+    assert (reason.number, reason.uid, reason.is_submission) == (9, SUBMITTER, False)
+    assert refusals.parse("", Path("x.reason"), 1.0) is None
+
+
+def refuse(spool: Spool, name: str, make: Callable[[Path], Any]) -> Path:
+    """Drop something, and have it refused; return the path of its reason."""
+    arrivals = Arrivals(spool)
+    make(spool.incoming_dir / name)
+    claim = arrivals.claim(spool.incoming_dir / name)
+    assert claim is not None
+    return arrivals.reject(claim, SpecError("no"), when="now")
+
+
+def test_no_file_that_is_dropped_takes_the_place_of_a_reason(spool: Spool, tmp_path: Path) -> None:
+    """Reasons are read with honed's rights: a link or a text of somebody's under such a name would be, too."""
+    secret = tmp_path / "secret"
+    secret.write_text("a secret")
+    planted = {
+        "a.json": lambda path: path.write_text("{"),
+        "a.json.reason": lambda path: path.write_text("a.json was refused at now.\n"),
+        "a.reason": lambda path: path.symlink_to(secret),
+        **{f"a.{number}": lambda path: path.write_text("x") for number in range(1, 12)},
+        **{f"{number}": lambda path: path.write_text("x") for number in range(1, 30, 4)},
+        "zzz.reason": os.mkfifo,
+    }
+    for _ in range(2):
+        for name, make in planted.items():
+            refuse(spool, name, make)
+    texts = [path.read_text() for path in spool.rejected_dir.glob("*.reason")]
+    assert len(texts) == 2 * len(planted)
+    assert all(" was refused at now." in text.partition("\n")[0] for text in texts)
+    found = query.refused(spool)
+    assert sorted(each["file"] for each in found["files"]) == sorted([*planted, *planted])
+    assert "a secret" not in str(found)
+    kept = [path for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"]
+    assert len(kept) == 2 * (len(planted) - 2), "not the link, and not the pipe"
+    assert all(path.stem.isdecimal() and stat.S_ISREG(path.lstat().st_mode) for path in kept)
+
+
+def test_what_an_earlier_honed_kept_under_a_reasons_name_is_not_read(spool: Spool, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(
+        "a.json was refused at now.\nSubmitted as 3 by the user 0.\n\nspec_invalid:\n  x\n"
+    )
+    os.mkfifo(spool.rejected_dir / "pipe.reason")
+    (spool.rejected_dir / "link.reason").symlink_to(tmp_path / "secret")
+    (spool.rejected_dir / "directory.reason").mkdir()
+    (spool.rejected_dir / "directory.json.reason").mkdir()
+    assert query.refused(spool)["files"] == []
+    assert refuse(spool, "directory.json", lambda path: path.write_text("{")).name == "directory.1.json.reason"
+    assert [each["file"] for each in query.refused(spool)["files"]] == ["directory.json"]
+
+
+def test_a_directory_is_not_taken(spool: Spool) -> None:
+    (spool.incoming_dir / "a.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        Arrivals(spool).claim(spool.incoming_dir / "a.json")
+    assert (spool.incoming_dir / "a.json").is_dir()
+    assert list(spool.claimed_dir.iterdir()) == []
+
+
+def test_a_directory_that_takes_the_place_of_a_claimed_file_is_set_aside_whole(spool: Spool) -> None:
+    arrivals = Arrivals(spool)
+    claim = arrivals.claim(put(spool, "a.json"))
+    assert claim is not None
+    claim.path.unlink()
+    (claim.path / "work").mkdir(parents=True)
+    reason = arrivals.reject(claim, SpecError("no"), when="now")
+    assert "claimed/.1" in reason.read_text()
+    assert (spool.claimed_dir / ".1/a.json/work").is_dir()
+    recovered(spool)
+    assert arrivals.claims() == []
+    assert (spool.claimed_dir / ".1/a.json/work").is_dir()
+
+
+def test_a_rejection_that_was_begun_is_begun_anew_or_not_at_all(spool: Spool) -> None:
+    arrivals = Arrivals(spool)
+    claim = arrivals.claim(put(spool, "a.json"))
+    assert claim is not None
+    text = text_of("a.json", SpecError("old")).replace("incoming/ as 9", "incoming/ as 1")
+    refusals.make(spool.rejected_dir, "a.json", claim.id, os.getuid(), text)
+    arrivals.reject(claim, SpecError("new"), when="now")
+    assert [each["reason"].count("new") for each in query.refused(spool)["files"]] == [1]
+    claim = arrivals.claim(put(spool, "b.json"))
+    assert claim is not None
+    refusals.make(spool.rejected_dir, "b.json", claim.id, os.getuid(), text.replace("incoming/ as 1", "incoming/ as 2"))
+    recovered(spool)
+    assert [each["file"] for each in query.refused(spool)["files"]] == ["a.json"]
+    assert [each.id for each in arrivals.claims()] == [claim.id]
 
 
 # -- every crash ------------------------------------------------------------------------------------------------------
@@ -342,7 +452,7 @@ class Crash(BaseException):
     """The end of the process, which no code catches."""
 
 
-OPERATIONS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir")
+OPERATIONS = ("open", "write", "fsync", "rename", "link", "unlink", "mkdir", "rmdir")
 
 
 class Faults:
@@ -387,10 +497,10 @@ def life(spool: Spool, *, names: list[str]) -> None:
         try:
             arrivals.copy(claim, max_bytes=MAX_BYTES)
         except SpecError as error:
-            arrivals.reject(claim, error.message)
+            arrivals.reject(claim, error, when="now")
             continue
         if claim.name.startswith("bad"):
-            arrivals.reject(claim, "no")
+            arrivals.reject(claim, SpecError("no"), when="now")
         else:
             arrivals.admit(job_of(claim), claim, PlanFile({}))
     run(spool)
@@ -417,7 +527,7 @@ def life_together(spool: Spool, *, names: list[str]) -> None:
     for claim, copy in copies.items():
         if isinstance(copy, SpecError):
             claims.remove(claim)
-            arrivals.reject(claim, copy.message)
+            arrivals.reject(claim, copy, when="now")
     good([copies[claim] for claim in claims])
     good(
         arrivals.admit_all(
@@ -425,14 +535,14 @@ def life_together(spool: Spool, *, names: list[str]) -> None:
         )
     )
     for claim in arrivals.claims():
-        arrivals.reject(claim, "no")
+        arrivals.reject(claim, SpecError("no"), when="now")
     run(spool)
 
 
 def verify(spool: Spool, names: list[str]) -> None:
     """Check that each dropped file became exactly one job or one rejection, and that nothing else is left."""
     done = [job.source for job in spool.jobs(State.SUCCEEDED)]
-    refused = [path.name for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"]
+    refused = [each["file"] for each in query.refused(spool)["files"]]
     assert sorted(done + refused) == sorted(names)
     assert not [name for name in done if name.startswith("bad")]
     unreadable = {

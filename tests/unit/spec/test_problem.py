@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from honed.job.arrival import Claim, refusal
+from honed.job.refusals import text_of
 from honed.spec import document, problem
 from honed.spec.problem import InvalidSpecError, Problem, faults, mended, written
 from honed.system.error import DatasetError, HonedError, from_dict
@@ -87,8 +86,8 @@ def test_the_fault_of_what_a_file_names_has_key_and_line_of_their_own(message: s
 
 def test_a_reason_tells_the_edits() -> None:
     error = problem.fault("unknown key", key="load_in_4bit", fix={"load_in_4bit": None, "quantization": "4bit"})
-    assert "Change in the file:\n  load_in_4bit: removed\n  quantization: 4bit\n" in refusal(
-        Claim(7, Path("a.yaml")), error, when="now"
+    assert "Change in the file:\n  load_in_4bit: removed\n  quantization: 4bit\n" in text_of(
+        "a.yaml", 7, 1000, error, when="now", fate="It is kept.", is_submission=False
     )
 
 

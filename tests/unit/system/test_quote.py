@@ -16,7 +16,7 @@ import pytest
 from honed.cli import joblog
 from honed.inputs import row
 from honed.inputs.attachment import RowError
-from honed.job.arrival import Arrivals, refusal
+from honed.job.arrival import Arrivals
 from honed.job.event import EventWriter
 from honed.job.job import Job
 from honed.job.spool import Spool
@@ -259,8 +259,7 @@ def test_a_reason_quotes_and_is_for_its_dropper_alone(tmp_path: Path) -> None:
     (spool.incoming_dir / "a.yaml").write_text("a: 1")
     claim = arrivals.claim(spool.incoming_dir / "a.yaml")
     assert claim is not None
-    target = arrivals.reject(claim, refusal(claim, DatasetError(SENTENCE), when="now"))
-    reason = target.with_name("a.yaml.reason")
+    reason = arrivals.reject(claim, DatasetError(SENTENCE), when="now")
     assert SHOWN in reason.read_text()
     assert reason.stat().st_mode & 0o777 == 0o600
 

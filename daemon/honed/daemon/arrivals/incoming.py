@@ -21,9 +21,10 @@ from honed.daemon.arrivals.checks import MAX_TOGETHER, Checks, Pending
 from honed.daemon.arrivals.rejection import Rejection
 from honed.daemon.arrivals.turns import Turns
 from honed.daemon.arrivals.watcher import Watcher
-from honed.job.arrival import Arrivals, Claim, Copy, Dropped, shown, too_large
+from honed.job.arrival import Arrivals, Claim, Copy, Dropped, too_large
 from honed.job.entitlement import Entitlements
 from honed.job.job import Job
+from honed.job.refusals import shown
 from honed.spec.config import Config
 from honed.system.error import EnvironmentInvalidError, HonedError
 from honed.system.log import about
@@ -177,6 +178,8 @@ class Listing:
         paths = [self._arrivals.incoming_dir / name for name in names]
         for path, taken in zip(paths, self._arrivals.claim_all(paths), strict=True):
             match taken:
+                case IsADirectoryError() if taken.filename == str(path):
+                    self._leave(path, taken)
                 case PermissionError() if taken.filename == str(path):  # else the error is about a directory of our own
                     self._num_denials[path.name] = self._num_denials.get(path.name, 0) + 1
                     if self._num_denials[path.name] < MAX_DENIALS:
@@ -196,7 +199,7 @@ class Listing:
         return claims, faults
 
     def _leave(self, path: Path, error: OSError) -> None:
-        """Leave an arrival that cannot be taken (another user's directory) where it is, and log it once."""
+        """Leave an arrival that cannot be taken (a directory) where it is, and log it once."""
         with contextlib.suppress(FileNotFoundError):
             self._left[path.name] = path.lstat().st_ino
             log.warning("%r in %s cannot be taken: %s", path.name, path.parent, error.strerror)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from honed.job.arrival import Arrivals, Claim, refusal
+from honed.job.arrival import Arrivals, Claim
 from honed.job.database import timestamp
 from honed.system import durable, message, quote
 from honed.system.error import HonedError, said
@@ -44,18 +44,18 @@ class Rejection:
         )
 
     def _reject(self, claim: Claim, error: HonedError) -> None:
-        target = self._arrivals.reject(claim, refusal(claim, error, when=timestamp(time.time())))
+        reason_path = self._arrivals.reject(claim, error, when=timestamp(time.time()))
         for told in self.listeners:
             told(claim.id, error.code, claim.arrived_at)
         first = error.message.splitlines()[0] if error.message else ""
         more = f" (and {len(error.message.splitlines()) - 1} more)" if "\n" in error.message else ""
         log.warning(
-            "%r refused: %s: %s%s; see %s.reason",
+            "%r refused: %s: %s%s; see %s",
             claim.name,
             error.code,
             first,
             more,
-            target,
+            reason_path,
             extra=about(
                 claim.id,
                 message.of_error(error.code),

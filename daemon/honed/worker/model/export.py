@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -21,7 +20,7 @@ from honed import __version__
 from honed.inputs import basemodel
 from honed.job import fence
 from honed.job.plan_file import Identity
-from honed.system import durable
+from honed.system import durable, rename
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
 from honed.worker.model import adapter, card, config_file, generation, leftover, merge, serving, tokenizer_files
@@ -29,9 +28,6 @@ from honed.worker.model.card import Facts
 from honed.worker.model.load import load_config
 
 MANIFEST = "honed.json"
-
-#: Linux constants for renameat2.
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def export(
@@ -191,7 +187,7 @@ def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if _owner(target) == owner:
-        if _exchange(beside, target):
+        if rename.exchange(beside, target):
             durable.sync_dir(target.parent)
             shutil.rmtree(beside, ignore_errors=True)
             return
@@ -209,17 +205,6 @@ def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
         ) from error
     durable.sync_dir(target.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; return False if that was not done.
-
-    NFS and FUSE do not support it. Any other problem occurs again in a plain rename, which reports it.
-    """
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    if renameat2 is None:
-        return False
-    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def sync(directory: Path) -> None:

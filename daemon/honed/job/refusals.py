@@ -1,0 +1,185 @@
+"""rejected/: the files that were refused, each with its reason.
+
+    NAME.reason    why the file NAME was refused; for its submitter to read; never replaced
+    <number>.yaml  the file itself, unchanged, under its number as an arrival (.yml .json .toml, or no suffix)
+
+Only honed makes names here, and none that a person chose is a person's file: what somebody drops can never be taken for
+a reason, nor stand in the way of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from honed.spec import problem
+from honed.system import access, durable, untrusted
+from honed.system.error import HonedError
+
+SPEC_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+SUFFIX = ".reason"
+MAX_NAME_BYTES = 255
+#: Bytes of a reason that are read: it quotes a job file, of which honed takes 16 MiB at most.
+MAX_BYTES = 2**20
+#: How a reason begins. Those of honed 0.1 do not name the user whose file was taken from incoming/.
+_HEAD = re.compile(
+    r"(?P<file>.*) was refused at (?P<when>\S+)\.\n"
+    r"(?:Submitted as (?P<submission>[0-9]+) by the user (?P<submitter>[0-9]+)"
+    r"|Taken from incoming/ as (?P<arrival>[0-9]+)(?:, a file of the user (?P<owner>[0-9]+))?)\.\n"
+    r"(?:(?P<fate>.+)\n)?\n(?P<code>\w+):\n"
+)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A file of honed's that says why another was refused."""
+
+    path: Path
+    file: str  #: the name that the refused file had, as `shown`
+    number: int  #: of the arrival
+    uid: int | None  #: who submitted it; None if that is not known
+    code: str  #: of the error
+    is_submission: bool  #: came over the control socket
+    text: str
+    refused_at: float  #: seconds since the epoch
+
+    @property
+    def kept_path(self) -> Path:
+        """Where the file is, if it was kept."""
+        return kept_path(self.path.parent, self.file, self.number)
+
+
+def shown(name: str) -> str:
+    """Return a file's name so that it is safe in a line of text."""
+    return name if name.isprintable() else repr(name)
+
+
+def kept_path(directory: Path, name: str, number: int) -> Path:
+    """Return where the refused file of this name is kept."""
+    suffix = Path(name).suffix
+    return directory / f"{number}{suffix if suffix in SPEC_SUFFIXES else ''}"
+
+
+def text_of(name: str, number: int, uid: int, error: HonedError, *, when: str, fate: str, is_submission: bool) -> str:
+    """Return the text of a reason. `fate` says what became of the file."""
+    by = f"Submitted as {number} by the user {uid}."
+    lines = [f"{shown(name)} was refused at {when}."]
+    lines += [by if is_submission else f"Taken from incoming/ as {number}, a file of the user {uid}.", fate]
+    lines += ["", f"{error.code}:"]
+    lines += [f"  {line}" for line in error.told.splitlines()]
+    if error.hint:
+        first, *rest = error.hint.split("\n")
+        lines += ["", f"What to do: {first}", *(f"  {line}" for line in rest)]
+    if error.fix:
+        lines += ["", "Change in the file:", *(f"  {each}" for each in problem.told_fix(error.fix))]
+    again = "submit it again: honectl submit FILE" if is_submission else "drop the job file into incoming/ again"
+    return "\n".join([*lines, "", f"Then {again}.", ""])
+
+
+def parse(text: str, path: Path, refused_at: float) -> Reason | None:
+    """Return what a reason says; None if the text is not one."""
+    found = _HEAD.match(text)
+    if found is None:
+        return None
+    uid = found["submitter"] or found["owner"]
+    return Reason(
+        path=path,
+        file=found["file"],
+        number=int(found["submission"] or found["arrival"]),
+        uid=None if uid is None else int(uid),
+        code=found["code"],
+        is_submission=found["submission"] is not None,
+        text=text,
+        refused_at=refused_at,
+    )
+
+
+def read(path: Path) -> Reason | None:
+    """Return the reason in a file of rejected/; None if it is gone, is not ours to read, or is not one that honed made.
+
+    Raises OSError if it cannot be read for another cause.
+    """
+    try:
+        fd = untrusted.open_plain(path, num_names=1)
+    except OSError as error:
+        if error.errno in {errno.ENOENT, errno.EACCES, errno.ELOOP, errno.ENXIO, errno.EINVAL}:
+            return None
+        raise
+    with os.fdopen(fd, "rb") as file:
+        info = os.fstat(fd)
+        if info.st_uid != path.parent.stat().st_uid:
+            return None
+        text = file.read(MAX_BYTES).decode("utf-8", errors="replace")
+    reason = parse(text, path, info.st_mtime)
+    if reason is not None and reason.uid is None:
+        with contextlib.suppress(FileNotFoundError):  # honed 0.1 kept the file under its own name
+            return replace(reason, uid=path.with_name(path.name.removesuffix(SUFFIX)).lstat().st_uid)
+    return reason
+
+
+def listed(directory: Path) -> list[Path]:
+    """Return the paths of the reasons in rejected/, the newest first. They may not be honed's: see `read`."""
+    found: list[tuple[float, str]] = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.endswith(SUFFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((entry.stat(follow_symlinks=False).st_mtime, entry.name))
+    return [directory / name for _, name in sorted(found, reverse=True)]
+
+
+def places(directory: Path, name: str, number: int) -> Iterator[Path]:
+    """Yield where the reason of an arrival may be, in order: the first is that of the file's own name. No file can be
+    dropped whose reason would be at the last one, since a name that ends in `~` is of an unfinished file."""
+    stem, suffix = Path(name).stem, Path(name).suffix
+    short = os.fsdecode(os.fsencode(stem)[:180]).encode(errors="replace").decode()
+    for each in (name, f"{short}.{number}{suffix[:16]}", f"{number}~"):
+        if len(os.fsencode(each)) + len(SUFFIX) + len("..tmp") <= MAX_NAME_BYTES:
+            yield directory / f"{each}{SUFFIX}"
+
+
+def find(directory: Path, name: str, number: int) -> Reason | None:
+    """Return the reason of an arrival. Raises OSError if it cannot be read."""
+    for path in places(directory, name, number):
+        if (reason := read(path)) is not None and reason.number == number:
+            return reason
+    return None
+
+
+def make(directory: Path, name: str, number: int, uid: int, text: str) -> Path:
+    """Write the reason of an arrival under the first name that is free, durably; return its path. It quotes the job
+    file, so only the user who submitted that may read it. Raises OSError."""
+    for path in places(directory, name, number):
+        if os.path.lexists(path):
+            continue
+        temporary = durable.write_beside(path, text.encode(errors="replace"), mode=0o600)
+        try:
+            if uid != os.geteuid():
+                access.let_read(temporary, uid)
+            os.link(temporary, path)  # unlike a rename, it replaces nothing
+        except FileExistsError:
+            continue
+        finally:
+            temporary.unlink()
+        durable.sync_dir(directory)
+        return path
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory / f"{number}~{SUFFIX}"))
+
+
+def why_not_kept(path: Path) -> str:
+    """Return what a dropped file is that is not kept; empty for a regular file. Raises OSError."""
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(fd).st_mode
+    finally:
+        os.close(fd)
+    if stat.S_ISREG(mode):
+        return ""
+    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe"}
+    return kinds.get(stat.S_IFMT(mode), "a device or a socket")
