@@ -45,7 +45,9 @@ def trap(tmp_path: Path) -> Path:
     return tmp_path
 
 
-GRANDCHILD = "import honed, subprocess, sys; subprocess.run([sys.executable, '-c', 'import json, argparse'], check=True)"
+GRANDCHILD = (
+    "import honed, subprocess, sys; subprocess.run([sys.executable, '-c', 'import json, argparse'], check=True)"
+)
 COMMANDS = {
     "module": python.module("honed.cli.honectl", "--version"),
     "code": python.code("import argparse, json, honed"),
