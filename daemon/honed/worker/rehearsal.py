@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from honed.job.plan_file import PlanFile
 from honed.spec.spec import JobSpec
+from honed.system import quote
 from honed.system.error import ErrorRecord, HonedError
 from honed.system.layout import JobLayout
 from honed.text.maskcheck import IGNORED
@@ -156,7 +157,8 @@ def see(job: Assignment) -> Answer:
     try:
         row = pictured.load(job)
     except Exception as error:  # noqa: BLE001 - whatever the template or the processor does not like about this row
-        return Answer("passed", why=words(error))
+        # It says nothing of the job's own rows, so its quotes are no secret.
+        return Answer("passed", why=quote.show(error.said) if isinstance(error, HonedError) else words(error))
     answer = rehearse(job, row)
     return answer if answer.outcome == "refused" else Answer("passed", why=answer.why)
 
@@ -254,8 +256,10 @@ def _check_shortage(error: Exception) -> None:
 
 
 def is_of_the_device(error: Exception) -> bool:
-    """Tell whether an error may be that of the CPU alone: raised in bitsandbytes, or for a lack of an operation."""
-    return cause.raised_in(error) == "bitsandbytes" or "not implemented for" in str(error)
+    """Tell whether an error may be that of the CPU alone: raised in bitsandbytes, for a lack of an operation, or for two
+    dtypes that only a GPU's autocast makes one, as those of a LayerNorm's weight and bias."""
+    lacks = "not implemented for" in str(error) or "expected scalar type" in str(error)
+    return cause.raised_in(error) == "bitsandbytes" or lacks
 
 
 def _build(config: Any, job: Assignment) -> Any:
