@@ -66,7 +66,8 @@ def wanted(
         if (content := _content(each)) and content not in there:
             given.append(_made(each)._replace(special=True) if isinstance(each, dict) else _plain(content))
             there.add(content)
-    return tuple(each for each in dict.fromkeys(given) if each not in known.values())
+    as_known = set(known.values())
+    return tuple(each for each in dict.fromkeys(given) if each not in as_known)
 
 
 def _content(value: Any) -> str:

@@ -256,8 +256,8 @@ def _check_shortage(error: Exception) -> None:
 
 
 def is_of_the_device(error: Exception) -> bool:
-    """Tell whether an error may be that of the CPU alone: raised in bitsandbytes, for a lack of an operation, or for two
-    dtypes that only a GPU's autocast makes one, as those of a LayerNorm's weight and bias."""
+    """Tell whether an error may be that of the CPU alone: raised in bitsandbytes, for a lack of an operation, or for
+    two dtypes that only a GPU's autocast makes one, as those of a LayerNorm's weight and bias."""
     lacks = "not implemented for" in str(error) or "expected scalar type" in str(error)
     return cause.raised_in(error) == "bitsandbytes" or lacks
 
