@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,16 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from honed.inputs.media import Media
+from honed.inputs.row import Example
 from honed.spec.media import MediaLimits
+from honed.text.chat import ChatFormat
 from honed.text.maskcheck import IGNORED
 from honed.worker.rows import prefix
 from honed.worker.rows.collator import Collator, Source
 from honed.worker.rows.processor import Processor
-from zoo.paligemma import build_paligemma
+from worker.conftest import MakeJob
+from zoo.paligemma import TEMPLATE, build_paligemma
+from zoo.vision import write_pictures
 
 #: Returns the logits of a batch: each row a prompt and an answer, `<image>` in the prompt where there is one.
 Seen = Callable[..., torch.Tensor]
@@ -79,3 +84,69 @@ def test_a_row_in_a_batch_is_the_same_row(seen: Seen) -> None:
     for row, logits in zip(rows, together, strict=True):
         alone = seen(("<image>?\n", "no"), row)[1] if "<image>" not in row[0] else seen(row)[0]
         torch.testing.assert_close(alone[: len(logits)], logits[: len(alone)], atol=1e-5, rtol=1e-4)
+
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/vision.md"
+NEWLINE = {
+    "after the prompt": TEMPLATE,
+    "nowhere": TEMPLATE.replace("else '\n'", "else ''"),
+    "before the answer": "{% for m in messages %}{{ '\n' if m['role'] == 'assistant' else '' }}"
+    + TEMPLATE.replace("else '\n'", "else ''").partition("%}")[2],
+    "nowhere, as documented": GUIDE.read_text().partition("```jinja\n")[2].partition("```")[0],
+}
+
+
+@pytest.mark.parametrize("written", NEWLINE)
+@pytest.mark.parametrize("asked", ["Which is it?", " two\nlines\n"])
+def test_a_row_is_what_the_processor_makes_of_a_prefix_and_a_suffix(
+    base: Path, tmp_path: Path, written: str, asked: str
+) -> None:
+    """The processor ends a prompt with a newline, wherever the template has one."""
+    pictures = [tmp_path / f"{color}.png" for color in ("red", "blue")]
+    for path in pictures:
+        Image.new("RGB", (40, 40), path.stem).save(path)
+    own, tokenizer = AutoProcessor.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = NEWLINE[written]
+    processor, chat = Processor(own, tokenizer, MediaLimits()), ChatFormat(tokenizer)
+    chat.places.expand_with(processor.expand, prompt_end=processor.prompt_end)
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": asked}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "Paris. Rome."}]
+    row = Example("messages", messages=messages, media=tuple(Media("image", path) for path in pictures))
+
+    encoded, (prompt, media, _) = chat.encode(row), chat.asked(row)
+    source = Source("row", encoded.rendered, row.media, len(encoded.input_ids))
+    given = {"input_ids": encoded.input_ids, "labels": encoded.labels, "source": 0}
+    batch = Collator(processor, [source], dtype="float32", pad_token_id=0)([given])
+    batch = prefix.trained(SimpleNamespace(config=SimpleNamespace(model_type="paligemma")), batch)
+    images, text = [[Image.open(path).convert("RGB") for path in pictures]], [f"<image><image>{asked}"]
+    expected = own(images=images, text=text, suffix=["Paris. Rome."], return_tensors="pt")
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        name: value.tolist() for name, value in expected.items()
+    }
+    assert processor.process(prompt, media).expanded.input_ids == own(images=images, text=text)["input_ids"][0]
+
+
+def test_a_job_with_pictures_has_the_loss_of_the_processors_own_batch(
+    make_job: MakeJob, base: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in write_pictures(tmp_path / "rows.jsonl", 4).read_text().splitlines()]
+    for row in rows:
+        row["messages"][0]["content"][0]["image"] = str(tmp_path / row["messages"][0]["content"][0]["image"])
+    job = make_job(
+        model=base,
+        rows=rows,
+        dtype="float32",
+        lora={"r": 4},
+        training={"max_steps": 1, "per_device_train_batch_size": 4},
+        predictions={"num_samples": 2, "max_new_tokens": 4},
+    )
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    assert [item["num_failed"] for item in ended.of("predictions")] == [0, 0]
+
+    own, model = AutoProcessor.from_pretrained(base), AutoModelForImageTextToText.from_pretrained(base)
+    images = [[Image.open(row["messages"][0]["content"][0]["image"])] for row in rows]
+    answers = [row["messages"][1]["content"] for row in rows]
+    batch = own(images=images, text=["<image>Which color?"] * 4, suffix=answers, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        assert ended.losses[1] == pytest.approx(float(model(**batch).loss), abs=2e-4)

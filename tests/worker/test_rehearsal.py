@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from honed.check import rehearsal as checks
+from honed.job.plan_file import PlanFile
 from honed.run import rehearsed
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec
@@ -18,9 +20,19 @@ from honed.worker import rehearsal, remedy
 from honed.worker.assignment import Assignment
 from worker.conftest import plan_job
 from zoo import families
+from zoo.paligemma import build_paligemma
+from zoo.vision import build_vision_checkpoint, write_pictures
 
 ADAPTER = {"load_dtype": "bfloat16", "compute_dtype": None, "bf16": True, "fp16": False, "adapter_dtype": "float32"}
 REST = {"quantization": "none", "attn_implementation": "eager", "reasons": {}}
+
+
+def seeing_job(place: Path, family: str, **keys: Any) -> Assignment:
+    """A job on a vision model with its processor; the weights are not used."""
+    base = place / "model"
+    if not base.exists():
+        build_paligemma(base) if family == "paligemma" else build_vision_checkpoint(base, family)
+    return _assignment(place, {"base_model": str(base), "datasets": [{"path": "/rows.jsonl"}], "lora": {}, **keys})
 
 
 def job(place: Path, family: str, *, is_real: bool = False, **keys: Any) -> Assignment:
@@ -34,13 +46,18 @@ def job(place: Path, family: str, *, is_real: bool = False, **keys: Any) -> Assi
         text = {"vocab_size": families.VOCABULARY, **ids, **settings["text_config"]}
         whole = {**ids, **settings, "text_config": text}
     AutoConfig.for_model(family, **({} if is_real else whole)).save_pretrained(place / "model")
-    document = {"base_model": str(place / "model"), "datasets": [{"path": "/rows.jsonl"}], "lora": {}, **keys}
+    return _assignment(
+        place, {"base_model": str(place / "model"), "datasets": [{"path": "/rows.jsonl"}], "lora": {}, **keys}
+    )
+
+
+def _assignment(place: Path, document: dict[str, Any]) -> Assignment:
     spec = JobSpec.model_validate({key: value for key, value in document.items() if value is not None})
     precision = {**ADAPTER, **REST, "quantization": spec.quantization}
     if spec.quantization != "none":
         precision["compute_dtype"] = "bfloat16"
     if spec.lora is None:
-        precision |= {"load_dtype": "float32", "bf16": "dtype" in keys, "adapter_dtype": None}
+        precision |= {"load_dtype": "float32", "bf16": "dtype" in document, "adapter_dtype": None}
     plan = {"precision": precision, "base_model_path": str(place / "model"), "parallel": {"mode": "none"}}
     return rehearsal._assignment(spec.model_dump(mode="json"), {**plan, "checkpoint": {}}, place)
 
@@ -108,6 +125,46 @@ def test_a_job_trains_with_the_remedy_as_it_is_told(tmp_path: Path, sort: str) -
     ended = plan_job(tmp_path, document | {"backend": "transformers"}).run()
     assert ended.status == 0, ended.messages("error")
     assert ended.of("step")
+
+
+@pytest.mark.parametrize("family", ["paligemma", "gemma3", "qwen2_5_vl", "idefics3", "qwen2_5_omni_thinker"])
+def test_a_row_with_an_image_is_tried(tmp_path: Path, family: str) -> None:
+    assert rehearsal.see(seeing_job(tmp_path, family)) == rehearsal.Answer("passed")
+    wide = seeing_job(tmp_path, family, lora={"finetune_vision_layers": True}, quantization="4bit")
+    assert rehearsal.see(wide) == rehearsal.Answer("passed")
+
+
+def test_what_only_an_image_shows_is_refused_with_a_remedy_that_trains(tmp_path: Path) -> None:
+    """A bias of the vision encoder's LayerNorm, in float32 beside its weight in bfloat16, which only a GPU computes."""
+    keys: dict[str, Any] = {"lora": {"finetune_vision_layers": True, "bias": "all"}, "dtype": "bfloat16"}
+    tried = seeing_job(tmp_path, "gemma3", **keys)
+    assert rehearsal.rehearse(tried) == rehearsal.Answer("passed")
+    answer = rehearsal.see(tried)
+    assert answer.outcome == "refused" and answer.error is not None and answer.error.fix == {"lora.bias": None}
+    gpu = replace(tried, plan=PlanFile({**tried.plan.document, "device": {"kind": "cuda", "name": "a GPU"}}))
+    unsure = rehearsal.see(gpu)
+    assert unsure.outcome == "passed" and "on this machine's CPU" in unsure.why
+
+    rows = write_pictures(tmp_path / "rows.jsonl", 4)
+    training = {"max_steps": 1, "per_device_train_batch_size": 4}
+    document = {"base_model": str(tried.base_model_path), "datasets": [{"path": str(rows)}], "training": training}
+    document |= {"backend": "transformers", "predictions": {"sample_frequency": "off"}}
+    for name, spec in (("as it is", tried.spec), ("mended", remedy.edited(tried.spec, answer.error.fix))):
+        (tmp_path / name).mkdir()
+        lora = spec.model_dump(mode="json", exclude_unset=True)["lora"]
+        ended = plan_job(tmp_path / name, document | {"lora": lora, "dtype": "bfloat16"}).run()
+        assert (ended.status == 0) == (name == "mended"), ended.messages("error")
+
+
+def test_an_image_that_the_small_model_does_not_take_refuses_nothing_and_is_said(tmp_path: Path) -> None:
+    tried = seeing_job(tmp_path, "gemma3")
+    file = tried.base_model_path / "processor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_seq_length": 6}))
+    answer = rehearsal.see(tried)
+    assert answer.outcome == "passed" and "tokens: 6, features: 4" in answer.why
+    file.unlink()
+    answer = rehearsal.see(tried)
+    assert answer.outcome == "passed" and "neither preprocessor_config.json nor" in answer.why
 
 
 QUICK = ["llama", "gemma3", "jamba", "deepseek_v3", "qwen3_next", "nemotron_h", "qwen2_vl"]

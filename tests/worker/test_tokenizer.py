@@ -8,9 +8,11 @@ from typing import Any, cast
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from honed.spec import spec as specs
 from honed.system.error import ModelError, SpecError
+from honed.system.quote import show
 from honed.text import tokenfile
 from honed.worker.assignment import Assignment
 from honed.worker.model import load, tokenizer
@@ -135,3 +137,59 @@ def test_an_end_that_is_not_one_token_is_refused(tmp_path: Path, token: str) -> 
         tokenfile.read(place, None, eos_token=token)
     if token != "no such token":
         assert raised.value.fix == {"training.eos_token": "<|im_end|>"}
+
+
+FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+
+
+def beside(at: int) -> dict[str, tuple[dict[str, Any], str]]:
+    """What tokenizer_config.json may have beside tokenizer.json, whose next free id is `at`, and what is said of it."""
+    return {
+        "a token more": (
+            {"added_tokens_decoder": {str(at): {"content": "<|new|>", **FLAGS}}},
+            f"adds '<|new|>' ({at})",
+        ),
+        "with another id": (
+            {"added_tokens_decoder": {str(at + 5): {"content": "<|new|>", **FLAGS}}},
+            f"transformers gives tokens other ids than tokenizer_config.json: '<|new|>' {at} instead of {at + 5}",
+        ),
+        "with an id that is taken": (
+            {"added_tokens_decoder": {str(at - 1): {"content": "<|new|>", **FLAGS}}},
+            f"'<|new|>' {at} instead of {at - 1}",
+        ),
+        "a word": ({"added_tokens_decoder": {str(at): {"content": "capital", **FLAGS}}}, "adds 'capital' ("),
+        "other flags": (
+            {"added_tokens_decoder": {str(at - 1): {"content": "<|im_end|>", **FLAGS, "lstrip": True}}},
+            "changes '<|im_end|>' (lstrip)",
+        ),
+        "the end": ({"eos_token": "<|new|>"}, f"adds '<|new|>' ({at})"),
+        "a named one": ({"extra_special_tokens": {"image_token": "<|new|>"}}, f"adds '<|new|>' ({at})"),
+        "the older file": ({"older": {"<|new|>": at}}, f"adds '<|new|>' ({at})"),
+        "nothing": ({}, ""),
+        "shown or not": (
+            {"added_tokens_decoder": {str(at - 1): {"content": "<|im_end|>", **FLAGS, "special": False}}},
+            "",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
+@pytest.mark.parametrize("sort", beside(0))
+def test_tokens_of_the_config_alone_are_those_of_transformers(tmp_path: Path, sort: str, name: str) -> None:
+    place = base(tmp_path, config={"tokenizer_class": name})
+    keys, words = beside(Tokenizer.from_file(str(place / "tokenizer.json")).get_vocab_size())[sort]
+    settings = json.loads((place / "tokenizer_config.json").read_text()) | keys
+    if (older := settings.pop("older", None)) is not None:
+        (place / "added_tokens.json").write_text(json.dumps(older))
+    (place / "tokenizer_config.json").write_text(json.dumps(settings))
+    texts = [*TEXTS, "a  <|new|> b<|im_end|>\n <|im_end|> c", "The capital of capitals"]
+    found, told = loaded(place)
+    light = tokenfile.read(place, found.chat_template)
+    assert light is not None and light.counts
+    expected = PreTrainedTokenizerFast.from_pretrained(place)
+    for text in texts:
+        assert ids(found, text) == ids(light, text) == ids(expected, text)
+    assert (light.eos_token_id, light.pad_token_id) == (found.eos_token_id, found.pad_token_id)
+    notes = [show(each) for each in told if "tokenizer_config.json" in each]
+    assert [words in each for each in notes] == ([True] if words else [])
+    assert [f"{place}: {show(light.note)}"] == notes if words else not light.note

@@ -51,6 +51,18 @@ def test_full_fine_tuning_leaves_the_eyes_as_they_were(make_job: MakeJob, tmp_pa
     assert again.status == 0, again.result
 
 
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_a_base_without_its_processors_files_trains_on_text(make_job: MakeJob, tmp_path: Path, family: str) -> None:
+    base = build_vision_checkpoint(tmp_path / "base", family)
+    for path in base.glob("*processor_config.json"):
+        path.unlink()
+    ended = make_job(model=base, lora={"r": 4}, save_merged="bfloat16", **RUN).run()
+    assert ended.status == 0, ended.result
+    assert [item["num_failed"] for item in ended.of("predictions")] == [0, 0]
+    again = make_job(model=Path(ended.result["artifacts"]["merged"]), lora={"r": 4}, **RUN).run()
+    assert again.status == 0, again.result
+
+
 def test_a_template_in_the_processors_own_file_is_used_for_training(make_job: MakeJob, tmp_path: Path) -> None:
     import json
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.check.policy import Named, Policy
-from honed.inputs import datadir, dataset
+from honed.inputs import basemodel, datadir, dataset
 from honed.inputs.basemodel import BaseModelInfo
 from honed.inputs.datadir import files_of
 from honed.inputs.media import PLURAL
@@ -251,7 +251,10 @@ def _check_dataset(each: DatasetSpec, rights: Policy, cache: Cache, *, has_chat_
     if not has_chat_template and seen.has_conversations:
         raise DatasetError(
             f"{each.path}: rows of {seen.found.format} need a chat template, but the base model has none",
-            hint="set chat_template: to a template file, or use prompt/completion or text rows",
+            hint="set chat_template: to a template file, with the model's placeholder where a row has an image "
+            "(docs/guides/vision.md has PaliGemma's)"
+            if seen.found.num_attached
+            else "set chat_template: to a template file, or use prompt/completion or text rows",
         )
     return seen
 
@@ -362,6 +365,12 @@ def _check_attached(
                 f"{each.path}: rows with {PLURAL[kind]}, which {model.path} does not support",
                 hint="use a vision or audio model as base_model, or use text rows",
             )
+    if model is not None and model.lacks_processor:
+        raise DatasetError(
+            f"{each.path}: rows with {' and '.join(PLURAL[kind] for kind in sorted(kinds)) or 'media'}, but "
+            f"{model.path} has {basemodel.NO_PROCESSOR}",
+            hint="copy the processor's files from the model's source, or use rows of text",
+        )
     if job_spec.training.packing or job_spec.training.padding_free:
         key = "packing" if job_spec.training.packing else "padding_free"
         raise DatasetError(

@@ -87,6 +87,8 @@ def inspect(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapping[str
     except ModelError as error:
         _check_whole(job_spec, layout, config, path, error)
         raise
+    if model.lacks_processor:
+        _check_whole(job_spec, layout, config, path, ModelError(f"{path}: it has {basemodel.NO_PROCESSOR}"))
     _check_trainable(job_spec, model, config)
     _check_model_type(job_spec, model)
     packing.check(job_spec, model)

@@ -356,7 +356,8 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     placecheck.check_room(job_spec, made, layout, output_dir)
     warnings += clustercheck.ask(job_spec, config, progress) if asked.has_network else []
     progress(STAGE)
-    warnings += rehearsal.check(job_spec, model, made, config, places=asked.kept_in, keep=asked.keep)
+    sees = any(media.kind == "image" for row in looked.attached for media in row.media)
+    warnings += rehearsal.check(job_spec, model, made, config, sees=sees, places=asked.kept_in, keep=asked.keep)
     return Verdict(
         job_spec,
         made,

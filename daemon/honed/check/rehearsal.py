@@ -18,7 +18,9 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from honed.check import templatecheck
 from honed.inputs.basemodel import BaseModelInfo
 from honed.plan.plan import Plan
 from honed.run import rehearsed
@@ -95,6 +97,10 @@ MIXTURES = frozenset(
 _LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 #: Packages whose versions decide the answer.
 _PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "trl", "accelerate", "honed")
+_UNSEEN = (
+    "no row with an image could be tried on a small model of this job's family ({}): errors of its processor and its "
+    "vision encoder show only once the job runs"
+)
 #: A constant of Linux's prctl(2).
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -106,25 +112,26 @@ def check(
     made: Plan,
     config: Config,
     *,
+    sees: bool,
     places: Sequence[Path],
     keep: Callable[[Kept], None],
 ) -> list[str]:
     """Return a warning if the job could not be rehearsed. Raises the error of its first step.
 
-    `places` have kept answers; `keep` is called with a new one.
+    `sees`: its rows have images. `places` have kept answers; `keep` is called with a new one.
     """
-    if not config.spool.rehearsal_cpu_sec or not is_needed(job_spec, model, made):
+    if not config.spool.rehearsal_cpu_sec or not is_needed(job_spec, model, made, sees=sees):
         return []
-    key = _key(job_spec, model, made)
+    key = _key(job_spec, model, made, sees=sees)
     answer = next(filter(None, (rehearsed.read(each, key) for each in places)), None)
     if answer is None:
-        answer, is_lasting = _run(job_spec, made, config)
+        answer, is_lasting = _run(job_spec, made, config, sees=sees)
         if is_lasting:
             keep(Kept(key, answer))
     if answer.error is not None:
         raise answer.error
     if answer.outcome == "passed":
-        return []
+        return [_UNSEEN.format(answer.why)] if answer.why else []
     return [
         f"no step of this job could be tried on a small model of its family ({answer.why}): errors of peft and of the "
         "family's own code show only once the job runs"
@@ -149,7 +156,7 @@ def _own_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "honed" / "rehearsed"
 
 
-def is_needed(job_spec: JobSpec, model: BaseModelInfo, made: Plan) -> bool:
+def is_needed(job_spec: JobSpec, model: BaseModelInfo, made: Plan, *, sees: bool) -> bool:
     """Tell whether a job may meet errors that only a step shows."""
     if job_spec.kind not in ("sft", "evaluate") or job_spec.adapter is not None or made.backend.name != "transformers":
         return False
@@ -157,6 +164,8 @@ def is_needed(job_spec: JobSpec, model: BaseModelInfo, made: Plan) -> bool:
         return False  # the check runs no code that comes with a model
     if model.is_quantized and model.quantization is None:
         return False  # stored in another library's format, which a small model has not
+    if sees and job_spec.train_parts:
+        return True  # an encoder that is trained is in the step, too
     if model.model_type in MIXTURES:
         return job_spec.lora is not None and not _is_plain_for_experts(job_spec.lora)
     return model.model_type not in DENSE or (job_spec.lora is not None and not _is_plain(job_spec.lora))
@@ -171,7 +180,7 @@ def _is_plain_for_experts(lora: LoraSpec) -> bool:
     return _is_plain(lora) and not lora.lora_dropout and named <= _LINEAR and not lora.modules_to_save
 
 
-def _key(job_spec: JobSpec, model: BaseModelInfo, made: Plan) -> str:
+def _key(job_spec: JobSpec, model: BaseModelInfo, made: Plan, *, sees: bool) -> str:
     """Return a hash of all that decides the answer."""
     training = job_spec.training
     precision = {key: value for key, value in made.precision.as_dict().items() if key != "reasons"}
@@ -187,13 +196,25 @@ def _key(job_spec: JobSpec, model: BaseModelInfo, made: Plan) -> str:
         "router_aux_loss_coef": training.as_kwargs().get("router_aux_loss_coef"),
         "device": made.device.kind,
         "versions": {name: installed.version(name) for name in _PACKAGES},
+        "seen": _seen(job_spec, model) if sees else None,
     }
     return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _run(job_spec: JobSpec, made: Plan, config: Config) -> tuple[Rehearsed, bool]:
+def _seen(job_spec: JobSpec, model: BaseModelInfo) -> list[Any]:
+    """Return what decides about a row with an image: the processor's and the tokenizer's files, and the template."""
+    facts: list[Any] = [templatecheck.source(job_spec, model), job_spec.media.model_dump(mode="json")]
+    facts.append({name: installed.version(name) for name in ("torchvision", "pillow")})
+    for path in sorted(model.path.glob("*.json")):
+        if path.name.endswith(("processor_config.json", "tokenizer_config.json", "tokenizer.json")):
+            info = path.stat()
+            facts.append([path.name, info.st_size, info.st_mtime_ns])
+    return facts
+
+
+def _run(job_spec: JobSpec, made: Plan, config: Config, *, sees: bool = False) -> tuple[Rehearsed, bool]:
     """Run the program. Return its answer, and whether that would be the same next time."""
-    request = json.dumps({"spec": job_spec.model_dump(mode="json"), "plan": made.as_dict()})
+    request = json.dumps({"spec": job_spec.model_dump(mode="json"), "plan": made.as_dict(), "sees": sees})
     try:
         # Its files are ours, so that nothing of it is left where a limit ends it.
         with tempfile.TemporaryDirectory(prefix="honed-rehearsal-", ignore_cleanup_errors=True) as place:
@@ -213,17 +234,23 @@ def _ask(request: str, limits: SpoolConfig, place: str) -> tuple[Rehearsed, bool
         preexec_fn=_die_with_parent,  # noqa: PLW1509
         text=True,
     )
+    is_late = False
     try:
-        answered, _ = process.communicate(request + "\n", timeout=limits.rehearsal_timeout_sec)
-        answer = Rehearsed.from_dict(json.loads(answered))
-    except subprocess.TimeoutExpired:
-        return Rehearsed("unknown", why=f"it took more than {limits.rehearsal_timeout_sec:g} s"), False
+        try:
+            answered, _ = process.communicate(request + "\n", timeout=limits.rehearsal_timeout_sec)
+        except subprocess.TimeoutExpired:
+            is_late = True
+            process.kill()
+            answered, _ = process.communicate()
+        answer = Rehearsed.from_dict(json.loads(answered.rstrip("\n").rpartition("\n")[2]))
     except (ValueError, KeyError, TypeError):
+        if is_late:
+            return Rehearsed("unknown", why=f"it took more than {limits.rehearsal_timeout_sec:g} s"), False
         if process.wait() == -signal.SIGXCPU:
             return Rehearsed("unknown", why=f"it took more than {limits.rehearsal_cpu_sec} s of CPU time"), False
         return Rehearsed("unknown", why=f"its process ended with status {process.wait()}"), False
     else:
-        return answer, answer.outcome != "unknown"  # of which the machine may be the cause
+        return answer, answer.outcome != "unknown" and not is_late  # of which the machine may be the cause
     finally:
         process.kill()
         process.wait()

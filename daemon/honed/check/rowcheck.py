@@ -75,7 +75,7 @@ def check(
         ) from error
     if tokenizer.fault is not None:
         raise tokenizer.fault
-    return warnings
+    return [*([f"{model.path}: {tokenizer.note}"] if tokenizer.note else []), *warnings]
 
 
 def _template(job_spec: JobSpec, model: BaseModelInfo) -> str:

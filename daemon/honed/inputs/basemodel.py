@@ -69,6 +69,9 @@ TOKENIZER_FILES = (
     ("vocab.txt",),
     ("tekken.json",),
 )
+#: The files of which a vision or audio model's processor needs one.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+NO_PROCESSOR = f"neither {PROCESSOR_FILES[0]} nor {PROCESSOR_FILES[1]}"
 
 #: Keys of a config.json, or of a nested config, that only a vision or audio model has.
 VISION_KEYS = (
@@ -159,6 +162,11 @@ class BaseModelInfo:
         return "8bit" if (self.config.get("quantization_config") or {}).get("load_in_8bit") else "4bit"
 
     @property
+    def lacks_processor(self) -> bool:
+        """True for a vision or audio model without its processor's files: it takes only text."""
+        return (self.has_vision or self.has_audio) and not has_processor(self.path)
+
+    @property
     def speaks(self) -> bool:
         """True if the model also generates speech, so that only its thinker is trained (Qwen-Omni)."""
         return isinstance(self.config.get("thinker_config"), dict)
@@ -205,11 +213,6 @@ def inspect(path: Path, *, model_type: str | None = None, allow_pickle: bool = F
     _check_tokenizer(path)
     method = _quantization_method(path, config)
     has_vision, has_audio = _has_any(config, VISION_KEYS), _has_any(config, AUDIO_KEYS)
-    if (has_vision or has_audio) and not has_processor(path):
-        raise ModelError(
-            f"{path}: a vision or audio model without preprocessor_config.json or processor_config.json",
-            hint="copy the processor's files from the model's source",
-        )
     stored_dtypes = _count(tensors)
     if is_pickled:
         dtype = _config_dtype(config) or "float32"
@@ -688,7 +691,12 @@ def _has_any(config: dict[str, Any], keys: tuple[str, ...]) -> bool:
 
 
 def has_processor(path: Path) -> bool:
-    return any((path / name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
+    return any((path / name).exists() for name in PROCESSOR_FILES)
+
+
+def takes_media(path: Path) -> bool:
+    """Return True for a vision or audio model, with its processor's files or without."""
+    return has_processor(path) or _has_any(_config(path), VISION_KEYS + AUDIO_KEYS)
 
 
 def _check_tokenizer(path: Path) -> None:

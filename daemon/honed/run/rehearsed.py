@@ -30,7 +30,7 @@ KEY = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """An answer: `refused` has an error, `unknown` a reason."""
+    """An answer: `refused` has an error, `unknown` a reason, as `passed` has where rows with images were not tried."""
 
     outcome: Literal["passed", "refused", "unknown"]
     error: HonedError | None = None

@@ -249,7 +249,10 @@ class ChatFormat:
         places = self.places.check(conversation.text, example.media, example) if example.media else ()
         omitted, spans = _omitted(renderer, conversation, example), conversation.spans()
         mismatch = self.renderers.mismatch(conversation, spans, example)
-        return Rendered(conversation.text, tuple(spans), places, omitted, mismatch)
+        text = conversation.text
+        if example.media:
+            text, spans = self.places.with_ended_prompt(text, spans)
+        return Rendered(text, tuple(spans), places, omitted, mismatch)
 
     def finish(self, example: Example, rendered: Rendered, expanded: Expanded) -> Encoded:
         """Encode a rendered row from the text and tokens that the processor made of it. Raises DatasetError."""
@@ -288,7 +291,7 @@ class ChatFormat:
         text, truth = _asked(self.renderers.asker(example), example)
         media = example.media[: len(self.places.of(text))]
         self.places.check(text, media, example)
-        return text, media, truth
+        return self.places.with_end(text) if media else text, media, truth
 
     def _encode_plain(self, text: str, example: Example, start: int) -> Encoded:
         """Encode a text that is trained from `start` on, with bos as the tokenizer adds it, and eos."""

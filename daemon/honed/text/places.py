@@ -14,6 +14,7 @@ from honed.system import quote
 from honed.system.error import DatasetError
 from honed.text.expansion import Expanded, Place, find_places
 from honed.text.renderer import Renderer
+from honed.text.span import Span
 from honed.text.template import added_tokens, where
 
 _A_KIND: dict[Kind, str] = {"image": "an image", "video": "a video", "audio": "sound"}
@@ -28,10 +29,28 @@ class Places:
     def __init__(self, renderer: Renderer, expand: Expand | None) -> None:
         self._renderer = renderer
         self._expand = expand
+        self._prompt_end, self._leads_answers = "", False
 
-    def expand_with(self, expand: Expand) -> None:
-        """Expand rows by a processor that was loaded later."""
+    def expand_with(self, expand: Expand, *, prompt_end: str = "") -> None:
+        """Expand rows by a processor that was loaded later. It ends each prompt with `prompt_end`, unless the template
+        does."""
         self._expand = expand
+        front, lead = self._renderer.probe.fronts[0] if prompt_end else ("", "")
+        self._prompt_end = "" if front.endswith(prompt_end) else prompt_end
+        self._leads_answers = lead.startswith(prompt_end)
+
+    def with_end(self, prompt: str) -> str:
+        """Return a rendered prompt with the processor's end."""
+        return prompt + self._prompt_end
+
+    def with_ended_prompt(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
+        """Return a rendered row with the processor's end of a prompt before its first answer, and the spans of all."""
+        if not self._prompt_end or not spans:
+            return text, spans
+        (start, end), more = spans[0], len(self._prompt_end)
+        if self._leads_answers and text.startswith(self._prompt_end, start):
+            return text, [(start + more, end), *spans[1:]]
+        return self.with_end(text[:start]) + text[start:], [(a + more, b + more) for a, b in spans]
 
     def of(self, text: str) -> list[Place]:
         """Return the places of media in a text that the template rendered."""

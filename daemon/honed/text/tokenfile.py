@@ -22,6 +22,8 @@ from typing import Any
 from honed.inputs import modality
 from honed.system import quote
 from honed.system.error import ModelError, SpecError, said
+from honed.text import addedtoken
+from honed.text.addedtoken import Added
 
 #: Largest tokenizer file that is read, in bytes, and tokenizers that are cached: one may take 200 MB of memory.
 MAX_FILE_BYTES = 128 * 1024 * 1024
@@ -44,11 +46,13 @@ class FileTokenizer:
         special: Sequence[str],
         added: Mapping[int, str],
         chat_template: str | None,
-        identity: tuple[int, ...] = (),
+        identity: tuple[object, ...] = (),
         fault: ModelError | None = None,
+        note: str = "",
     ) -> None:
         self._backend, self._named = backend, dict(named)
         self.fault = fault  #: why no worker could use its tokenizer.json
+        self.note = note  #: what its other files change of that one
         self.all_special_tokens = list(dict.fromkeys([*named.values(), *special]))
         self.added_tokens_decoder = dict(added)
         self.chat_template = chat_template
@@ -166,39 +170,40 @@ def read(path: Path, chat_template: str | None, *, eos_token: str | None = None)
     found = config(path)
     if found is None or "auto_map" in found or (path / "tekken.json").exists() or found.get("fix_mistral_regex"):
         return None
-    tokens = {int(number): each for number, each in (found.get("added_tokens_decoder") or {}).items()}
-    if not tokens:  # transformers reads these two files only where the config has no tokens
+    older: dict[str, Any] = {}
+    if "added_tokens_decoder" not in found:  # transformers reads these two files only then
         found = found | (_json(path / "special_tokens_map.json") or {})
-        if (path / "added_tokens.json").exists():
-            return None
+        older = _json(path / "added_tokens.json") or {}
     named = {name: text for name in NAMES if (text := _text(found.get(name))) is not None}
     backend, fault = _backend(path / "tokenizer.json")
-    added = {number: str(each["content"]) for number, each in tokens.items()}
+    added = {int(number): str(each["content"]) for number, each in (found.get("added_tokens_decoder") or {}).items()}
+    more: tuple[Added, ...] = ()
+    note = ""
+    if backend is not None:
+        known = addedtoken.of(backend)
+        try:
+            more = addedtoken.wanted(found, older, NAMES, known)
+        except (TypeError, ValueError):
+            return None  # no class of transformers takes it
+        if more:
+            backend, _ = _backend(path / "tokenizer.json", more)
+        used = addedtoken.of(backend)
+        added, note = {number: each.content for number, each in used.items()}, addedtoken.told(known, used, found)
     if eos_token is not None:
-        if backend is not None and backend.token_to_id(eos_token) is None and eos_token not in added.values():
-            raise unknown_end(eos_token, near=[*added.values(), *_contents(backend).values()])
+        if backend is not None and backend.token_to_id(eos_token) is None:
+            raise unknown_end(eos_token, near=list(added.values()))
         named["eos_token"] = eos_token
     if "eos_token" not in named:
         return None  # the tokenizer class has a default that is not in the files
     special = _texts(found.get("extra_special_tokens")) + _texts(found.get("additional_special_tokens"))
     special += [text for key, each in found.items() if key.endswith("_token") and (text := _text(each)) is not None]
-    if backend is not None:
-        known = _contents(backend)
-        if any(backend.token_to_id(text) != number for number, text in added.items()):
-            return None
-        if any(backend.token_to_id(text) is None for text in [*named.values(), *special]):
-            backend = None  # transformers would add it
-        added = known | added
-    return FileTokenizer(backend, named, special, added, chat_template, _facts(path / "tokenizer.json"), fault)
+    identity = (*_facts(path / "tokenizer.json"), more)
+    return FileTokenizer(backend, named, special, added, chat_template, identity, fault, note)
 
 
 def config(path: Path) -> dict[str, Any] | None:
     """Return a checkpoint's tokenizer_config.json; None if it has none that is valid."""
     return _json(path / "tokenizer_config.json")
-
-
-def _contents(backend: Any) -> dict[int, str]:
-    return {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
 
 
 def unknown_end(token: str, near: Sequence[str] = ()) -> SpecError:
@@ -221,11 +226,11 @@ def unreadable(file: Path, error: Exception) -> ModelError:
     )
 
 
-def _backend(file: Path) -> tuple[Any, ModelError | None]:
-    """Load a file with the tokenizers library. Return its tokenizer, which is None if the library or a file of
-    acceptable size is missing, and the error of a file that it cannot read."""
+def _backend(file: Path, more: tuple[Added, ...] = ()) -> tuple[Any, ModelError | None]:
+    """Load a file with the tokenizers library, and add tokens. Return its tokenizer, which is None if the library or a
+    file of acceptable size is missing, and the error of a file that it cannot read."""
     try:
-        found = _load(file, facts) if (facts := _facts(file)) and facts[2] <= MAX_FILE_BYTES else None
+        found = _load(file, facts, more) if (facts := _facts(file)) and facts[2] <= MAX_FILE_BYTES else None
     except ImportError:
         return None, None
     if not isinstance(found, ModelError):
@@ -244,7 +249,7 @@ def _facts(file: Path) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=MAX_KEPT)
-def _load(file: Path, _facts: tuple[int, ...]) -> Any:
+def _load(file: Path, _facts: tuple[int, ...], more: tuple[Added, ...]) -> Any:
     import tokenizers  # noqa: PLC0415  (it belongs to the worker's packages)
 
     try:
@@ -253,6 +258,7 @@ def _load(file: Path, _facts: tuple[int, ...]) -> Any:
         return unreadable(file, error)
     found.no_truncation()
     found.no_padding()
+    addedtoken.add(found, more)
     return found
 
 

@@ -77,7 +77,8 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
     chat = ChatFormat.of(job_spec, _load_tokenizer(_Asked(job_spec, path)), date=datetime.now(UTC).astimezone())
     examples = _examples(job_spec, num_rows, has_chat_template=bool(chat.tokenizer.chat_template))
     if any(example.media for example in examples):
-        chat.places.expand_with(_load_processor(_Asked(job_spec, path), chat.tokenizer).expand)
+        processor = _load_processor(_Asked(job_spec, path), chat.tokenizer)
+        chat.places.expand_with(processor.expand, prompt_end=processor.prompt_end)
     if any(example.kind == "messages" for example in examples):
         for _, note in chat.advice.notes(examples):
             _tell(note)

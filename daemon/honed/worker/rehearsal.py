@@ -3,8 +3,11 @@
 It finds the errors that peft, bitsandbytes and the family's own code raise for this job, before anything is loaded. The
 check starts it (check/rehearsal.py), with a request on stdin and an answer on stdout, each a line of JSON:
 
-    < {"spec": {…}, "plan": {…}}
+    < {"spec": {…}, "plan": {…}, "sees": false}
     > {"outcome": "passed" | "refused" | "unknown", "error"?: {"code", "message", "hint", …}, "why"?: "…"}
+
+Of several answers the last one counts: a job whose rows have images (`sees`) is tried on text first, and then on a row
+with one small image (pictured.py), which may take longer than there is time. `passed` with a `why` means on text alone.
 
 The small model has to compute something as it is, without adapter, quantization and labels, before the job is tried on
 it: where it does not, the fault is that of making it small, and the answer is `unknown`. An error of the job itself is
@@ -29,10 +32,13 @@ from typing import Any, Literal
 
 from honed.job.plan_file import PlanFile
 from honed.spec.spec import JobSpec, LoraSpec
+from honed.system import quote
 from honed.system.error import ErrorRecord, HonedError
 from honed.system.layout import JobLayout
-from honed.worker import cause, imports, remedy
+from honed.text.maskcheck import IGNORED
+from honed.worker import cause, imports, pictured, remedy
 from honed.worker.assignment import Assignment
+from honed.worker.pictured import Pictured
 
 #: Bytes of memory of its own that the process may have. Libraries' code does not count.
 MAX_BYTES = 2 * 1024**3
@@ -57,6 +63,9 @@ class Answer:
         return json.dumps({"outcome": self.outcome, "error": error, "why": self.why}) + "\n"
 
 
+UNSEEN = Answer("passed", why="a step with an image takes more time or memory than a check may use")
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -65,6 +74,9 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     job = _assignment(request["spec"], request["plan"], Path(tempfile.gettempdir()))  # the check removes it
     imports.prepare(job)
+    from honed.worker.model import torchvision
+
+    torchvision.mend()
     with imports.quick():
         import peft  # noqa: F401
         import torch.distributed.tensor  # peft uses it, and leaves its import to accelerate
@@ -72,7 +84,12 @@ def main() -> None:
     torch.backends.mkldnn.set_flags(False)  # it writes code, which the check's unit does not let run
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    answers.write(rehearse(job).to_line())
+    answer = rehearse(job)
+    if request["sees"] and answer.outcome == "passed":
+        answers.write(UNSEEN.to_line())  # it stands if a limit ends this process
+        answers.flush()
+        answer = see(job)
+    answers.write(answer.to_line())
     answers.close()
 
 
@@ -146,12 +163,23 @@ def _chooses_layers(pattern: str) -> bool:
 # --- The rehearsal ----------------------------------------------------------------------------------------------------
 
 
-def rehearse(job: Assignment) -> Answer:
-    """Try one step of the job on models made small, the smallest first."""
+def see(job: Assignment) -> Answer:
+    """Try a row with an image, for a job that passes with rows of text."""
+    try:
+        row = pictured.load(job)
+    except Exception as error:  # noqa: BLE001 - whatever the template or the processor does not like about this row
+        # It says nothing of the job's own rows, so its quotes are no secret.
+        return Answer("passed", why=quote.show(error.said) if isinstance(error, HonedError) else words(error))
+    answer = rehearse(job, row)
+    return answer if answer.outcome == "refused" else Answer("passed", why=answer.why)
+
+
+def rehearse(job: Assignment, row: Pictured | None = None) -> Answer:
+    """Try one step of the job on models made small, the smallest first; with a row of its own if there is one."""
     whys: list[str] = []
     failed: list[tuple[_Small, Exception]] = []
     try:
-        for small in _small_models(job, whys):
+        for small in _small_models(job, row, whys):
             if (error := _failure(small)) is None:
                 return Answer("passed")
             failed.append((small, error))
@@ -182,6 +210,11 @@ class _Small:
 
     job: Assignment
     config: Any
+    row: Pictured | None = None
+
+    def batch(self, model: Any) -> dict[str, Any]:
+        """Return a batch with labels."""
+        return _batch(model) if self.row is None else self.row.of(model)
 
     def of(self, spec: JobSpec) -> _Small:
         """Return the same with another job file."""
@@ -197,16 +230,17 @@ class _Small:
         return _build(self.config, self.job)
 
 
-def _small_models(job: Assignment, whys: list[str]) -> Iterator[_Small]:
+def _small_models(job: Assignment, row: Pictured | None, whys: list[str]) -> Iterator[_Small]:
     """Yield small models that compute something as they are; `whys` gets the reason of each other."""
     from honed.worker.model import load, shrink
 
     config = load.load_config(job)
     config = getattr(config, "thinker_config", config)
-    for narrows in (True, False):
+    ways = ((True, False), (False, False)) if row is None else ((True, True), (True, False), (False, False))
+    for narrows, narrows_eyes in ways:
         try:
-            small = _Small(job, shrink.shrunk(config, narrows=narrows))
-            _compute(small.model_of())
+            small = _Small(job, shrink.shrunk(config, narrows=narrows, narrows_eyes=narrows_eyes), row)
+            _compute(small)
         except Exception as error:  # noqa: BLE001 - a family that cannot be made small so
             _check_shortage(error)
             whys.append(words(error))
@@ -233,8 +267,10 @@ def _check_shortage(error: Exception) -> None:
 
 
 def is_of_the_device(error: Exception) -> bool:
-    """Tell whether an error may be that of the CPU alone: raised in bitsandbytes, or for a lack of an operation."""
-    return cause.raised_in(error) == "bitsandbytes" or "not implemented for" in str(error)
+    """Tell whether an error may be that of the CPU alone: raised in bitsandbytes, for a lack of an operation, or for
+    two dtypes that only a GPU's autocast makes one, as those of a LayerNorm's weight and bias."""
+    lacks = "not implemented for" in str(error) or "expected scalar type" in str(error)
+    return cause.raised_in(error) == "bitsandbytes" or lacks
 
 
 def _build(config: Any, job: Assignment) -> Any:
@@ -260,14 +296,16 @@ def _batch(model: Any) -> dict[str, Any]:
     ids = torch.randint(num_words // 2, num_words, (NUM_ROWS, NUM_TOKENS))
     mask = torch.ones_like(ids)
     mask[1, NUM_TOKENS // 2 :] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
 
 
-def _compute(model: Any) -> None:
+def _compute(small: _Small) -> None:
     import torch
 
+    model = small.model_of().eval()
+    inputs = {name: value for name, value in small.batch(model).items() if name != "labels"}
     with torch.no_grad():
-        model.eval()(**_batch(model), use_cache=False)
+        model(**inputs, use_cache=False)
 
 
 def _step(small: _Small) -> None:
@@ -284,11 +322,10 @@ def _step(small: _Small) -> None:
     if spec.lora is not None and (lost := adapter.lost(model)):
         raise remedy.LostNamesError(lost)
     _set_up(model, job)
-    batch = _batch(model)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    batch = small.batch(model)
     trains = spec.kind == "sft"
     with torch.set_grad_enabled(trains), _autocast(job):
-        loss = model(**batch, labels=labels, use_cache=False).loss
+        loss = model(**batch, use_cache=False).loss
     if trains:
         loss.backward()
 

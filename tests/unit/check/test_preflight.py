@@ -151,13 +151,16 @@ def test_an_empty_data_set_is_refused_with_its_line_and_what_to_do(desk: Desk) -
 
 def test_a_vision_model_is_trained_on_text_alone_and_the_plan_says_with_what_and_why(desk: Desk) -> None:
     desk.edit_config(model_type="qwen2_5_vl", vision_config={"depth": 2})
-    (desk.model / "preprocessor_config.json").write_text("{}")
     backend = desk.check(backend="auto").plan.backend
     assert backend.name == "transformers"
     assert backend.reasons in (
         ("without an NVIDIA GPU, Unsloth does not train vision or audio models",),
         ("Unsloth is not installed",),
     )
+
+
+#: Rows with pictures are rehearsed; these models cannot be made small.
+UNREHEARSED = Config.model_validate({"spool": {"rehearsal_cpu_sec": 0}})
 
 
 def write_pictures(desk: Desk, *names: str) -> None:
@@ -171,21 +174,32 @@ def test_files_beside_the_rows_are_looked_at(desk: Desk) -> None:
     desk.edit_config(model_type="qwen3_vl", vision_config={"depth": 2})
     (desk.model / "preprocessor_config.json").write_text("{}")
     write_pictures(desk, "good.png", "gone.png", "good.png")
-    (warning,) = desk.check().warnings
+    (warning,) = desk.check(UNREHEARSED).warnings
     assert "1 of the first 3 rows with media have an unusable file, and will be skipped" in warning
     assert f"rows.jsonl, line 2: {desk.path}/gone.png: no such file" in warning
     with pytest.raises(DatasetError, match=r"datasets\.0: .*1 of the first 3 rows .*gone\.png: no such file"):
-        desk.check(media={"broken": "refuse"})
+        desk.check(UNREHEARSED, media={"broken": "refuse"})
     with pytest.raises(DatasetError, match=r"such rows cannot be packed"):
-        desk.check(training={"packing": True})
+        desk.check(UNREHEARSED, training={"packing": True})
     write_pictures(desk, "gone.png", "lost.png")
     with pytest.raises(DatasetError, match=r"2 of the first 2 rows .*gone\.png: no such file; .*lost\.png") as caught:
-        desk.check()
+        desk.check(UNREHEARSED)
     assert "`media_dir`" in caught.value.hint
     folder = {"path": str(desk.rows), "media_dir": str(desk.path / "pictures")}
     (desk.path / "pictures").mkdir()
     Image.new("RGB", (40, 30)).save(desk.path / "pictures/gone.png")
-    assert len(desk.check(datasets=[folder]).warnings) == 1
+    assert len(desk.check(UNREHEARSED, datasets=[folder]).warnings) == 1
+
+
+def test_a_vision_model_without_its_processor_takes_only_rows_of_text(desk: Desk) -> None:
+    desk.edit_config(model_type="gemma3", vision_config={"depth": 2})
+    desk.check(UNREHEARSED)
+    write_pictures(desk, "good.png")
+    with pytest.raises(DatasetError, match=r"rows with images, but .*/model has neither preprocessor_config") as caught:
+        desk.check(UNREHEARSED)
+    assert caught.value.hint == "copy the processor's files from the model's source, or use rows of text"
+    (desk.model / "preprocessor_config.json").write_text("{}")
+    desk.check(UNREHEARSED)
 
 
 def test_rows_whose_pictures_are_not_read_or_too_large_are_told(desk: Desk) -> None:
@@ -193,11 +207,11 @@ def test_rows_whose_pictures_are_not_read_or_too_large_are_told(desk: Desk) -> N
     (desk.model / "preprocessor_config.json").write_text('{"merge_size": 2, "patch_size": 14}')
     write_pictures(desk, "good.png")
     Image.new("RGB", (560, 560)).save(desk.path / "good.png")
-    assert not desk.check(training={"max_length": 400}).warnings
-    (warning,) = desk.check(training={"max_length": 399}).warnings
+    assert not desk.check(UNREHEARSED, training={"max_length": 400}).warnings
+    (warning,) = desk.check(UNREHEARSED, training={"max_length": 399}).warnings
     assert "1 of 1 rows with media are probably longer than max_length (399) from their media alone" in warning
     assert "up to 400 tokens" in warning
-    assert not desk.check(training={"max_length": 399}, media={"max_image_size": 280}).warnings
+    assert not desk.check(UNREHEARSED, training={"max_length": 399}, media={"max_image_size": 280}).warnings
     desk.rows.write_text(desk.rows.read_text().replace('"images"', '"pictures"'))
     column, word, absent = desk.check(datasets=[{"path": str(desk.rows), "columns": {"image": "photo"}}]).warnings
     assert column.startswith("datasets.0: the column `pictures` seems to contain images, but is not read")

@@ -142,6 +142,19 @@ def test_tokens_beyond_the_embeddings_are_refused_where_rows_have_them(desk: Des
         desk.check([{"messages": [USER, {"role": "assistant", "content": "<|extra|>"}]}])
 
 
+def test_tokens_that_only_the_config_adds_count_like_any_other(desk: Desk) -> None:
+    plain.write_tokenizer(desk.model)
+    desk.config("tokenizer_config.json", extra_special_tokens=["<|extra|>"])
+    rows = [{"messages": [USER, SAID]}]
+    [told] = desk.check(rows).warnings
+    assert "tokenizer_config.json adds '<|extra|>' (258) to the tokens of tokenizer.json" in quote.show(told)
+    with refused(ModelError, r"token '<\|extra\|>' has the id 258, but the embeddings have only 258 rows"):
+        desk.check([{"messages": [USER, {"role": "assistant", "content": "<|extra|>"}]}])
+    desk.config("tokenizer_config.json", pad_token="<|extra|>")
+    with refused(ModelError, r"token '<\|extra\|>' has the id 258, but the embeddings have only 258 rows"):
+        desk.check(rows)
+
+
 def test_images_without_a_place_in_the_template_are_refused(desk: Desk) -> None:
     image = pytest.importorskip("PIL.Image")
     image.new("RGB", (56, 56)).save(desk.path / "a.png")

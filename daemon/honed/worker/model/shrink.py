@@ -52,30 +52,36 @@ _WORD = re.compile(r"_token_(id|ids|index)$")
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
 
-def shrunk(config: Any, *, narrows: bool = True) -> Any:
-    """Return a small config of the same class. `narrows`: widths and heads are divided too."""
+def shrunk(config: Any, *, narrows: bool = True, narrows_eyes: bool = False) -> Any:
+    """Return a small config of the same class. `narrows`: widths and heads are divided too; `narrows_eyes`: those of
+    the other parts by numbers of their own."""
     text = config.get_text_config()
     divisor = _divisor(_document(text)) if narrows else 1
-    words = {each: number for number, each in enumerate(sorted(set(_words(config))))}
     width = next((value for key in _WIDTHS if (value := getattr(text, key, None))), 0)
-    small = functools.partial(_small, text=text, divisor=divisor, width=width, words=words)
+    small = functools.partial(_small, text=text, divisor=divisor, width=width, words=words(config), eyes=narrows_eyes)
     return type(config).from_dict(small(config) | {"model_type": config.model_type})
 
 
-def _small(config: Any, *, text: Any, divisor: int, width: int, words: Mapping[int, int]) -> dict[str, Any]:
+def words(config: Any) -> dict[int, int]:
+    """Return the tokens that a config names, with those of the small one."""
+    return {each: number for number, each in enumerate(sorted(set(_words(config))))}
+
+
+def _small(config: Any, *, text: Any, divisor: int, width: int, words: Mapping[int, int], eyes: bool) -> dict[str, Any]:
     """Return the keys of a small config. Those of the language model are divided by `divisor`, its `width` too."""
     document = _document(config)
     is_text = config is text or (
         not config.sub_configs and getattr(config, "hidden_size", None) == width and _is_writer(config)
     )
     number = _num_layers(config, document)
-    made = {key: _value(key, value, number, divisor if is_text else 1, words) for key, value in document.items()}
+    own = divisor if is_text else _divisor(document) if eyes and not config.sub_configs else 1
+    made = {key: _value(key, value, number, own, words) for key, value in document.items()}
     if not is_text and width:
         made |= {key: width // divisor for key in _LINKS if made.get(key) == width and _is_link(key, document)}
     nested = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
     for name, part in nested.items():
         if hasattr(part, "to_dict"):
-            made[name] = _small(part, text=text, divisor=divisor, width=width, words=words)
+            made[name] = _small(part, text=text, divisor=divisor, width=width, words=words, eyes=eyes)
             made[name]["model_type"] = part.model_type
     return made
 
@@ -146,7 +152,8 @@ def _document(config: Any) -> dict[str, Any]:
         known = set(inspect.signature(type(config).__init__).parameters)
     known.add("rope_theta")  # which dbrx reads from a part that has no such field
     left_out = {*config.sub_configs, "quantization_config", "architectures", "transformers_version", "auto_map"}
-    return {key: value for key, value in given.items() if key in known and key not in left_out}
+    is_used = {key: key in known or bool(_WORD.search(key)) for key in given}  # omni's has tokens without a field
+    return {key: value for key, value in given.items() if is_used[key] and key not in left_out}
 
 
 def _num_layers(config: Any, document: Mapping[str, Any]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from honed.inputs import basemodel
 from honed.system.error import ModelError, said
-from honed.text import tokenfile
+from honed.text import addedtoken, tokenfile
 from honed.worker.assignment import Assignment
 
 FILE = "tokenizer.json"
@@ -57,7 +57,7 @@ def load(assignment: Assignment, *, warn: Callable[[str], None] = lambda _text: 
     if spec.chat_template:
         tokenizer.chat_template = Path(spec.chat_template).read_text(encoding="utf-8")
     elif not tokenizer.chat_template and (path / "chat_template.json").exists():
-        tokenizer.chat_template = basemodel.chat_template(path, has_processor=basemodel.has_processor(path))
+        tokenizer.chat_template = basemodel.chat_template(path, has_processor=basemodel.takes_media(path))
     if (end := spec.training.eos_token) is not None:
         if end not in tokenizer.get_vocab():
             raise tokenfile.unknown_end(end)
@@ -95,8 +95,17 @@ def _of_base(assignment: Assignment, warn: Callable[[str], None]) -> Any:
     if auto is not None and not _is_rebuilt(auto):
         return auto
     oracle = from_file(file)
+    known = addedtoken.of(oracle)
+
+    def note(tokenizer: Any) -> Any:
+        used = addedtoken.of(tokenizer.backend_tokenizer)
+        if words := addedtoken.told(known, used, tokenfile.config(path) or {}):
+            warn(f"{path}: {words}")
+        return tokenizer
+
     if auto is not None and agrees(auto, oracle):
-        return auto
+        return note(auto)
+    oracle = from_file(file)  # without the class's tokens
     tokenizer = _as_it_is(path, auto, oracle)
     if not agrees(tokenizer, oracle):
         raise ModelError(
@@ -110,7 +119,7 @@ def _of_base(assignment: Assignment, warn: Callable[[str], None]) -> Any:
             f"{path}: {type(auto).__name__}, transformers' class for this tokenizer, gives other token ids than "
             f"tokenizer.json ({found}): tokenizer.json is loaded as it is"
         )
-    return tokenizer
+    return note(tokenizer)
 
 
 def _is_rebuilt(tokenizer: Any) -> bool:
@@ -148,9 +157,13 @@ def _as_it_is(path: Path, auto: Any, oracle: Any) -> Any:
 def agrees(tokenizer: Any, oracle: Any) -> bool:
     """Return True if a tokenizer cuts every text as the file does: the same steps, over the same vocabulary.
 
-    Tokens that only tokenizer_config.json adds are no difference, nor are offsets.
+    Tokens that only tokenizer_config.json adds or changes are no difference, nor are offsets: the oracle gets them.
     """
     backend = tokenizer.backend_tokenizer
+    there = addedtoken.of(oracle)
+    own = sorted(addedtoken.of(backend).items())
+    if more := tuple(each for number, each in own if there.get(number) != each):
+        addedtoken.add(oracle, more)
     if tokenizer.init_kwargs.get("fix_mistral_regex") is True:
         oracle.pre_tokenizer = backend.pre_tokenizer  # tokenizer_config.json wants another one than the file's
     try:

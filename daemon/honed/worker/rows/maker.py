@@ -109,7 +109,8 @@ class Maker:
         rest = itertools.chain(first, examples)
         if self.media is None and first and self.load_processor is not None:
             self.media = MediaRows(self.load_processor(), self.assignment.spec)
-            self.chat.places.expand_with(self.media.processor.expand)
+            processor = self.media.processor
+            self.chat.places.expand_with(processor.expand, prompt_end=processor.prompt_end)
         if self.media is not None:
             yield from _with_media(rest, encoder, self.media, self.stop)
 

@@ -7,11 +7,15 @@ tokenizer, which a stand-in records.
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import PIL.Image
+
+from honed.inputs import basemodel
 from honed.inputs import media as medias
 from honed.inputs.media import Media
 from honed.spec.media import Kind, MediaLimits
@@ -29,6 +33,9 @@ _PARTS: dict[Kind, tuple[str, ...]] = {
     "video": ("video_processor",),
     "audio": ("feature_extractor", "audio_processor"),
 }
+
+#: A text that no processor adds.
+_MARK = "Qx7"
 
 #: Seconds at a sound's end that are replaced to see whether they matter.
 _TAIL_SEC = 0.1
@@ -60,12 +67,28 @@ class Processor:
         """The tensors that have a number for each token, as far as rows have been processed."""
         return [name for name, is_by_token in self._is_by_token.items() if is_by_token]
 
+    @functools.cached_property
+    def prompt_end(self) -> str:
+        """The text that the processor writes after each text, as the end of a prompt: PaliGemma's a newline."""
+        placeholder = getattr(self.processor, "image_token", None)
+        if not isinstance(placeholder, str) or not hasattr(self.processor, "image_processor"):
+            return ""
+        heard = _Listener(self._tokenizer)
+        try:
+            self._call(placeholder + _MARK, {"images": [PIL.Image.new("RGB", (64, 64))]}, heard)
+        except HonedError:  # its images have other placeholders
+            return ""
+        return heard.told[-1][0].rpartition(_MARK)[2] if heard.told else ""
+
     def expand(self, text: str, media: Sequence[Media]) -> Expanded:
         return self.process(text, media).expanded
 
     def process(self, text: str, media: Sequence[Media]) -> Processed:
-        """Decode the media and process the row. Raises DatasetError for a row that the processor refuses."""
-        heard = _Listener(self._tokenizer)
+        """Decode the media and process the row. Raises DatasetError for a row that the processor refuses.
+
+        The text ends as it is: `prompt_end` is not added to it.
+        """
+        heard = _Listener(self._tokenizer, self.prompt_end)
         options = self._options(media)
         tensors = self._call(text, options, heard)
         self._check_sounds(text, media, options, tensors)
@@ -86,12 +109,14 @@ class Processor:
         processor = copy.copy(self.processor)
         processor.tokenizer = heard
         try:
-            return dict(processor(text=[text], add_special_tokens=False, return_tensors="pt", **options))
+            tensors = dict(processor(text=[text], add_special_tokens=False, return_tensors="pt", **options))
         except (MemoryError, HonedError):
             raise
         except Exception as error:  # its own classes, and whatever it stumbles over
             words = f"{type(error).__name__}: {said(error)}" if str(error) else type(error).__name__
             raise DatasetError(f"the processor rejects the row: {words}") from error
+        tensors.pop("labels", None)  # of a processor that knows no answer
+        return tensors
 
     def _check_sounds(
         self, text: str, media: Sequence[Media], options: Mapping[str, Any], tensors: Mapping[str, Any]
@@ -111,7 +136,7 @@ class Processor:
             other = sound.copy()
             other[-int(_TAIL_SEC * rate) :] = np.random.default_rng(0).uniform(-0.5, 0.5, int(_TAIL_SEC * rate))
             again = {**options, "audio": [*sounds[:n], other, *sounds[n + 1 :]]}
-            if _are_equal(tensors, self._call(text, again, _Listener(self._tokenizer))):
+            if _are_equal(tensors, self._call(text, again, _Listener(self._tokenizer, self.prompt_end))):
                 limit = getattr(getattr(self.processor, "feature_extractor", None), "chunk_length", None)
                 raise MediaCutError(
                     f"{file.named}: {len(sound) / rate:.1f} seconds of sound, but the processor "
@@ -149,13 +174,19 @@ class Processor:
 
 
 class _Listener:
-    """Stand-in for a processor's tokenizer: it calls the tokenizer, and keeps the texts and their ids."""
+    """Stand-in for a processor's tokenizer: it calls the tokenizer, and keeps the texts and their ids.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    A text is tokenized without `ending`, which the processor has added to it.
+    """
+
+    def __init__(self, tokenizer: Any, ending: str = "") -> None:
+        self._tokenizer, self._ending = tokenizer, ending
         self.told: list[tuple[str, list[int]]] = []
 
     def __call__(self, text: Any = None, *arguments: Any, **options: Any) -> Any:
+        if self._ending:
+            is_one = isinstance(text, str)
+            text = text.removesuffix(self._ending) if is_one else [each.removesuffix(self._ending) for each in text]
         with _TOKENIZER_LOCK:
             batch = self._tokenizer(text, *arguments, **options)
         texts = [text] if isinstance(text, str) else text
@@ -166,7 +197,7 @@ class _Listener:
         return batch
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_tokenizer":  # copy reads it before it is set
+        if name in ("_tokenizer", "_ending"):  # copy reads it before it is set
             raise AttributeError(name)
         return getattr(self._tokenizer, name)
 
@@ -184,8 +215,10 @@ def load(assignment: Assignment, tokenizer: Any, limits: MediaLimits) -> Process
             hint="install the packages it names, for this torch; honectl doctor lists the installed ones",
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        is_there = basemodel.has_processor(path)
+        why = f"{type(error).__name__}: {said(error)}" if is_there else f"it has {basemodel.NO_PROCESSOR}"
         raise ModelError(
-            f"{path}: its processor cannot be loaded: {type(error).__name__}: {said(error)}",
+            f"{path}: its processor cannot be loaded: {why}",
             hint="copy preprocessor_config.json and processor_config.json from the model's source",
         ) from error
     if isinstance(processor, PreTrainedTokenizerBase) or not hasattr(processor, "tokenizer"):
