@@ -28,11 +28,12 @@ from typing import Any
 from honed.job import refusals
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
-from honed.job.refusals import MAX_NAME_BYTES, SPEC_SUFFIXES, shown
+from honed.job.refusals import MAX_NAME_BYTES, shown
 from honed.job.spool import Spool, names_in
 from honed.system import access, durable, rename
 from honed.system.durable import Steps, finish
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, SpecError
+from honed.system.layout import SPEC_SUFFIXES
 
 log = logging.getLogger(__name__)
 
@@ -506,6 +507,8 @@ def _dropper_fault(claim: Claim, error: OSError) -> SpecError | None:
             return SpecError(f"{claim.name}: honed cannot read it", hint="make it readable: chmod g+r or o+r")
         case errno.ENXIO:
             return SpecError(f"{claim.name}: not a regular file", hint="drop a regular file, not a socket")
+        case errno.EAGAIN:  # a lease of fcntl(2), which we do not wait for
+            return SpecError(f"{claim.name}: a program holds a lease on it", hint="end that program, or drop a copy")
         case _:
             return None
 

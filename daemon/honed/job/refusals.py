@@ -21,8 +21,8 @@ from pathlib import Path
 from honed.spec import problem
 from honed.system import access, durable, untrusted
 from honed.system.error import HonedError
+from honed.system.layout import SPEC_SUFFIXES
 
-SPEC_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 SUFFIX = ".reason"
 MAX_NAME_BYTES = 255
 #: Bytes of a reason that are read: it quotes a job file, of which honed takes 16 MiB at most.

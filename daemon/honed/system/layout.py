@@ -16,9 +16,13 @@ var/cache/honed/                               the model cache (HF_HOME)
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import NamedTuple
+
+#: Suffixes of job files.
+SPEC_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 
 class Layout(NamedTuple):
@@ -218,10 +222,11 @@ class JobLayout(NamedTuple):
         Only files of the directory's owner count: a worker of another user can write there, too.
         """
         owner = self.dir.stat().st_uid
-        found = sorted(path for path in self.dir.glob("spec.*") if path.lstat().st_uid == owner)
-        if not found:
-            raise FileNotFoundError(self.dir / "spec.*")
-        return found[0]
+        for suffix in SPEC_SUFFIXES:  # not by a listing: it can have any number of names
+            with contextlib.suppress(FileNotFoundError):
+                if (path := self.dir / f"spec{suffix}").lstat().st_uid == owner:
+                    return path
+        raise FileNotFoundError(self.dir / "spec.*")
 
     @property
     def plan_path(self) -> Path:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
+import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -145,6 +147,34 @@ def test_what_is_not_a_plain_file_of_a_sane_size_is_refused(
     assert ("The file is kept as rejected/1.json." in path.read_text()) == is_kept
     assert not claim.path.parent.exists()
     assert not spool.job_layout(claim.id).dir.exists()
+
+
+def test_a_file_on_which_a_program_holds_a_lease_is_refused_and_not_waited_for(spool: Spool) -> None:
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    claim = Arrivals(spool).claim(put(spool, "a.json"))
+    assert claim is not None
+    fd = os.open(claim.path, os.O_WRONLY)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        with pytest.raises(SpecError, match="a lease"):
+            Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, before)
+
+
+def test_a_jobs_file_is_found_among_any_number_of_names_like_it(tmp_path: Path) -> None:
+    files = Layout(tmp_path).job(1)
+    files.dir.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError):
+        _ = files.spec_path
+    for name in ("spec.a", "spec.zip", "spec.json.x", "spec.toml"):
+        (files.dir / name).touch()
+    assert files.spec_path.name == "spec.toml"
+    if os.geteuid() == 0:
+        (files.dir / "spec.json").touch()
+        os.chown(files.dir / "spec.json", 4242, -1)  # its worker's
+        assert files.spec_path.name == "spec.toml"
 
 
 @pytest.mark.parametrize("name", ["job.txt", "job", "job.yaml\nrm -rf.json", "a\x1b[2J.json"])
