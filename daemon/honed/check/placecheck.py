@@ -11,7 +11,7 @@ from pathlib import Path
 
 from honed.check.policy import Policy, nearest_existing
 from honed.inputs.basemodel import BITS, BaseModelInfo
-from honed.job import removal
+from honed.job import tree
 from honed.job.progress import gib
 from honed.plan import pace, precision
 from honed.plan.plan import Plan
@@ -158,7 +158,7 @@ def check_room(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
             parts = ", ".join(f"{what} {gib(num_bytes)}" for _, what, num_bytes in listed if num_bytes)
             cached = 0  # of the caches of rows, the helper may read its user's own
             if existing.stat().st_dev == nearest_existing(layout.rows_dir).stat().st_dev:
-                cached = removal.measure(layout.rows_dir / str(os.geteuid())).num_bytes
+                cached = tree.measure(layout.rows_dir / str(os.geteuid())).num_bytes
             cache = f"; encoded rows of earlier jobs take {gib(cached)} (honectl prune --rows)" if cached else ""
             raise DiskShortError(
                 f"{existing}: about {gib(total)} is needed ({parts}), but only {gib(free)} is free{cache}",

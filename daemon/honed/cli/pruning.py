@@ -10,7 +10,7 @@ from typing import Any
 
 from honed.cli import terminal
 from honed.cli.instance import Instance
-from honed.job import query, removal, retention, row_cache
+from honed.job import query, removal, retention, row_cache, tree
 from honed.job.job import State
 from honed.job.retention import Needs, Wish
 from honed.job.row_cache import RowCache
@@ -175,18 +175,18 @@ class Down:
     def __init__(self, spool: Any, layout: Any) -> None:
         self._spool, self._layout = spool, layout
         self._cache = RowCache(layout, lambda: 0, working=self._working)
-        self._done: dict[int, removal.Count] = {}
+        self._done: dict[int, tree.Count] = {}
 
     def ask(self, verb: str, **arguments: Any) -> PruneAnswer | dict[str, Removed]:
         spool, layout, asker = self._spool, self._layout, query.ANYBODY
         if verb == "pruned":
-            return {each: self._done.get(int(each), removal.Count()).as_dict() for each in arguments["ids"]}
+            return {each: self._done.get(int(each), tree.Count()).as_dict() for each in arguments["ids"]}
         wish, is_dry = Wish.of(arguments), bool(arguments["dry_run"])
         if wish.rejected:
             return retention.prune_refused(spool, wish, asker, is_dry=is_dry, now=time.time())
         if wish.rows:
             answer = retention.prune_rows(self._cache, wish, asker, is_dry=is_dry, now=time.time())
-            removal.remove(row_cache.old_dir(layout))
+            tree.remove(row_cache.old_dir(layout))
             return answer
         jobs = list(spool.all_jobs().values())
         final = [job for job in jobs if job.state.is_final]
@@ -206,14 +206,14 @@ class Down:
 
     def _size(self, job_id: int, wish: Wish) -> int:
         files = self._layout.job(job_id)
-        return removal.measure(files.checkpoints_dir if wish.checkpoints else files.dir).num_bytes
+        return tree.measure(files.checkpoints_dir if wish.checkpoints else files.dir).num_bytes
 
-    def _prune(self, job: Any, wish: Wish) -> removal.Count:
+    def _prune(self, job: Any, wish: Wish) -> tree.Count:
         if wish.checkpoints:
             self._spool.annotate(job, are_checkpoints_pruned=True)
             removal.set_aside_checkpoints(self._layout, job.id)
             return removal.remove_checkpoints(self._layout, job.id)
         self._spool.prune(job)
         self._cache.forget([job.id])
-        removal.remove(row_cache.old_dir(self._layout))
+        tree.remove(row_cache.old_dir(self._layout))
         return removal.remove_job(self._spool, self._layout, job.id)

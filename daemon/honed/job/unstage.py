@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from honed.job import staging
+from honed.job import staging, tree
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile
 from honed.system.layout import Layout
@@ -41,9 +40,7 @@ def _spec_of(layout: Layout, job: Job) -> dict[str, Any]:
 
 
 def _remove(job: Job, place: Path) -> None:
-    try:
-        shutil.rmtree(place)
-    except OSError as error:
-        log.warning("job %d (%s): its staged copies were not removed: %s", job.id, job.name, error, extra=about(job))
+    if problem := tree.remove(place).problem:
+        log.warning("job %d (%s): its staged copies were not removed: %s", job.id, job.name, problem, extra=about(job))
     else:
         log.info("job %d (%s): removed its staged copies, %s", job.id, job.name, place, extra=about(job))

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import IO
 
 from honed.job.job import Job
-from honed.job.removal import Count
 from honed.job.spool import Spool
+from honed.job.tree import Count
 from honed.run.process import DAEMON_VARIABLES, SECRET_VARIABLES
 from honed.system import python
 from honed.system.log import about

@@ -17,6 +17,7 @@ from honed.cli import pruning
 from honed.daemon import housekeeper
 from honed.daemon.housekeeper import Housekeeper
 from honed.job import removal, retention
+from honed.job import tree as trees
 from honed.job.arrival import Arrivals
 from honed.job.database import Database
 from honed.job.job import Job, State
@@ -116,12 +117,12 @@ def test_a_removal_leads_nowhere_else(tmp_path: Path) -> None:
     (tree / "deep/name").hardlink_to(outside / "precious")
     os.mkfifo(tree / "pipe")
     (tree / "deep").chmod(0o500)
-    assert removal.measure(tree).num_bytes < 100 + 200  # the link's own few bytes, and nothing behind it
-    count = removal.remove(tree)
+    assert trees.measure(tree).num_bytes < 100 + 200  # the link's own few bytes, and nothing behind it
+    count = trees.remove(tree)
     assert (count.num_files, count.problem) == (4, None)
     assert not tree.exists()
     assert (outside / "precious").read_bytes() == b"x" * 10
-    assert removal.remove(tree) == removal.Count()
+    assert trees.remove(tree) == trees.Count()
 
 
 def test_staged_copies_go_with_their_job_unless_another_names_them(spool: Spool) -> None:
@@ -223,8 +224,8 @@ def test_a_tree_of_any_depth_and_width_is_measured_and_removed(tmp_path: Path) -
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6, before[1]))  # noqa: PTH208
     try:
-        assert removal.measure(tree).num_files == 5002
-        assert removal.remove(tree) == removal.Count(0, 5002)
+        assert trees.measure(tree).num_files == 5002
+        assert trees.remove(tree) == trees.Count(0, 5002)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert not tree.exists()
@@ -245,7 +246,7 @@ def test_a_directory_that_is_moved_meanwhile_leads_nowhere_else(
             (tmp_path / "tree/inner").rename(tmp_path / "elsewhere/inner")
 
     monkeypatch.setattr(os, "rmdir", move)
-    assert "moved meanwhile" in str(removal._walk(tmp_path / "tree", remove=True).problem)
+    assert "moved meanwhile" in str(trees._walk(tmp_path / "tree", remove=True).problem)
     assert (tmp_path / "elsewhere/precious").exists()
 
 

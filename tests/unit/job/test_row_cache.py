@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from honed.cli.pruning import Down
-from honed.job import removal, row_cache
+from honed.job import row_cache, tree
 from honed.job.job import Attempt, Job, Staged, State
 from honed.job.query import ANYBODY, Asker
 from honed.job.retention import Limits, Wish, prune_rows
@@ -87,7 +87,7 @@ def test_an_entry_is_its_job_s_files_by_user_and_outlives_the_job_s_directory(la
     assert held(layout) == {f"{ANNA}/{ONE}", f"{BERTA}/{ONE}"}
     mine = layout.rows_dir / str(ANNA) / ONE
     assert all((mine / each).samefile(layout.job(1).rows_dir / ONE / each) for each in FILES)
-    removal.remove(layout.job(1).rows_dir)
+    tree.remove(layout.job(1).rows_dir)
     assert (mine / FILES[0]).read_bytes() == b"rows"
     assert (cache.num_bytes(ANNA), cache.num_bytes()) == (12, 30)
 
@@ -171,7 +171,7 @@ def test_a_job_that_has_succeeded_keeps_no_rows_of_its_own(layout: Layout, tmp_p
     layout.job(1).rows_dir.symlink_to(kept)  # as its worker might
     cache.finish(job)
     assert not layout.job(1).rows_dir.is_symlink()
-    removal.remove(row_cache.old_dir(layout))
+    tree.remove(row_cache.old_dir(layout))
     assert (kept.is_dir(), held(layout)) == (True, {f"{ANNA}/{ONE}"})
 
 
@@ -184,7 +184,7 @@ def test_an_entry_goes_with_the_last_job_that_used_it(layout: Layout) -> None:
     assert held(layout) == {f"{ANNA}/{ONE}"}
     again.forget([2])
     assert held(layout) == set()
-    assert removal.remove(row_cache.old_dir(layout)).num_files > 0
+    assert tree.remove(row_cache.old_dir(layout)).num_files > 0
     assert not list(layout.rows_dir.glob("**/*.arrow"))
 
 
