@@ -31,7 +31,7 @@ TESTS = Path(__file__).parent
 #: processors; the slow folders first, so that what is left at the end is short.
 WAITING = {"system": 40, "cluster": 60, "crash": 30, "process": 15}
 COMPUTING = {"worker": 9, "unit": 2}
-# The last is set by honed's import; programs of the tests find each other beside themselves.
+# Programs of the tests find each other beside themselves, though a test may call a program's main.
 for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "HONED_ROOT", "PYTHONSAFEPATH"):
     os.environ.pop(name, None)
 

@@ -20,6 +20,7 @@ import gpus
 import warm
 from honed.job import query, refusals
 from honed.job.job import Job, State
+from honed.job.refusals import Reason
 from honed.job.spool import Spool
 from honed.system.client import Client
 from honed.system.layout import Layout
@@ -195,9 +196,15 @@ class Instance:
 
     def kept(self, name: str) -> Path:
         """Return where a rejected file is kept."""
+        reason = self.reason(name)
+        assert reason.kept_path is not None
+        return reason.kept_path
+
+    def reason(self, name: str) -> Reason:
+        """Return why a file was rejected."""
         reason = refusals.read(self.layout.spool_dir / f"rejected/{name}.reason")
         assert reason is not None
-        return reason.kept_path
+        return reason
 
     def honectl(
         self, *arguments: str, check: bool = False, env: Mapping[str, str] | None = None

@@ -64,7 +64,7 @@ def test_each_is_refused_with_its_reason_and_a_good_job_after_them_is_done(insta
         assert word in reasons[name], f"{name}: {reasons[name]}"
         assert instance.kept(name).read_text() == text.format(model=instance.model, data=instance.dataset, odd=odd)
     for name in ("link.yaml", "pipe.yaml"):
-        assert not os.path.lexists(instance.kept(name))
+        assert instance.reason(name).kept_path is None
         assert "regular file" in reasons[name] or "symbolic link" in reasons[name]
     assert "Traceback" not in instance.log
     assert "Traceback" not in "".join(reasons.values())

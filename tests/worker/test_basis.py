@@ -70,10 +70,21 @@ def test_other_singular_vectors_end_the_run(pissa: WorkerJob, monkeypatch: pytes
     )
 
 
-def test_a_buffer_that_training_changes_ends_the_run_that_would_lose_it(
+def test_a_run_goes_on_in_another_dtype_on_the_same_base(make_job: MakeJob, tmp_path: Path) -> None:
+    """A job that leaves a device for another may be planned anew, without bfloat16."""
+    base = build_checkpoint(tmp_path / "base", "llama", dtype="bfloat16")
+    job = make_job(model=base, **RUN, **WAYS["lora"], dtype="bfloat16")
+    job.stopped_at(1)
+    other = make_job(model=base, **RUN, **WAYS["lora"], dtype="float32")
+    job.change_plan(precision=other.plan["precision"])
+    ended = job.run(2)
+    assert "has other weights" not in str(ended.result), ended.result
+
+
+def test_a_buffer_that_training_changes_is_put_back(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No family that is tried has one (docs/families.md); statistics of a batch norm would be."""
+    """As the statistics of a batch norm are."""
     from transformers import LlamaForCausalLM
 
     forward = LlamaForCausalLM.forward
@@ -91,4 +102,15 @@ def test_a_buffer_that_training_changes_ends_the_run_that_would_lose_it(
     monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
     job = make_job(model=build_checkpoint(tmp_path / "base", "llama"), **RUN, **WAYS["lora"])
     job.stopped_at(1)
-    assert "training has changed base_model.model.num_batches" in message(job.run(2))
+    first = counts(job)
+    assert job.run(2).status == 0
+    assert (first, counts(job)) == ({1: 4.0}, {2: 8.0, 3: 12.0}), "four batches a step"
+
+
+def counts(job: WorkerJob) -> dict[int, float]:
+    """Return the counts of batches in a job's checkpoints, by step."""
+    paths = job.dir.glob("checkpoints/checkpoint-*/BUFFERS.safetensors")
+    return {
+        int(path.parent.name.rpartition("-")[2]): float(load_file(path)["base_model.model.num_batches"])
+        for path in paths
+    }

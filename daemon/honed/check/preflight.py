@@ -67,7 +67,7 @@ from honed.spec.config import Config, devices
 from honed.spec.document import Document
 from honed.spec.spec import JobSpec
 from honed.spec.sweep import Member
-from honed.system import device, installed, niceness, quote, training
+from honed.system import device, installed, niceness, python, quote, training
 from honed.system import layout as layouts
 from honed.system.device import Device
 from honed.system.error import (
@@ -514,6 +514,7 @@ def main() -> None:
     stderr goes to the journal. Output of libraries may quote rows and is discarded, and of a traceback only the places
     are logged.
     """
+    python.protect()
     parser = argparse.ArgumentParser(prog="honed.check.preflight")
     parser.add_argument("--root", type=Path, default=Path("/"))
     parser.add_argument("--max-bytes", type=int, default=MAX_HELPER_BYTES)

@@ -48,7 +48,7 @@ from honed.run.fetcher import FetchRunner
 from honed.run.runner import Runner
 from honed.spec import config
 from honed.spec.config import Config
-from honed.system import device, durable, message
+from honed.system import device, durable, message, python
 from honed.system import layout as layouts
 from honed.system import log as logs
 from honed.system.device import Device
@@ -327,6 +327,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the `honed` command."""
+    python.protect()
     options = parser().parse_args(arguments)
     logs.set_up(verbose=options.verbose)
     faulthandler.enable()  # for the watchdog's SIGABRT: the stack of a hanging loop goes to the journal

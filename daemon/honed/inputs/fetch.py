@@ -47,7 +47,7 @@ from honed.run import snapshot
 from honed.run.hub import File, Hub, Listing, TransientError
 from honed.run.snapshot import FetchProgress, Missing
 from honed.spec import config
-from honed.system import durable, quote
+from honed.system import durable, python, quote
 from honed.system import layout as layouts
 from honed.system import log as logs
 from honed.system.backoff import Backoff
@@ -493,6 +493,7 @@ def fetch(request: Request, layout: Layout, tell: Tell) -> Path:
 
 
 def main() -> int:
+    python.protect()
     parser = argparse.ArgumentParser(
         prog="honed.inputs.fetch", description="Fetch a model or data set from the hub into honed's cache."
     )

@@ -319,7 +319,7 @@ class Arrivals:
         file is removed. Returns the reason's path."""
         directory = self._spool.rejected_dir
         what = refusals.why_not_kept(claim.path)
-        kept = refusals.kept_path(directory, claim.name, claim.id)
+        kept = refusals.place_for(directory, claim.name, claim.id)
         aside = claim.path.parent.with_name(f".{claim.id}")
         fate = f"The file is kept as rejected/{kept.name}."
         if what:
@@ -338,7 +338,7 @@ class Arrivals:
         else:
             if self._has_workers_user and is_submission:
                 access.let_read(claim.path, uid)
-            claim.path.rename(kept)
+            rename.to_free(claim.path, kept)
         try:
             durable.sync_dir(directory)
             if claim.path.parent.exists():
@@ -414,12 +414,12 @@ def _recover_claim(spool: Spool, claim: Claim) -> None:
         if os.path.samestat(arrival.lstat(), claim.path.lstat()) and not claim.path.is_dir():
             arrival.unlink()
             durable.sync_dir(spool.incoming_dir)
-    kept = refusals.kept_path(spool.rejected_dir, claim.name, claim.id)
     reason = refusals.find(spool.rejected_dir, claim.name, claim.id)
-    if os.path.lexists(kept):  # the same for a rejection
-        if reason is not None and os.path.samestat(kept.lstat(), claim.path.lstat()):
-            durable.sync_dir(spool.rejected_dir)
-            _drop(claim)
+    kept = reason.kept_path if reason is not None else None
+    if kept is not None and os.path.lexists(kept) and os.path.samestat(kept.lstat(), claim.path.lstat()):
+        # the same for a rejection
+        durable.sync_dir(spool.rejected_dir)
+        _drop(claim)
     elif reason is not None:  # it was not rejected yet, and may be accepted now
         reason.path.unlink()
         durable.sync_dir(spool.rejected_dir)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import stat
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from honed.spec import problem
-from honed.system import access, durable, untrusted
+from honed.system import access, durable, rename, untrusted
 from honed.system.error import HonedError
 from honed.system.layout import SPEC_SUFFIXES
 
@@ -36,6 +37,9 @@ _HEAD = re.compile(
 )
 
 
+_KEPT = re.compile(r"The file is kept as rejected/([0-9]+(?:-[0-9]+)?(?:\.[a-z]+)?)\.")
+
+
 @dataclass(frozen=True)
 class Reason:
     """A file of honed's that says why another was refused."""
@@ -46,13 +50,9 @@ class Reason:
     uid: int | None  #: who submitted it; None if that is not known
     code: str  #: of the error
     is_submission: bool  #: came over the control socket
+    kept_path: Path | None  #: where the file is; None if it was not kept
     text: str
     refused_at: float  #: seconds since the epoch
-
-    @property
-    def kept_path(self) -> Path:
-        """Where the file is, if it was kept."""
-        return kept_path(self.path.parent, self.file, self.number)
 
 
 def shown(name: str) -> str:
@@ -60,10 +60,11 @@ def shown(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
 
-def kept_path(directory: Path, name: str, number: int) -> Path:
-    """Return where the refused file of this name is kept."""
-    suffix = Path(name).suffix
-    return directory / f"{number}{suffix if suffix in SPEC_SUFFIXES else ''}"
+def place_for(directory: Path, name: str, number: int) -> Path:
+    """Return a free path for the refused file of this name: honed 0.1 has kept files under people's names there."""
+    suffix = Path(name).suffix if Path(name).suffix in SPEC_SUFFIXES else ""
+    names = (f"{number}{'-' if again else ''}{again or ''}{suffix}" for again in itertools.count())
+    return next(path for each in names if not os.path.lexists(path := directory / each))
 
 
 def text_of(name: str, number: int, uid: int, error: HonedError, *, when: str, fate: str, is_submission: bool) -> str:
@@ -88,6 +89,7 @@ def parse(text: str, path: Path, refused_at: float) -> Reason | None:
     if found is None:
         return None
     uid = found["submitter"] or found["owner"]
+    kept = _KEPT.fullmatch(found["fate"] or "")
     return Reason(
         path=path,
         file=found["file"],
@@ -95,6 +97,7 @@ def parse(text: str, path: Path, refused_at: float) -> Reason | None:
         uid=None if uid is None else int(uid),
         code=found["code"],
         is_submission=found["submission"] is not None,
+        kept_path=path.with_name(kept[1]) if kept else None,
         text=text,
         refused_at=refused_at,
     )
@@ -113,13 +116,15 @@ def read(path: Path) -> Reason | None:
         raise
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
-        if info.st_uid != path.parent.stat().st_uid:
+        if info.st_uid not in {path.parent.stat().st_uid, os.geteuid()}:
             return None
         text = file.read(MAX_BYTES).decode("utf-8", errors="replace")
     reason = parse(text, path, info.st_mtime)
-    if reason is not None and reason.uid is None:
-        with contextlib.suppress(FileNotFoundError):  # honed 0.1 kept the file under its own name
-            return replace(reason, uid=path.with_name(path.name.removesuffix(SUFFIX)).lstat().st_uid)
+    if reason is not None and _HEAD.match(text)["fate"] is None:  # type: ignore[index]  # honed 0.1 kept the name
+        with contextlib.suppress(FileNotFoundError):
+            kept = path.with_name(path.name.removesuffix(SUFFIX))
+            owner = kept.lstat().st_uid
+            return replace(reason, kept_path=kept, uid=owner if reason.uid is None else reason.uid)
     return reason
 
 
@@ -162,11 +167,13 @@ def make(directory: Path, name: str, number: int, uid: int, text: str) -> Path:
         try:
             if uid != os.geteuid():
                 access.let_read(temporary, uid)
-            os.link(temporary, path)  # unlike a rename, it replaces nothing
+            rename.to_free(temporary, path)
         except FileExistsError:
-            continue
-        finally:
             temporary.unlink()
+            continue
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         durable.sync_dir(directory)
         return path
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory / f"{number}~{SUFFIX}"))

@@ -300,8 +300,11 @@ def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: 
     gone = [(reasons[str(item.key)], item.num_bytes) for item in beyond]
     if not is_dry:
         for reason, _ in gone:  # the file first: after a crash its reason is still listed, and removed later
-            remove_refused(spool, reason.kept_path.name)
+            if reason.kept_path is not None:
+                remove_refused(spool, reason.kept_path.name)
             remove_refused(spool, reason.path.name)
+        if asker.is_administrator:
+            _remove_unexplained(spool, wish, now)
         if gone:
             log.info("%s: removed %d refused files, as requested by user %d", spool.rejected_dir, len(gone), asker.uid)
     return {
@@ -317,10 +320,20 @@ def _refused_of(spool: Spool, uid: int | None) -> Iterator[Reason]:
             yield reason
 
 
+def _remove_unexplained(spool: Spool, wish: Wish, now: float) -> None:
+    """Remove refused files beyond the limits whose reasons are gone."""
+    known = {str(reason.kept_path) for reason in _refused_of(spool, None)}
+    lost = [item for item in refused_files(spool)[1] if str(spool.rejected_dir / str(item.key)) not in known]
+    for item in excess(lost, wish.limits, now=now):
+        if remove_refused(spool, str(item.key)):
+            log.info("%s: removed %s, whose reason is gone", spool.rejected_dir, item.key)
+
+
 def _with_file(reason: Reason) -> Item:
     num_bytes = len(reason.text)
-    with contextlib.suppress(FileNotFoundError):
-        num_bytes += reason.kept_path.lstat().st_size
+    if reason.kept_path is not None:
+        with contextlib.suppress(FileNotFoundError):
+            num_bytes += reason.kept_path.lstat().st_size
     return Item(str(reason.path), reason.refused_at, num_bytes)
 
 

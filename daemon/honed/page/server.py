@@ -39,7 +39,7 @@ from honed.spec import config
 from honed.spec.config import Config
 from honed.system import layout as layouts
 from honed.system import log as logs
-from honed.system import loopback, secret
+from honed.system import loopback, python, secret
 from honed.system.control import credentials
 from honed.system.error import EnvironmentInvalidError, HonedError, SpecError
 from honed.system.layout import Layout
@@ -407,6 +407,7 @@ def _warn(found: Rules) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the `honed-web` command."""
+    python.protect()
     options = parser().parse_args(arguments)
     logs.set_up(verbose=options.verbose, identifier="honed-web")
     root = layouts.user_root() if options.user else options.root

@@ -155,6 +155,7 @@ def _signal_number(name: str) -> int | None:
 
 def start_main() -> int:
     """Run the `honed-job-start` command."""
+    python.protect()
     print(f"<3>{start(_job())}", file=sys.stderr)
     return 78  # EX_CONFIG
 

@@ -270,6 +270,7 @@ def _tell(line: Any, output: str, fault: str) -> None:
 
 def main() -> int:
     """Run the `honed-slurm` command, with its connection as standard input."""
+    python.protect()
     worker = python.module("honed.worker")
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         return serve(socket.socket(fileno=os.dup(0)), Layout(Path("/")), worker=worker)

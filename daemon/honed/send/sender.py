@@ -30,6 +30,7 @@ from honed.spec import config
 from honed.spec.config import ReportingConfig
 from honed.system import layout as layouts
 from honed.system import log as logs
+from honed.system import python
 from honed.system.error import EnvironmentInvalidError, HonedError
 from honed.system.layout import Layout
 from honed.system.notify import Notifier
@@ -138,6 +139,7 @@ class Sender:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the `honed-send` command."""
+    python.protect()
     parser = argparse.ArgumentParser(
         prog="honed-send", description="Send metrics, predictions and notices to the addresses in honed.toml."
     )

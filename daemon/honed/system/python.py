@@ -1,13 +1,19 @@
 """Commands that start a Python, none of which takes modules from the directory where it starts.
 
-That directory may be anybody's: a worker starts in its job's, honectl where its user stands. What a child starts itself
-is kept from it by PYTHONSAFEPATH=, which `import honed` sets.
+That directory may be anybody's: a worker starts in its job's, honectl where its user stands. What the programs that run
+unasked start in turn, libraries' processes, too, is kept from it by `protect`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from os import PathLike
+
+
+def protect() -> None:
+    """Have no Python that this process or a child starts take modules from where it starts."""
+    os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def module(name: str, *arguments: str) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from honed.job.needs import Needs
+from honed.system import python
 from honed.system.layout import JobLayout
 from honed.worker import assignment, imports
 from honed.worker.gate import Gate
@@ -43,6 +44,7 @@ ENVIRONMENT = {
 
 def main() -> int:
     """Train one job. The exit status is 0 for success alone; see error.py for the others."""
+    python.protect()
     if sys.argv[1:2] != ["--spare"]:
         return train(sys.argv[1:])
     _set_defaults()

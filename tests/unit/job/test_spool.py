@@ -437,6 +437,34 @@ def test_what_an_earlier_honed_kept_under_a_reasons_name_is_not_read(spool: Spoo
     assert [each["file"] for each in query.refused(spool)["files"]] == ["directory.json"]
 
 
+def test_files_that_an_earlier_honed_kept_under_their_names_are_pruned_as_what_they_are(spool: Spool) -> None:
+    """Such a name may be the number of another arrival."""
+    old = text_of("old.yaml", SpecError("no")).replace(" as 9, a file of the user 12345.\nIt is kept.", " as 7.")
+    (spool.rejected_dir / "old.yaml.reason").write_text(old)
+    for name in ("old.yaml", "7.yaml", "1.json"):
+        (spool.rejected_dir / name).touch()
+    assert refuse(spool, "new.json", lambda path: path.write_text("{")).name == "new.json.reason"
+    assert (spool.rejected_dir / "1.json").read_bytes() == b""
+    assert (spool.rejected_dir / "1-1.json").read_text() == "{"
+    us = query.Asker(os.getuid(), is_administrator=False, reads_all=False)
+    wish = retention.Wish(limits=retention.Limits(max_count=0))
+    pruned = retention.prune_refused(spool, wish, us, is_dry=False, now=time.time())
+    assert sorted(row["file"] for row in pruned["rejected"]) == ["new.json", "old.yaml"]
+    assert sorted(path.name for path in spool.rejected_dir.iterdir()) == ["1.json", "7.yaml"]
+    retention.prune_refused(spool, wish, query.ANYBODY, is_dry=False, now=time.time())
+    assert list(spool.rejected_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a\nb.yaml", "a\udcff.yaml", "a\u2028.yaml"])
+def test_a_refused_file_of_any_name_is_pruned_with_its_reason(spool: Spool, name: str) -> None:
+    refuse(spool, name, lambda path: path.write_text("{"))
+    assert len(list(spool.rejected_dir.iterdir())) == 2
+    us = query.Asker(os.getuid(), is_administrator=False, reads_all=False)
+    wish = retention.Wish(limits=retention.Limits(max_count=0))
+    retention.prune_refused(spool, wish, us, is_dry=False, now=time.time())
+    assert list(spool.rejected_dir.iterdir()) == []
+
+
 def test_a_directory_is_not_taken(spool: Spool) -> None:
     (spool.incoming_dir / "a.json").mkdir()
     with pytest.raises(IsADirectoryError):

@@ -23,6 +23,17 @@ OTHER_USES = {
     "worker/gate.py": "our own start again",
     "worker/spare.py": "a file that is watched",
 }
+#: The programs that run unasked.
+PROTECTED = (
+    "check/preflight.py",
+    "daemon/loop.py",
+    "inputs/fetch.py",
+    "page/server.py",
+    "run/jobunit.py",
+    "run/slurm_helper.py",
+    "send/sender.py",
+    "worker/__main__.py",
+)
 
 
 def uses(path: Path) -> Iterator[int]:
@@ -36,6 +47,16 @@ def test_there_is_no_second_way_to_start_a_python() -> None:
     assert found == {"system/python.py", *OTHER_USES}
 
 
+@pytest.mark.parametrize("program", PROTECTED)
+def test_what_a_program_starts_is_protected_too(program: str) -> None:
+    (main,) = (
+        node
+        for node in ast.parse((PACKAGE / program).read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name in {"main", "start_main"}
+    )
+    assert "python.protect()" in [ast.unparse(line) for line in main.body]
+
+
 @pytest.fixture
 def trap(tmp_path: Path) -> Path:
     """A directory with modules that leave a file when they are imported."""
@@ -46,7 +67,8 @@ def trap(tmp_path: Path) -> Path:
 
 
 GRANDCHILD = (
-    "import honed, subprocess, sys; subprocess.run([sys.executable, '-c', 'import json, argparse'], check=True)"
+    "import subprocess, sys; from honed.system import python; python.protect(); "
+    "subprocess.run([sys.executable, '-c', 'import json, argparse'], check=True)"
 )
 COMMANDS = {
     "module": python.module("honed.cli.honectl", "--version"),

@@ -1,10 +1,10 @@
 """What an adapter stands on. A checkpoint of it has no weights of the base, so a run that resumes compares these.
 
-    checkpoint-N/BASE.json    weights   a digest of samples of each layer, as its files have it
-                              begun     numbers of each layer that the initialization has changed (PiSSA, OLoRA)
-                              buffers   digests of the buffers, which no adapter has: training must not change them
+    checkpoint-N/BASE.json            weights   a digest of samples of each layer, as its files have it
+                                      begun     numbers of each layer that the initialization has changed (PiSSA, OLoRA)
+    checkpoint-N/BUFFERS.safetensors  the buffers that training has changed (statistics of batch norms), put back
 
-The first two are of the attempt's beginning, the buffers of when the checkpoint was written.
+The numbers are of the attempt's beginning: an attempt may go on in another dtype, on another device.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from honed.system import quote
 from honed.system.error import ModelError
 from honed.worker.model import published, tensorfile, verify
 
-NAME = "BASE.json"
+NAME, BUFFERS_NAME = "BASE.json", "BUFFERS.safetensors"
 #: Initializations that leave the base as it is.
 _UNCHANGING = ("true", "false", "gaussian")
 #: How far a layer's numbers may be apart when an initialization is repeated, relative to their size: float32, half
@@ -36,15 +37,25 @@ class Basis:
     base_dir: Path
     compared: verify.Compared
     begun: Mapping[str, list[float]]
+    buffers: Mapping[str, str]  #: their digests before training
     tolerance: float
 
     def write(self, directory: Path, model: Any) -> None:
         """Write it beside an adapter."""
-        found = {"weights": self.compared.digests, "begun": self.begun, "buffers": _buffers(model)}
+        found = {"weights": self.compared.digests, "begun": self.begun}
         (directory / NAME).write_text(json.dumps(found) + "\n", encoding="utf-8")
+        buffers = {name: buffer.detach().cpu().clone() for name, buffer in published.buffers(model)}
+        changed = {
+            name: each
+            for name, each in buffers.items()
+            if tensorfile.digests({name: each})[name] != self.buffers.get(name)
+        }
+        if changed:
+            save_file(changed, directory / BUFFERS_NAME)
 
-    def check(self, directory: Path, model: Any) -> None:
-        """Raise ModelError, naming the layers, unless an adapter was trained on what this run has loaded."""
+    def restore(self, directory: Path, model: Any) -> None:
+        """Put back the buffers that training had changed. Raises ModelError, naming the layers, unless the adapter was
+        trained on what this run has loaded."""
         path = directory / NAME
         if not path.is_file():
             return  # an earlier version has written the checkpoint
@@ -60,11 +71,10 @@ class Basis:
                 f"{quote.first(sorted(other), _MAX_NAMED)}",
                 hint="continue on the same kind of device, with the same version of torch, or submit the job again",
             )
-        if other := _unequal(stored["buffers"], _buffers(model)):
-            raise ModelError(
-                f"{directory.name}: training has changed {quote.first(other, _MAX_NAMED)}, which no adapter has",
-                hint="train without interruption (save_strategy: no), or all weights (without lora)",
-            )
+        if (path := directory / BUFFERS_NAME).is_file():
+            held = dict(published.buffers(model))
+            for name, buffer in load_file(path).items():
+                held[name].copy_(buffer)
 
     def _is_near(self, name: str, numbers: list[float]) -> bool:
         held = self.begun.get(name, [])
@@ -82,7 +92,7 @@ def of(base_dir: Path, compared: verify.Compared, model: Any) -> Basis:
     tolerance = _TOLERANCE if model.dtype == torch.float32 else _HALF_TOLERANCE
     if getattr(model.get_base_model(), "hf_quantizer", None) is not None:
         tolerance = _QUANTIZED_TOLERANCE
-    return Basis(base_dir, compared, begun, tolerance)
+    return Basis(base_dir, compared, begun, tensorfile.digests(dict(published.buffers(model))), tolerance)
 
 
 def _wrapped(model: Any) -> Iterator[tuple[str, Any]]:
@@ -92,10 +102,6 @@ def _wrapped(model: Any) -> Iterator[tuple[str, Any]]:
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer) and hasattr(module.get_base_layer(), "weight"):
             yield name, module.get_base_layer().weight
-
-
-def _buffers(model: Any) -> dict[str, str]:
-    return tensorfile.digests(dict(published.buffers(model)))
 
 
 def _unequal(stored: Mapping[str, str], held: Mapping[str, str]) -> list[str]:

@@ -38,7 +38,7 @@ _HINT = "copy the model again; if it is whole, its files do not fit this version
 
 @dataclass(frozen=True)
 class Compared:
-    """The samples of a base's files, in the dtypes of the loaded model."""
+    """The samples of a base's files, as they are stored."""
 
     samples: Mapping[str, Any]
 
@@ -76,8 +76,8 @@ def check(model: Any, directory: Path) -> Compared:
             wrong += [] if is_near else [name]
             samples[name] = _sample(stored)
         elif stored.shape == tensor.shape and tensor.dtype in _FLOATS:
-            samples[name] = _sample(stored).to(tensor.dtype)
-            pairs.append((name, _sample(tensor), samples[name]))
+            samples[name] = _sample(stored)
+            pairs.append((name, _sample(tensor), samples[name].to(tensor.dtype)))
     if wrong := [*wrong, *_differing(pairs)]:
         raise ModelError(
             f"{directory}: after loading, {len(wrong)} of {len(samples)} tensors differ from the files: "

@@ -78,7 +78,8 @@ class Processor:
             self._call(placeholder + _MARK, {"images": [PIL.Image.new("RGB", (64, 64))]}, heard)
         except HonedError:  # its images have other placeholders
             return ""
-        return heard.told[-1][0].rpartition(_MARK)[2] if heard.told else ""
+        _, mark, end = heard.told[-1][0].rpartition(_MARK) if heard.told else ("", "", "")
+        return end if mark else ""  # another text may come last
 
     def expand(self, text: str, media: Sequence[Media]) -> Expanded:
         return self.process(text, media).expanded

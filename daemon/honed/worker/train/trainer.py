@@ -733,7 +733,7 @@ class Trainer(SFTTrainer):
         else:
             weights.load(path, self.model)
         if self._basis is not None:
-            self._basis.check(path, self.model)
+            self._basis.restore(path, self.model)
         self._auditor.model(self.model, when)
 
     def _load_best_model(self) -> None:
