@@ -469,7 +469,7 @@ class Torture:
 
     def is_unsettled(self) -> bool:
         """Tell whether a dropped file is neither a job nor rejected yet."""
-        rejected = {path.name for path in self.hit.spool.rejected_dir.iterdir()}
+        rejected = {path.name.removesuffix(".reason") for path in self.hit.spool.rejected_dir.glob("*.reason")}
         known = {job.source for job in self.hit.jobs().values()} | rejected
         return any(each.name not in known for each in self.dropped)
 
