@@ -280,6 +280,7 @@ class Forged:
 
     def write(self, uid: int, *, acl_uid: int | None = None, **changes: Any) -> None:
         access.open_job_dir(self.dir, uid if acl_uid is None else acl_uid, is_shared=False)
+        access.give_job_dir(self.dir)
         attempt = Attempt(1, "transformers", 1.0, device="cpu")
         job = Job(900, "forged", 1.0, "forged.json", uid, "/tmp", attempts=(attempt,), state=State.RUNNING)
         self.entry.write_bytes(job.to_json())

@@ -49,7 +49,7 @@ class RefusalError(Exception):
 def wait(needs: Needs, load: Callable[[Needs], None] | None = None) -> Job:
     """Import what such a job needs, wait for one, and be its worker from then on. Ends the process if there is none, or
     if it cannot be that worker. `load` imports, instead of what a worker's libraries need."""
-    link_fd, own_place = _take_link(), sys.path[0]
+    link_fd, own_place = _take_link(), os.getcwd()  # noqa: PTH109 - a text, as those in sys.path
     background = Background()
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -155,7 +155,7 @@ def _become(job: dict[str, Any], needs: Needs, own_place: str) -> list[str]:
     words = command[sys.orig_argv.index("--spare") :]  # ours begins with the same program
     os.environ.clear()
     os.environ.update(job["environment"])
-    if own_place == os.getcwd():  # noqa: PTH109 - as `python -m` sets it, but for PYTHONSAFEPATH
+    if own_place in sys.path:  # by an empty part of PYTHONPATH
         sys.path[sys.path.index(own_place)] = job["dir"]
     os.chdir(job["dir"])
     sys.argv[1:] = words

@@ -65,9 +65,13 @@ def test_a_job_directory_is_its_workers_group_and_its_submitters(
     open_dir: Path, is_shared: bool, everybody: int
 ) -> None:
     access.open_job_dir(open_dir, STRANGER.uid, is_shared=is_shared, administrators=42)
-    found = access.acl_of(open_dir)
-    if found is None:
+    before = access.acl_of(open_dir)
+    if before is None:
         pytest.skip("no ACLs on this file system")
+    assert (before.group, before.users) == (READ | ENTER, {STRANGER.uid: READ | ENTER}), "nobody else writes yet"
+    access.give_job_dir(open_dir)
+    found = access.acl_of(open_dir)
+    assert found is not None
     everything = READ | WRITE | ENTER
     submitter = everything if access.is_person(STRANGER.uid) else READ | ENTER
     assert (found.owner, found.group, found.mask, found.other) == (everything, everything, everything, everybody)
