@@ -219,14 +219,15 @@ class Sweep:
 
     def _refused(self, config: RetentionConfig) -> Iterator[None]:
         limits = retention.refused_limits(config)
-        num_removed = 0
+        num_removed = 0  # files and their reasons are of one number
         for found in retention.refused_files(self._spool):
             beyond = retention.excess(map(self._as_of_now, found), limits, now=self._now())
             yield
+            num = 0
             for item in beyond:
-                retention.remove_refused(self._spool, str(item.key))
+                num += retention.remove_refused(self._spool, str(item.key))
                 yield
-            num_removed = max(num_removed, len(beyond))
+            num_removed = max(num_removed, num)
         if num_removed:
             log.info("%s: removed %d refused files", self._spool.rejected_dir, num_removed)
 

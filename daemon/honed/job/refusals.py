@@ -28,15 +28,14 @@ SUFFIX = ".reason"
 MAX_NAME_BYTES = 255
 #: Bytes of a reason that are read: it quotes a job file, of which honed takes 16 MiB at most.
 MAX_BYTES = 2**20
-#: How a reason begins. Those of honed 0.1 do not name the user whose file was taken from incoming/.
+#: How a reason begins. Those of honed 0.1 do not name the user whose file was taken from incoming/, and say nothing of
+#: what became of the file, which then lies under its own name.
 _HEAD = re.compile(
     r"(?P<file>.*) was refused at (?P<when>\S+)\.\n"
     r"(?:Submitted as (?P<submission>[0-9]+) by the user (?P<submitter>[0-9]+)"
     r"|Taken from incoming/ as (?P<arrival>[0-9]+)(?:, a file of the user (?P<owner>[0-9]+))?)\.\n"
     r"(?:(?P<fate>.+)\n)?\n(?P<code>\w+):\n"
 )
-
-
 _KEPT = re.compile(r"The file is kept as rejected/([0-9]+(?:-[0-9]+)?(?:\.[a-z]+)?)\.")
 
 
@@ -89,7 +88,9 @@ def parse(text: str, path: Path, refused_at: float) -> Reason | None:
     if found is None:
         return None
     uid = found["submitter"] or found["owner"]
-    kept = _KEPT.fullmatch(found["fate"] or "")
+    kept = path.name.removesuffix(SUFFIX)
+    if found["fate"] is not None:
+        kept = match[1] if (match := _KEPT.fullmatch(found["fate"])) else ""
     return Reason(
         path=path,
         file=found["file"],
@@ -97,7 +98,7 @@ def parse(text: str, path: Path, refused_at: float) -> Reason | None:
         uid=None if uid is None else int(uid),
         code=found["code"],
         is_submission=found["submission"] is not None,
-        kept_path=path.with_name(kept[1]) if kept else None,
+        kept_path=path.with_name(kept) if kept else None,
         text=text,
         refused_at=refused_at,
     )
@@ -120,11 +121,9 @@ def read(path: Path) -> Reason | None:
             return None
         text = file.read(MAX_BYTES).decode("utf-8", errors="replace")
     reason = parse(text, path, info.st_mtime)
-    if reason is not None and _HEAD.match(text)["fate"] is None:  # type: ignore[index]  # honed 0.1 kept the name
+    if reason is not None and reason.uid is None and reason.kept_path is not None:
         with contextlib.suppress(FileNotFoundError):
-            kept = path.with_name(path.name.removesuffix(SUFFIX))
-            owner = kept.lstat().st_uid
-            return replace(reason, kept_path=kept, uid=owner if reason.uid is None else reason.uid)
+            return replace(reason, uid=reason.kept_path.lstat().st_uid)
     return reason
 
 
