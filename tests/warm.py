@@ -354,8 +354,9 @@ def main() -> None:
 
 def listen(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
+    listener.bind(f"{path}.new")
     listener.listen(socket.SOMAXCONN)
+    Path(f"{path}.new").rename(path)  # whoever sees it can connect
     return listener
 
 

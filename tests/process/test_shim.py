@@ -110,6 +110,16 @@ def test_a_stopped_worker_is_woken_to_dump_its_stacks_which_stand_out_in_the_jou
     assert 'File "<string>", line 1 in <module>' in told
 
 
+def test_stacks_behind_a_line_that_was_not_ended_are_in_the_journal_without_it(start: Start) -> None:
+    """As a progress bar is while a worker hangs."""
+    made = start("import faulthandler, os; faulthandler.enable(); os.write(2, b'a row: 50%'); os.abort()")
+    status, told, _ = made.end()
+    assert status == -signal.SIGABRT
+    assert told.startswith("<4>Fatal Python error: Aborted\n<4>")
+    assert "row" not in told
+    assert "a row: 50%Fatal" in made.log
+
+
 def test_the_stacks_of_a_crash_are_in_the_journal_and_nothing_that_is_printed_beside_them(start: Start) -> None:
     printed = r"Fatal Python error: of a row\n  File \"row\", line 7 in it\nThread 0x7 of a row"
     crash = "import ctypes, faulthandler, sys; faulthandler.enable()\n"

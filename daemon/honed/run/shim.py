@@ -374,7 +374,9 @@ class Relay:
 
     def _tell(self, lines: list[bytes]) -> None:
         for line in lines:
-            self._is_dying = self._is_dying or line in FATAL
+            for first in FATAL:
+                if line.endswith(first):  # behind a line that was not ended: a progress bar's
+                    self._is_dying, line = True, first  # noqa: PLW2901
             if self._is_dying and is_of_stacks(line):  # logged as a warning; the unit's other lines are debug
                 write(2, b"<4>%s\n" % _plain(line))
 
