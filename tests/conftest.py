@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -95,6 +96,16 @@ def places_of(paths: Collection[Path]) -> dict[Path, float]:
         ends = [*itertools.accumulate(folders[names[path]] for path in ours)]
         found |= {path: end / ends[-1] for path, end in zip(ours, [0, *ends], strict=False)}
     return found
+
+
+@pytest.fixture(autouse=True)
+def priority_as_it_was() -> Iterator[None]:
+    """A program's main that steps back for training, called by a test, would slow down all tests after it."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    yield
+    if os.getpriority(os.PRIO_PROCESS, 0) != before:
+        with contextlib.suppress(PermissionError):  # only root may step forward again
+            os.setpriority(os.PRIO_PROCESS, 0, before)
 
 
 @pytest.fixture(autouse=True)
