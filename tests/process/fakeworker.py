@@ -17,6 +17,7 @@ hang             never says a word                   deaf[-N]     as slow, but i
 freeze           15 quick steps, then nothing more   plod         15 quick steps, then one of six seconds
 fallback         backend_unavailable under unsloth, success under transformers
 mismatch[-N]     precision_mismatch under unsloth, after N steps (none), success under transformers
+late             as succeed, with its output; then it crashes while it ends
 unlearned        as succeed, and says that nothing was learned
 rungs-N      30 steps of 0.1 s, with evaluations; 4 and 5 wait at step 10 until they are asked to stop, and 4 at its
              fourth for a file `go`
@@ -183,6 +184,10 @@ def main() -> int:
             events.emit("memory", when="built", weights_bytes=3 * 2**20, adapter_bytes=2**20)
             events.emit("memory", when="trained", weights_bytes=3 * 2**20, adapter_bytes=2**20, optimizer_bytes=2**21)
             result("succeeded", steps(int(argument or 5)))
+        case "late":
+            layout.output_dir.mkdir()
+            result("succeeded", steps(5))
+            os.kill(os.getpid(), signal.SIGSEGV)
         case "unlearned":
             result("succeeded", steps(5), remark="the loss did not fall: 2.3 in the first steps, 2.3 …")
         case "rungs":  # its evaluation loss is its learning rate

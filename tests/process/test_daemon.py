@@ -73,6 +73,15 @@ def test_kill_9_of_the_daemon_leaves_the_worker_running_and_the_next_adopts_it(i
     assert steps == list(range(1, 61)), "every event once"
 
 
+def test_a_worker_that_crashes_after_its_result_has_succeeded(instance: Instance) -> None:
+    instance.drop("late")
+    assert instance.drain() == 0
+    job = instance.job("late")
+    assert job is not None
+    assert (job.state, len(job.attempts), len(instance.starts(job))) == (State.SUCCEEDED, 1, 1)
+    assert job.remark == "its worker was killed by SIGSEGV after it had finished"
+
+
 def test_a_worker_that_ended_while_the_daemon_was_dead_is_settled_by_the_next(instance: Instance) -> None:
     instance.drop("until-60")
     instance.start()

@@ -1,12 +1,14 @@
 """The outcome of an attempt, from two sources: the worker's result file and its process's exit.
 
-An error that the worker reports is believed; success needs a result that says so and an exit that does not contradict
-it. A worker that died without a result (by a signal or an exit) is `killed`, and retried.
+An error that the worker reports is believed, and so is a success: the worker writes its result last, once its output is
+durable, and however its process ends after that, the work is done. A worker that died without a result (by a signal or
+an exit) is `killed`, and retried.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 from honed.job import event
 from honed.run.runner import Exit
 from honed.system import durable, error, untrusted
+from honed.system.layout import JobLayout
 
 SUCCEEDED = "succeeded"
 #: Maximum number of characters of a remark.
@@ -67,15 +70,39 @@ def judge(result_path: Path, ended: Exit, *, is_readable: bool = True) -> Outcom
         needed_bytes=number if type(number := result.get("needed_bytes")) is int and 0 < number < 2**62 else 0,
     )
     if result.get("outcome") == SUCCEEDED:
-        # The worker writes its result last, once all else is durable. If it was then killed from outside, or nobody saw
-        # it end, the work is done; doing it again would be a second success.
-        if ended.status == 0 or (ended.status is None and ended.signal in {None, signal.SIGKILL}):
-            return told
+        # Doing the work again would be a second success; a library may crash while Python ends.
+        is_clean = ended.status == 0
+        if is_clean or (
+            ended.ran and ended.service_result not in _NOT_RUN and _has_output(result_path, told.artifacts)
+        ):
+            return replace(told, remark="; ".join(filter(None, [told.remark, _late_end(ended)]))[:MAX_REMARK])
         return _of(_died(ended), told)
     reported = result.get("error")
     if not isinstance(reported, dict):
         reported = error.InternalError("the worker failed without an error message").as_dict()
     return _of(error.from_dict({key: value if key == "fix" else str(value) for key, value in reported.items()}), told)
+
+
+#: Results of a cluster's job whose worker never began: a result beside them is not its own.
+_NOT_RUN = frozenset({"not-launched", "refused"})
+
+
+def _late_end(ended: Exit) -> str:
+    """Return the remark on how a worker ended after its result; empty if it exited with 0, or nobody saw it end."""
+    if ended.signal is not None:
+        return f"its worker was killed by {_signal_name(ended.signal)} after it had finished"
+    return f"its worker exited with status {ended.status} after it had finished" if ended.status else ""
+
+
+def _has_output(result_path: Path, artifacts: dict[str, str]) -> bool:
+    """Return False if the output should be in the job's own directory, and is not. Other places are the submitter's,
+    where the daemon does not look."""
+    output_dir = JobLayout(result_path.parents[2]).output_dir
+    return artifacts.get("output_dir") != str(output_dir) or os.path.lexists(output_dir)
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -140,13 +167,12 @@ def _died(ended: Exit) -> error.HonedError:
                 hint="see jobs.stop_timeout_sec, and TimeoutStartSec= and TimeoutStopSec= of honed-job@.service",
             )
         case Exit(signal=int(number)):
-            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             hint = (
                 "SIGKILL is often sent by the kernel's out-of-memory killer: see `journalctl -k`"
                 if number == signal.SIGKILL
                 else ""
             )
-            return error.KilledError(f"the worker was killed by {name}", hint=hint)
+            return error.KilledError(f"the worker was killed by {_signal_name(number)}", hint=hint)
         case Exit(status=0):
             return error.KilledError(
                 "the worker exited with status 0 but left no result", hint="see its log: honectl logs"

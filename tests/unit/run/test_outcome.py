@@ -1,4 +1,4 @@
-"""Success needs two witnesses; every other outcome has a code."""
+"""A success is the worker's own word; every other outcome has a code."""
 
 from __future__ import annotations
 
@@ -27,9 +27,15 @@ FAILURE = {"outcome": "failed", "error": {"code": "mask_invalid", "message": "m"
     ("result", "ended", "code"),
     [
         (SUCCESS, Exit(0, None), "succeeded"),
-        (SUCCESS, Exit(3, None), "killed"),
-        (SUCCESS, Exit(None, 11), "killed"),
-        # Killed from outside after it wrote its result, or with an unknown exit: its work is complete and not repeated.
+        # However it ended after it wrote its result, its work is complete and not repeated.
+        (SUCCESS, Exit(3, None), "succeeded"),
+        (SUCCESS, Exit(None, 11), "succeeded"),
+        (SUCCESS, Exit(None, 6, service_result="watchdog"), "succeeded"),
+        (SUCCESS, Exit(None, 9, was_out_of_memory=True), "succeeded"),
+        (SUCCESS, Exit(None, None, service_result="node-lost"), "succeeded"),
+        # These workers never began, so the result is not theirs.
+        (SUCCESS, Exit(None, None, service_result="not-launched"), "killed"),
+        (SUCCESS, Exit(226, None, service_result="exit-code", ran=False), "environment_invalid"),
         (SUCCESS, Exit(None, 9), "succeeded"),
         (SUCCESS, Exit(None, None), "succeeded"),
         (FAILURE, Exit(81, None), "mask_invalid"),
@@ -58,6 +64,31 @@ def test_the_outcome_of_result_and_exit(tmp_path: Path, result: Any, ended: Exit
     outcome = judge(path, ended)
     assert outcome.code == code
     assert (outcome.error is None) == (code == "succeeded")
+
+
+@pytest.mark.parametrize(
+    ("ended", "remark"),
+    [
+        (Exit(0, None), "the loss rose"),
+        (Exit(None, None), "the loss rose"),
+        (Exit(None, 11), "the loss rose; its worker was killed by SIGSEGV after it had finished"),
+        (Exit(3, None), "the loss rose; its worker exited with status 3 after it had finished"),
+    ],
+)
+def test_an_end_after_the_result_is_remarked(tmp_path: Path, ended: Exit, remark: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({**SUCCESS, "remark": "the loss rose"}))
+    assert judge(path, ended).remark == remark
+
+
+def test_a_success_without_its_output_is_none(tmp_path: Path) -> None:
+    job_dir = tmp_path / "jobs/1"
+    path = job_dir / "attempts/1/result.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({**SUCCESS, "artifacts": {"output_dir": str(job_dir / "output")}}))
+    assert judge(path, Exit(None, 11)).code == "killed"
+    (job_dir / "output").mkdir()
+    assert judge(path, Exit(None, 11)).code == "succeeded"
 
 
 @pytest.mark.parametrize("code", ["precision_mismatch", "loss_mismatch"])
