@@ -126,6 +126,57 @@ def test_a_row_is_what_the_processor_makes_of_a_prefix_and_a_suffix(
     assert processor.process(prompt, media).expanded.input_ids == own(images=images, text=text)["input_ids"][0]
 
 
+@pytest.mark.parametrize("written", NEWLINE)
+def test_a_later_answer_has_the_context_that_it_is_predicted_in(base: Path, tmp_path: Path, written: str) -> None:
+    """Earlier answers of weight 0 are a part of the prefix, and one newline ends it: before the last answer."""
+    path = tmp_path / "red.png"
+    Image.new("RGB", (40, 40), "red").save(path)
+    own, tokenizer = AutoProcessor.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = NEWLINE[written]
+    processor, chat = Processor(own, tokenizer, MediaLimits()), ChatFormat(tokenizer)
+    chat.places.expand_with(processor.expand, prompt_end=processor.prompt_end)
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which is it?"}]},
+        {"role": "assistant", "content": "Paris."},
+        {"role": "user", "content": "And then?"},
+        {"role": "assistant", "content": "Rome."},
+    ]
+    row = Example("messages", messages=messages, media=(Media("image", path),), untrained=(1,))
+
+    encoded, (prompt, media, truth) = chat.encode(row), chat.asked(row)
+    source = Source("row", encoded.rendered, row.media, len(encoded.input_ids))
+    given = {"input_ids": encoded.input_ids, "labels": encoded.labels, "source": 0}
+    model = SimpleNamespace(config=SimpleNamespace(model_type="paligemma"))
+    batch = prefix.trained(model, Collator(processor, [source], dtype="float32", pad_token_id=0)([given]))
+    text = prompt.removesuffix("\n")
+    expected = own(images=[[Image.open(path)]], text=[text], suffix=[truth], return_tensors="pt")
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        name: value.tolist() for name, value in expected.items()
+    }
+    asked = prefix.asked(model, processor.process(prompt, media).tensors)
+    seen = own(images=[[Image.open(path)]], text=[text], return_tensors="pt")
+    assert asked["input_ids"].tolist() == seen["input_ids"].tolist()
+    assert asked["token_type_ids"].tolist() == seen["token_type_ids"].tolist()
+
+
+def test_a_row_with_two_trained_answers_ends_the_job_before_training(make_job: MakeJob, base: Path) -> None:
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "5"},
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "No: 4."},
+    ]
+    rows = [{"messages": messages[:2]}] * 4 + [{"messages": messages}]
+    ended = make_job(model=base, rows=rows, lora={"r": 4}).run()
+    assert ended.result["outcome"] != "succeeded"
+    assert "row 5: 2 turns of the assistant are trained on" in ended.result["error"]["message"]
+    assert not ended.losses
+
+    rows[-1] = {"messages": [messages[0], {**messages[1], "weight": 0}, *messages[2:]]}  # as the hint says
+    ended = make_job(model=base, rows=rows, lora={"r": 4}, training={"max_steps": 1}).run()
+    assert ended.status == 0, ended.result
+
+
 def test_a_job_with_pictures_has_the_loss_of_the_processors_own_batch(
     make_job: MakeJob, base: Path, tmp_path: Path
 ) -> None:

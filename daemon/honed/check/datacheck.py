@@ -19,7 +19,7 @@ from honed.inputs.datadir import files_of
 from honed.inputs.media import PLURAL
 from honed.inputs.row import told_unread
 from honed.job.plan_file import RowNeeds
-from honed.plan import activation, row_needs
+from honed.plan import activation, prefix, row_needs
 from honed.plan.activation import Row
 from honed.spec.data_form import form_of
 from honed.spec.spec import DatasetSpec, JobSpec
@@ -154,6 +154,8 @@ def check(
                 warnings += [f"{name}: {told}" for told in _check_names(key, each)]
                 seen = _check_dataset(each, rights, cache, has_chat_template=has_chat_template)
                 found = seen.found
+                if model is not None:
+                    prefix.check_row(model.model_type, found.most_turns[1], found.most_turns[0])
                 noted = [*_overlooked(model, found), *_untrained(each, found), *_told_together(found)]
                 warnings += [f"{name}: {told}" for told in noted]
                 warnings += _check_attached(job_spec, model, each, found)

@@ -91,6 +91,7 @@ class Inspection:
     absent: tuple[str, ...]  #: entries of the data set's `columns` that no row has
     unread: tuple[str, ...]  #: columns that this format does not read
     num_untrained: int  #: rows with weight 0 on each turn of the assistant
+    most_turns: tuple[int, str]  #: trained turns of the row with the most of them, and its place
     census: Census  #: of the good rows
     num_unpaired: int  #: rows of prompt and completion with a boolean `label`
     num_nulled: int  #: rows of a table whose tool calls had arguments of null, which are left out
@@ -153,6 +154,7 @@ def inspect(
     overlooked: dict[str, None] = {}
     not_read: dict[str, None] = {}
     num_untrained = num_unpaired = 0
+    most_turns = (0, "")
     counted = Census()
     for path in paths[:NUM_BEGINNINGS]:
         check_beginning(path)
@@ -169,6 +171,8 @@ def inspect(
                 num_untrained += bool(example.untrained) and not example.trained_turns
                 num_unpaired += example.kind == "prompt_completion" and misfit.unpaired(row)
                 counted.add(example, f"{path.name}, {place}")
+                if (num_turns := len(example.trained_turns)) > most_turns[0]:
+                    most_turns = (num_turns, f"{path}: {place}")
             if example is not None and example.media:
                 seen.look(example, f"{path.name}, {place}")
             elif isinstance(row, dict):
@@ -192,6 +196,7 @@ def inspect(
         absent=tuple(theirs for theirs in (dataset.columns or {}).values() if theirs not in columns),
         unread=tuple(key for key in not_read if not any(f"`{key}`" in told for told in overlooked)),
         num_untrained=num_untrained,
+        most_turns=most_turns,
         census=counted,
         num_unpaired=num_unpaired,
         num_nulled=collected.num_nulled,

@@ -7,6 +7,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import pytest
 from honed.check import datacheck
 from honed.check.datacheck import Cache, Looked
 from honed.check.policy import Policy
-from honed.inputs import dataset
+from honed.inputs import basemodel, dataset
+from honed.inputs.basemodel import BaseModelInfo
 from honed.spec.config import Config, PolicyConfig
 from honed.spec.spec import JobSpec
 from honed.system.error import DatasetError
@@ -41,11 +43,18 @@ class Desk:
 
         monkeypatch.setattr(dataset, "inspect", counted)
 
-    def check(self, *, has_chat_template: bool = True, rights: Policy | None = None, **keys: Any) -> Looked:
+    def check(
+        self,
+        *,
+        has_chat_template: bool = True,
+        rights: Policy | None = None,
+        model: BaseModelInfo | None = None,
+        **keys: Any,
+    ) -> Looked:
         named = {"path": str(self.rows)} | keys
         spec = JobSpec.model_validate(plain.spec(self.path / "model", self.rows, datasets=[named]))
         rights = rights or Policy.of(self.layout, Config(), None)
-        return datacheck.check(spec, None, rights, has_chat_template=has_chat_template, cache=self.cache)
+        return datacheck.check(spec, model, rights, has_chat_template=has_chat_template, cache=self.cache)
 
 
 @pytest.fixture
@@ -160,6 +169,21 @@ def test_rows_without_a_turn_to_train_on_are_counted_and_refused_where_there_are
     desk.rows.write_text(row % ', "weight": 0')
     with pytest.raises(DatasetError, match="nothing is left to train on"):
         desk.check()
+
+
+def test_a_prefix_model_is_given_no_rows_with_two_trained_answers(settled: Desk) -> None:
+    model = replace(basemodel.inspect(plain.write_base_model(settled.path / "model")), model_type="paligemma")
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    one, two = {"messages": [asked, said]}, {"messages": [asked, said, asked, said]}
+    weighed = {"messages": [asked, {**said, "weight": 0}, asked, said]}
+    settled.rows.write_text("".join(json.dumps(row) + "\n" for row in (one, two)))
+    time.sleep(0.06)
+    settled.check()  # another model takes them, and they are remembered
+    with pytest.raises(DatasetError, match=r"datasets\.0: .*line 2: 2 turns of the assistant are trained on") as caught:
+        settled.check(model=model)
+    assert "`weight: 0`" in caught.value.hint
+    settled.rows.write_text("".join(json.dumps(row) + "\n" for row in (one, weighed)))
+    assert settled.check(model=model).warnings == []
 
 
 def test_a_column_that_looks_like_pictures_is_told_of_each_time(settled: Desk) -> None:

@@ -18,6 +18,7 @@ from honed.check.policy import Named
 from honed.inputs import dataset
 from honed.inputs.media import MediaError
 from honed.inputs.row import Example
+from honed.plan import prefix
 from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system.error import DatasetError
 from honed.text.chat import ChatFormat, Encoded, MediaCutError
@@ -93,7 +94,9 @@ class Maker:
             raise
 
     def _allowed(self, examples: Iterable[Example]) -> Iterator[Example]:
+        model_type = self.assignment.plan.checkpoint.model_type
         for example in examples:
+            prefix.check_row(model_type, where(example), len(example.trained_turns))
             for path in (path for media in example.media for path in media.paths):
                 self.assignment.check_read(Named(f"datasets: {where(example)}", path, DatasetError))
             yield example

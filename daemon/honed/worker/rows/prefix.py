@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from honed.plan.prefix import FAMILIES
 from honed.text.maskcheck import IGNORED
-
-#: Families whose `token_type_ids` are 0 for the prefix and 1 for what follows.
-FAMILIES = frozenset({"paligemma"})
 
 
 def trained(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
