@@ -4,6 +4,7 @@ job.
     scripts/bench load [--sizes 100,1000,10000] [--minutes 10] [--dir DIR]
     scripts/bench load --booted N      as root: N drops of a user's compared with N of root's, in a booted systemd
     scripts/bench load --beside N      as root: one file of a user's beside N of another's, in a booted systemd
+    scripts/bench load --ended N       the start with N ended jobs: CPU seconds until READY=1, and memory
 
 It prints rows for docs/benchmarks.md. `--minutes 0` skips the training, `--sizes ""` the queue. The instance is created
 in DIR: syncing the disk takes most of the time to accept a job.
@@ -23,12 +24,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import demonstration
 
+from honed.job.job import Attempt, Job, State
 from honed.system.client import Client
 from honed.system.layout import Layout
 
@@ -127,6 +130,85 @@ def instance(directory: Path | None) -> Iterator[Honed]:
             made.stop()
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+# -- ended jobs -------------------------------------------------------------------------------------------------------
+
+
+def ended_job(number: int, root: Path) -> Job:
+    """Return an ended job of one of 20 users: every second one has had two attempts, every tenth starts from another
+    job's output, and every third is of a sweep and is told of."""
+    began = time.time() - 86400.0 * 30 + number
+    state = (State.SUCCEEDED, State.SUCCEEDED, State.SUCCEEDED, State.FAILED, State.CANCELLED)[number % 5]
+    attempts = tuple(
+        Attempt(
+            each,
+            "transformers",
+            began + each,
+            ended_at=began + each + 0.5,
+            outcome="killed" if each < 1 + number % 2 else state.value,
+            step=100,
+            device=f"GPU-{number % 8:08x}-0000-0000-0000-000000000000",
+            started_monotonic=1000.0 + number,
+            boot_id="00000000-0000-0000-0000-000000000000",
+            took_sec=0.5,
+            checkpoint_bytes=2**20,
+            output_bytes=2**20,
+        )
+        for each in range(1, 2 + number % 2)
+    )
+    job = Job(
+        number,
+        f"experiment-{number % 700}",
+        began,
+        f"experiment-{number}.yaml",
+        2000 + number % 20,
+        str(root / f"outputs/{number}"),
+        revision=5,
+        attempts=attempts,
+        outcome=state.value,
+        model=str(root / "model"),
+        data=(str(root / "train.jsonl"),),
+        arrived_at=began,
+        ends=(state.value,),
+        state=state,
+    )
+    if number % 10 == 0:
+        before = f"experiment-{(number - 1) % 700}"
+        job = replace(job, depends_on=(before,), inputs={before: number - 1})
+    if number % 3 == 0:
+        values = {"training.learning_rate": 1e-4, "lora.r": 16}
+        group = {
+            "id": max(1, number // 30 * 30),
+            "name": "sweep",
+            "file": "sweep.yaml",
+            "values": values,
+            "halving": None,
+        }
+        job = replace(job, group=group, notify={"mail": "a@example.org", "states": ["failed"]})  # type: ignore[arg-type]
+    return job
+
+
+def measure_ended(honed: Honed, num_jobs: int) -> None:
+    """Print what the start takes beside many ended jobs: with a database that is made, one that is there, twice."""
+    for number in range(1, num_jobs + 1):
+        job = ended_job(number, honed.root)
+        path = honed.layout.spool_dir / job.state.value / f"{number}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(job.to_json())
+        for attempt in job.attempts:
+            events = honed.layout.job(number).attempt(attempt.number).events_path
+            events.parent.mkdir(parents=True)
+            events.write_text('{"event": "started", "time": 1, "pid": 1, "versions": {}, "backend": "transformers"}\n')
+    print(
+        f"| start with {num_jobs:,} ended jobs | s until READY=1 | CPU s | MiB | MiB when idle |\n|---|---|---|---|---|"
+    )
+    for what in ("its database is made", "again", "again"):
+        took = honed.start()
+        cpu, resident = honed.cpu_sec(), honed.resident_mib()
+        wait_until_quiet(honed)
+        print(f"| {what} | {took:.1f} | {cpu:.2f} | {resident:.0f} | {honed.resident_mib():.0f} |", flush=True)
+        honed.stop()
 
 
 # -- the queue --------------------------------------------------------------------------------------------------------
@@ -387,10 +469,16 @@ def main() -> None:
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--booted", type=int, metavar="N")
     parser.add_argument("--beside", type=int, metavar="N")
+    parser.add_argument("--ended", type=int, metavar="N")
     options = parser.parse_args()
     if options.beside:
         print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
         measure_beside(options.beside)
+        return
+    if options.ended:
+        print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+        with instance(options.dir) as honed:
+            measure_ended(honed, options.ended)
         return
     if options.booted:
         measure_checks(options.booted)

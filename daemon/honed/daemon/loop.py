@@ -15,13 +15,14 @@ import argparse
 import contextlib
 import faulthandler
 import functools
+import gc
 import logging
 import os
 import signal
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,8 @@ class Daemon:
     def run(self) -> int:
         """Run until a signal, or until all is done with `--drain`. Returns the exit status."""
         self._wake.catch_signals()
-        self._recover()
+        with _without_collection():
+            self._recover()
         placement = self._dispatch.placement
         placement.tell()
         if placement.fault:
@@ -299,6 +301,18 @@ class Daemon:
             if (job := self._spool.job(number)) is not None:
                 self._database.put_job(job)
                 self._attempts.spares.see(job.uid)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Read the jobs without Python's cyclic garbage collection. They are no garbage, and no later collection visits
+    them: 50,000 jobs have a million objects."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def parser() -> argparse.ArgumentParser:

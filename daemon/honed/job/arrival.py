@@ -431,15 +431,11 @@ def _drop_refused(spool: Spool) -> None:
     """Remove directories of rejected arrivals that a crash left behind: those that hold only the spec."""
     kept = {name.partition(".")[0] for state in State for name in names_in(spool.state_dir(state))}
     kept |= {str(number) for number, _, _ in _places(spool.claimed_dir)} | set(map(str, spool.pruned.ids()))
-    for name in names_in(spool.layout.jobs_dir):
-        path = spool.layout.jobs_dir / name
-        if (
-            name.isdecimal()
-            and name not in kept
-            and all(each.name.startswith(("spec.", ".spec.")) for each in path.iterdir())
-        ):
+    jobs_dir = spool.layout.jobs_dir
+    for name in set(names_in(jobs_dir)) - kept:
+        if name.isdecimal() and all(each.startswith(("spec.", ".spec.")) for each in names_in(jobs_dir / name)):
             with contextlib.suppress(OSError):
-                durable.remove_flat(path)
+                durable.remove_flat(jobs_dir / name)
 
 
 def _is_finished(name: str) -> bool:

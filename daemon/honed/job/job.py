@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -289,7 +290,7 @@ class Job:
     def from_json(cls, data: bytes, state: State) -> Job:
         """Parse an entry; unknown keys of a later honed are ignored. Raises ValueError if it is not an entry."""
         try:
-            raw = json.loads(data)
+            raw = json.loads(data.decode())
         except RecursionError as error:
             raise ValueError("not a job entry: nested too deeply") from error
         if not isinstance(raw, dict) or not isinstance(raw.get("id"), int):
@@ -307,12 +308,17 @@ class Job:
             if raw.get("cut") is not None:
                 made["cut"] = Cut(**known(Cut, raw["cut"]))
             made["stop"] = Stop(raw["stop"]) if raw.get("stop") else None
-            job = cls(**{**made, "state": state})
+            made["state"] = state
+            job = cls(**made)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a job entry: {error}") from error
         if state is State.RUNNING and not job.attempts:
             raise ValueError("not the entry of a running job: it has no attempts")
         return job
+
+
+#: Keys whose few values many attempts share; in memory each value is there once.
+_SHARED = frozenset({"backend", "outcome", "device", "boot_id"})
 
 
 def _attempt(raw: dict[str, Any]) -> Attempt:
@@ -322,6 +328,9 @@ def _attempt(raw: dict[str, Any]) -> Attempt:
     if made.get("preemption") is not None:
         made["preemption"] = Preemption(**known(Preemption, made["preemption"]))
     made["passed"] = tuple(made.get("passed") or ())
+    for key in _SHARED & made.keys():
+        if type(value := made[key]) is str:
+            made[key] = sys.intern(value)
     return Attempt(**made)
 
 
@@ -333,4 +342,6 @@ def _names(cls: type) -> frozenset[str]:
 def known(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a dataclass has of a mapping; keys of later versions are left out."""
     names = _names(cls)
+    if raw.keys() <= names:
+        return dict(raw)
     return {key: value for key, value in raw.items() if key in names}

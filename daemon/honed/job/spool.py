@@ -111,11 +111,12 @@ class Entries:
 
     def _recovered(self, state: State, damaged: Damaged) -> Iterator[Job]:
         """Yield the jobs in a state's directory, removing temporary files of crashed writers."""
-        for name in names_in(self.directory(state)):
+        directory = self.directory(state)
+        for name in names_in(directory):
             if name.startswith(".") and name.endswith(".tmp"):
-                (self.directory(state) / name).unlink(missing_ok=True)
+                (directory / name).unlink(missing_ok=True)
             elif name.endswith(".json") and name[:-5].isdecimal():
-                job = read_entry(self.directory(state) / name, state, damaged)
+                job = _read(str(directory), name, state, damaged)
                 if job is not None:
                     yield job
 
@@ -378,6 +379,8 @@ def names_in(directory: Path) -> list[str]:
     return os.listdir(directory)  # noqa: PTH208
 
 
+#: Bytes read at once; most entries have less.
+_ENTRY_BYTES = 65536
 #: Errors that say of a file that it will not be read the next time either.
 _UNREADABLE = {errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.EUCLEAN, errno.EBADMSG}
 
@@ -390,22 +393,39 @@ def _log_damaged(path: Path, problem: ValueError | OSError) -> None:
 
 def read_entry(path: Path, state: State, damaged: Damaged = _log_damaged) -> Job | None:
     """Read an entry; None if it is gone, or damaged, of which `damaged` is told."""
+    return _read(str(path.parent), path.name, state, damaged)
+
+
+def _read(directory: str, name: str, state: State, damaged: Damaged) -> Job | None:
+    """Read an entry as `read_entry` does. Of 50,000 entries, Path objects would take a third of the time."""
     try:
-        job = Job.from_json(path.read_bytes(), state)
-        if not path.name.startswith(f"{job.id}."):
+        job = Job.from_json(_content(f"{directory}/{name}"), state)
+        if not name.startswith(f"{job.id}."):
             raise ValueError(f"it has the number of job {job.id}")
     except FileNotFoundError:
         return None
     except ValueError as error:
-        damaged(path, error)
+        damaged(Path(directory, name), error)
     except OSError as error:
         if error.errno in _UNREADABLE:
-            damaged(path, error)
+            damaged(Path(directory, name), error)
         elif error.errno != errno.ENAMETOOLONG:  # a user made up the name
-            _log_damaged(path, error)
+            _log_damaged(Path(directory, name), error)
     else:
         return job
     return None
+
+
+def _content(path: str) -> bytes:
+    """Return the bytes of a file, without the buffers of a file object."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        content = os.read(fd, _ENTRY_BYTES)
+        while more := os.read(fd, _ENTRY_BYTES):
+            content += more
+        return content
+    finally:
+        os.close(fd)
 
 
 def _read_pruned(path: Path) -> Job | None:

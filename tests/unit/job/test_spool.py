@@ -258,6 +258,15 @@ def test_an_entry_of_a_later_honed_is_read_and_a_damaged_one_passed_over(spool: 
     assert [found.name for found in spool.jobs(State.QUEUED)] == ["a"]
 
 
+def test_an_entry_of_any_length_is_read(spool: Spool) -> None:
+    job = spool.update(accept(spool), remark="r" * 300_000)
+    spool.close()
+    again = Spool(spool.layout)
+    assert again.recover() == []
+    assert again.job(job.id) == job
+    again.close()
+
+
 def test_of_two_copies_the_newer_wins(spool: Spool) -> None:
     job = accept(spool)
     old = (spool.dir / "queued" / f"{job.id}.json").read_bytes()

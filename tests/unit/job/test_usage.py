@@ -135,6 +135,13 @@ def test_a_line_that_is_cut_off_or_damaged_costs_no_other(
     assert [json.loads(line)["level"] for line in path.read_text().splitlines()] == [10.0, 0.0, 10.0, 30.0]
 
 
+def test_two_halves_of_a_line_are_not_a_line(path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    path.write_bytes(b'{"uid": 1000, "level": 5.0}\n{"uid": 1000\n"level": 9.0}\n{"uid": 1001, "level": 7.0}\n')
+    again = Usage(path, now=clock)
+    assert "2 damaged lines were left out" in caplog.text
+    assert (again.level(1000), again.level(1001)) == (5.0, 7.0)
+
+
 def test_a_full_disk_loses_nothing_and_leaves_no_half_line(
     path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
