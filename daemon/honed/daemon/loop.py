@@ -4,7 +4,7 @@ The loop is a list of named steps. Each does what can be done now, and never blo
 
     obey signals · settle what ended · follow events · halve sweeps · take arrivals · plan what waited for others ·
     look for workers without entries · vacate closed devices · start what can · stage what is next · tend spares ·
-    end what must · notify · have rows sent and pages made · keep house · report
+    end what must · notify · have rows sent and pages made · keep house · keep the socket · report
 
 Signals, arrivals, the preflight helpers and the control socket only wake it.
 """
@@ -200,6 +200,7 @@ class Daemon:
                 self._publishing.tend_reporter,
                 self._publishing.counters.tend,
                 self._housekeeper.tend,
+                self._answers.tend,
             ]
         )
         self._note_fault(fault)

@@ -122,6 +122,10 @@ class Answers:
         """Apply a new configuration."""
         self._server.max_request_bytes = self._max_request_bytes()
 
+    def tend(self) -> None:
+        """Listen again where the control socket's file was removed."""
+        self._server.tend()
+
     def close(self) -> None:
         """Close the control socket."""
         self._server.close()

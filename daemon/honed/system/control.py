@@ -8,7 +8,7 @@ list is built while it is read, some rows at a time, between the loop's other ta
 
 A fault of the machine, such as a full disk, is answered with the code `degraded`, and logged once per verb.
 
-The client's user is known from the socket (SO_PEERCRED), never from the text.
+The client's user is known from the socket (SO_PEERCRED), never from the text. place.py has the limits on connections.
 """
 
 from __future__ import annotations
@@ -16,27 +16,34 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
+import resource
 import selectors
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed.system import durable, message, quote
-from honed.system.client import address_of
+from honed.system import durable, message, place, quote
+from honed.system.door import Door
 from honed.system.error import DegradedError, HonedError, InternalError, UsageError, said
+from honed.system.holder import UNKNOWN, Holders
 from honed.system.log import about
 
 log = logging.getLogger(__name__)
 
 #: Bytes of a request besides its job file; also the bytes read at a time.
 MAX_REQUEST_BYTES = 64 * 1024
-MAX_CONNECTIONS = 64
-#: Per user, so that nobody locks the others out; does not apply to root and our own user.
-MAX_CONNECTIONS_PER_USER = 16
+#: Connections that are accepted at a time.
+MAX_ACCEPTED = 64
+#: Descriptors that connections leave to the rest of honed.
+NUM_RESERVED = 128
+#: Seconds without a lack of descriptors, after which the next one is logged again.
+SHED_SEC = 60.0
+#: Bytes of a part of a request that are a sign of life: a client that sends one at a time is silent.
+MIN_RECEIVED = 4096
 #: From Linux' asm-generic/socket.h; Python 3.11 does not define it.
 SO_PEERGROUPS = 59
 MAX_GROUPS = 256  # socket.getsockopt returns 1024 bytes at most
@@ -86,10 +93,16 @@ class _Connection:
     socket: socket.socket
     uid: int
     gids: frozenset[int]
+    holder: int = UNKNOWN
+    since: float = field(default_factory=time.monotonic)  #: of its last request, or of what it last took of an answer
     received: bytearray = field(default_factory=bytearray)
     is_cut: bool = False  #: the line being received is too long, and its beginning was discarded
     to_send: bytes = field(default=b"")
     more: Iterator[bytes] | None = None  #: the rest of a long reply
+
+    @property
+    def is_silent(self) -> bool:
+        return not self.to_send and self.more is None and b"\n" not in self.received
 
 
 class Server:
@@ -104,42 +117,79 @@ class Server:
         max_request_bytes: int = MAX_REQUEST_BYTES,
     ) -> None:
         self.max_request_bytes = max_request_bytes
-        self._path = path
         self._selector = selector
         self._answer = answer
         self._connections: dict[int, _Connection] = {}
+        self._holders = Holders()
         self._faults: dict[str, str] = {}  # of the machine, by the verb that met it last
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        path.unlink(missing_ok=True)
-        with address_of(path) as address:
-            self._socket.bind(address)
-        path.chmod(0o666)
-        self._socket.listen(MAX_CONNECTIONS)
-        selector.register(self._socket, selectors.EVENT_READ, self._accept)
+        self._door_fault = ""
+        self._shed_until = 0.0
+        self._door = Door(path)
+        selector.register(self._door.socket, selectors.EVENT_READ, self._accept)
 
     def close(self) -> None:
         for connection in list(self._connections.values()):
             self._close(connection)
-        self._selector.unregister(self._socket)
-        self._socket.close()
-        self._path.unlink(missing_ok=True)
+        self._selector.unregister(self._door.socket)
+        self._door.close()
+
+    def tend(self) -> None:
+        """Listen again where the socket's file was removed."""
+        fault = ""
+        try:
+            if not self._door.is_there:
+                self._accept(selectors.EVENT_READ)
+                with self._door.renew() as before:
+                    self._selector.unregister(before)
+                self._selector.register(self._door.socket, selectors.EVENT_READ, self._accept)
+                log.warning("the control socket was removed; honed listens again at %s", self._door.path)
+        except OSError as error:
+            fault = f"{error.filename or self._door.path}: {error.strerror}"
+            if fault != self._door_fault:
+                log.error("the control socket was removed: %s; restart honed to have it again", fault)  # noqa: TRY400
+        self._door_fault = fault
 
     def _accept(self, _events: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            peer, _ = self._socket.accept()
-            connection = _Connection(peer, *credentials(peer))
-            if self._is_full(connection.uid):
-                peer.close()
+        for _ in range(MAX_ACCEPTED):
+            try:
+                if (peer := self._door.accept()) is None:
+                    return
+            except OSError as error:
+                self._shed(error)
                 return
-            peer.setblocking(False)
-            self._connections[peer.fileno()] = connection
-            self._selector.register(peer, selectors.EVENT_READ, lambda events: self._serve(connection, events))
+            try:
+                self._admit(peer)
+            except OSError:  # it has gone
+                peer.close()
 
-    def _is_full(self, uid: int) -> bool:
-        if uid in {0, os.getuid()}:
-            return False
-        theirs = sum(connection.uid == uid for connection in self._connections.values())
-        return theirs >= MAX_CONNECTIONS_PER_USER or len(self._connections) >= MAX_CONNECTIONS
+    def _shed(self, error: OSError) -> None:
+        """Get a descriptor for the next client by ending the longest silence; without one, turn the client away."""
+        if (now := time.monotonic()) >= self._shed_until:
+            log.error("control: connections end early: %s", error.strerror, extra=about(message=message.DEGRADED))
+        self._shed_until = now + SHED_SEC
+        if (silent := place.longest_silent(self._connections.values())) is not None:
+            self._close(silent)
+        else:
+            self._door.turn_away()
+
+    def _admit(self, peer: socket.socket) -> None:
+        """Give a client a place, or tell it that there is none. Raises OSError if it has gone."""
+        peer.setblocking(False)
+        uid, gids = credentials(peer)
+        new = _Connection(peer, uid, gids, self._holders.of(uid))
+        held = self._connections.values()
+        try:
+            old = place.gives_way(held, new.holder, new.since)
+            if old is None and peer.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - NUM_RESERVED:
+                old = place.longest_silent(held)
+        except HonedError as error:
+            with contextlib.closing(peer):
+                peer.send(_line({"ok": False, "error": error.as_dict()}))
+            return
+        if old is not None:
+            self._close(old)
+        self._connections[peer.fileno()] = new
+        self._selector.register(peer, selectors.EVENT_READ, lambda events: self._serve(new, events))
 
     def _serve(self, connection: _Connection, events: int) -> None:
         try:
@@ -150,6 +200,7 @@ class Server:
             if connection.to_send:
                 sent = connection.socket.send(connection.to_send)
                 connection.to_send = connection.to_send[sent:]
+                connection.since = time.monotonic()
         except BlockingIOError:
             pass
         except OSError:
@@ -165,6 +216,8 @@ class Server:
     def _receive(self, connection: _Connection) -> None:
         data = connection.socket.recv(MAX_REQUEST_BYTES)
         connection.received += data
+        if len(data) >= MIN_RECEIVED or b"\n" in data:
+            connection.since = time.monotonic()
         if not data:
             self._close(connection)
         elif len(connection.received) > self.max_request_bytes and b"\n" not in data:
