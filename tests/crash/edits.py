@@ -40,7 +40,7 @@ def make(root: Path, *, is_again: bool = False) -> None:
     try:
         spool.recover()
         edits = Edits(spool)
-        found = list(edits.recover())
+        found = list(edits.take_up())
         if not is_again:
             [job] = spool.all_jobs().values()
             found = [(job, edits.put(job, NEW, ".json"))]

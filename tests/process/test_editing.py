@@ -18,7 +18,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from harness import Instance
+from harness import HERE, Instance
 from test_staging import make_busy, wait_staged_again
 
 from honed.job.job import Job, State
@@ -212,4 +212,71 @@ def test_an_edit_that_honed_had_not_made_when_it_was_killed_is_made_after_the_ne
     assert (job_of(waiting).priority, waiting.show("succeed")["spec"]["priority"]) == (3, 3)
     assert waiting.layout.job(job.id).spec_path.read_bytes() == data
     waiting.client.ask("resume")
+    waiting.wait_state("succeed", State.SUCCEEDED)
+
+
+class ShortHoned(Instance):
+    command = (sys.executable, str(HERE / "shorthoned.py"))
+
+
+@pytest.mark.parametrize("error", ["EMFILE", "ESTALE", "ENOSPC"])
+@pytest.mark.parametrize("name", [".spec.json.tmp", ".plan.json.tmp"])
+def test_an_edit_that_has_begun_is_completed_before_the_job_starts(tmp_path: Path, error: str, name: str) -> None:
+    short = ShortHoned(tmp_path)
+    try:
+        short.start()
+        short.client.ask("pause")
+        short.drop("succeed", name="succeed", training={"learning_rate": 1e-4})
+        job = short.wait_state("succeed", State.QUEUED)
+        data = short.layout.job(job.id).spec_path.read_bytes().replace(b"0.0001", b"0.0005")
+        (tmp_path / "short").write_text(f"{error} jobs/{job.id}/{name}")
+        short.client.ask("edit", id=str(job.id), data=base64.b64encode(data).decode())
+        wait_for(lambda: job_of(short).is_being_edited, what="the edit's begin")
+        short.client.ask("resume")
+        for number in range(2):  # in this honed, and in the next
+            short.drop(f"succeed-1.{number}", priority=-9)
+            short.wait_state(f"succeed-1.{number}", State.SUCCEEDED)
+            assert short.client.ask("edited", id=str(job.id))["state"] == "checking"
+            assert (job_of(short).state, job_of(short).attempts) == (State.QUEUED, ())
+            if not number:
+                short.kill(signal.SIGKILL)
+                short.start()
+        (tmp_path / "short").unlink()
+        done = short.wait_state("succeed", State.SUCCEEDED)
+        assert (len(done.edited_at), len(done.attempts), done.is_being_edited) == (1, 1, False)
+        spec, plan = files_of(short, done)
+        assert (spec, json.loads(plan)["spec"]["training"]["learning_rate"]) == (data, 5e-4)
+        assert not list((short.layout.spool_dir / "edits").iterdir())
+    finally:
+        short.end()
+
+
+def test_an_edit_of_a_job_that_has_run_meanwhile_is_not_made(waiting: Instance) -> None:
+    waiting.client.ask("resume")
+    job = waiting.wait_state("succeed", State.SUCCEEDED)
+    files = files_of(waiting, job)
+    waiting.kill(signal.SIGKILL)
+    edits_dir = waiting.layout.spool_dir / "edits"
+    edits_dir.mkdir(exist_ok=True)
+    (edits_dir / f"{job.id}.json").write_text("{}")
+    waiting.spool.annotate(job, is_being_edited=True, edited_at=(job.attempt.started_at - 1,))
+    waiting.start()
+    assert files_of(waiting, job) == files
+    assert (job_of(waiting).is_being_edited, list(edits_dir.iterdir())) == (False, [])
+    assert "has run before its edit was complete" in waiting.log
+
+
+def test_a_job_whose_half_made_edit_is_lost_waits_for_a_person(waiting: Instance) -> None:
+    job = job_of(waiting)
+    waiting.kill(signal.SIGKILL)
+    waiting.spool.update(job, is_being_edited=True, is_deferred=True, edited_at=(time.time(),))
+    waiting.start()
+    held = waiting.wait_state("succeed", State.HELD)
+    assert held.error is not None
+    assert (held.is_being_edited, held.error["message"]) == (
+        False,
+        "its edit was interrupted, and the new file is lost",
+    )
+    waiting.client.ask("resume")
+    waiting.client.ask("release", id=str(job.id))
     waiting.wait_state("succeed", State.SUCCEEDED)

@@ -292,7 +292,7 @@ class Backlog:
         if job.state is State.HELD:
             self.dependencies.look_at_held(job)
             return
-        is_free = not job.depends_on or self.dependencies.are_met(job)
+        is_free = not job.is_being_edited and (not job.depends_on or self.dependencies.are_met(job))
         self._unplanned.discard(job.id)
         self._ready.drop(job)
         if is_free and job.is_deferred:

@@ -180,7 +180,7 @@ class Selection:
         for other in self._backlog.dependencies.of(job):
             if other.state is not State.SUCCEEDED:
                 return "dependency", f"job {other.id} ({other.name}), which it depends on, is {other.state}"
-        if job.id in self._plans.editing.numbers:
+        if job.is_being_edited or job.id in self._plans.editing.numbers:
             return "plan", "its new job file is being checked"
         if job.is_deferred or job.id in self._plans.numbers:
             return "plan", "it is being planned again"

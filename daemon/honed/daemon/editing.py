@@ -3,7 +3,8 @@
     edit ── kept (job/editing.py) ──► replanning (a helper checks it as its owner) ──► made: entry, job file and plan
                                           └─ refused, or it changes what stays: the job is as it was
 
-Until that is settled the job does not start. What honed kept when it was killed is checked again.
+Until that is settled the job does not start. Once the entry says that it is being edited, no error refuses it any more:
+the edit is completed as soon as that is possible. What honed kept when it was killed is checked again.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ class Editing:
         self._placement = placement
         self._edits = Edits(spool)
         self._pending: dict[int, Path] = {}
-        self._not_asked: list[Job] = []  # of an earlier daemon
+        self._not_asked: list[Job] = []  # of the helper
         self._answers: dict[int, Answer] = {}
         self._verdicts: dict[int, HonedError | None] = {}
+        self._put_off: set[int] = set()  # that could not be settled, and of which the journal was told
 
     @property
     def numbers(self) -> Set[int]:
@@ -96,12 +98,12 @@ class Editing:
                 f"job {job.id} cannot be edited: {said(error)}", hint="see the journal"
             ) from error
         self._verdicts.pop(job.id, None)
-        self._acceptance.replanning.check_edit(job, self._pending[job.id])
+        self._not_asked.append(job)
         return {"id": job.id, "state": "checking", "error": None}
 
     def edited(self, _request: Request, _asker: Asker, job: Job) -> Edited:
         """Return what became of a job's last edit: `checking`, `edited` or `refused`; `unknown` after a restart."""
-        if job.id in self._pending:
+        if job.id in self._pending or job.is_being_edited:
             return {"id": job.id, "state": "checking", "error": None}
         if job.id not in self._verdicts:
             return {"id": job.id, "state": "unknown", "error": None}
@@ -122,12 +124,12 @@ class Editing:
 
     def recover(self) -> None:
         """Take up the edits that a crash has interrupted; they are checked again in the first pass."""
-        for job, path in self._edits.recover():
+        for job, path in self._edits.take_up():
             self._pending[job.id] = path
             self._not_asked.append(job)
-        for job in self._backlog.jobs():
-            if job.is_being_edited and job.id not in self._pending:  # only its last change was left to do
-                self._spool.update(job, is_being_edited=False)
+        for job in list(self._backlog.jobs()):
+            if job.is_being_edited and job.id not in self._pending:
+                self._edits.give_up(job)
             if job.edited_at:
                 self._database.put_edits(job)
 
@@ -136,35 +138,45 @@ class Editing:
         self._answers[number] = answer
 
     def settle(self) -> None:
-        """Make or refuse the edits that the helpers have answered on. Raises OSError if the machine prevents it; it is
-        tried again then."""
+        """Make or refuse the edits that the helpers have answered on, each by itself. Raises OSError if the machine
+        prevents one of them; it is tried again then, as is one that has begun, whatever prevents it."""
         while self._not_asked:
-            job = self._not_asked.pop()
+            job = self._not_asked[-1]
             self._acceptance.replanning.check_edit(job, self._pending[job.id])
+            self._not_asked.pop()
+        fault: Exception | None = None
         for number, answer in list(self._answers.items()):
-            path, found = self._pending[number], self._spool.job(number)
-            if found is None:
-                self._edits.drop(path)
-                error: HonedError | None = UsageError(f"job {number} is gone")
-            else:
-                error = self._settled(found, path, answer)
+            try:
+                error = self._settled(number, answer)
+            except Exception as problem:
+                if durable.machine_fault(problem):
+                    fault = fault or problem
+                elif number not in self._put_off:
+                    log.exception("job %d: its edit is not complete, and is tried again", number, extra=about(number))
+                self._put_off.add(number)
+                continue
             del self._answers[number], self._pending[number]
+            self._put_off.discard(number)
             self._verdicts[number] = error
             while len(self._verdicts) > MAX_VERDICTS:
                 del self._verdicts[next(iter(self._verdicts))]
+        if fault is not None:
+            raise fault
 
-    def _settled(self, job: Job, path: Path, answer: Answer) -> HonedError | None:
-        """Make one edit, or drop it. Returns the reason of a refusal; an error of ours is one, too, and stops no
-        other's edit. Raises OSError if the machine prevents it."""
+    def _settled(self, number: int, answer: Answer) -> HonedError | None:
+        """Make one edit, or drop it. Returns the reason of a refusal; before the edit has begun, an error of ours is
+        one, too. Raises an exception if it can be neither made nor dropped now."""
+        path, job = self._pending[number], self._spool.job(number)
+        if job is None:
+            self._edits.drop(path)
+            return UsageError(f"job {number} is gone")
         try:
             return self._settle(job, path, answer)
         except Exception as error:
-            if durable.machine_fault(error):
+            if durable.machine_fault(error) or self._edits.is_begun(number):
                 raise
             log.exception("job %d (%s): its edit failed", job.id, job.name, extra=about(job))
-            now = self._spool.job(job.id)
-            if now is None or not now.is_being_edited:  # else it is committed, and made once honed starts again
-                self._edits.drop(path)
+            self._edits.drop(path)
             return InternalError(f"the edit failed: {said(error)}", hint="journalctl -u honed has the error")
 
     def _settle(self, job: Job, path: Path, answer: Answer) -> HonedError | None:

@@ -17,8 +17,10 @@ from honed.daemon.placement import Placement
 from honed.job.job import Job, State
 from honed.job.spool import Spool
 from honed.run.reply import Answer, Passed, Refused
+from honed.system import durable
 from honed.system.device import Device
 from honed.system.error import ModelError
+from honed.system.log import about
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +38,12 @@ class Plans:
         self.acceptance = acceptance
         self.editing = editing
         self._devices: dict[int, Device] = {}  # by job; not those that are planned for new inputs
+        self._answers: dict[int, Answer] = {}  # that are not taken yet: a full disk may prevent it
 
     @property
     def numbers(self) -> Set[int]:
         """Jobs that are being planned again, or edited."""
-        return self.acceptance.replanning.numbers | self.editing.numbers
+        return self.acceptance.replanning.numbers | self.editing.numbers | self._answers.keys()
 
     @property
     def has_room(self) -> bool:
@@ -64,15 +67,28 @@ class Plans:
                 self.ask(job)
 
     def settle(self) -> None:
-        """Take the plans that were made again; an error found then fails the job."""
+        """Take the plans that were made again; an error found then fails the job. Raises OSError if the machine
+        prevents that for one of them, which is tried again in the next pass: the plan is not made once more."""
         for done in self.acceptance.replanning.take_done():
             if done.job_id in self.editing.numbers:
                 self.editing.take(done.job_id, done.answer)
-                continue
-            job, device = self._backlog.get(done.job_id), self._devices.pop(done.job_id, None)
-            if job is not None and job.state is State.QUEUED:
-                self._settle(job, done.answer, device)
+            else:
+                self._answers[done.job_id] = done.answer
+        fault: Exception | None = None
+        for number, answer in list(self._answers.items()):
+            try:
+                if (job := self._backlog.get(number)) is not None and job.state is State.QUEUED:
+                    self._settle(job, answer, self._devices.get(number))
+            except Exception as problem:
+                fault = fault or problem
+                if durable.machine_fault(problem):
+                    continue
+                log.exception("job %d: its new plan cannot be taken", number, extra=about(number))
+            self._devices.pop(number, None)
+            del self._answers[number]
         self.editing.settle()
+        if fault is not None:
+            raise fault
 
     def _settle(self, job: Job, answer: Answer, device: Device | None) -> None:
         """Take one new plan. `device` is the one that it was made for; None if it was made for new inputs."""

@@ -2,13 +2,16 @@
 
     edits/<id>.<suffix>    the new job file, from its arrival until the edit has been made or refused
 
-The change of the entry is the commit: before it the job is as it was. The new entry has the facts of the new file, and
-says that spec.* and plan.json are being replaced and that the job has no plan yet; so it cannot start. Those files
-follow, each by one rename, and then the entry's last change. `make` goes on from any point.
+The change of the entry is the commit (`begin`): before it the job is as it was. The new entry has the facts of the new
+file, and `is_being_edited` says that spec.* and plan.json are being replaced: the job is neither planned, staged nor
+started until `complete` has replaced them, each by one rename, and has changed the entry again. `make` does both, and
+goes on from any point. An edit whose job has run all the same (an older honed started it) is given up.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +21,9 @@ from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool, names_in
 from honed.system import durable
-from honed.system.error import UsageError
+from honed.system.error import EnvironmentInvalidError, UsageError
+
+log = logging.getLogger(__name__)
 
 #: Keys that may change after a job has run: no checkpoint depends on them.
 ALWAYS = ("class", "depends_on", "notify", "pin", "priority", "retry", "time_limit_sec")
@@ -46,13 +51,24 @@ class Edits:
         """Keep a job's new file until `make` or `drop`. Raises OSError if the machine prevents it."""
         durable.make_dir(self._dir, mode=0o700)
         path = self._dir / f"{job.id}{suffix}"
-        durable.write(path, data, mode=0o600)
+        try:
+            durable.write(path, data, mode=0o600)
+        except OSError:
+            with contextlib.suppress(OSError):  # it may be there, and nobody is told that it is
+                self.drop(path)
+            raise
         return path
 
     def drop(self, path: Path) -> None:
-        """Forget an edit: it has been made, or its job stays as it is."""
+        """Forget an edit: its job stays as it is."""
         path.unlink(missing_ok=True)
         durable.sync_dir(self._dir)
+
+    def is_begun(self, job_id: int) -> bool:
+        """Return True if a job's entry says that it is being edited, or may say so on the disk: its last change has
+        failed."""
+        job = self._spool.job(job_id)
+        return (job is not None and job.is_being_edited) or self._spool.is_changing(job_id)
 
     def make(self, job: Job, path: Path, changes: Mapping[str, Any], plan: PlanFile | None) -> Job:
         """Replace a job's file, entry and plan. Returns the changed job.
@@ -60,28 +76,67 @@ class Edits:
         `changes` are those of its entry, without effect if they were made before; without a `plan` the job has to be
         planned before it starts. Raises OSError if the machine prevents it; called again, it goes on from where it was.
         """
+        data = path.read_bytes()  # what cannot be read is not begun
         is_deferred = bool(changes.get("is_deferred", job.is_deferred))
-        if not job.is_being_edited:
-            first = {**changes, "is_deferred": True, "is_being_edited": True, "staged": None}
-            job = self._spool.update(job, **first, edited_at=(*job.edited_at, time.time()))
+        job = job if job.is_being_edited else self.begin(job, changes)
+        return self.complete(job, path, data, plan, is_deferred=is_deferred)
+
+    def begin(self, job: Job, changes: Mapping[str, Any]) -> Job:
+        """Commit an edit: from here on it is completed."""
+        first = {**changes, "is_deferred": True, "is_being_edited": True, "staged": None}
+        return self._spool.update(job, **first, edited_at=(*job.edited_at, time.time()))
+
+    def complete(self, job: Job, path: Path, data: bytes, plan: PlanFile | None, *, is_deferred: bool) -> Job:
+        """Replace the files of a job whose edit has begun, and let it start."""
         files = self._spool.job_layout(job.id)
-        durable.write(files.spec_path, path.read_bytes())
+        durable.write(files.spec_path, data)
         if plan is not None:
             plan.write(files.plan_path)
         job = self._spool.update(job, is_being_edited=False, is_deferred=is_deferred or plan is None)
-        self.drop(path)
+        with contextlib.suppress(OSError):  # it is made; the next start removes what is left
+            self.drop(path)
         return job
 
-    def recover(self) -> Iterator[tuple[Job, Path]]:
+    def take_up(self) -> Iterator[tuple[Job, Path]]:
         """Yield the jobs whose edits a crash has interrupted, with their new files; other files are removed."""
         for name in names_in(self._dir) if self._dir.is_dir() else ():
             path = self._dir / name
             job = self._spool.job(int(path.stem)) if path.stem.isdecimal() else None
-            if job is not None and (job.is_being_edited or (job.is_editable and not self._is_made(job, path))):
+            if job is not None and job.is_being_edited and has_run_since(job):
+                log.error("job %d (%s): it has run before its edit was complete, and keeps its files", job.id, job.name)
+                path.unlink()
+                self._spool.annotate(job, is_being_edited=False)
+            elif job is not None and (job.is_being_edited or (job.is_editable and not self._is_made(job, path))):
                 yield job, path
             else:
-                path.unlink()
+                path.unlink(missing_ok=True)
+
+    def give_up(self, job: Job) -> None:
+        """Let go of an edit whose new file is gone. The job has one file of the two, and a person decides."""
+        if has_run_since(job):
+            self._spool.annotate(job, is_being_edited=False)
+            return
+        lost = EnvironmentInvalidError(
+            "its edit was interrupted, and the new file is lost",
+            hint=f"look at its job file, edit it again if need be, then honectl release {job.id}",
+        )
+        log.error("job %d (%s): %s; now held", job.id, job.name, lost.message)
+        changes: dict[str, Any] = {"is_being_edited": False, "error": lost.as_dict(), "held_for": None}
+        if job.state is State.QUEUED:
+            self._spool.move(job, State.HELD, **changes)
+        else:
+            self._spool.update(job, **changes)
 
     def _is_made(self, job: Job, path: Path) -> bool:
         """Return True if a job has this file by now: only the removal of this copy was left to do."""
-        return self._spool.job_layout(job.id).spec_path.read_bytes() == path.read_bytes()
+        try:
+            return self._spool.job_layout(job.id).spec_path.read_bytes() == path.read_bytes()
+        except OSError:
+            return False  # its check says what is wrong
+
+
+def has_run_since(job: Job) -> bool:
+    """Return True if a job has run since its last edit began: its files are those of that run."""
+    if job.state in {State.RUNNING, State.SUCCEEDED, State.FAILED}:
+        return True
+    return bool(job.attempts and job.edited_at) and job.attempts[-1].started_at >= job.edited_at[-1]
