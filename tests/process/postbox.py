@@ -180,6 +180,14 @@ def keep_and_hang_up(request: Any) -> None:
     request.server.owner.num_times[str(request.headers["Idempotency-Key"])] += 1
 
 
+def show_a_login_page(request: Any) -> None:
+    """Answer as a proxy that wants a password does."""
+    request.send_response(200)
+    request.send_header("Content-Type", "text/html")
+    request.end_headers()
+    request.wfile.write(b"<!doctype html><title>Sign in</title><form action=/login>")
+
+
 @contextlib.contextmanager
 def open_both() -> Iterator[tuple[Webhook, PostOffice]]:
     hook, office = Webhook(), PostOffice()

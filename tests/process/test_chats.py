@@ -17,6 +17,7 @@ from certificates import Authority
 from harness import Instance
 from hostile import ALL
 from listener import Listener, Quiet, drip
+from postbox import show_a_login_page
 
 from honed.send import chat, notification
 from honed.send.delivery import Verdict
@@ -133,6 +134,13 @@ def test_a_chat_that_is_down_slow_or_answers_no_gets_it_in_the_end_and_only_a_ca
     assert server.paths == ["/"]
     assert server.replies == []
     assert KEY not in instance.log
+
+
+def test_a_proxys_login_page_is_no_chat(server: Chat) -> None:
+    server.replies = [show_a_login_page]
+    assert tell(f"ntfy://127.0.0.1:{server.port}/jobs") == (Verdict.LATER, "ntfy: its response is an HTML page")
+    assert tell(f"ntfy://127.0.0.1:{server.port}/jobs") == (Verdict.TAKEN, "taken")
+    assert len(server.posts) == 1
 
 
 def test_a_message_that_no_chat_takes_is_set_aside_in_the_end(instance: Instance, server: Chat) -> None:

@@ -162,6 +162,17 @@ def test_a_receiver_that_is_down_slow_or_broken_gets_it_in_the_end_and_holds_up_
     assert not refused(instance)
 
 
+def test_a_proxys_login_page_is_no_delivery(instance: Instance, allowed: tuple[Webhook, PostOffice]) -> None:
+    hook, _office = allowed
+    hook.replies = [postbox.show_a_login_page, postbox.show_a_login_page]
+    instance.drop("a", name="succeed.a", notify={"webhook": hook.url})
+    assert instance.drain() == 0
+    assert hook.replies == []
+    assert list(hook.num_times.values()) == [1]
+    assert "was not delivered; retrying: the response is an HTML page: 200 OK" in instance.log
+    assert not refused(instance)
+
+
 def test_what_a_receiver_will_never_take_is_set_aside_and_said(
     instance: Instance, allowed: tuple[Webhook, PostOffice]
 ) -> None:

@@ -10,6 +10,7 @@ Apprise answers yes or no. A no is always retried: it does not tell a wrong addr
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
 import logging
@@ -19,8 +20,9 @@ import signal
 import ssl
 import subprocess
 import sys
+from typing import Any
 
-from honed.send import child
+from honed.send import child, receipt
 from honed.send.delivery import Verdict
 from honed.send.notification import Notice
 from honed.spec.config import NotifyConfig
@@ -32,6 +34,7 @@ START_SEC = 30
 _TAKEN = "taken"
 #: Messages in Apprise's log, the most telling first, and our words for them.
 _CAUSES = (
+    (re.compile(r"honed: an HTML page"), "its response is an HTML page"),
     (re.compile(r"CERTIFICATE_VERIFY_FAILED"), "its certificate is not trusted"),
     (re.compile(r"\berror=(\d{3})\b"), "it responded with {0}"),
     (re.compile(r"did not finish within"), "no response in time"),
@@ -84,10 +87,12 @@ def main() -> None:
 
 def _send(*, address: str, schemas: list[str], timeout_sec: float, text: str, kind: str) -> str:
     import apprise
+    import requests
     from apprise.manager_attachment import AttachmentManager
     from apprise.manager_config import ConfigurationManager
     from apprise.manager_plugins import NotificationManager
 
+    _heed_pages(requests.Session)
     for closed in (AttachmentManager(), ConfigurationManager()):
         closed.remove(*closed.schemas())
     NotificationManager().enable_only(*schemas)
@@ -120,6 +125,22 @@ def _send(*, address: str, schemas: list[str], timeout_sec: float, text: str, ki
     service.add(receiver)
     is_taken = service.notify(title=title, body=body, notify_type=kind, body_format=apprise.NotifyFormat.TEXT)
     return _TAKEN if is_taken else f"{name}: {_cause(heard.getvalue())}"
+
+
+def _heed_pages(session_class: Any) -> None:
+    """Have Apprise, which reads the status alone, see an HTML page as what 511 says: a proxy's."""
+    send = session_class.send
+
+    def heed(session: Any, request: Any, **given: Any) -> Any:
+        response = send(session, request, **given)
+        kind = response.headers.get("Content-Type", "")
+        content = b"<html>" if given.get("stream") and kind.startswith(receipt.HTML_TYPES) else b""
+        if response.ok and receipt.is_page(kind, content if given.get("stream") else response.content):
+            logging.getLogger(__name__).debug("honed: an HTML page")
+            response.status_code = http.client.NETWORK_AUTHENTICATION_REQUIRED
+        return response
+
+    session_class.send = heed
 
 
 def _cause(heard: str) -> str:

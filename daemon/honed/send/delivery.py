@@ -72,7 +72,10 @@ class Client:
             with deadline(connection.sock, timeout_sec) as hang_up, self._interruptible(hang_up):
                 connection.request("POST", path, body, sent)
                 response = connection.getresponse()
-                return response, response.read(max_bytes)
+                data = response.read(max_bytes)
+                if response.length and len(data) < max_bytes:
+                    raise http.client.IncompleteRead(data, response.length)
+                return response, data
         finally:
             connection.close()
 

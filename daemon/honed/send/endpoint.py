@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from honed.send import delivery
+from honed.send import delivery, receipt
 from honed.send.delivery import Client, Verdict
 from honed.send.outbox import Row
 from honed.spec.config import ReportingConfig
@@ -73,8 +73,6 @@ class Endpoint:
                 max_bytes=MAX_ANSWER_BYTES,
                 headers={"Accept": "application/json"},
             )
-            if response.length and len(data) < MAX_ANSWER_BYTES:
-                raise http.client.IncompleteRead(data, response.length)
             return _judge(response, data)
         except EnvironmentInvalidError as error:
             return Answer(Verdict.LATER, 0, error.message)
@@ -116,22 +114,9 @@ def _judge(response: http.client.HTTPResponse, data: bytes) -> Answer:
     said = printable(delivery.words(data[:500]))
     text += f": {quote.mark(said)}" if said else ""  # it may repeat the rows, as FastAPI's 422 does
     verdict = delivery.verdict(status)
-    if verdict is Verdict.TAKEN and (why := _is_no_receipt(response, data)) is not None:
+    if verdict is Verdict.TAKEN and (why := receipt.why_none(response, data, max_bytes=MAX_ANSWER_BYTES)):
         return Answer(Verdict.LATER, status, f"{why}: {text[:200]}")
     return Answer(verdict, status, text, _retry_after(response.getheader("Retry-After")))
-
-
-def _is_no_receipt(response: http.client.HTTPResponse, data: bytes) -> str | None:
-    """Return why a 2xx does not prove delivery, or None: a proxy's login page has status 200, too."""
-    kind = (response.getheader("Content-Type") or "").partition(";")[0].strip().lower()
-    if kind == "text/html":
-        return "the response is an HTML page"
-    if kind == "application/json" and 0 < len(data) < MAX_ANSWER_BYTES:
-        try:
-            json.loads(data)
-        except ValueError:
-            return "the response is truncated or invalid"
-    return None
 
 
 def _retry_after(value: str | None) -> float:

@@ -1,8 +1,8 @@
 """honed-send's delivery of notices: each is sent by webhook, chat or mail, and then removed.
 
-    notices/<key>.json ── POST, Apprise, SMTP ── accepted ──► removed
+    notices/<key>.json ── POST, Apprise, SMTP ── accepted (receipt.py) ──► removed
                              ├── 400, 422, …, an unknown mailbox ──► refused/, with the response
-                             └── all else: no response, 5xx, 401 ──► retried, ever later; after days, refused/
+                             └── all else: no response, 5xx, 401, a login page ──► again, ever later, then, refused/
 
 One thread per receiver with queued notices: a receiver that is down or slow delays neither the others nor the metrics.
 A notice is removed after the response, so it arrives at least once; a duplicate has the same Idempotency-Key or
@@ -29,7 +29,7 @@ from email.policy import SMTP as MAIL_POLICY
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from honed.send import chat, delivery, notification
+from honed.send import chat, delivery, notification, receipt
 from honed.send.delivery import Client, Verdict, deadline
 from honed.send.notification import Notice
 from honed.spec import recipient
@@ -50,8 +50,8 @@ POLL_SEC = 0.5
 MAX_THREADS = 8
 #: Seconds between log messages about the same receiver.
 COMPLAIN_EVERY_SEC = 3600.0
-#: Bytes of a webhook's response that are read.
-MAX_ANSWER_BYTES = 300
+#: Bytes of a webhook's response that are read, and characters that are quoted.
+MAX_ANSWER_BYTES, MAX_QUOTED = 4096, 300
 DAY_SEC = 86400.0
 
 
@@ -246,11 +246,14 @@ def post(notice: Notice, address: str, token: str | None, *, timeout_sec: float)
         timeout_sec=timeout_sec,
         max_bytes=MAX_ANSWER_BYTES,
     )
-    said = delivery.words(data)
+    said = delivery.words(data)[:MAX_QUOTED]
     text = f"{response.status} {response.reason}{f': {notification.plain(said)}' if said else ''}"
     if response.status == http.client.CONFLICT:  # it was sent, and we died before the response
         return Verdict.TAKEN, text
-    return delivery.verdict(response.status), text
+    verdict = delivery.verdict(response.status)
+    if verdict is Verdict.TAKEN and (why := receipt.why_none(response, data, max_bytes=MAX_ANSWER_BYTES)):
+        return Verdict.LATER, f"{why}: {text}"
+    return verdict, text
 
 
 def mail(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, str]:
