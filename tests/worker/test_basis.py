@@ -103,7 +103,9 @@ def test_a_buffer_that_training_changes_is_put_back(
     job = make_job(model=build_checkpoint(tmp_path / "base", "llama"), **RUN, **WAYS["lora"])
     job.stopped_at(1)
     first = counts(job)
-    assert job.run(2).status == 0
+    ended = job.run(2)
+    assert ended.status == 0
+    assert [each for each in ended.messages("warning") if "does not carry: base_model.model.num_batches" in each]
     assert first == {1: 1.0}
     assert counts(job).items() >= {2: 2.0, 3: 3.0}.items()
 

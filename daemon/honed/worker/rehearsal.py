@@ -319,6 +319,7 @@ def _step(small: _Small) -> None:
     model = small.model_of() if job.precision.quantization == "none" else _quantized(small)
     load.freeze(model, job)
     model = attach_adapter(model, job)
+    load.hold_statistics(model, job)
     if spec.lora is not None and (lost := adapter.lost(model)):
         raise remedy.LostNamesError(lost)
     _set_up(model, job)

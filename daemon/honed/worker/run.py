@@ -476,6 +476,9 @@ class _Story:
             "metrics": self.metrics,
             "data": data.hashes,
         }
+        if loaded.basis is not None and (told := loaded.basis.uncarried(trainer.model)):
+            self._log("warning", f"output: {told}")
+            facts["changes"] = [told]
         told_at = time.monotonic()
 
         def compare(merged: Path) -> str:

@@ -44,14 +44,28 @@ class Basis:
         """Write it beside an adapter."""
         found = {"weights": self.compared.digests, "begun": self.begun}
         (directory / NAME).write_text(json.dumps(found) + "\n", encoding="utf-8")
+        if changed := self._changed(model):
+            save_file(changed, directory / BUFFERS_NAME)
+
+    def uncarried(self, model: Any) -> str:
+        """Return a warning about buffers that training has changed and that the adapter's files do not have; empty
+        where there are none."""
+        lost = sorted(name for name in self._changed(model) if "modules_to_save" not in name.split("."))
+        if not lost:
+            return ""
+        return (
+            f"training has changed buffers that an adapter does not carry: {quote.first(lost, _MAX_NAMED)}: opened on "
+            "its base, it computes with those of the base; lora.modules_to_save carries a module with its buffers"
+        )
+
+    def _changed(self, model: Any) -> dict[str, Any]:
+        """Return copies of the buffers that training has changed."""
         buffers = {name: buffer.detach().cpu().clone() for name, buffer in published.buffers(model)}
-        changed = {
+        return {
             name: each
             for name, each in buffers.items()
             if tensorfile.digests({name: each})[name] != self.buffers.get(name)
         }
-        if changed:
-            save_file(changed, directory / BUFFERS_NAME)
 
     def restore(self, directory: Path, model: Any) -> None:
         """Put back the buffers that training had changed. Raises ModelError, naming the layers, unless the adapter was

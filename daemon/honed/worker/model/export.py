@@ -59,7 +59,7 @@ def export(
     with beside(target) as made:
         with generation.savable(model), adapter.without_card(model):
             model.save_pretrained(made)
-        changes = _complete(assignment, model, made)
+        changes = [*facts.get("changes", ()), *_complete(assignment, model, made)]
         _copy_processor(assignment.base_model_path, made)
         changes += tokenizer_files.write(assignment, tokenizer, made, stop_ids)
         prove(made)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
         loaded = assignment.precision.load_dtype
         rule = None if wanted is None else dtypes.for_saving(model, base_dir, wanted, loaded=loaded)
         model = backend.attach_adapter(model, assignment)
+        hold_statistics(model, assignment)
         stands_on = basis.of(base_dir, compared, model) if hasattr(model, "peft_config") else None
     except (ImportError, HonedError):
         raise
@@ -124,6 +126,28 @@ def freeze(model: Any, assignment: Assignment) -> None:
     for name, parameter in model.named_parameters():
         if is_adapted or modality.part(name) not in wanted:
             parameter.requires_grad_(False)
+
+
+def hold_statistics(model: Any, assignment: Assignment) -> None:
+    """Keep batch norms of what is not trained in eval mode, whatever mode the model is put in.
+
+    In training mode they would compute otherwise than in the output, and change statistics that an adapter does not
+    carry. Those in modules_to_save are trained and saved with it.
+    """
+    from torch.nn.modules.batchnorm import _NormBase
+
+    is_adapted, wanted = assignment.precision.adapter_dtype is not None, trained_parts(assignment.spec)
+    for name, module in model.named_modules():
+        if not isinstance(module, _NormBase) or not module.track_running_stats:
+            continue
+        is_trained = "modules_to_save" in name.split(".") if is_adapted else modality.part(name) in wanted
+        if not is_trained:
+            module.eval()
+            module.train = types.MethodType(_stay, module)
+
+
+def _stay(module: Any, _mode: bool = True) -> Any:
+    return module
 
 
 #: Messages of torch's CPU allocator, C++, CUDA and its libraries, Metal, and the loader of shared objects.

@@ -30,7 +30,17 @@ from honed.job.plan_file import Precision
 from honed.system import durable, installed, quote
 from honed.system.error import DivergedError, HonedError, ModelError, PrecisionError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import adapter, beginning, config_file, dtypes, leftover, names, tokenizer_files, written
+from honed.worker.model import (
+    adapter,
+    beginning,
+    config_file,
+    dtypes,
+    leftover,
+    names,
+    published,
+    tokenizer_files,
+    written,
+)
 from honed.worker.model.card import Facts
 from honed.worker.model.oracle import Oracle
 from honed.worker.model.stored import Base
@@ -256,6 +266,7 @@ class _Mixture:
         self._init, is_rslora = _attach(model, adapter_dir)
         self._model = model
         self._parts = dict(_parts(model, adapter_dir))
+        self._shapes |= {name: tuple(each.shape) for name, each in _saved_buffers(self._parts)}
         self._oracle = Oracle(model, lambda each: not _is_absent(each), is_rslora=is_rslora)
         self._last: tuple[str, dict[str, Any]] = ("", {})
         self._start: tuple[str, Any] = ("", None)
@@ -391,7 +402,7 @@ class _Mixture:
             return self._oracle.trained(self._trained(parameter))
         part, leaf = self._parts[place], parameter.removeprefix(f"{place}.")
         if isinstance(part, ModulesToSaveWrapper):
-            return self._oracle.trained(part.modules_to_save["default"].get_parameter(leaf))
+            return self._oracle.trained(_saved(part)[leaf])
         for wrapper in _wrappers(part):
             part = wrapper if wrapper.parameter_name == leaf else part
         return self._oracle.wrapped(part, leaf, lambda: self._begun(place, leaf))
@@ -403,7 +414,7 @@ class _Mixture:
 
         part = self._parts[place]
         if isinstance(part, ModulesToSaveWrapper):
-            return {name: each.data for name, each in part.modules_to_save["default"].named_parameters()}
+            return {name: each.data for name, each in _saved(part).items()}
         layer = _base_layer(part)
         wrappers = _wrappers(part)
         leaves = {each.parameter_name for each in wrappers}
@@ -501,7 +512,10 @@ def _attach(model: Any, adapter_dir: Path) -> tuple[str, bool]:
             hint="train with init_lora_weights: true, gaussian, pissa or olora",
         )
     config.inference_mode = True
-    state = {name: each.to(torch.float32) for name, each in adapter.read(adapter_dir).items()}
+    state = {
+        name: each.to(torch.float32) if each.is_floating_point() else each
+        for name, each in adapter.read(adapter_dir).items()
+    }
     adapter.wrap(model, config, state, adapter_dir)
     return str(init).lower(), bool(config.use_rslora)
 
@@ -515,6 +529,21 @@ def _wrappers(part: Any) -> list[Any]:
         found.append(part)
         part = part.base_layer
     return found
+
+
+def _saved(part: Any) -> dict[str, Any]:
+    """Return the adapter's parameters and buffers of a module in modules_to_save, by their names in it."""
+    module = part.modules_to_save["default"]
+    return {**dict(module.named_parameters()), **dict(published.buffers(module))}
+
+
+def _saved_buffers(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the buffers of the modules in modules_to_save, such as the statistics of batch norms."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    for place, part in parts.items():
+        if isinstance(part, ModulesToSaveWrapper):
+            yield from ((f"{place}.{name}", each) for name, each in published.buffers(part.modules_to_save["default"]))
 
 
 def _parts(model: Any, adapter_dir: Path) -> Iterator[tuple[str, Any]]:

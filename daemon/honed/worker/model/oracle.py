@@ -52,7 +52,7 @@ class Oracle:
 
     def trained(self, parameter: Any) -> Blocks:
         """Yield a tensor that the adapter replaces as a whole."""
-        yield slice(None), self._take(parameter)
+        yield ..., self._take(parameter)  # a buffer may be one number
 
     def wrapped(self, part: Any, leaf: str, start: Callable[[], Any]) -> Blocks:
         """Yield the expected tensor of a layer in blocks; `start` reads what the training began with."""
