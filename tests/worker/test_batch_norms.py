@@ -96,18 +96,35 @@ def test_a_speech_models_encoder_computes_in_training_as_in_the_output(trains_ea
     config = AutoConfig.for_model(
         "granite_speech",
         encoder_config={
-            "input_dim": 20, "num_layers": 1, "hidden_dim": 16, "num_heads": 2, "dim_head": 8, "output_dim": 8,
-            "context_size": 10, "max_pos_emb": 16, "dropout": 0.0, "conv_kernel_size": 3,
+            "input_dim": 20,
+            "num_layers": 1,
+            "hidden_dim": 16,
+            "num_heads": 2,
+            "dim_head": 8,
+            "output_dim": 8,
+            "context_size": 10,
+            "max_pos_emb": 16,
+            "dropout": 0.0,
+            "conv_kernel_size": 3,
         },
         text_config={
-            "model_type": "granite", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64,
+            "model_type": "granite",
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "vocab_size": 64,
         },
         projector_config={
-            "model_type": "blip_2_qformer", "hidden_size": 16, "encoder_hidden_size": 16, "intermediate_size": 16,
-            "num_hidden_layers": 1, "num_attention_heads": 2,
+            "model_type": "blip_2_qformer",
+            "hidden_size": 16,
+            "encoder_hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
         },
-    )  # fmt: skip
+    )
     model = AutoModelForSpeechSeq2Seq.from_config(config)
     lora: dict[str, Any] = {"r": 4, "finetune_audio_layers": trains_ears}
     spec = JobSpec.model_validate({"base_model": "/m", "datasets": [{"path": "/d"}], "lora": lora})
