@@ -142,7 +142,7 @@ def test_a_job_has_a_page_while_it_runs_and_when_it_is_over(instance: Instance) 
     wait_for(lambda: "succeeded" in Page.of(instance.layout.index_path).shown, what="the same in the index")
     assert ("a", {"href": f"jobs/{job.id}/report.html"}) in Page.of(instance.layout.index_path).elements
     instance.stop()
-    assert "an error in the loop" not in instance.log
+    assert "an error in the daemon's loop" not in instance.log
     assert "reports could not be written" not in instance.log
 
 

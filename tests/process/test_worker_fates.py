@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 from harness import HERE, Instance
 
-from honed.daemon.running import MAX_FAILED_STEPS
 from honed.job.job import State
 from waiting import wait_for
 
@@ -62,7 +62,7 @@ def test_a_result_that_breaks_every_look_at_it_is_left_unread_and_the_job_ends_b
     job = instance.job("explain")
     assert job is not None
     assert (job.state, job.outcome, len(job.attempts)) == (State.FAILED, "killed", 1)
-    assert instance.log.count("an error in the daemon's loop") == MAX_FAILED_STEPS
+    assert instance.log.count("an error in the daemon's loop") == 2  # the first one, and the third in a row
 
 
 def test_one_attempt_is_all_that_a_job_gets_which_asks_for_one(instance: Instance) -> None:
@@ -229,3 +229,15 @@ def test_a_honed_that_waits_for_its_worker_to_end_does_not_spin(instance: Instan
     before = cpu_sec()
     time.sleep(4)
     assert cpu_sec() - before < 0.5
+
+
+def test_a_job_that_the_machine_keeps_from_starting_waits_and_those_behind_it_run(instance: Instance) -> None:
+    instance.command = (sys.executable, str(HERE / "oddhoned.py"), f"odd:/running/1.json:{errno.ESTALE}")
+    instance.start()
+    instance.drop("succeed.first")
+    instance.wait_state("succeed.first", State.QUEUED, deadline_sec=10)
+    instance.drop("succeed.second")
+    instance.wait_state("succeed.second", State.SUCCEEDED, deadline_sec=15)
+    first = instance.job("succeed.first")
+    assert first is not None
+    assert (first.state, first.attempts) == (State.QUEUED, ())

@@ -130,7 +130,7 @@ def test_nothing_is_planted_in_a_jobs_directory_while_it_is_checked_and_later_it
     honed.run("systemctl", "restart", "honed")
     wait_for(lambda: not any(honed.exists(f"{JOBS}/{number}") for number in numbers), what="removed")
     messages = "\n".join(honed.messages("--unit=honed", f"--since=@{since}"))
-    assert "an error in the loop" not in messages
+    assert "an error in the daemon's loop" not in messages
     assert "Recursion" not in messages
     assert "degraded" not in status(honed)
 

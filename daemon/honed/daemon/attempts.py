@@ -30,9 +30,10 @@ from honed.run.deadline import Deadlines
 from honed.run.runner import Runner
 from honed.send.outbox import Outbox
 from honed.spec.config import Config
-from honed.system import durable, message
+from honed.system import message
 from honed.system.clock import Moment
 from honed.system.device import Device
+from honed.system.failures import Failures
 from honed.system.layout import Layout
 from honed.system.log import about
 
@@ -50,6 +51,7 @@ class Attempts:
         database: Database,
         runner: Runner,
         *,
+        failures: Failures | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._layout = layout
@@ -64,7 +66,8 @@ class Attempts:
         self.staged: Collection[int] = ()  #: the jobs with a staged worker
         self.rows = RowCache(layout, lambda: self.config.retention.max_row_bytes, working=self._working)
         self._settling = Settling(layout, lambda: self.config, spool, database, self.rows, self.spares, self.running)
-        self.fault = ""  #: the machine's fault that keeps a job from being settled or followed
+        self.failures = failures or Failures(log)  #: of single jobs' steps
+        self._unadopted: dict[int, Job] = {}  # not taken over yet, for an error
         self.is_stopping = False  #: honed itself was asked to stop
 
     def is_left(self, job_id: int) -> bool:
@@ -151,8 +154,14 @@ class Attempts:
         return running
 
     def adopt(self, job: Job) -> None:
-        """Take over a job that was running when the last daemon ended, whether its worker is alive or not."""
-        self._add(job, self._database.offset(job.id, job.attempt.number)).adopt()
+        """Take over a job that was running when the last daemon ended, whether its worker is alive or not; after an
+        error, in a later pass."""
+        self._unadopted[job.id] = job
+        with self._alone(job):
+            self._add(job, self._database.offset(job.id, job.attempt.number)).adopt()
+            del self._unadopted[job.id]
+        if job.id in self._unadopted:
+            self.running.pop(job.id, None)
 
     def _add(self, job: Job, offset: int) -> Running:
         def config() -> Config:
@@ -187,41 +196,35 @@ class Attempts:
     def check_entries(self) -> None:
         """Write the entries of running jobs again that somebody else has removed or damaged."""
         for running in self.running.values():
-            with self._alone(running):
+            with self._alone(running.job):
                 running.job = recovery.renewed(self._spool, running.job)
 
     def enforce(self) -> None:
         """Kill workers that were asked to stop and did not; dump the stacks of hanging workers, then kill them."""
         now = self._clock()
         for running in self.running.values():
-            running.enforce(now)
+            with self._alone(running.job):
+                running.enforce(now)
 
     def follow(self) -> None:
         """Read the events that the workers have reported since the last pass."""
         for running in self.running.values():
-            with self._alone(running):
+            with self._alone(running.job):
                 running.following.read(running.job)
 
-    @contextlib.contextmanager
-    def _alone(self, running: Running) -> Iterator[None]:
-        """Log an unforeseen error in one job's step, to be tried again; other jobs are not affected."""
-        try:
-            yield
-        except Exception as problem:
-            if fault := durable.machine_fault(problem):
-                self.fault = fault  # reported by the loop, and tried again until it is fixed
-            else:
-                log.exception("job %d (%s): an error in the daemon's loop", running.job.id, running.job.name)
-                running.count_failed_step()
+    def _alone(self, job: Job) -> contextlib.AbstractContextManager[None]:
+        """Run one job's step, which is tried again after an error; other jobs are not affected."""
+        return self.failures.alone(f"job {job.id} ({job.name})")
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def reap(self) -> list[Job]:
         """Settle the jobs whose workers have ended. Returns them in their new state."""
         settled = []
-        self.fault = ""
+        for unadopted in list(self._unadopted.values()):
+            self.adopt(unadopted)
         for running in list(self.running.values()):
-            with self._alone(running):
+            with self._alone(running.job):
                 if (job := self._settling.settle(running, is_stopping=self.is_stopping)) is not None:
                     settled.append(job)
         return settled

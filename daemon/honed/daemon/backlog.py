@@ -19,6 +19,7 @@ from honed.job.job import Job, State
 from honed.job.queue_order import Place, by_turns
 from honed.job.spool import Spool
 from honed.system.error import HonedError
+from honed.system.failures import Failures
 from honed.system.log import about
 from honed.system.message import of_error
 
@@ -96,12 +97,14 @@ class Backlog:
         shares: Shares,
         *,
         has_room: Callable[[Job], bool],
+        failures: Failures | None = None,
         clock: Callable[[], float],
     ) -> None:
         self._spool = spool
         self._database = database
         self._shares = shares
         self._has_room = has_room
+        self._failures = failures or Failures(log)
         self._clock = clock
         self.dependencies = Dependencies(spool, database)
         self._jobs: dict[int, Job] = {}
@@ -279,14 +282,18 @@ class Backlog:
 
     def look_again(self) -> None:
         """Check the conditions of new jobs, and of jobs with a dependency that has changed."""
+        failed = set[int]()
         while self._unsure:
             number = self._unsure.pop()
-            try:
-                if (job := self._jobs.get(number)) is not None:
+            if (job := self._jobs.get(number)) is not None:
+                failed.add(number)
+                with self._failures.alone(f"job {number} ({job.name})"):
                     self._look_at(job)
-            except BaseException:  # e.g. a full disk: still to be done
-                self._unsure.add(number)
-                raise
+                    failed.discard(number)
+        for number in failed:  # e.g. on a full disk: still to be done
+            if (job := self._jobs.get(number)) is not None:
+                self._ready.drop(job)
+        self._unsure |= failed
 
     def _look_at(self, job: Job) -> None:
         if job.state is State.HELD:

@@ -8,6 +8,7 @@ goes whose attempt has ended.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
@@ -41,6 +42,8 @@ from honed.system.error import InternalError, said
 
 log = logging.getLogger(__name__)
 
+#: Jobs that could not be started, after which a turn tries no more.
+MAX_FAILED_STARTS = 3
 #: Seconds for which a free device waits for arrivals that are still being taken, so that the most urgent of many files
 #: dropped together starts first.
 ARRIVAL_GRACE_SEC = 10.0
@@ -257,7 +260,9 @@ class Dispatch:
         self.fence = Fence(spool, runner, clock=clock, interval=lambda: config().spool.rescan_interval_sec)
         self.staged = StagedWorkers(layout, spool, config, runner, attempts, clock=clock)
         self._ahead = Ahead(layout, self.staged, config, attempts, placement, group=group, clock=clock)
-        self.backlog = Backlog(spool, database, shares, has_room=attempts.has_room, clock=clock)
+        self.backlog = Backlog(
+            spool, database, shares, has_room=attempts.has_room, failures=attempts.failures, clock=clock
+        )
         editing = Editing(spool, database, acceptance, self.backlog, placement)
         self.plans = Plans(spool, self.backlog, placement, acceptance, editing)
         self.selection = Selection(spool, config, attempts, self.backlog, self.plans, placement, shares, self.staged)
@@ -307,13 +312,18 @@ class Dispatch:
         for job in put_back:
             self.backlog.delay(job, NOT_NOW_SEC)
             self.fence.doubt()
-            self.staged.give_up(job)
+            with self._alone(job):
+                self.staged.give_up(job)
         for job in settled:
             self.backlog.delay(job, self._retry_delay_sec(job))
         for job in settled:
             if job.state is State.SUCCEEDED:
-                unstage.remove_copies(self._spool.layout, job, self.unfinished())
+                with self._alone(job):
+                    unstage.remove_copies(self._spool.layout, job, self.unfinished())
         self._shares.usage.flush()  # last: on a full disk it raises, and is written later
+
+    def _alone(self, job: Job) -> contextlib.AbstractContextManager[None]:
+        return self._attempts.failures.alone(f"job {job.id} ({job.name})")
 
     def _retry_delay_sec(self, job: Job) -> float:
         """Return the delay before a retry: none before the first, then twice as long each time."""
@@ -337,7 +347,8 @@ class Dispatch:
         self.placement.availability.expire()
         if not self._attempts.is_stopping:
             for job_id, reason in list(self.placement.overstays()):
-                self._attempts.preempt(job_id, reason)
+                with self._attempts.failures.alone(f"job {job_id}"):
+                    self._attempts.preempt(job_id, reason)
             if not (self._spool.is_paused or self.fence.fault or training.is_missing()):
                 self._preempting.tend()
                 self.selection.backfill.give_back(self.selection.startable())
@@ -354,7 +365,8 @@ class Dispatch:
         """Start what can be started; nothing while it is not known which workers live."""
         if self.fence.is_due or self.fence.fault or training.is_missing():
             return
-        while not self._attempts.is_stopping and not self._spool.is_paused and not self.selection.is_full:
+        num_failed = 0
+        while not (self._attempts.is_stopping or self._spool.is_paused or self.selection.is_full):
             chosen = self.selection.next_that_fits()
             if chosen is None:
                 self._grace.end()
@@ -362,7 +374,15 @@ class Dispatch:
             if self._grace.is_on() and self.plans.acceptance.is_busy:
                 return  # an arrival that is being accepted may be more urgent
             self._grace.end()
-            self._start(chosen)
+            is_started = False
+            with self._alone(chosen.job):
+                self._start(chosen)
+                is_started = True
+            if not is_started:  # it waits, and others are started meanwhile
+                self.backlog.delay(chosen.job, NOT_NOW_SEC)
+                num_failed += 1
+            if num_failed >= MAX_FAILED_STARTS:
+                return
 
     def settle_staged(self) -> None:
         """Settle the staged workers that have ended."""
@@ -387,7 +407,7 @@ class Dispatch:
         try:
             backend = self._backend_of(job)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            if durable.machine_fault(error):
+            if isinstance(error, OSError) and durable.machine_fault(error):
                 raise
             self.backlog.fail(
                 job, InternalError(f"its plan cannot be read: {said(error)}", hint="submit the job again")

@@ -16,6 +16,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 
 from honed.daemon.attempts import Attempts
+from honed.daemon.running import Running
 from honed.job.database import Database, Evaluation
 from honed.job.job import Cut, Halving, Job, Stop
 from honed.job.spool import Spool
@@ -34,26 +35,29 @@ class Halvings:
         self._seen: dict[int, tuple[int, int]] = {}  # job number → offset of its events, and its evaluations
 
     def tend(self) -> None:
-        """Stop the running jobs that a rung has ended. Raises OSError if the machine prevents it; it is tried again
-        then."""
+        """Stop the running jobs that a rung has ended; if the machine prevents it, in a later turn."""
         self._seen = {number: seen for number, seen in self._seen.items() if number in self._attempts.running}
         for running in self._attempts.running.values():
-            job = running.job
-            if (halving := _halving(job)) is None or job.stop in {Stop.HALVE, Stop.HOLD, Stop.CANCEL}:
-                continue
-            offset, num_known = self._seen.get(job.id, (-1, 0))
-            if offset == running.following.offset:
-                continue
-            try:
-                own, num_steps = self._database.evaluations([job.id])[job.id], self._database.num_steps(job.id)
-                if num_steps is None:  # told with the loss of the first steps
-                    continue
-                cut = self._cut(job, halving, num_steps) if len(own) > num_known else None
-            except sqlite3.Error:  # it is built again, and the job is looked at again with its next event
-                continue
-            if cut is not None:
-                running.stop(Stop.HALVE, cut=cut)
-            self._seen[job.id] = running.following.offset, len(own)
+            with self._attempts.failures.alone(f"job {running.job.id} ({running.job.name})"):
+                self._look_at(running)
+
+    def _look_at(self, running: Running) -> None:
+        job = running.job
+        if (halving := _halving(job)) is None or job.stop in {Stop.HALVE, Stop.HOLD, Stop.CANCEL}:
+            return
+        offset, num_known = self._seen.get(job.id, (-1, 0))
+        if offset == running.following.offset:
+            return
+        try:
+            own, num_steps = self._database.evaluations([job.id])[job.id], self._database.num_steps(job.id)
+            if num_steps is None:  # told with the loss of the first steps
+                return
+            cut = self._cut(job, halving, num_steps) if len(own) > num_known else None
+        except sqlite3.Error:  # it is built again, and the job is looked at again with its next event
+            return
+        if cut is not None:
+            running.stop(Stop.HALVE, cut=cut)
+        self._seen[job.id] = running.following.offset, len(own)
 
     def _cut(self, job: Job, halving: Halving, num_steps: float) -> Cut | None:
         assert job.group is not None

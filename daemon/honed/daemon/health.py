@@ -11,13 +11,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from honed.system import durable, message
+from honed.system import message
+from honed.system.failures import Failures
 from honed.system.log import about
 from honed.system.notify import Notifier
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Seconds between tries to start while the machine has to be fixed, and the variable that keeps the last fault.
 START_AGAIN_SEC = 5.0
@@ -31,20 +34,48 @@ class Health:
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self.failures = Failures(log)  #: of the steps, and of their items
         self.fault = last_fault()  #: what keeps honed from working, also across restarts; empty if nothing does
         self.is_sound = True  #: in the last pass no step failed, unless the machine prevented it
         self._num_broken_turns = 0
         self._pause_until = 0.0
 
     def run(self, steps: Iterable[Callable[[], None]]) -> str:
-        """Run these steps, each whatever the others do. Returns the machine's fault that kept one from working."""
-        faults: list[str] = []
-        num_broken = sum(not _is_done(step, faults) for step in steps)
-        self.is_sound = num_broken == len(faults)
-        # A step that keeps failing is retried ever more slowly, and the restart is left to systemd's watchdog.
+        """Run these steps, each whatever the others do. Returns the machine's fault that kept one of them, or one of
+        their items, from working."""
+        self.failures.begin()
+        num_broken = num_unforeseen = 0
+        for step in steps:
+            num_before = self.failures.num_unforeseen
+            if not self._is_done(step):
+                num_broken += 1
+                num_unforeseen += self.failures.num_unforeseen > num_before
+        self.is_sound = not num_unforeseen
+        # A step that keeps failing is retried ever more slowly, and the restart is left to systemd's watchdog. An item
+        # that fails leaves its step in order, and does neither.
         self._num_broken_turns = self._num_broken_turns + 1 if num_broken else 0
         self._pause_until = self._clock() + min(self._num_broken_turns, MAX_BROKEN_PAUSE_SEC)
-        return faults[0] if faults else ""
+        return self.failures.fault
+
+    def _is_done(self, step: Callable[[], None]) -> bool:
+        """Run one step. Returns False if it failed as a whole."""
+        name = getattr(getattr(step, "func", step), "__qualname__", "a step")
+        self.failures.step = name
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other steps go on
+            self.failures.note(name, error)
+            return False
+        finally:
+            self.failures.step = ""
+        self.failures.succeed(name)
+        return True
+
+    def ask(self, question: Callable[[], T], otherwise: T) -> T:
+        """Return the answer to a question of the loop's between its steps, or `otherwise` if it fails."""
+        with self.failures.alone(getattr(question, "__qualname__", "a question")):
+            return question()
+        return otherwise
 
     def pause(self) -> float:
         """Return the seconds for which the next pass has to wait, even if something wakes the loop."""
@@ -59,19 +90,6 @@ class Health:
             log.info("honed can work again", extra=about(message=message.RECOVERED))
             tell("")
         self.fault = fault
-
-
-def _is_done(step: Callable[[], None], faults: list[str]) -> bool:
-    """Run one step. Log unforeseen errors, so that the other steps continue; add machine faults to `faults`."""
-    try:
-        step()
-    except Exception as error:
-        if fault := durable.machine_fault(error):
-            faults.append(fault)
-        else:
-            log.exception("an error in the loop")
-        return False
-    return True
 
 
 def last_fault() -> str:

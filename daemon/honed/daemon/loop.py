@@ -12,7 +12,6 @@ Signals, arrivals, the preflight helpers and the control socket only wake it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import functools
 import gc
@@ -62,6 +61,8 @@ log = logging.getLogger("honed")
 
 #: Seconds asked of systemd at a time while the database is rebuilt, job by job.
 START_EXTENSION_SEC = 60.0
+#: Seconds that the loop sleeps if an error keeps it from finding out when the next step is due.
+UNPLANNED_SEC = 1.0
 
 
 class Daemon:
@@ -96,6 +97,7 @@ class Daemon:
             in_force,
             systemd,
             fetch_runner,
+            failures=self._health.failures,
             wake=self._wake.wake,
             helper_changed=self._wake.follow,
             clock=clock,
@@ -103,7 +105,9 @@ class Daemon:
         self._database = Database(layout.database_path)
         if probe is None:
             probe = device.probe if runner.name != "slurm" else lambda _: in_force().slurm.devices()
-        self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
+        self._attempts = Attempts(
+            layout, config, self._spool, self._database, runner, failures=self._health.failures, clock=clock
+        )
         self._dispatch = Dispatch(
             self._spool,
             self._database,
@@ -162,12 +166,12 @@ class Daemon:
         placement.tell()
         if placement.fault:
             self._publishing.notices.tell_of_machine(placement.fault)
-        self._note_fault("")
+        self._note_fault(self._health.failures.fault)
         self._status.report()  # before READY=1: whoever waited for that reads it, and what is wrong
         self._notifier.ready()
         log.info("honed %s ready: %s", __version__, self._status.line(), extra=about(message=message.READY))
         try:
-            while not self._is_over():
+            while not self._health.ask(self._is_over, otherwise=False):
                 self._turn()
             # What could not be written in the last turn, or was not due.
             self._health.run([self._tend_database, functools.partial(self._publishing.counters.tend, is_last=True)])
@@ -177,7 +181,7 @@ class Daemon:
         return 0
 
     def _turn(self) -> None:
-        if self._wake.sleep(self._patience()):
+        if self._wake.sleep(self._health.ask(self._patience, otherwise=UNPLANNED_SEC)):
             self._intake.rescan()
         fault = self._health.run(
             [
@@ -208,7 +212,7 @@ class Daemon:
 
     def _note_fault(self, fault: str) -> None:
         """Note the machine's fault that kept a step from working, or one that a part of the daemon has found."""
-        fault = fault or self._dispatch.fence.fault or self._attempts.fault or self._intake.acceptance.fault
+        fault = fault or self._dispatch.fence.fault or self._intake.acceptance.fault
         self._health.note(fault, self._publishing.notices.tell_of_machine)
 
     def _patience(self) -> float:
@@ -237,17 +241,20 @@ class Daemon:
         self._housekeeper.listen(self._publishing.counters.count_removed)
         self._dispatch.fence.look()  # before anything is started; what it finds is adopted below
         self._intake.recover()
-        if self._database.is_new:
-            alive = functools.partial(self._notifier.extend_timeout, START_EXTENSION_SEC)
-            rebuild(self._database, self._spool, self._spool.layout, outbox=self._attempts.outbox, alive=alive)
-        catch_up(self._database, self._spool, self._spool.layout)
+        with self._health.failures.alone("the database"):
+            self._database.is_behind = True  # until it is done; after an error, in the loop
+            if self._database.is_new:
+                alive = functools.partial(self._notifier.extend_timeout, START_EXTENSION_SEC)
+                rebuild(self._database, self._spool, self._spool.layout, outbox=self._attempts.outbox, alive=alive)
+            catch_up(self._database, self._spool, self._spool.layout)
+            self._database.is_behind = False
         self._dispatch.recover()
         for job in list(self._spool.jobs(State.RUNNING)):
             self._attempts.adopt(job)
         self._intake.start(self._dispatch.backlog.jobs())
-        with contextlib.suppress(OSError):  # the notices are sent now, or in a turn of the loop
-            self._publishing.notices.tend()
-        self._publishing.tend_sender()  # rows may wait although there is nothing else to do
+        for tend_now in (self._publishing.notices.tend, self._publishing.tend_sender):  # else in a turn of the loop
+            with self._health.failures.alone(tend_now.__qualname__):
+                tend_now()
 
     def _close(self) -> None:
         self._attempts.spares.end_all("honed ends")

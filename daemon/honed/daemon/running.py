@@ -46,8 +46,9 @@ log = logging.getLogger(__name__)
 
 #: Passes of the loop after which an unreadable result is treated as none.
 MAX_UNREAD = 60
-#: Unforeseen failures in one job's steps, before the job is settled by its exit status alone.
-MAX_FAILED_STEPS = 5
+#: Unforeseen errors in judging one job's result, before the job is settled by its exit status alone. Errors of other
+#: steps say nothing of the result: a job whose success was left unread would run twice.
+MAX_FAILED_JUDGEMENTS = 5
 #: Stages of a staged worker before it waits at its gate.
 BEFORE_GATE = frozenset({"starting", "prepare", "data"})
 
@@ -80,7 +81,7 @@ class Running:
         self._waits_at_gate = False  # it was staged, and could not be let through
         self.not_started: OSError | None = None  #: why it has no worker; settled in the next pass
         self._num_unread = 0  # passes in which its result could not be read
-        self._num_failed_steps = 0
+        self._num_failed_judgements = 0
 
     @property
     def is_alive(self) -> bool:
@@ -197,10 +198,6 @@ class Running:
         if self.is_alive:
             self.deadlines.enforce(now, told_at=self.following.heard_at, stage=self.following.narrator.stage)
 
-    def count_failed_step(self) -> None:
-        """Count an unforeseen failure: after too many of them its result is not read."""
-        self._num_failed_steps += 1
-
     # -- its end ------------------------------------------------------------------------------------------------------
 
     def poll(self) -> Exit | None:
@@ -217,8 +214,7 @@ class Running:
         stage, has_vanished = self.following.narrator.stage, ended.status is None and ended.signal is None
         if not was_early and stage != "staged" and not (has_vanished and stage in BEFORE_GATE):
             return False
-        result_path = self._layout.job(self.job.id).attempt(attempt.number).result_path
-        outcome = judge(result_path, ended, is_readable=self._num_failed_steps < MAX_FAILED_STEPS)
+        outcome = self._judge(ended)
         if was_early:
             return not is_of_job(outcome)
         return not outcome.phase or isinstance(outcome.error, error.InterruptedRunError)
@@ -248,12 +244,16 @@ class Running:
         try:
             # The files that a worker has written may be the reason why its end cannot be judged: then they are not
             # read.
-            return judge(result_path, ended, is_readable=self._num_failed_steps < MAX_FAILED_STEPS)
-        except OSError:
-            self._num_unread += 1
+            return judge(result_path, ended, is_readable=self._num_failed_judgements < MAX_FAILED_JUDGEMENTS)
+        except OSError as problem:
+            # A worker can take the permission from its own result. With any other fault of the machine the job waits.
+            self._num_unread += problem.errno in durable.OWNERS_ERRNOS
             if self._num_unread < MAX_UNREAD:
                 raise
             return judge(result_path, ended, is_readable=False)
+        except Exception:
+            self._num_failed_judgements += 1
+            raise
 
     def _why_stopped(self, outcome: Outcome, ended: Exit, *, is_stopping: bool) -> Stop | None:
         """Return the kind of a stop that honed did not ask for: SHUTDOWN (the machine or honed ends) or HOLD (a

@@ -27,8 +27,8 @@ from honed.system.layout import Layout
 
 log = logging.getLogger(__name__)
 
-#: Errors that keep a worker from starting although its job and its program are in order.
-MACHINE_ERRNOS = durable.MACHINE_ERRNOS | {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+#: Errors of a program that cannot be started at all; with any other machine's fault its job waits.
+PROGRAM_ERRNOS = {errno.ENOEXEC, errno.E2BIG, errno.ELIBBAD}
 
 
 class Settling:
@@ -72,7 +72,8 @@ class Settling:
     def _unstarted(self, running: Running, problem: OSError) -> Job | None:
         """Put a job back if its worker was not started for no fault of its own; else settle the attempt as failed."""
         job = running.job
-        if isinstance(problem, NotNowError) or problem.errno in MACHINE_ERRNOS:
+        is_machines = durable.machine_fault(problem) is not None and problem.errno not in PROGRAM_ERRNOS
+        if isinstance(problem, NotNowError) or is_machines or problem.errno == errno.EAGAIN:  # too many processes
             self._not_now(running, problem)
             return None
         log.error("job %d (%s): its worker cannot be started: %s", job.id, job.name, problem)

@@ -83,7 +83,8 @@ class Shutdown:
     def stop_jobs(self) -> None:
         """Stop the workers that do not continue. Call it in each turn: a full disk may prevent it for one of them."""
         for job_id in self._not_left():
-            self._attempts.stop(job_id, Stop.SHUTDOWN)
+            with self._attempts.failures.alone(f"job {job_id}"):
+                self._attempts.stop(job_id, Stop.SHUTDOWN)
         self._staged.end_all()
 
     def _not_left(self) -> list[int]:

@@ -242,8 +242,9 @@ class StagedWorkers:
         """End the workers that do not continue without honed; call it in each turn until there are none."""
         for number, worker in self._workers.items():
             if not self._is_left(number):
-                worker.end(self._runner, self._clock())
-                self.give_back(worker)
+                with self._attempts.failures.alone(f"job {number} ({worker.name})"):
+                    worker.end(self._runner, self._clock())
+                    self.give_back(worker)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 

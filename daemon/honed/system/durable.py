@@ -29,16 +29,27 @@ SQLITE_FAULTS = {
     sqlite3.SQLITE_BUSY,  # another program holds a lock: only that program's end helps
 }
 
-#: Errors that mean that the machine is at fault: they can be fixed while honed runs, and a restart does not help.
-MACHINE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+#: Errors that a submitter can cause: by what lies at a path or is missing there, by what kind of file it is, or at the
+#: other end of a pipe or socket. Every other one at honed's own paths means that the machine is at fault: it can be
+#: fixed while honed runs, a restart does not help, and no job fails for it.
+PERSONS_ERRNOS = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EMLINK, errno.ENXIO, errno.ENODEV, errno.EINVAL, errno.ESPIPE, errno.EFBIG, errno.EOVERFLOW),
+    *(errno.ETXTBSY, errno.EILSEQ, errno.EAGAIN),
+    *(errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN),
+}
+#: Errors that an owner can cause on the own files by their permissions. On honed's own they are the machine's fault.
+OWNERS_ERRNOS = {errno.EACCES, errno.EPERM}
 
 
 def machine_fault(error: BaseException) -> str | None:
     """Return a short description if an exception means that the machine is at fault, else None."""
     match error:
-        case OSError(errno=int(number)) if number in MACHINE_ERRNOS:
+        case OSError(errno=int(number)) if number not in PERSONS_ERRNOS:
             where = f"{error.filename}: " if error.filename else ""
             return f"{where}{os.strerror(number)}"
+        case MemoryError():
+            return os.strerror(errno.ENOMEM)
         case sqlite3.OperationalError() if getattr(error, "sqlite_errorcode", 0) & 0xFF in SQLITE_FAULTS:
             return f"the database: {error}"
         case _:

@@ -34,10 +34,11 @@ from honed.job.spool import Spool
 from honed.job.sweeping import Sweeps
 from honed.run import rehearsed
 from honed.run.fetcher import Fetcher
-from honed.run.reply import Passed, Refused
+from honed.run.reply import Answer, Passed, Refused
 from honed.spec.config import Config
 from honed.system import message
 from honed.system.error import HonedError, SpecError
+from honed.system.failures import Failures
 from honed.system.log import about
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Acceptance:
         config: Config,
         fetcher: Fetcher,
         *,
+        failures: Failures | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spool = spool
@@ -68,6 +70,7 @@ class Acceptance:
         def current() -> Config:
             return self.config
 
+        self.failures = failures or Failures(log)  #: of single arrivals
         self.sweeps = Sweeps(spool)
         self._rejection = Rejection(arrivals)
         self._checks = Checks(checkers, current, clock=clock)
@@ -131,31 +134,36 @@ class Acceptance:
         """Accept or refuse the arrivals that the helpers have answered on. Returns the accepted jobs."""
         late = self.incoming.take_late()
         for answer in self._checkers.poll():
-            is_sweep = isinstance(answer, Passed) and bool(answer.members)
-            number, missing = answer.id, answer.needs_fetch if isinstance(answer, Passed) and not is_sweep else None
-            if missing is None:
-                self.fetches.forget(number)
-            pending = None if number in self.replanning.numbers else self._checks.end(number)
-            if answer.rehearsed is not None and pending is not None:
-                place = rehearsed.directory(self._spool.layout.cache_dir, pending.copy.uid)
-                rehearsed.write(place, answer.rehearsed)
-            if isinstance(answer, Passed) and missing is not None:
-                self.fetches.begin(answer, missing, pending)
-            elif pending is None:
-                self.replanning.end(number, answer)
-            elif isinstance(answer, Refused):
-                self._rejection.reject(pending.claim, answer.error)
-            elif is_sweep and len(answer.members) > self.config.spool.max_sweep_jobs:  # the helper is not trusted
-                problem = SpecError("sweep: more jobs than spool.max_sweep_jobs", hint="use fewer values")
-                self._rejection.reject(pending.claim, problem)
-            elif is_sweep:
-                self._spread(pending, answer)
-            elif answer.references or answer.spec.get("depends_on"):
-                self.naming.add(pending, answer, self._job(pending, answer))
-            else:
-                self._checks.add_checked(pending, answer)
+            with self.failures.alone(f"job {answer.id}"):  # after an error it is checked again
+                self._take(answer)
         checked = self._checks.take_checked()
         return [*late, *self._accept([(*each, self._job(*each)) for each in checked])]
+
+    def _take(self, answer: Answer) -> None:
+        """Take an answer of a helper's: fetch what it misses, refuse it, or keep it to be accepted."""
+        is_sweep = isinstance(answer, Passed) and bool(answer.members)
+        number, missing = answer.id, answer.needs_fetch if isinstance(answer, Passed) and not is_sweep else None
+        if missing is None:
+            self.fetches.forget(number)
+        pending = None if number in self.replanning.numbers else self._checks.end(number)
+        if answer.rehearsed is not None and pending is not None:
+            place = rehearsed.directory(self._spool.layout.cache_dir, pending.copy.uid)
+            rehearsed.write(place, answer.rehearsed)
+        if isinstance(answer, Passed) and missing is not None:
+            self.fetches.begin(answer, missing, pending)
+        elif pending is None:
+            self.replanning.end(number, answer)
+        elif isinstance(answer, Refused):
+            self._rejection.reject(pending.claim, answer.error)
+        elif is_sweep and len(answer.members) > self.config.spool.max_sweep_jobs:  # the helper is not trusted
+            problem = SpecError("sweep: more jobs than spool.max_sweep_jobs", hint="use fewer values")
+            self._rejection.reject(pending.claim, problem)
+        elif is_sweep:
+            self._spread(pending, answer)
+        elif answer.references or answer.spec.get("depends_on"):
+            self.naming.add(pending, answer, self._job(pending, answer))
+        else:
+            self._checks.add_checked(pending, answer)
 
     def _spread(self, pending: Pending, answer: Passed) -> None:
         """Turn a sweep into the arrivals of its jobs, each of which is checked by itself."""
@@ -179,17 +187,20 @@ class Acceptance:
 
     def _accept(self, checked: list[Ready]) -> list[Job]:
         """Accept, together, the arrivals that conflict with no other job. Returns the accepted jobs."""
-        free = []
+        free, entries = list[Ready](), list[tuple[Job, Claim, PlanFile]]()
         for pending, answer, job in checked:
             try:
                 self.check_against_others(job)
+                plan = self.plan_of(job, answer)
             except HonedError as error:
                 locate(error, answer)
                 self._rejection.reject(pending.claim, error)
+            except Exception as problem:  # noqa: BLE001 - the others are accepted all the same
+                self._rejection.postpone(pending.claim, problem)
             else:
                 self._spool.catalog.reserve(job)
                 free.append((pending, answer, job))
-        entries = [(job, pending.claim, self.plan_of(job, answer)) for pending, answer, job in free]
+                entries.append((job, pending.claim, plan))
         accepted = []
         for (pending, answer, job), admitted in zip(free, self._arrivals.admit_all(entries), strict=True):
             if isinstance(admitted, Job):

@@ -117,7 +117,8 @@ class Fetches:
     def settle(self) -> None:
         """Check again the arrivals and jobs whose fetch succeeded, and refuse those whose fetch failed."""
         for fetched in self._fetcher.poll():
-            waits = self._fetching.pop(fetched.number)
+            if (waits := self._fetching.pop(fetched.number, None)) is None:
+                continue
             if fetched.error is None:
                 self._check_again(fetched.number, waits)
             else:

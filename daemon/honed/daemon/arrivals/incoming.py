@@ -26,7 +26,8 @@ from honed.job.entitlement import Entitlements
 from honed.job.job import Job
 from honed.job.refusals import shown
 from honed.spec.config import Config
-from honed.system.error import EnvironmentInvalidError, HonedError
+from honed.system import durable
+from honed.system.error import EnvironmentInvalidError, HonedError, said
 from honed.system.log import about
 
 log = logging.getLogger(__name__)
@@ -370,7 +371,7 @@ class Incoming:
                 room[uid] -= 1
             else:
                 num_looks += 1
-                if self._listing.is_whole(uid, name := self._listing.next_of(uid)):
+                if self._is_whole(uid, name := self._listing.next_of(uid)):
                     whole.append(name)
                     room[uid] -= 1
             if not room[uid] or not (uid in self._submitted or uid in self._listing.not_looked_at):
@@ -378,6 +379,14 @@ class Incoming:
         if not any(self._submitted.get(uid) or self._listing.not_looked_at.get(uid) for uid in lists):
             self._turns.end()
         return submitted, whole
+
+    def _is_whole(self, uid: int, name: str) -> bool:
+        """Return True if a user's file can be claimed now; one that cannot be looked at is left to a later round."""
+        try:
+            return self._listing.is_whole(uid, name)
+        except OSError as problem:
+            self._rejection.fault = durable.machine_fault(problem) or said(problem)
+            return False
 
     def _next_submitted(self, uid: int) -> Claim:
         """Take a user's first claim off the list of those that were submitted."""
@@ -400,7 +409,12 @@ class Incoming:
         self._must_list = True  # and then the arrivals behind them
         unsettled = []
         for claim in found:
-            if (job := self._arrivals.accepted(claim)) is not None:
+            try:
+                job = self._arrivals.accepted(claim)
+            except Exception as problem:  # noqa: BLE001 - the others are taken up all the same
+                self._rejection.postpone(claim, problem)
+                continue
+            if job is not None:
                 self._late.append(job)
             else:
                 unsettled.append(claim)

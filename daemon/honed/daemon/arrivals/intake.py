@@ -21,6 +21,7 @@ from honed.run.helper import Watch, children
 from honed.run.systemd_check import CheckUnits
 from honed.spec.config import Config
 from honed.system.dbus import Systemd
+from honed.system.failures import Failures
 from honed.system.layout import Layout
 
 
@@ -40,6 +41,7 @@ class Intake:
         systemd: Systemd | None,
         fetch_runner: FetchRunner | None,
         *,
+        failures: Failures,
         wake: Callable[[], None],
         helper_changed: Watch,
         clock: Callable[[], float],
@@ -62,7 +64,9 @@ class Intake:
         self._fetcher = Fetcher(
             layout, config(), fetch_runner or choose_fetch_runner(layout, config(), systemd), clock=clock
         )
-        self.acceptance = Acceptance(spool, self._arrivals, self._watcher, self._checkers, config(), self._fetcher)
+        self.acceptance = Acceptance(
+            spool, self._arrivals, self._watcher, self._checkers, config(), self._fetcher, failures=failures
+        )
 
     @property
     def is_watching(self) -> bool:

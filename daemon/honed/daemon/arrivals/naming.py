@@ -146,6 +146,8 @@ class Naming:
             except HonedError as error:
                 locate(error, waiting.answer)
                 self._rejection.reject(waiting.pending.claim, error)
+            except Exception as problem:  # noqa: BLE001 - the others are settled all the same
+                self._rejection.postpone(waiting.pending.claim, problem)
             else:
                 ready.append((waiting.pending, waiting.answer, job))
             if now - began >= PASS_SEC:
