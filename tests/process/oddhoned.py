@@ -1,5 +1,5 @@
-"""fakehoned in which each opening of one file, or rename to it, raises an error: of a worker's result, an unforeseen one; or
-with `odd:PATH:ERRNO` as the first argument, of a file whose path ends so, that OSError.
+"""fakehoned in which each opening of one file, or rename to it, raises an error: of a worker's result, an unforeseen
+one; or with `odd:PATH:ERRNO` as the first argument, of a file whose path ends so, that OSError.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ Signals, arrivals, the preflight helpers and the control socket only wake it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import functools
 import gc
