@@ -23,6 +23,8 @@ from typing import Any
 
 import demonstration
 
+from honed.system.personpath import PersonPath
+
 DTYPES = ("float32", "bfloat16")
 LEARNING_RATE = 2e-4
 #: Default number of steps of each task.
@@ -120,7 +122,7 @@ def train(directory: Path) -> dict[str, float]:
 
     if run(directory, 1) != 0:
         raise SystemExit((directory / "attempts/1/result.json").read_text())
-    events = event.read(directory / "attempts/1/events.jsonl", 0).events
+    events = event.read(PersonPath.own(directory / "attempts/1/events.jsonl"), 0).events
     losses = [item.data["loss"] for item in events if item.kind == "step" and item.data.get("loss") is not None]
     scores = [item.data["scores"] for item in events if item.kind == "predictions"][-1]
     evaluated = [item.data["metrics"]["eval_loss"] for item in events if item.kind == "evaluation"][-1]

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from honed.system.personpath import PersonPath
+
 NUM_ROWS, NUM_HELD_OUT, NUM_SAMPLES, MAX_NEW_TOKENS = 2048, 64, 16, 32
 SEED = 42
 #: In the environment of a run that makes its steps in turn with another: the descriptors of its turn and the other's,
@@ -99,7 +101,7 @@ def run_honed(job_dir: Path, found_path: Path) -> None:
     attempt_dir = job_dir / "attempts/1"
     if status:
         raise SystemExit((attempt_dir / "result.json").read_text())
-    told = event.read(attempt_dir / "events.jsonl", 0).events
+    told = event.read(PersonPath.own(attempt_dir / "events.jsonl"), 0).events
     ended_at = next(each.time for each in told if each.kind == "stage" and each.data["stage"] == "export")
     found_path.write_text(
         json.dumps(

@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from honed.system.personpath import PersonPath
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "daemon")]
 
@@ -563,7 +565,7 @@ def row(bench: Bench, database: Database, number: int, cell: Cell) -> Row:
     ended, result, seen = (
         _read(path) for path in (layout.dir / "ended.json", attempt.result_path, layout.dir / "seen.json")
     )
-    reading = event.read(attempt.events_path, 0)
+    reading = event.read(PersonPath.own(attempt.events_path), 0)
     started = Attempt(1, cell.backend, time.time())
     job = Job(number, cell.name, time.time(), "spec.json", os.getuid(), planned["output_dir"], attempts=(started,))
     database.put_job(job)

@@ -18,6 +18,7 @@ from honed.job.job import Job
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 CALLS = ("openat", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "close")
 OLD, NEW = b'{"priority": 0}\n', b'{"priority": 7}\n'
@@ -60,8 +61,8 @@ def facts(root: Path) -> tuple[int, bytes, int, bool]:
     """The priority in the entry, the job file, the priority in the plan, and whether the job may start."""
     spool = Spool(Layout(root), lock=False)
     [job] = spool.all_jobs().values()
-    files = spool.job_layout(job.id)
-    plan = PlanFile.read(files.plan_path)
+    files = spool.layout.job(job.id)
+    plan = PlanFile.read(PersonPath.own(files.plan_path))
     return job.priority, files.spec_path.read_bytes(), plan.spec["priority"], not job.is_deferred
 
 
@@ -78,7 +79,7 @@ def violations(root: Path, *, is_done: bool) -> list[str]:
     [job] = spool.all_jobs().values()
     if len(job.edited_at) != job.priority // 7 or job.is_being_edited:
         wrong.append(f"edited {len(job.edited_at)} times")
-    left = [*spool.dir.rglob(".*"), *spool.job_layout(job.id).dir.rglob(".*"), *(spool.dir / "edits").glob("*")]
+    left = [*spool.dir.rglob(".*"), *spool.layout.job(job.id).dir.rglob(".*"), *(spool.dir / "edits").glob("*")]
     return wrong + [f"left: {path}" for path in left]
 
 

@@ -23,6 +23,7 @@ from honed.job.event import Event, Reading
 from honed.job.job import Attempt, Job, State
 from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 from process.harness import Instance
 from waiting import wait_for
 
@@ -302,6 +303,6 @@ def test_events_are_read_up_to_where_the_loop_goes_on(tmp_path: Path) -> None:
     lines = [b'{"event": "log", "time": 1, "message": "%d"}\n' % number for number in range(3)]
     path.write_bytes(b"".join(lines))
     end = len(lines[0]) * 2
-    reading = event.read(path, 0, end=end)
+    reading = event.read(PersonPath.own(path), 0, end=end)
     assert (len(reading.events), reading.offset) == (2, end)
-    assert event.read(path, end, end=end).events == []
+    assert event.read(PersonPath.own(path), end, end=end).events == []

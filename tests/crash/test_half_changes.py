@@ -110,16 +110,16 @@ def test_what_a_crash_leaves_of_a_refusal_is_removed_and_a_jobs_directory_never(
     with pytest.MonkeyPatch.context() as monkeypatch:
         Broken(monkeypatch, "rmdir", 1)
         Arrivals(spool).reject(refused, SpecError("no"), when="now")
-    spool.job_layout(refused.id).dir.mkdir(exist_ok=True)
-    (spool.job_layout(refused.id).dir / "spec.json").write_text("{}")
+    spool.layout.job(refused.id).dir.mkdir(exist_ok=True)
+    (spool.layout.job(refused.id).dir / "spec.json").write_text("{}")
     entry = spool.state_dir(State.QUEUED) / f"{job.id}.json"
     entry.write_text("\0\0")  # damaged: nobody knows whose directory that is, and so it stays
     spool.close()
     again = Spool(Layout(tmp_path))
     again.recover()
     Arrivals(again).recover()
-    assert not again.job_layout(refused.id).dir.exists()
-    assert again.job_layout(job.id).dir.exists()
+    assert not again.layout.job(refused.id).dir.exists()
+    assert again.layout.job(job.id).dir.exists()
     assert list(again.claimed_dir.iterdir()) == []
     again.close()
 
@@ -129,7 +129,7 @@ def test_what_a_refusal_could_not_remove_goes_at_the_end(spool: Spool) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         Broken(monkeypatch, "rmdir", 1)
         arrivals.reject(refused, SpecError("no"), when="now")
-    places = [refused.path.parent, spool.job_layout(refused.id).dir]
+    places = [refused.path.parent, spool.layout.job(refused.id).dir]
     assert [path.exists() for path in places].count(True) == 1
     arrivals.close()
     assert not any(path.exists() for path in places)

@@ -14,6 +14,7 @@ from harness import ColdInstance
 
 from honed.job import event
 from honed.job.job import Job, State
+from honed.system.personpath import PersonPath
 from zoo.model import build_checkpoint, write_facts
 from zoo.vision import build_vision_checkpoint, write_pictures
 
@@ -77,7 +78,7 @@ class WatchedInstance(ColdInstance):
     def starts_with_modules(self, job: Job) -> list[tuple[str, set[str]]]:
         """Return the backend of each of the job's processes, and the modules imported in it at its end."""
         path = self.layout.job(job.id).attempt(1).events_path
-        started = [item.data for item in event.read(path, 0).events if item.kind == "started"]
+        started = [item.data for item in event.read(PersonPath.own(path), 0).events if item.kind == "started"]
         return [
             (item["backend"], set(json.loads((self.modules_dir / f"{item['pid']}.json").read_text())))
             for item in started

@@ -17,6 +17,7 @@ from PIL import Image
 import warm
 from honed.job import event
 from honed.job.job import State
+from honed.system.personpath import PersonPath
 from zoo.model import build_checkpoint
 from zoo.vision import build_vision_checkpoint
 
@@ -137,7 +138,10 @@ def test_pictures_become_smaller_where_the_job_allows_it(
     text = f"media.max_pixels {MAX_PIXELS} → {MAX_PIXELS // 2}"
     seen = check_stepped_down(limited, "seen", text)
     assert "averages its loss per batch" not in limited.log, "no batch was divided"
-    before, after = (event.read(limited.layout.job(seen.id).attempt(number).events_path, 0).events for number in (1, 2))
+    before, after = (
+        event.read(PersonPath.own(limited.layout.job(seen.id).attempt(number).events_path), 0).events
+        for number in (1, 2)
+    )
     assert [step["text"] for each in after if each.kind == "adjusted" for step in each.data["steps"]] == [text]
     num_before, num_after = (
         next(each.data["num_tokens"] for each in events if each.kind == "data") for events in (before, after)

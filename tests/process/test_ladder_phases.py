@@ -8,6 +8,7 @@ from pathlib import Path
 from limited import LimitedInstance, check_stepped_down
 
 from honed.job import event
+from honed.system.personpath import PersonPath
 from zoo.model import build_checkpoint
 
 #: Words of a prompt, each a token. The attention scores of all heads use nearly all the memory.
@@ -64,7 +65,7 @@ def test_predictions_and_then_evaluations_go_on_in_smaller_batches_where_memory_
     attempts = [limited.layout.job(job.id).attempt(number) for number in (1, 2, 3)]
     results = [json.loads(each.result_path.read_text()) for each in attempts]
     assert [result["phase"] for result in results[:2]] == ["predict", "evaluate"]
-    told = [event.read(each.events_path, 0).events for each in attempts]
+    told = [event.read(PersonPath.own(each.events_path), 0).events for each in attempts]
     assert [(item.kind, item.data["step"]) for item in told[2] if item.kind in {"resumed", "evaluation"}] == [
         ("resumed", 1),
         ("evaluation", 2),

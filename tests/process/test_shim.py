@@ -226,15 +226,15 @@ KILLED = {"SERVICE_RESULT": "oom-kill", "EXIT_CODE": "killed", "EXIT_STATUS": "K
 
 
 def test_a_start_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = Layout(tmp_path).job(7)
-    job.dir.mkdir(parents=True)
+    job = Layout(tmp_path).files(7)
+    job.place.mkdir(parents=True)
     START.write(job)
     assert jobunit.read(job) == START
 
 
 def test_where_the_shim_was_killed_the_units_end_is_written_down(tmp_path: Path) -> None:
-    job = Layout(tmp_path).job(7)
-    job.dir.mkdir(parents=True)
+    job = Layout(tmp_path).files(7)
+    job.place.mkdir(parents=True)
     START.write(job)
     jobunit.end(job, KILLED)
     ended = exit_of(read_exit_record(job.attempt(2), 1))
@@ -242,8 +242,7 @@ def test_where_the_shim_was_killed_the_units_end_is_written_down(tmp_path: Path)
 
 
 def test_what_systemd_knows_is_added_to_what_the_shim_has_written_and_once(tmp_path: Path) -> None:
-    job = Layout(tmp_path).job(7)
-    attempt = job.attempt(2)
+    job, attempt = Layout(tmp_path).files(7), Layout(tmp_path).job(7).attempt(2)
     attempt.dir.mkdir(parents=True)
     START.write(job)
     attempt.exit_path.write_text(json.dumps({"start": 1, "status": 75, "signal": None}))
@@ -259,7 +258,7 @@ def test_a_start_that_honed_did_not_write_starts_nothing(tmp_path: Path, text: s
     job = Layout(tmp_path).job(7)
     job.dir.mkdir(parents=True)
     job.start_path.write_text(text)
-    assert "start.json" in jobunit.start(job)
+    assert "start.json" in jobunit.start(Layout(tmp_path).files(7))
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

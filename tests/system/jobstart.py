@@ -10,4 +10,4 @@ from honed.system.layout import Layout
 
 if __name__ == "__main__":
     fakeworker = Path(__file__).parents[1] / "process/fakeworker.py"
-    sys.exit(jobunit.start(Layout(Path("/")).job(int(sys.argv[1])), command=[sys.executable, str(fakeworker)]))
+    sys.exit(jobunit.start(Layout(Path("/")).files(int(sys.argv[1])), command=[sys.executable, str(fakeworker)]))

@@ -22,6 +22,7 @@ from honed.spec import spec as specs
 from honed.spec.config import Config
 from honed.system import installed
 from honed.system.device import cpu
+from honed.system.personpath import PersonPath
 from honed.worker.model import torchvision
 from honed.worker.run import run
 from honed.worker.stop import Stop
@@ -170,7 +171,7 @@ class Cutter:
 
 
 def read_events(path: Path) -> list[Event]:
-    return event.read(path, 0).events
+    return event.read(PersonPath.own(path), 0).events
 
 
 def plan_job(directory: Path, document: dict[str, Any], *, number: int = 1) -> WorkerJob:

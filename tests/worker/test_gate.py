@@ -17,7 +17,8 @@ import pytest
 from honed.job.ahead import STAGED_VARIABLE, Pass
 from honed.job.needs import Needs
 from honed.system.error import InterruptedRunError
-from honed.system.layout import JobLayout
+from honed.system.layout import JobFiles, JobLayout
+from honed.system.personpath import PersonPath
 from honed.worker import gate as gates
 from honed.worker.gate import NVML_CHECK, Gate, read_ahead
 from honed.worker.pulse import Pulse
@@ -66,12 +67,12 @@ def test_only_the_pass_of_this_start_opens_the_gate_and_names_the_device(tmp_pat
             case 2:
                 layout.gate_path.write_text("{half of a")
             case 4:
-                Pass(1, 1, {"CUDA_VISIBLE_DEVICES": "GPU-x"}).write(layout)
+                Pass(1, 1, {"CUDA_VISIBLE_DEVICES": "GPU-x"}).write(JobFiles(PersonPath(layout.dir)))
             case 6:
-                Pass(2, 2, {"CUDA_VISIBLE_DEVICES": "GPU-y"}).write(layout)
+                Pass(2, 2, {"CUDA_VISIBLE_DEVICES": "GPU-y"}).write(JobFiles(PersonPath(layout.dir)))
             case 8:
                 assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-a"
-                Pass(1, 2, {"CUDA_VISIBLE_DEVICES": "GPU-b"}).write(layout)
+                Pass(1, 2, {"CUDA_VISIBLE_DEVICES": "GPU-b"}).write(JobFiles(PersonPath(layout.dir)))
 
     gate = gate_of(layout, environment, beat=beat)
     assert STAGED_VARIABLE not in environment  # no child waits, too
@@ -165,7 +166,7 @@ def test_a_staged_run_is_the_run_that_it_would_have_been(make_job: MakeJob) -> N
     def open_gate() -> None:
         while not any(each.data.get("stage") == "staged" for each in read_events(staged.events_path(1))):
             pass
-        Pass(1, 1).write(layout)
+        Pass(1, 1).write(JobFiles(PersonPath(layout.dir)))
 
     opener = threading.Thread(target=open_gate)
     opener.start()
@@ -209,10 +210,10 @@ def test_a_pass_of_the_jobs_own_user_opens_nothing(tmp_path: Path) -> None:
     def beat() -> None:
         looks.append(1)
         if len(looks) == 1:
-            Pass(1, 1, {"LD_PRELOAD": "/tmp/mine.so"}).write(layout)
+            Pass(1, 1, {"LD_PRELOAD": "/tmp/mine.so"}).write(JobFiles(PersonPath(layout.dir)))
             os.chown(layout.gate_path, 4321, 4321)
         elif len(looks) == 4:
-            Pass(1, 1, {"CUDA_VISIBLE_DEVICES": "GPU-b"}).write(layout)
+            Pass(1, 1, {"CUDA_VISIBLE_DEVICES": "GPU-b"}).write(JobFiles(PersonPath(layout.dir)))
 
     environment = {STAGED_VARIABLE: "1"}
     gate_of(layout, environment, beat=beat).wait()
@@ -223,7 +224,7 @@ def test_a_pass_of_the_jobs_own_user_opens_nothing(tmp_path: Path) -> None:
 def test_a_worker_begins_again_if_a_file_has_changed_that_it_has_read(tmp_path: Path) -> None:
     layout, rows = JobLayout(tmp_path), tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
-    Pass(1, 1, {"CUDA_VISIBLE_DEVICES": "GPU-b"}).write(layout)
+    Pass(1, 1, {"CUDA_VISIBLE_DEVICES": "GPU-b"}).write(JobFiles(PersonPath(layout.dir)))
     gate = gate_of(layout, {STAGED_VARIABLE: "1"}, again=_again)
     gate.watch([rows, tmp_path / "missing"])
     gate.wait()  # nothing has changed
@@ -245,7 +246,7 @@ def test_a_worker_that_begins_again_still_reports_to_systemd(tmp_path: Path) -> 
     gate = gate_of(layout, environment, again=_again, kept=pulse.variables)
     gate.watch([rows])
     rows.write_text("{}")
-    Pass(1, 1).write(layout)
+    Pass(1, 1).write(JobFiles(PersonPath(layout.dir)))
     with pytest.raises(_Again) as again:
         gate.wait()
     assert told.items() <= again.value.environment.items()
@@ -288,7 +289,7 @@ def test_files_that_a_network_does_not_show_keep_nobody_at_the_gate(
 
     monkeypatch.setattr(Path, "stat", hanging)
     try:
-        Pass(1, 1).write(layout)
+        Pass(1, 1).write(JobFiles(PersonPath(layout.dir)))
         gate.wait(warn=told.append)
     finally:
         answers.set()

@@ -41,6 +41,7 @@ from honed.system.control import Request, Server, _Connection
 from honed.system.device import cpu
 from honed.system.error import DatasetError, HonedError, ModelError, SpecError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 from zoo import plain
 
 #: Characters of a rejection; nobody reads a longer one.
@@ -818,7 +819,7 @@ def _run_events(directory: Path, data: bytes) -> None:
     path = layout.job(1).attempt(1).events_path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
-    reading = event.read(path, 0)
+    reading = event.read(PersonPath.own(path), 0)
     assert reading.offset == len(data)
     made = database.Database(layout.database_path)
     made.put_job(job)
@@ -894,9 +895,9 @@ def _run_result(directory: Path, example: tuple[bytes, bytes]) -> None:
     attempt.result_path.write_bytes(example[0])
     attempt.exit_path.write_bytes(example[1])
     shim.has_ended(str(attempt.dir), 1)
-    ended = runner.exit_of(runner.read_exit_record(attempt, 1))
+    ended = runner.exit_of(runner.read_exit_record(Layout(directory).files(1).attempt(1), 1))
     for each in (ended, Exit(0, None), Exit(81, None)):
-        judged = outcome.judge(attempt.result_path, each)
+        judged = outcome.judge(PersonPath.of(attempt.result_path, 3), each)
         job = _job(error=judged.error.as_dict() if judged.error else None, outcome=judged.code)
         entry = job.with_attempt(outcome=judged.code, step=judged.step or 0).to_json()
         assert len(entry) < 8 * MAX_MESSAGE

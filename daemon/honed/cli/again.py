@@ -61,7 +61,7 @@ def rerun(instance: Instance, options: argparse.Namespace) -> int:
     else:
         what = ", ".join(options.set) or "nothing changed"
         terminal.say(f"job {verdict['id']} ({verdict['name']}), {verdict['state']}: as job {job['id']}, {what}")
-        terminal.say(str(instance.layout.job(verdict["id"]).spec_path))
+        terminal.say(str(instance.layout.files(verdict["id"]).spec_path))
     for warning in () if is_refused else checked.warnings:
         terminal.say(f"  warning: {warning}", style="yellow")
     return int(is_refused)
@@ -109,8 +109,8 @@ def _written(value: Any) -> str:
 def content_of(instance: Instance, job: Shown) -> dict[str, Any]:
     """Return the content of a job's file as it was submitted. Raises EnvironmentInvalidError if it is gone."""
     try:
-        path = instance.layout.job(job["id"]).spec_path
-        data = untrusted.read_plain(path, num_names=1)
+        path = instance.layout.files(job["id"]).spec_path
+        data = untrusted.read_plain(path)
     except FileNotFoundError:
         raise EnvironmentInvalidError(
             f"job {job['id']} ({job['name']}) has no job file any more", hint="submit its job file again"

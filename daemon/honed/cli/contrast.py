@@ -19,6 +19,7 @@ from honed.job.comparison import compare as pieces_of
 from honed.job.comparison import course_of, differences, flat, is_right, plan_of, scores_of, shared_answers, spec_of
 from honed.system import durable, untrusted
 from honed.system.error import UsageError
+from honed.system.personpath import PersonPath
 
 if TYPE_CHECKING:
     from honed.cli.instance import Instance
@@ -130,7 +131,7 @@ def _manifest(job: Shown) -> Mapping[str, Any]:
     if (output_dir := job["artifacts"]["output_dir"]) is None:  # an evaluation makes none
         return {}
     path = Path(output_dir) / "honed.json"
-    return durable.json_object(lambda: untrusted.read_plain(path, num_names=1))
+    return durable.json_object(lambda: untrusted.read_plain(PersonPath.of(path, 1)))
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

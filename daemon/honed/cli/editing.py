@@ -43,8 +43,8 @@ def edit(instance: Instance, options: argparse.Namespace) -> int:
         raise EnvironmentInvalidError(
             "honed is not running, and it checks an edit before it makes it", hint="start it first"
         )
-    path = instance.layout.job(job["id"]).spec_path
-    was = untrusted.read_plain(path, num_names=1)
+    path = instance.layout.files(job["id"]).spec_path
+    was = untrusted.read_plain(path)
     if options.set:
         text = _in_format(again.changed(again.content_of(instance, job), options.set), path.suffix)
         try:
@@ -119,7 +119,7 @@ def _value(value: Any) -> str:
 
 
 def _suffix(instance: Instance, job: Shown) -> str:
-    return instance.layout.job(job["id"]).spec_path.suffix
+    return instance.layout.files(job["id"]).spec_path.suffix
 
 
 def _in_format(content: dict[str, Any], suffix: str) -> bytes:

@@ -41,7 +41,7 @@ def logs(instance: Instance, options: argparse.Namespace) -> int:
         raise EnvironmentInvalidError(
             "you may not read any journal", hint="join the group systemd-journal, or omit --explain"
         )
-    files = instance.layout.job(job["id"])
+    files = instance.layout.files(job["id"])
     offsets: dict[int, int] = {}
     while True:
         for attempt in job["attempts"]:
@@ -98,7 +98,7 @@ def _follow_journal(instance: Instance, job: Shown, options: argparse.Namespace)
 
 def _say_quotes(instance: Instance, job: Shown) -> None:
     """Print in full the messages that quote the job's files: the journal has them without the quotes."""
-    files = instance.layout.job(job["id"])
+    files = instance.layout.files(job["id"])
     for attempt in job["attempts"]:
         told = [item for item in _events(files.attempt(attempt["number"])) if item.data.get("evidence")]
         if told:

@@ -457,7 +457,7 @@ def report(instance: Instance, options: argparse.Namespace) -> int:
         path, what = instance.layout.index_path, "there is no index yet"
     else:
         job = instance.show(options.id)
-        path, what = instance.layout.job(job["id"]).report_path, f"job {job['id']} has no report yet"
+        path, what = instance.layout.files(job["id"]).place / "report.html", f"job {job['id']} has no report yet"
     if not path.exists():
         raise EnvironmentInvalidError(f"{path}: {what}", hint="honed writes it shortly after accepting the job")
     if not os.access(path, os.R_OK):

@@ -205,8 +205,8 @@ class Down:
         return {job.id: job.uid for job in (*self._spool.jobs(State.RUNNING), *queued)}
 
     def _size(self, job_id: int, wish: Wish) -> int:
-        files = self._layout.job(job_id)
-        return tree.measure(files.checkpoints_dir if wish.checkpoints else files.dir).num_bytes
+        files = self._layout.files(job_id)
+        return tree.measure(files.place / "checkpoints" if wish.checkpoints else files.place).num_bytes
 
     def _prune(self, job: Any, wish: Wish) -> tree.Count:
         if wish.checkpoints:

@@ -160,7 +160,7 @@ class Ahead:
             if device is None:
                 continue
             try:
-                plan = PlanFile.read(self._layout.job(job.id).plan_path)
+                plan = PlanFile.read(self._layout.files(job.id).plan_path)
                 is_stageable, backend, needs = _is_stageable(job, plan), plan.backend.name, plan.row_needs
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 is_stageable, backend, needs = False, "", NO_NEEDS  # its turn will tell

@@ -18,7 +18,7 @@ from honed.job.job import Job, State, Stop
 from honed.job.query import Asker
 from honed.job.shape import Arrival, Begin, ChangedRow, Row
 from honed.job.spool import Spool
-from honed.system import message
+from honed.system import message, untrusted
 from honed.system.control import Request
 from honed.system.error import EnvironmentInvalidError, UsageError
 from honed.system.layout import Layout
@@ -97,7 +97,7 @@ def goes_on_from(layout: Layout, job: Job, *, from_start: bool) -> str:
     if job.are_checkpoints_pruned:
         return "the start: its checkpoints were pruned"
     try:
-        has_any = any(True for _ in layout.job(job.id).checkpoints_dir.iterdir())
+        has_any = bool(untrusted.names_in(layout.files(job.id).checkpoints_dir, limit=1))
     except FileNotFoundError:
         has_any = False
     except OSError:  # the directory is its worker's, and we may not list it

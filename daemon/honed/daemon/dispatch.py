@@ -423,7 +423,7 @@ class Dispatch:
 
     def _backend_of(self, job: Job) -> str:
         """Return the backend that loads the base. Raises OSError, ValueError, KeyError or TypeError for a bad plan."""
-        name = PlanFile.read(self._spool.job_layout(job.id).plan_path).backend.name
+        name = PlanFile.read(self._spool.files(job.id).plan_path).backend.name
         if job.attempts and job.attempts[-1].num_starts > 1:
             name = job.attempts[-1].backend  # it fell back before, and would again
         return name

@@ -32,7 +32,7 @@ from honed.job.shape import Edited
 from honed.job.spool import Spool
 from honed.run.reply import Answer, Passed, Refused
 from honed.spec import problem
-from honed.system import durable, message
+from honed.system import durable, message, untrusted
 from honed.system.control import Request
 from honed.system.error import EnvironmentInvalidError, HonedError, InternalError, SpecError, UsageError, said
 from honed.system.log import about
@@ -82,7 +82,7 @@ class Editing:
         except binascii.Error as error:
             raise UsageError(f"data is not base64: {error}") from error
         try:
-            present = (path := self._spool.job_layout(job.id).spec_path).read_bytes()
+            present = untrusted.read_plain(path := self._spool.files(job.id).spec_path)
             if was is not None and was != hashlib.sha256(present).hexdigest():
                 raise UsageError(
                     f"job {job.id} ({job.name}) has been edited meanwhile",
@@ -218,7 +218,7 @@ class Editing:
     def _plan_of(self, job: Job) -> PlanFile:
         """Return a job's plan; an empty one if it cannot be read."""
         try:
-            return PlanFile.read(self._spool.job_layout(job.id).plan_path)
+            return PlanFile.read(self._spool.files(job.id).plan_path)
         except (OSError, ValueError) as error:
             if durable.machine_fault(error):
                 raise

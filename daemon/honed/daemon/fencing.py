@@ -21,7 +21,8 @@ from honed.job.job import Attempt, Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.run.runner import Live, Runner
-from honed.system.layout import JobLayout
+from honed.system import untrusted
+from honed.system.layout import JobFiles
 from honed.system.log import about
 from honed.system.message import ENTRY_DAMAGED
 
@@ -87,7 +88,7 @@ class Fence:
         if job is not None and job.state.is_final and number in {None, *(each.number for each in job.attempts)}:
             return None  # settled; its process is about to end
         recovery.note_lost(self._spool, live.job_id)
-        rebuilt = recovery.rebuild(self._spool, _entry_of(self._spool.job_layout(live.job_id), job, live))
+        rebuilt = recovery.rebuild(self._spool, _entry_of(self._spool.files(live.job_id), job, live))
         log.error(
             "job %d (%s): its worker lives, but its entry did not say so; the entry was rebuilt, and is running",
             rebuilt.id,
@@ -102,7 +103,7 @@ def _may_wait(job: Job) -> bool:
     return job.state in {State.QUEUED, State.HELD} and job.num_staged > 0
 
 
-def _entry_of(files: JobLayout, job: Job | None, live: Live) -> Job:
+def _entry_of(files: JobFiles, job: Job | None, live: Live) -> Job:
     """Return an entry for a live worker, from the best that there is."""
     job = job or copy_of(files) or _planned(files, live)
     job = dataclasses.replace(job, outcome=None, error=None)
@@ -115,19 +116,19 @@ def _entry_of(files: JobLayout, job: Job | None, live: Live) -> Job:
     return dataclasses.replace(job, attempts=(*job.attempts, attempt))
 
 
-def _last_attempt(files: JobLayout) -> int:
+def _last_attempt(files: JobFiles) -> int:
     """Return the last attempt's number by its directory, which the worker itself could have made."""
     with contextlib.suppress(OSError):
-        names = (path.name for path in files.attempts_dir.iterdir())
+        names = untrusted.names_in(files.attempts_dir)
         return max((int(name) for name in names if name.isdecimal() and len(name) <= MAX_DIGITS), default=1)
     return 1
 
 
-def _planned(files: JobLayout, live: Live) -> Job:
+def _planned(files: JobFiles, live: Live) -> Job:
     """Return an entry from plan.json, or a bare one of honed's own user; its job is not tried again."""
     owner, submitted_at = os.geteuid(), time.time()
     with contextlib.suppress(OSError):
-        info = files.dir.stat()
+        info = untrusted.info(files.dir)
         owner, submitted_at = info.st_uid, info.st_mtime
     bare = Job(
         id=live.job_id,
@@ -140,7 +141,7 @@ def _planned(files: JobLayout, live: Live) -> Job:
         num_gpus=0 if live.device == "cpu" else len((live.device or UNKNOWN_DEVICE).split(",")),
     )
     try:
-        if files.plan_path.lstat().st_uid != owner:
+        if untrusted.info(files.plan_path).st_uid != owner:
             return bare
         document = PlanFile.read(files.plan_path).document
         name, uid, output_dir = document["job"]["name"], int(document["job"]["user_id"]), document["output_dir"]

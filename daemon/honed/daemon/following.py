@@ -38,7 +38,7 @@ class Following:
         heard: Callable[[Job, event.Event], None] = lambda _job, _event: None,
     ) -> None:
         self._layout = layout
-        self._path = layout.job(job.id).attempt(job.attempt.number).events_path
+        self._path = layout.files(job.id).attempt(job.attempt.number).events_path
         self._database = database
         self._outbox = outbox
         self._clock = clock

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +30,7 @@ from honed.job.shape import PruneAnswer, Removed
 from honed.job.spool import Spool
 from honed.run.removal_process import OLD_ROWS, RETRY_SEC, RemovalProcess
 from honed.spec.config import Config, RetentionConfig
+from honed.system import untrusted
 from honed.system.clock import Calendar
 from honed.system.control import Request
 from honed.system.error import UsageError
@@ -242,7 +242,7 @@ class Sweep:
         are_missing = config.max_job_bytes is not None and removals.measure(free, removals.sizes)
         saved = []
         for job in free:
-            saved += [job] if os.path.lexists(self._spool.job_layout(job.id).checkpoints_dir) else []
+            saved += [job] if untrusted.exists(self._spool.files(job.id).checkpoints_dir) else []
             yield
         if config.max_checkpoint_bytes is not None:
             are_missing = removals.measure(saved, removals.weights) or are_missing

@@ -179,7 +179,7 @@ class Placement:
         if job.id not in self._planned_for:
             self._planned_for[job.id] = None
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # its start will tell
-                self._planned_for[job.id] = PlanFile.read(self._layout.job(job.id).plan_path).device
+                self._planned_for[job.id] = PlanFile.read(self._layout.files(job.id).plan_path).device
         planned = self._planned_for[job.id]
         if job.is_of_cluster or planned is None or planned.kind != "cuda" or found.kind != "cuda":
             return True

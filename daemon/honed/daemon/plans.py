@@ -93,7 +93,7 @@ class Plans:
     def _settle(self, job: Job, answer: Answer, device: Device | None) -> None:
         """Take one new plan. `device` is the one that it was made for; None if it was made for new inputs."""
         if isinstance(answer, Passed) and not answer.waits_for:
-            self.acceptance.plan_of(job, answer).write(self._spool.job_layout(job.id).plan_path)
+            self.acceptance.plan_of(job, answer).write(self._spool.files(job.id).plan_path)
             self._placement.reread_plan(job)
             self._spool.update(job, is_deferred=False)
             log.info(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from honed.job import event
 from honed.job.database import Database
@@ -16,7 +15,9 @@ from honed.job.event import Event, Reading
 from honed.job.job import Job, State
 from honed.job.spool import Spool
 from honed.send.outbox import Outbox
+from honed.system import untrusted
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def fallback_event(job: Job) -> Event | None:
 
 def _readings(job: Job, layout: Layout, end: int | None, *, start: int = 0) -> Iterator[Reading]:
     """Yield all events of a job's latest attempt from `start` on, or all before `end`."""
-    path, offset = layout.job(job.id).attempt(job.attempt.number).events_path, start
+    path, offset = layout.files(job.id).attempt(job.attempt.number).events_path, start
     limit = MAX_EVENT_BYTES if end is None else end
     while offset < limit:
         try:
@@ -122,10 +123,10 @@ def _readings(job: Job, layout: Layout, end: int | None, *, start: int = 0) -> I
             return
 
 
-def _ends_at(path: Path, offset: int) -> bool:
+def _ends_at(path: PersonPath, offset: int) -> bool:
     """Return True if a file certainly has no more bytes than these."""
     try:
-        return path.lstat().st_size <= offset
+        return untrusted.info(path).st_size <= offset
     except OSError:
         return False
 

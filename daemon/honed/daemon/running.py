@@ -97,7 +97,7 @@ class Running:
     def can_resume(self) -> bool:
         """True if it goes on from its checkpoint: merges and evaluations have none, and would begin again."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            return bool(PlanFile.read(self._layout.job(self.job.id).plan_path).document["spec"]["kind"] == "sft")
+            return bool(PlanFile.read(self._layout.files(self.job.id).plan_path).document["spec"]["kind"] == "sft")
         return False
 
     @property
@@ -140,7 +140,7 @@ class Running:
         attempt = self.job.attempt
         try:
             Pass(attempt.number, attempt.start, device_environment(gpu_of(attempt))).write(
-                self._layout.job(self.job.id)
+                self._layout.files(self.job.id)
             )
             self._waits_at_gate = False
         except OSError as problem:
@@ -240,7 +240,7 @@ class Running:
         return outcome
 
     def _judge(self, ended: Exit) -> Outcome:
-        result_path = self._layout.job(self.job.id).attempt(self.job.attempt.number).result_path
+        result_path = self._layout.files(self.job.id).attempt(self.job.attempt.number).result_path
         try:
             # The files that a worker has written may be the reason why its end cannot be judged: then they are not
             # read.
@@ -315,11 +315,11 @@ def device_environment(gpu_uuids: str | None) -> dict[str, str]:
 
 def write_adjustments(layout: Layout, job: Job) -> None:
     """Write a job's out-of-memory adjustments for its worker; the entry has the authoritative ones. Raises OSError."""
-    path = layout.job(job.id).adjustments_path
+    path = layout.files(job.id).adjustments_path
     if job.adjustments:
-        durable.write_json(path, [asdict(each) for each in job.adjustments])
+        untrusted.write_plain(path, durable.as_json([asdict(each) for each in job.adjustments]))
     else:
-        path.unlink(missing_ok=True)
+        untrusted.remove(path)
 
 
 def gpu_of(attempt: Attempt) -> str | None:
@@ -346,7 +346,7 @@ def next_number(job: Job) -> int:
 
 def clear(layout: Layout, job: Job) -> None:
     """Remove what a worker that was staged in vain has left in the directory of the next attempt."""
-    place = layout.job(job.id).attempt(next_number(job))
+    place = layout.files(job.id).attempt(next_number(job))
     for path in (place.events_path, place.log_path, place.result_path, place.pulse_path):
         try:
             untrusted.remove(path)

@@ -96,7 +96,7 @@ class Spares:
         if job.state is State.QUEUED or job.attempt.device in NOWHERE:  # it is tried again; or what it ran on is gone
             return
         try:
-            plan = PlanFile.read(self._layout.job(job.id).plan_path)
+            plan = PlanFile.read(self._layout.files(job.id).plan_path)
             needs = Needs.of(plan, job.attempt.backend)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             return
@@ -111,7 +111,7 @@ class Spares:
         if kept is None or self._runner is None:
             return False
         try:
-            plan = PlanFile.read(self._layout.job(job.id).plan_path)
+            plan = PlanFile.read(self._layout.files(job.id).plan_path)
             is_alike = Needs.of(plan, job.attempt.backend) == kept.needs
             is_alike = is_alike and plan.spec.get("trial") != "only"  # a process of its own does all of that
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

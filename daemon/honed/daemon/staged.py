@@ -35,6 +35,7 @@ from honed.run.outcome import judge
 from honed.run.pulse import Pulse
 from honed.run.runner import Exit, Live, Runner
 from honed.spec.config import Config
+from honed.system import untrusted
 from honed.system.device import Device
 from honed.system.error import InterruptedRunError, said
 from honed.system.layout import Layout
@@ -173,7 +174,7 @@ class StagedWorkers:
             self._spool.update(job, staged=None)
 
     def _follow(self, job_id: int, name: str, staged: Staged) -> Worker:
-        path = self._layout.job(job_id).attempt(staged.number).pulse_path
+        path = self._layout.files(job_id).attempt(staged.number).pulse_path
         self._workers[job_id] = worker = Worker(job_id, name, staged, Pulse(path, self._clock()))
         return worker
 
@@ -261,7 +262,7 @@ class StagedWorkers:
 
     def _plan_of(self, job: Job) -> str:
         with contextlib.suppress(OSError):
-            info = self._layout.job(job.id).plan_path.stat()
+            info = untrusted.info(self._layout.files(job.id).plan_path)
             return f"{info.st_ino}:{info.st_mtime_ns}"
         return ""
 
@@ -293,7 +294,7 @@ class StagedWorkers:
             self.give_back(worker)
             del self._workers[worker.job_id]
             return
-        result_path = self._layout.job(job.id).attempt(worker.staged.number).result_path
+        result_path = self._layout.files(job.id).attempt(worker.staged.number).result_path
         outcome = judge(result_path, ended, is_readable=worker.num_failed < MAX_UNREAD)
         if is_of_job(outcome) and may_fail(job):
             log.info("job %d (%s): its staged worker found an error", job.id, job.name)

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 
 from honed.system import durable, untrusted
-from honed.system.layout import JobLayout
+from honed.system.layout import JobFiles
 
 #: In a staged worker's environment: the number of its start.
 STAGED_VARIABLE = "HONED_STAGED"
@@ -25,9 +25,9 @@ class Pass:
     start: int
     environment: dict[str, str] = field(default_factory=dict)
 
-    def write(self, job: JobLayout) -> None:
+    def write(self, job: JobFiles) -> None:
         """Write gate.json atomically. Raises OSError."""
-        durable.write_json(job.gate_path, self.__dict__, mode=0o640)
+        untrusted.write_plain(job.gate_path, durable.as_json(self.__dict__), mode=0o640)
 
     @classmethod
     def from_json(cls, data: bytes) -> Pass:
@@ -40,14 +40,11 @@ class Pass:
             raise ValueError(f"not a pass: {error!r}") from error
 
 
-def has_passed(job: JobLayout, number: int, start: int) -> bool:
+def has_passed(job: JobFiles, number: int, start: int) -> bool:
     """Return True if this start of a staged worker was let through its gate, by this user: the job's could write a pass
     of its own, or put a pipe in its place."""
     try:
-        fd = untrusted.open_plain(job.gate_path, num_names=1)
-        with open(fd, "rb") as file:  # noqa: PTH123 - a descriptor
-            is_ours = os.fstat(fd).st_uid == os.geteuid()
-            found = Pass.from_json(file.read(MAX_BYTES) if is_ours else b"")
+        found = Pass.from_json(untrusted.read_plain(job.gate_path, max_bytes=MAX_BYTES, owners={os.geteuid()}))
     except (OSError, ValueError, RecursionError):
         return False
     return (found.number, found.start) == (number, start)

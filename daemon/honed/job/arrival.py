@@ -30,10 +30,11 @@ from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.refusals import MAX_NAME_BYTES, shown
 from honed.job.spool import Spool, names_in
-from honed.system import access, durable, rename
+from honed.system import access, durable, rename, untrusted
 from honed.system.durable import Steps, finish
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, SpecError
 from honed.system.layout import SPEC_SUFFIXES
+from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Claim:
 class Copy:
     """The content of a claimed file, read once through a descriptor and written to a new file owned by honed."""
 
-    path: Path  #: jobs/<id>/spec.<suffix>
+    path: PersonPath  #: jobs/<id>/spec.<suffix>
     uid: int
 
 
@@ -283,7 +284,8 @@ class Arrivals:
                 hint="honectl submit FILE",
             )
         data, uid = _read_claimed(claim, max_bytes, has_workers_user=self._has_workers_user)
-        directory = self._spool.job_layout(claim.id).dir
+        files = self._spool.files(claim.id)
+        directory = files.place
         if self._has_workers_user:
             yield from durable.making_dir(
                 directory, mode=0o1770
@@ -292,8 +294,8 @@ class Arrivals:
             access.open_job_dir(directory, uid, is_shared=is_shared, administrators=administrators)
         else:
             yield from durable.making_dir(directory)
-        yield from durable.writing(directory / f"spec{claim.path.suffix}", data)
-        return Copy(directory / f"spec{claim.path.suffix}", uid)
+        yield from untrusted.writing(files.dir / f"spec{claim.path.suffix}", data)
+        return Copy(files.dir / f"spec{claim.path.suffix}", uid)
 
     def admit(self, job: Job, claim: Claim, plan: PlanFile) -> Job:
         """Accept a claimed arrival. The rename of its entry is the commit: a crash before it leaves no job."""
@@ -304,10 +306,10 @@ class Arrivals:
         return durable.finish_all([self._admitting(*each) for each in accepted])
 
     def _admitting(self, job: Job, claim: Claim, plan: PlanFile) -> Steps[Job]:
-        yield from durable.writing(self._spool.job_layout(job.id).plan_path, plan.to_json())
+        yield from untrusted.writing(self._spool.files(job.id).plan_path, plan.to_json())
         yield [self._spool.layout.jobs_dir]
         if self._has_workers_user:
-            access.give_job_dir(self._spool.job_layout(job.id).dir)
+            access.give_job_dir(self._spool.files(job.id).place)
         yield from self._spool.adding(job)
         with contextlib.suppress(FileNotFoundError):  # recovery removes what a crash leaves here
             claim.path.unlink()
@@ -344,7 +346,7 @@ class Arrivals:
             if claim.path.parent.exists():
                 durable.sync_dir(claim.path.parent)
         finally:
-            self._leftovers.remove(claim.path.parent, self._spool.job_layout(claim.id).dir)
+            self._leftovers.remove(claim.path.parent, self._spool.files(claim.id).place)
         return reason_path
 
     def accepted(self, claim: Claim) -> Job | None:

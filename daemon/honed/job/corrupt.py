@@ -17,29 +17,27 @@ from pathlib import Path
 
 from honed.job.job import Job, State
 from honed.system import durable, untrusted
-from honed.system.layout import JobLayout
+from honed.system.layout import JobFiles
 
 log = logging.getLogger(__name__)
 
 
-def keep_copy(files: JobLayout, job: Job) -> None:
+def keep_copy(files: JobFiles, job: Job) -> None:
     """Keep a copy of the entry of a job whose worker is about to start; nothing if the job has no directory. Raises
     OSError if the machine is at fault."""
     try:
-        if files.dir.is_dir():
-            durable.write(files.entry_path, job.to_json(), mode=0o640)
+        if files.place.is_dir():
+            untrusted.write_plain(files.entry_path, job.to_json(), mode=0o640)
     except OSError as error:
         if durable.machine_fault(error):
             raise
         log.warning("job %d (%s): no copy of its entry is kept: %s", job.id, job.name, error)
 
 
-def copy_of(files: JobLayout) -> Job | None:
+def copy_of(files: JobFiles) -> Job | None:
     """Return the kept copy; None if there is no whole one. Only the directory's owner's counts: workers write there."""
     try:
-        if files.entry_path.lstat().st_uid != files.dir.stat().st_uid:
-            return None
-        job = Job.from_json(untrusted.read_plain(files.entry_path, num_names=1), State.RUNNING)
+        job = Job.from_json(untrusted.read_plain(files.entry_path, owners={files.owner}), State.RUNNING)
     except (OSError, ValueError):
         return None
     return job if files.dir.name == str(job.id) else None

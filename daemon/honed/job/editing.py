@@ -20,7 +20,7 @@ from typing import Any
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool, names_in
-from honed.system import durable
+from honed.system import durable, untrusted
 from honed.system.error import EnvironmentInvalidError, UsageError
 
 log = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ class Edits:
 
     def complete(self, job: Job, path: Path, data: bytes, plan: PlanFile | None, *, is_deferred: bool) -> Job:
         """Replace the files of a job whose edit has begun, and let it start."""
-        files = self._spool.job_layout(job.id)
-        durable.write(files.spec_path, data)
+        files = self._spool.files(job.id)
+        untrusted.write_plain(files.spec_path, data)
         if plan is not None:
             plan.write(files.plan_path)
         job = self._spool.update(job, is_being_edited=False, is_deferred=is_deferred or plan is None)
@@ -130,7 +130,7 @@ class Edits:
     def _is_made(self, job: Job, path: Path) -> bool:
         """Return True if a job has this file by now: only the removal of this copy was left to do."""
         try:
-            return self._spool.job_layout(job.id).spec_path.read_bytes() == path.read_bytes()
+            return untrusted.read_plain(self._spool.files(job.id).spec_path) == path.read_bytes()
         except OSError:
             return False  # its check says what is wrong
 

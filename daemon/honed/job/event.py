@@ -57,6 +57,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.system import quote, untrusted
+from honed.system.personpath import PersonPath
 
 #: Phase of a rank that has ended before the others.
 ENDED = "ended"
@@ -190,7 +191,7 @@ class Reading:
     num_bad: int  #: lines that are not events
 
 
-def read(path: Path, offset: int, *, end: int | None = None) -> Reading:
+def read(path: PersonPath, offset: int, *, end: int | None = None) -> Reading:
     """Read the complete lines between `offset` and `end`. A last line without a newline waits for the next pass.
 
     Raises OSError if the path is not a regular file.

@@ -20,6 +20,7 @@ from honed.job.job import Adjustment, Job, known
 from honed.spec.media import Kind
 from honed.system import durable, untrusted
 from honed.system.device import Device
+from honed.system.personpath import PersonPath
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
@@ -243,9 +244,9 @@ class PlanFile:
     document: dict[str, Any]  #: the whole file: its keys in their order, unknown ones included
 
     @classmethod
-    def read(cls, path: Path) -> PlanFile:
+    def read(cls, path: PersonPath) -> PlanFile:
         """Read a job's plan.json. Raises OSError, and ValueError if it is not a plan."""
-        return cls.from_json(untrusted.read_plain(path, num_names=1))
+        return cls.from_json(untrusted.read_plain(path))
 
     @classmethod
     def from_json(cls, data: bytes) -> PlanFile:
@@ -261,9 +262,9 @@ class PlanFile:
     def to_json(self) -> bytes:
         return durable.as_json(self.document)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: PersonPath) -> None:
         """Replace a plan.json, atomically and durably."""
-        durable.write(path, self.to_json())
+        untrusted.write_plain(path, self.to_json())
 
     # -- what is decided
 

@@ -42,7 +42,8 @@ from honed.job.shape import (
 from honed.job.spool import Spool
 from honed.system import durable, untrusted
 from honed.system.error import NotPermittedError, TimeLimitError, UsageError, plain
-from honed.system.layout import JobLayout, Layout
+from honed.system.layout import JobFiles, Layout
+from honed.system.personpath import PersonPath
 
 #: Digits of a job's number.
 MAX_DIGITS = 18
@@ -198,7 +199,7 @@ def _with_inputs(job: Job, layout: Layout) -> Job:
     if job.model:
         return job
     try:
-        spec = _plan(layout.job(job.id)).spec
+        spec = _plan(layout.files(job.id)).spec
         return replace(job, model=str(spec["base_model"]), data=tuple(str(each["path"]) for each in spec["datasets"]))
     except (KeyError, TypeError, ValueError):
         return job
@@ -303,7 +304,7 @@ def _group_job(layout: Layout, reader: Reader, job: Job) -> GroupJob:
     assert job.group is not None
     metrics: dict[str, float] = reader.latest_metrics(job.id)
     if job.state.is_final and job.attempts:
-        result = _read_json(layout.job(job.id).attempt(job.attempt.number).result_path, num_names=3)
+        result = _read_json(layout.files(job.id).attempt(job.attempt.number).result_path)
         metrics |= figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))
     return {
         "id": job.id,
@@ -390,17 +391,17 @@ def _waiting_for(job: Job) -> Wait | None:
 def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> Shown:
     """Return a job's details."""
     job = _readable(spool, reference, asker)
-    files = layout.job(job.id)
+    files = layout.files(job.id)
     with contextlib.closing(Reader(layout.database_path)) as reader:
         progress, metrics = reader.progress([job.id]).get(job.id, NO_PROGRESS), reader.latest_metrics(job.id)
         score = reader.scores([job.id]).get(job.id)
         events = [event for event in reader.events(job.id) if event["event"] in SHOWN_EVENTS]
     plan = dict(_plan(files).document)
     spec = plan.pop("spec", {})
-    result = _read_json(files.attempt(job.attempt.number).result_path, num_names=3) if job.attempts else {}
+    result = _read_json(files.attempt(job.attempt.number).result_path) if job.attempts else {}
     artifacts = value if isinstance(value := result.get("artifacts"), dict) else {}
     final = figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))
-    report = str(files.report_path) if os.path.lexists(files.report_path) else None
+    report = str(files.report_path) if untrusted.exists(files.report_path) else None
     return {
         **summary(_with_inputs(job, layout), progress, score),
         "spec": spec,
@@ -430,7 +431,7 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
 
 def _slurm(layout: Layout, job: Job) -> dict[str, SlurmRow]:
     """Return the last attempt's job on a Slurm cluster, if it is one."""
-    raw = _read_json(layout.job(job.id).start_path, num_names=1)
+    raw = _read_json(layout.files(job.id).start_path)
     if not job.attempts or raw.get("number") != job.attempt.number or not isinstance(raw.get("name"), str):
         return {}
     told = {key: plain(str(raw.get(key, ""))) for key in ("name", "state", "reason", "nodes")}
@@ -508,7 +509,7 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
 def _estimated_bytes(layout: Layout, job: Job) -> int | None:
     """Return the memory that the plan estimates; None without a readable estimate."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
-        memory = _plan(layout.job(job.id)).memory
+        memory = _plan(layout.files(job.id)).memory
         return memory.total_bytes if memory else None
     return None
 
@@ -517,7 +518,7 @@ def _worker(layout: Layout, job: Job) -> tuple[int | None, float | None]:
     """Return the resident bytes and the CPU seconds of a running worker; None if it is gone or /proc does not tell."""
     if _slurm(layout, job):
         return None, None  # it runs on another machine
-    pid = _read_json(layout.job(job.id).attempt(job.attempt.number).dir / "lock", num_names=3).get("worker_pid")
+    pid = _read_json(layout.files(job.id).attempt(job.attempt.number).lock_path).get("worker_pid")
     try:
         directory = Path(f"/proc/{int(pid or 0)}")
         pages = int((directory / "statm").read_text(encoding="ascii").split()[1])
@@ -579,12 +580,12 @@ READING_VERBS: dict[str, Callable[[Spool, Layout, str, Asker], Any]] = {
 }
 
 
-def _plan(files: JobLayout) -> PlanFile:
+def _plan(files: JobFiles) -> PlanFile:
     try:
         return PlanFile.read(files.plan_path)
     except (OSError, ValueError):
         return PlanFile({})
 
 
-def _read_json(path: Path, *, num_names: int) -> dict[str, Any]:
-    return durable.json_object(lambda: untrusted.read_plain(path, num_names=num_names))
+def _read_json(path: PersonPath) -> dict[str, Any]:
+    return durable.json_object(lambda: untrusted.read_plain(path))

@@ -25,7 +25,7 @@ def recover(spool: Spool) -> None:
 
 
 def _set_aside(spool: Spool, path: Path, problem: ValueError | OSError) -> None:
-    number, files = int(path.stem), spool.job_layout(int(path.stem))
+    number, files = int(path.stem), spool.files(int(path.stem))
     known = spool.job(number)
     job = copy_of(files) if known is None and path.parent == spool.state_dir(State.RUNNING) else None
     if known is not None:

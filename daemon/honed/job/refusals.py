@@ -23,6 +23,7 @@ from honed.spec import problem
 from honed.system import access, durable, rename, untrusted
 from honed.system.error import HonedError
 from honed.system.layout import SPEC_SUFFIXES
+from honed.system.personpath import PersonPath
 
 SUFFIX = ".reason"
 MAX_NAME_BYTES = 255
@@ -110,7 +111,7 @@ def read(path: Path) -> Reason | None:
     Raises OSError if it cannot be read for another cause.
     """
     try:
-        fd = untrusted.open_plain(path, num_names=1)
+        fd = untrusted.open_plain(PersonPath.of(path, 1))
     except OSError as error:
         if error.errno in {errno.ENOENT, errno.EACCES, errno.ELOOP, errno.ENXIO, errno.EINVAL}:
             return None

@@ -47,7 +47,7 @@ def remove_job(spool: Spool, layout: Layout, job_id: int) -> Count:
         removed = remove(place)
         if removed.problem:
             print(f"job {job_id}: its staged copies were not removed: {removed.problem}", file=sys.stderr)
-    return remove(layout.job(job_id).dir)
+    return remove(layout.files(job_id).place)
 
 
 def set_aside_checkpoints(layout: Layout, job_id: int) -> bool:
@@ -55,7 +55,7 @@ def set_aside_checkpoints(layout: Layout, job_id: int) -> bool:
 
     Returns False if there are none. The checkpoints directory belongs to the workers, but its parent belongs to honed.
     """
-    directory = layout.job(job_id).checkpoints_dir
+    directory = layout.files(job_id).place / "checkpoints"
     number = 1
     while os.path.lexists(aside := directory.with_name(OLD_CHECKPOINTS.replace("*", str(number)))):
         number += 1
@@ -70,7 +70,7 @@ def set_aside_checkpoints(layout: Layout, job_id: int) -> bool:
 def remove_checkpoints(layout: Layout, job_id: int) -> Count:
     """Remove the checkpoints that `set_aside_checkpoints` renamed."""
     total = Count()
-    for path in sorted(layout.job(job_id).dir.glob(OLD_CHECKPOINTS)):
+    for path in sorted(layout.files(job_id).place.glob(OLD_CHECKPOINTS)):
         removed = remove(path)
         total = Count(
             total.num_bytes + removed.num_bytes, total.num_files + removed.num_files, total.problem or removed.problem
@@ -83,9 +83,9 @@ def settle(spool: Spool, layout: Layout, item: str) -> Count:
     kind, _, number = item.partition(":")
     match kind:
         case "measure":
-            return measure(layout.job(int(number)).dir)
+            return measure(layout.files(int(number)).place)
         case "weigh":
-            return measure(layout.job(int(number)).checkpoints_dir)
+            return measure(layout.files(int(number)).place / "checkpoints")
         case "checkpoints":
             return remove_checkpoints(layout, int(number))
         case "job":

@@ -107,7 +107,7 @@ class Needs:
     def _in_plan(self, job: Job) -> Iterator[int]:
         """Yield jobs whose directories contain paths in the plan, whose links were resolved during the check."""
         try:
-            texts = [*problem.texts(PlanFile.read(self._layout.job(job.id).plan_path).document)]
+            texts = [*problem.texts(PlanFile.read(self._layout.files(job.id).plan_path).document)]
         except (OSError, ValueError, RecursionError):
             return
         for _, text in texts:

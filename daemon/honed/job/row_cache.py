@@ -20,7 +20,6 @@ limit loses one. Jobs with a worker, running or staged, keep theirs: also beyond
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -40,6 +39,7 @@ from honed.job.shape import CachedRows
 from honed.system import access, untrusted
 from honed.system.access import ENTER, READ, Acl
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class RowCache:
         """Remove the rows in the directory of a job that has succeeded: no later attempt needs them."""
         if self._dir.is_dir():  # else its worker has removed them
             try:
-                self._set_aside(self._layout.job(job.id).rows_dir)
+                self._set_aside(self._layout.files(job.id).place / "rows")
             except OSError as error:
                 self._complain(error)
 
@@ -147,7 +147,7 @@ class RowCache:
         entry = self._known.get((job.uid, name))
         with (
             contextlib.suppress(FileNotFoundError),
-            untrusted.directory(self._layout.job(job.id).rows_dir / name / FILES[0], num_names=3) as fd,
+            untrusted.directory(self._layout.files(job.id).rows_dir / name) as fd,
         ):
             infos = [os.stat(each, dir_fd=fd, follow_symlinks=False) for each in FILES]
             if all(stat.S_ISREG(info.st_mode) for info in infos) and not (entry and self._is_of(entry, infos)):
@@ -278,7 +278,7 @@ class RowCache:
         events nobody reads yet: it may have found an entry, and may open it again."""
         working = self._working()
         for number, uid in working.items():
-            for name in _names_in(self._layout.job(number).rows_dir):
+            for name in _names_in(self._layout.files(number).rows_dir):
                 if (entry := self._known.get((uid, name))) is not None:
                     entry.jobs |= {number}
         return working
@@ -331,14 +331,10 @@ def _first_out(
     return min(free, key=lambda each: (-sums[each.uid], each.used_at), default=None)
 
 
-def _names_in(rows_dir: Path) -> list[str]:
+def _names_in(rows_dir: PersonPath) -> list[str]:
     """Return some names in the directory of a job's rows, which its worker can change."""
-    with (
-        contextlib.suppress(OSError),
-        untrusted.directory(rows_dir / "*", num_names=2) as fd,
-        os.scandir(fd) as found,
-    ):
-        return [each.name for each in itertools.islice(found, MAX_NAMES)]
+    with contextlib.suppress(OSError):
+        return untrusted.names_in(rows_dir, limit=MAX_NAMES)
     return []
 
 
@@ -358,12 +354,10 @@ def old_dir(layout: Layout) -> Path:
 
 def has_code(layout: Layout, job_id: int) -> bool:
     """Return True if a job runs code of its own, or if that is not certain: a worker could replace its plan."""
-    path = layout.job(job_id).plan_path
+    files = layout.files(job_id)
     try:
-        with os.fdopen(untrusted.open_plain(path, num_names=1), "rb") as file:
-            is_honed_s = os.fstat(file.fileno()).st_uid == path.parent.stat().st_uid
-            plan = PlanFile.from_json(file.read(untrusted.MAX_BYTES))
-        return not is_honed_s or bool(plan.spec.get("trust_remote_code"))
+        plan = PlanFile.from_json(untrusted.read_plain(files.plan_path, owners={files.owner}))
+        return bool(plan.spec.get("trust_remote_code"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return True
 

@@ -32,7 +32,7 @@ from honed.job.job import MOVES, Job, State
 from honed.system import durable
 from honed.system.durable import Steps
 from honed.system.error import EnvironmentInvalidError
-from honed.system.layout import JobLayout, Layout
+from honed.system.layout import JobFiles, Layout
 from honed.system.log import about
 from honed.system.message import ENTRY_DAMAGED
 
@@ -298,7 +298,7 @@ class Spool:
         changed = dataclasses.replace(job, state=to, revision=revision, **changes)
         old = self._catalog.get(job.id) if self._catalog is not None else None
         if to is State.RUNNING and old is not None and old.attempts != changed.attempts:
-            keep_copy(self.job_layout(job.id), changed)
+            keep_copy(self.files(job.id), changed)
         yield changed
         if failed is not None:  # the failed change may have left a copy in a third directory
             for path in [self.entries.path(job.id, state) for state in State if state is not to]:
@@ -370,8 +370,8 @@ class Spool:
                 (directory / name).unlink()
                 durable.sync_dir(directory)
 
-    def job_layout(self, job_id: int) -> JobLayout:
-        return self.layout.job(job_id)
+    def files(self, job_id: int) -> JobFiles:
+        return self.layout.files(job_id)
 
 
 def names_in(directory: Path) -> list[str]:

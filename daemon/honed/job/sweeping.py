@@ -105,7 +105,7 @@ class Sweeps:
                 own.rmdir()
         durable.sync_dir(self._spool.claimed_dir)
         with contextlib.suppress(OSError):
-            durable.remove_flat(self._spool.job_layout(number).dir)
+            durable.remove_flat(self._spool.files(number).place)
 
 
 def _remove(new: Path) -> None:

@@ -34,7 +34,7 @@ def copies_of_its_own(layout: Layout, job: Job, unfinished: Iterable[Job]) -> se
 
 def _spec_of(layout: Layout, job: Job) -> dict[str, Any]:
     try:
-        return PlanFile.read(layout.job(job.id).plan_path).spec
+        return PlanFile.read(layout.files(job.id).plan_path).spec
     except (OSError, ValueError, KeyError, TypeError):  # reported elsewhere, where it matters
         return {}
 

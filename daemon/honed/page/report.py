@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shlex
-import stat
 import sys
 import time
 from collections import defaultdict
@@ -38,10 +37,11 @@ from honed.job.spool import Spool
 from honed.page import plot
 from honed.page.page import document, text
 from honed.page.plot import Series
-from honed.system import access, durable, niceness
+from honed.system import access, durable, niceness, untrusted
 from honed.system import layout as layouts
 from honed.system.layout import Layout
 from honed.system.log import guard_tracebacks, trace
+from honed.system.personpath import PersonPath
 
 #: Examples on a page, steps of one example, events, and characters of one text; the page says where the rest is.
 MAX_SAMPLES, MAX_ROUNDS, MAX_EVENTS, MAX_TEXT = 20, 12, 200, 60_000
@@ -102,19 +102,15 @@ def gather(spool: Spool, layout: Layout, job: Job) -> Story:
     with contextlib.closing(Reader(layout.database_path)) as reader:
         figures, predictions, events = reader.figures(job.id), reader.predictions(job.id), reader.events(job.id)
     try:
-        spec_text = _read(layout.job(job.id).spec_path)
+        spec_text = _read(layout.files(job.id).spec_path)
     except OSError as error:
         spec_text = f"({error.strerror})"
     return Story(job, query.show(spool, layout, str(job.id)), figures, predictions, events, spec_text)
 
 
-def _read(path: Path) -> str:
-    """Read a file from a directory where workers write, too. Links are not followed, or workers could have us read any
-    file."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return "(not a file)"
+def _read(path: PersonPath) -> str:
+    """Return the beginning of a text. Raises OSError."""
+    with os.fdopen(untrusted.open_plain(path), "rb") as file:
         return file.read(MAX_SPEC_BYTES).decode(errors="replace")
 
 
@@ -538,7 +534,7 @@ def render_index(
     state."""
 
     def address(job_id: int) -> str | None:
-        return f"jobs/{job_id}/report.html" if os.path.lexists(layout.job(job_id).report_path) else None
+        return f"jobs/{job_id}/report.html" if untrusted.exists(layout.files(job_id).report_path) else None
 
     counts = counts or {}
     return document(
@@ -576,10 +572,10 @@ def write(
     now = time.time()
     for job_id in job_ids:
         job = spool.job(job_id)
-        if job is None or not layout.job(job_id).dir.is_dir():
+        if job is None or not layout.files(job_id).place.is_dir():
             continue
         try:
-            durable.write(layout.job(job_id).report_path, render(gather(spool, layout, job), now=now))
+            untrusted.write_plain(layout.files(job_id).report_path, render(gather(spool, layout, job), now=now))
         except OSError as error:
             print(f"job {job_id}: its report: {error}", file=sys.stderr)
             num_failed += 1

@@ -40,7 +40,7 @@ class Deadlines:
         self._runner = runner
         self._config = config
         self._clock = clock
-        place = layout.job(job.id).attempt(job.attempt.number)
+        place = layout.files(job.id).attempt(job.attempt.number)
         self._pulses = Pulses(place, max(1, job.num_gpus), clock())
         self._kill_at: float | None = None
         self._was_killed = False

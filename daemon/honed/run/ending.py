@@ -39,7 +39,7 @@ def may_fall_back(layout: Layout, job: Job, outcome: Outcome) -> bool:
     attempt = job.attempt
     if not outcome.is_worth_another_backend or attempt.backend != "unsloth" or attempt.num_starts > 1:
         return False
-    return bool(PlanFile.read(layout.job(job.id).plan_path).spec.get("backend") != "unsloth")
+    return bool(PlanFile.read(layout.files(job.id).plan_path).spec.get("backend") != "unsloth")
 
 
 def remedy_for(layout: Layout, job: Job, outcome: Outcome, phase: str) -> Remedy:
@@ -59,7 +59,7 @@ def _smaller(layout: Layout, job: Job, outcome: Outcome, last_phase: str) -> Rem
     problem = outcome.error
     assert problem is not None
     try:
-        plan = PlanFile.read(layout.job(job.id).plan_path)
+        plan = PlanFile.read(layout.files(job.id).plan_path)
         spec = out_of_memory.adjusted(plan.spec, job.adjustments)
         media = out_of_memory.Media.of(plan.memory)
     except (OSError, ValueError, KeyError, TypeError) as fault:
@@ -84,7 +84,7 @@ def _smaller(layout: Layout, job: Job, outcome: Outcome, last_phase: str) -> Rem
 def has_room(layout: Layout, job: Job, num_bytes: int) -> bool:
     """Return True if a job's directory has that much free disk space."""
     try:
-        found = os.statvfs(layout.job(job.id).dir)
+        found = os.statvfs(layout.files(job.id).place)
     except OSError:
         return True  # its start will show it
     return found.f_bavail * found.f_frsize >= num_bytes

@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from honed.run.runner import read_exit_record, read_lock_record
-from honed.system import durable, python
+from honed.system import durable, python, untrusted
 from honed.system.clock import Moment
-from honed.system.layout import JobLayout, Layout
+from honed.system.layout import JobFiles, Layout
+from honed.system.personpath import PersonPath
 
 #: Mode of the workers' directories: the daemon, a member of their group, must read and remove them.
 DIRECTORY_MODE = 0o770
@@ -46,14 +47,14 @@ class Start:
     watchdog_sec: float
     stop_timeout_sec: float
 
-    def write(self, job: JobLayout) -> None:
+    def write(self, job: JobFiles) -> None:
         """Write start.json durably and atomically."""
-        durable.write_json(job.start_path, self.__dict__, mode=0o640)
+        untrusted.write_plain(job.start_path, durable.as_json(self.__dict__), mode=0o640)
 
 
-def read(job: JobLayout) -> Start:
+def read(job: JobFiles) -> Start:
     """Read start.json. Raises ValueError or OSError if there is no valid one."""
-    raw = json.loads(job.start_path.read_bytes())
+    raw = json.loads(untrusted.read_plain(job.start_path))
     try:
         return Start(
             number=int(raw["number"]),
@@ -67,7 +68,7 @@ def read(job: JobLayout) -> Start:
         raise ValueError(f"not a start file written by honed: {error!r}") from error
 
 
-def start(job: JobLayout, *, command: Sequence[str] | None = None) -> str:
+def start(job: JobFiles, *, command: Sequence[str] | None = None) -> str:
     """Become the shim of the worker that start.json describes. Returns only on failure, with the reason."""
     try:
         wanted = read(job)
@@ -75,8 +76,8 @@ def start(job: JobLayout, *, command: Sequence[str] | None = None) -> str:
         return f"{job.start_path}: {error}; only honed starts jobs: use `honectl release` or `honectl requeue`"
     attempt = job.attempt(wanted.number)
     try:
-        durable.make_dir(attempt.dir, mode=DIRECTORY_MODE)
-        os.chdir(job.dir)
+        durable.make_dir(Path(str(attempt.dir)), mode=DIRECTORY_MODE)
+        os.chdir(job.place)
         worker = [*(command or python.module("honed.worker")), str(job.dir), str(wanted.number)]
         shim = python.bare(Path(__file__).with_name("shim.py"), "--relay")
         environment = {
@@ -94,7 +95,7 @@ def start(job: JobLayout, *, command: Sequence[str] | None = None) -> str:
         return f"{error.filename}: {error.strerror}"
 
 
-def end(job: JobLayout, environment: Mapping[str, str], *, system_state: str = "") -> dict[str, Any]:
+def end(job: JobFiles, environment: Mapping[str, str], *, system_state: str = "") -> dict[str, Any]:
     """Record in exit.json what systemd passes to ExecStopPost= in the environment. Returns the new exit.json.
 
     Raises OSError or ValueError if there is no start to record it for.
@@ -124,8 +125,8 @@ def end(job: JobLayout, environment: Mapping[str, str], *, system_state: str = "
         "invocation_id": environment.get("INVOCATION_ID", ""),
         "system_state": system_state,
     }
-    durable.make_dir(attempt.dir, mode=DIRECTORY_MODE)
-    durable.write_json(attempt.exit_path, record)
+    durable.make_dir(Path(str(attempt.dir)), mode=DIRECTORY_MODE)
+    untrusted.write_plain(attempt.exit_path, durable.as_json(record))
     return record
 
 
@@ -162,7 +163,7 @@ def start_main() -> int:
 
 def end_main() -> int:
     """Run the `honed-job-end` command."""
-    open_up(_job().dir)
+    open_up(_job().place)
     try:
         end(_job(), os.environ, system_state=_system_state())
     except (OSError, ValueError) as error:
@@ -171,11 +172,11 @@ def end_main() -> int:
     return 0
 
 
-def _job() -> JobLayout:
+def _job() -> JobFiles:
     if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
         print(f"usage: {Path(sys.argv[0]).name} ID (called by honed-job@ID.service)", file=sys.stderr)
         raise SystemExit(2)
-    return Layout(Path("/")).job(int(sys.argv[1]))
+    return JobFiles(PersonPath(Layout(Path("/")).jobs_dir / sys.argv[1], is_own=True))
 
 
 def _system_state() -> str:

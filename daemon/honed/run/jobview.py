@@ -37,7 +37,7 @@ from honed.run.runner import RANKS_VARIABLE
 from honed.system import access
 from honed.system.access import Person
 from honed.system.dbus import BusError, Systemd
-from honed.system.layout import JobLayout, Layout
+from honed.system.layout import JobFiles, Layout
 
 VIEW_DIR = Path("/run/honed-view")
 USERDB_DIR = Path("/run/userdb")
@@ -62,9 +62,9 @@ def user_name(job_id: int) -> str:
     return f"honed-j{job_id}"
 
 
-def worker(job: JobLayout) -> Person:
+def worker(job: JobFiles) -> Person:
     """Return the user that a job's worker runs as. Raises ViewError if there is none."""
-    uid = access.job_user(job.dir)
+    uid = access.job_user(job.place)
     found = access.person(uid if uid is not None else access.WORKERS_USER)
     if found is None:
         raise ViewError(f"the user {access.WORKERS_USER} is missing: systemd-sysusers creates it")
@@ -87,13 +87,13 @@ def add(layout: Layout, job_id: int) -> None:
 
 
 def _add(layout: Layout, job_id: int) -> None:
-    job = layout.job(job_id)
+    job = layout.files(job_id)
     who = worker(job)
     _register(job_id, who)
     _check_registered(job_id, who)
     if _num_ranks(job) > 1:
         _open_loopback(job_id)
-    submitter = access.submitter_of(job.dir)
+    submitter = access.submitter_of(job.place)
     # For a system account, whose worker runs as honed-job, inputs are opened with the account's own permissions.
     opener = who if submitter in {None, 0} else access.person(submitter) or who
     view = VIEW_DIR / str(job_id)
@@ -108,7 +108,7 @@ def _add(layout: Layout, job_id: int) -> None:
             print(f"<4>the job encodes its rows itself: {error}", file=sys.stderr)
 
 
-def _num_ranks(job: JobLayout) -> int:
+def _num_ranks(job: JobFiles) -> int:
     """Return how many workers the next start of a job is for."""
     try:
         return int(jobunit.read(job).environment.get(RANKS_VARIABLE, 1))
@@ -180,10 +180,10 @@ def _locked() -> Iterator[None]:
         os.close(fd)
 
 
-def _inputs(layout: Layout, job: JobLayout) -> Iterator[Path]:
+def _inputs(layout: Layout, job: JobFiles) -> Iterator[Path]:
     """Yield the directories directly below jobs/ and staged/ that a job's plan grants access to, except its own."""
     try:
-        grant = PlanFile.from_json(job.plan_path.read_bytes()).may_read
+        grant = PlanFile.read(job.plan_path).may_read
     except (KeyError, TypeError) as error:
         raise ViewError(f"its plan does not say what it may read: {error!r}") from error
     places = {
@@ -192,7 +192,7 @@ def _inputs(layout: Layout, job: JobLayout) -> Iterator[Path]:
         for top in (layout.jobs_dir, layout.staged_dir)
         if ".." not in path.parts and path.is_relative_to(top) and path != top
     }
-    yield from sorted(places - {job.dir})
+    yield from sorted(places - {job.place})
 
 
 # -- the user ----------------------------------------------------------------------------------------------------------

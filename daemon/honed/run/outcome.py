@@ -8,16 +8,15 @@ an exit) is `killed`, and retried.
 from __future__ import annotations
 
 import json
-import os
 import signal
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from honed.job import event
 from honed.run.runner import Exit
 from honed.system import durable, error, untrusted
-from honed.system.layout import JobLayout
+from honed.system.layout import JobFiles
+from honed.system.personpath import PersonPath
 
 SUCCEEDED = "succeeded"
 #: Maximum number of characters of a remark.
@@ -51,15 +50,15 @@ class Outcome:
         return self.code == error.BackendError.code or (is_other and is_before_training)
 
 
-def judge(result_path: Path, ended: Exit, *, is_readable: bool = True) -> Outcome:
+def judge(result_path: PersonPath, ended: Exit, *, is_readable: bool = True) -> Outcome:
     """Combine the worker's result with its exit.
 
     Raises OSError if a fault of the machine prevents reading the result. With `is_readable` false, only the exit
     counts.
     """
     result = _read(result_path) if is_readable else None
-    if result is None:
-        return _of(_died(ended), Outcome(SUCCEEDED))
+    if not isinstance(result, dict):
+        return _of(_died(ended, left=result or "no result"), Outcome(SUCCEEDED))
     told = Outcome(
         SUCCEEDED,
         step=step if isinstance(step := result.get("step"), int) and 0 <= step < 2**62 else None,
@@ -94,11 +93,11 @@ def _late_end(ended: Exit) -> str:
     return f"its worker exited with status {ended.status} after it had finished" if ended.status else ""
 
 
-def _has_output(result_path: Path, artifacts: dict[str, str]) -> bool:
+def _has_output(result_path: PersonPath, artifacts: dict[str, str]) -> bool:
     """Return False if the output should be in the job's own directory, and is not. Other places are the submitter's,
     where the daemon does not look."""
-    output_dir = JobLayout(result_path.parents[2]).output_dir
-    return artifacts.get("output_dir") != str(output_dir) or os.path.lexists(output_dir)
+    output_dir = JobFiles(result_path.parent.parent.parent).output_dir
+    return artifacts.get("output_dir") != str(output_dir) or untrusted.exists(output_dir)
 
 
 def _signal_name(number: int) -> str:
@@ -113,14 +112,18 @@ def _of(problem: error.HonedError, told: Outcome) -> Outcome:
     return replace(told, code=problem.code, error=problem)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: PersonPath) -> dict[str, Any] | str | None:
+    """Return the worker's result; None if it left none, and what it left instead if that is not one."""
     try:
         result = event.encodable(json.loads(untrusted.read_plain(path)))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, RecursionError) as problem:
         if durable.machine_fault(problem):
             raise
-        return None
-    return result if isinstance(result, dict) else None
+        why = problem.strerror if isinstance(problem, OSError) else "not JSON"
+        return f"a {path.name} that cannot be read: {why}"
+    return result if isinstance(result, dict) else f"a {path.name} that is not an object"
 
 
 #: The hint for a SIGKILL by the kernel; unlike a MemoryError or a CUDA error, the process cannot catch it.
@@ -130,7 +133,7 @@ _OUT_OF_MEMORY_HINT = (
 )
 
 
-def _died(ended: Exit) -> error.HonedError:
+def _died(ended: Exit, *, left: str = "no result") -> error.HonedError:
     match ended:
         case Exit(service_result="watchdog"):
             return error.StalledError(
@@ -175,11 +178,11 @@ def _died(ended: Exit) -> error.HonedError:
             return error.KilledError(f"the worker was killed by {_signal_name(number)}", hint=hint)
         case Exit(status=0):
             return error.KilledError(
-                "the worker exited with status 0 but left no result", hint="see its log: honectl logs"
+                f"the worker exited with status 0 but left {left}", hint="see its log: honectl logs"
             )
         case Exit(status=int(status)):
             return error.KilledError(
-                f"the worker exited with status {status} and left no result", hint="see its log: honectl logs"
+                f"the worker exited with status {status} and left {left}", hint="see its log: honectl logs"
             )
         case _:
             return error.KilledError(

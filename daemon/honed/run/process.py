@@ -25,7 +25,7 @@ from honed.run.runner import Exit, Live, device_of, exit_of, is_staged, read_exi
 from honed.run.spare import Spare
 from honed.system import durable, python, untrusted
 from honed.system.clock import Moment
-from honed.system.layout import AttemptLayout, JobLayout, Layout
+from honed.system.layout import AttemptFiles, Layout
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ SECRET_VARIABLES = ("JOB_TOKEN", "CREDENTIALS_DIRECTORY", "HF_TOKEN", "HUGGING_F
 
 @dataclass
 class _Child:
-    layout: AttemptLayout
+    layout: AttemptFiles
     start: int
     process: subprocess.Popen[bytes] | None  #: None for an adopted one
     #: Starts it anew if it was a spare, and has ended before it was the job's; None once it was asked to end.
@@ -60,23 +60,23 @@ class ProcessRunner:
         self._children: dict[int, _Child] = {}
 
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
-        attempt = self._layout.job(job_id).attempt(number)
-        durable.make_dir(attempt.dir)
-        with attempt.log_path.open("ab") as log_file:
+        attempt = self._layout.files(job_id).attempt(number)
+        untrusted.make_dirs(attempt.dir)
+        with os.fdopen(untrusted.open_plain(attempt.log_path, flags=untrusted.LOG_FLAGS), "ab") as log_file:
             process = self._popen(
                 python.bare(SHIM, str(attempt.dir), str(start), *self._worker(attempt, backend)),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
-                cwd=self._layout.job(job_id).dir,
+                cwd=self._layout.files(job_id).place,
                 env={**inherited(), **environment},
                 start_new_session=True,
                 restore_signals=True,
             )
         self._children[job_id] = _Child(attempt, start, process)
 
-    def _worker(self, attempt: AttemptLayout, backend: str) -> list[str]:
-        return [*self._command, str(attempt.dir.parents[1]), attempt.dir.name, "--backend", backend]
+    def _worker(self, attempt: AttemptFiles, backend: str) -> list[str]:
+        return [*self._command, str(attempt.dir.root), attempt.dir.name, "--backend", backend]
 
     def make_spare(self, needs: Needs, *, environment: Mapping[str, str]) -> Spare:
         """Start a spare worker, for a job with such needs. Raises OSError."""
@@ -97,19 +97,19 @@ class ProcessRunner:
         variables = {**inherited(), **environment}
         if not (spare.is_ready and spare.suits(variables)):
             return False
-        files = self._layout.job(job_id)
+        files = self._layout.files(job_id)
         attempt = files.attempt(number)
-        durable.make_dir(attempt.dir)
+        untrusted.make_dirs(attempt.dir)
         worker = self._worker(attempt, backend)
-        if not spare.give(attempt, start, cwd=files.dir, command=worker, environment=variables):
+        if not spare.give(attempt, start, cwd=files.place, command=worker, environment=variables):
             return False
         anew = functools.partial(self.start, job_id, number, start, backend=backend, environment=environment)
         self._children[job_id] = _Child(attempt, start, spare.process, start_anew=anew)
         return True
 
     def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:  # noqa: ARG002
-        attempt = self._layout.job(job_id).attempt(number)
-        durable.make_dir(attempt.dir)
+        attempt = self._layout.files(job_id).attempt(number)
+        untrusted.make_dirs(attempt.dir)
         self._children[job_id] = _Child(attempt, start, None)
         return True
 
@@ -128,16 +128,17 @@ class ProcessRunner:
         command = _words(process_dir / "cmdline")
         at = [word.endswith("/shim.py") for word in command].index(True) + 1
         at += {"--relay": 1, "--worker": 2}.get(command[at], 0)
-        attempt, start = AttemptLayout(Path(command[at])), int(command[at + 1])
-        job_dir = attempt.dir.parents[1]
-        if attempt != self._layout.job(int(job_dir.name)).attempt(int(attempt.dir.name)):
+        attempt_dir, start = Path(command[at]), int(command[at + 1])
+        job_id, number = int(attempt_dir.parents[1].name), int(attempt_dir.name)
+        files = self._layout.files(job_id)
+        attempt = files.attempt(number)
+        if str(attempt.dir) != str(attempt_dir):
             return None
         if read_exit_record(attempt, start) is not None:
             return None
         variables = dict(word.split("=", 1) for word in _words(process_dir / "environ") if "=" in word)
-        number = int(attempt.dir.name)
-        waits = is_staged(JobLayout(job_dir), number, start, variables)
-        return Live(int(job_dir.name), (number, start), device_of(variables), is_staged=waits)
+        waits = is_staged(files, number, start, variables)
+        return Live(job_id, (number, start), device_of(variables), is_staged=waits)
 
     def is_supervised(self, job_id: int) -> bool:  # noqa: ARG002
         return False
@@ -192,7 +193,7 @@ class ProcessRunner:
     def _settle(self, child: _Child) -> bool:
         """Tell whether an adopted worker has ended. If no exit is recorded, record one: no late shim may start it."""
         try:
-            fd = untrusted.open_plain(child.layout.dir / "lock", flags=os.O_CREAT | os.O_RDWR)
+            fd = untrusted.open_plain(child.layout.lock_path, flags=os.O_CREAT | os.O_RDWR)
         except FileNotFoundError:
             return True  # its job was removed, and whatever it had to record
         try:
@@ -202,7 +203,7 @@ class ProcessRunner:
         else:
             if read_exit_record(child.layout, child.start) is None:
                 record = {"start": child.start, "status": None, "signal": None}
-                durable.write_json(child.layout.exit_path, record)
+                untrusted.write_plain(child.layout.exit_path, durable.as_json(record))
             return True
         finally:
             os.close(fd)

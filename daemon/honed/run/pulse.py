@@ -11,12 +11,12 @@ import contextlib
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from honed.job.event import ENDED
 from honed.system import untrusted
 from honed.system.clock import Moment
-from honed.system.layout import AttemptLayout
+from honed.system.layout import AttemptFiles
+from honed.system.personpath import PersonPath
 
 #: Seconds by which the file of a rank whose process does not run is older than the newest one.
 FROZEN_SEC = 3.0
@@ -25,7 +25,7 @@ FROZEN_SEC = 3.0
 class Pulse:
     """The pulse file of a worker: signs of life, more often than its events."""
 
-    def __init__(self, path: Path, now: float) -> None:
+    def __init__(self, path: PersonPath, now: float) -> None:
         self._path = path
         self._beat_at_ns = 0  # the file's time when it was last looked at
         self.heard_at = now  #: monotonic seconds
@@ -35,7 +35,7 @@ class Pulse:
     def feel(self, now: float) -> None:
         """Note whether the worker has moved since the last look."""
         try:
-            beat_at_ns = self._path.lstat().st_mtime_ns
+            beat_at_ns = untrusted.info(self._path).st_mtime_ns
             if beat_at_ns == self._beat_at_ns:
                 return
             # A pulse from before this daemon's start says nothing of now, and setting the clock must not move a
@@ -51,7 +51,7 @@ class Pulse:
     def last_beat(self) -> Moment | None:
         """Return the time of the last sign of life; None if there was none."""
         try:
-            return Moment(self._path.lstat().st_mtime)
+            return Moment(untrusted.info(self._path).st_mtime)
         except OSError:
             return None
 
@@ -73,7 +73,7 @@ class Silence:
 class Pulses:
     """The pulses of the ranks of one attempt; mostly there is one."""
 
-    def __init__(self, layout: AttemptLayout, num_ranks: int, now: float) -> None:
+    def __init__(self, layout: AttemptFiles, num_ranks: int, now: float) -> None:
         self._layout = layout
         self._each = [Pulse(layout.pulse_of(rank), now) for rank in range(num_ranks)]
 
@@ -117,7 +117,7 @@ class Pulses:
         for rank in range(len(self._each)):
             path = self._layout.alive_of(rank)
             with contextlib.suppress(OSError, ValueError):
-                written[rank] = path.lstat().st_mtime
+                written[rank] = untrusted.info(path).st_mtime
                 num_calls[rank] = int(untrusted.read_plain(path, max_bytes=64))
         if not written:
             return []

@@ -190,7 +190,7 @@ class RemovalProcess:
                 what,
                 RETRY_SEC / 60,
                 done.problem,
-                self._spool.job_layout(int(number)).dir,
+                self._spool.files(int(number)).dir,
                 extra=about(int(number)),
             )
             self._retry[item] = self._clock() + RETRY_SEC

@@ -15,7 +15,6 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from honed.job.ahead import STAGED_VARIABLE, has_passed
@@ -23,7 +22,8 @@ from honed.job.event import MAX_TIME
 from honed.system import untrusted
 from honed.system.clock import Moment, boot_id, boot_time
 from honed.system.error import plain
-from honed.system.layout import AttemptLayout, JobLayout
+from honed.system.layout import AttemptFiles, JobFiles
+from honed.system.personpath import PersonPath
 
 #: The number of workers that the shim starts on this machine; unset for one.
 RANKS_VARIABLE = "HONED_NUM_RANKS"
@@ -108,14 +108,14 @@ class Runner(Protocol):
         """Tell whether a shutdown of the machine has begun, as far as we know."""
 
 
-def read_exit_record(attempt: AttemptLayout, start: int) -> dict[str, Any] | None:
+def read_exit_record(attempt: AttemptFiles, start: int) -> dict[str, Any] | None:
     """Return exit.json if it describes this start."""
     return _read_record(attempt.exit_path, start)
 
 
-def read_lock_record(attempt: AttemptLayout, start: int) -> dict[str, Any]:
+def read_lock_record(attempt: AttemptFiles, start: int) -> dict[str, Any]:
     """Return the pids of this start's shim and worker from the lock file; empty if there is no shim yet."""
-    return _read_record(attempt.dir / "lock", start) or {}
+    return _read_record(attempt.lock_path, start) or {}
 
 
 def exit_of(record: Mapping[str, Any] | None) -> Exit:
@@ -171,12 +171,12 @@ def device_of(environment: Mapping[str, str]) -> str:
     return environment.get("CUDA_VISIBLE_DEVICES") or "cpu"
 
 
-def is_staged(job: JobLayout, number: int, start: int, environment: Mapping[str, str]) -> bool:
+def is_staged(job: JobFiles, number: int, start: int, environment: Mapping[str, str]) -> bool:
     """Return True if a start of a worker was ahead of its job's turn, and was not let through its gate."""
     return STAGED_VARIABLE in environment and not has_passed(job, number, start)
 
 
-def _read_record(path: Path, start: int) -> dict[str, Any] | None:
+def _read_record(path: PersonPath, start: int) -> dict[str, Any] | None:
     try:
         record = json.loads(untrusted.read_plain(path))
     except (OSError, ValueError, RecursionError):

@@ -43,7 +43,7 @@ from honed.run.slurm_job import SlurmJob, script_path, tag
 from honed.spec.config import SLOT, SlurmConfig
 from honed.system import access, durable, python, untrusted
 from honed.system.clock import Moment
-from honed.system.layout import JobLayout, Layout
+from honed.system.layout import JobFiles, Layout
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class SlurmRunner:
         self._jobs: dict[int, SlurmJob] = {}
 
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
-        files = self._layout.job(job_id)
+        files = self._layout.files(job_id)
         variables = dict(environment)
         device = variables.get("CUDA_VISIBLE_DEVICES") or "cpu"
         if device.startswith(SLOT):
@@ -95,16 +95,16 @@ class SlurmRunner:
         )
         command = self._submission(job_id, handed)
         if not self._is_shared:  # else the helper makes both, the directory as the submitter
-            durable.make_dir(files.attempt(number).dir)
+            untrusted.make_dirs(files.attempt(number).dir)
             script = slurm_batch.script(files, handed, self._command)
-            durable.write(script_path(files.attempt(number)), script.encode(), mode=0o700)
+            untrusted.write_plain(script_path(files.attempt(number)), script.encode(), mode=0o700)
         handed.write(files)  # the intent is durable before anything is submitted
         self._add(job_id, handed, command)
         self._jobs[job_id].submit()
 
     def _submission(self, job_id: int, handed: Handed) -> list[str]:
         """Return the command that submits a start. Raises NotNowError if its profile is not configured any more."""
-        files = self._layout.job(job_id)
+        files = self._layout.files(job_id)
         try:
             command = slurm_batch.submission(files, handed, self._config())
         except KeyError:
@@ -116,13 +116,13 @@ class SlurmRunner:
     def _add(self, job_id: int, handed: Handed, command: list[str]) -> None:
         lane = 0
         if self._is_shared:  # a job whose directory cannot be looked at waits for itself alone
-            lane = access.job_user(self._layout.job(job_id).dir) or -job_id
+            lane = access.job_user(self._layout.files(job_id).place) or -job_id
         self._jobs[job_id] = SlurmJob(
             self._layout, job_id, handed, self._desk, self._submission, command, lane=lane, clock=self._clock
         )
 
     def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:  # noqa: ARG002
-        files = self._layout.job(job_id)
+        files = self._layout.files(job_id)
         try:
             handed = read(files)
         except (OSError, ValueError):
@@ -156,8 +156,8 @@ class SlurmRunner:
             job_id, number, start = map(int, name.removeprefix(self._prefix).split("-"))
         except ValueError:
             return None
-        files = self._layout.job(job_id)
-        if not files.dir.is_dir() or read_exit_record(files.attempt(number), start) is not None:
+        files = self._layout.files(job_id)
+        if not files.place.is_dir() or read_exit_record(files.attempt(number), start) is not None:
             return None
         handed = None
         with contextlib.suppress(OSError, ValueError):
@@ -199,10 +199,10 @@ class SlurmRunner:
         return ended
 
 
-def read(job: JobLayout) -> Handed:
+def read(job: JobFiles) -> Handed:
     """Read start.json. Raises ValueError or OSError if there is none of Slurm's, or if it is not honed's own: the
     submitter may write into the directory."""
-    fd = untrusted.open_plain(job.start_path, num_names=2)
+    fd = untrusted.open_plain(job.start_path)
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
         if info.st_uid != os.geteuid() or info.st_nlink != 1:

@@ -17,8 +17,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from honed.run.process import SHIM
 from honed.run.slurm_request import Request, srun
 from honed.spec.config import SLOT, SlurmConfig
-from honed.system import durable, python
-from honed.system.layout import JobLayout
+from honed.system import durable, python, untrusted
+from honed.system.layout import JobFiles
 
 #: The name of a start: honed-INSTANCE-JOB-ATTEMPT-START.
 NAME = re.compile(r"honed-([0-9a-f]{8})-([1-9][0-9]{0,17})-([1-9][0-9]{0,8})-([1-9][0-9]{0,8})")
@@ -83,8 +83,8 @@ class Handed:
     environment: dict[str, str] = field(default_factory=dict)
     is_over: bool = False  #: it has ended: a job of its name is none of honed's
 
-    def write(self, job: JobLayout) -> None:
-        durable.write_json(job.start_path, self.__dict__, mode=0o644)
+    def write(self, job: JobFiles) -> None:
+        untrusted.write_plain(job.start_path, durable.as_json(self.__dict__), mode=0o644)
 
 
 _START: TypeAdapter[Handed] = TypeAdapter(Handed)
@@ -116,7 +116,7 @@ def new_mark() -> str:
     return secrets.token_hex(16)
 
 
-def submission(job: JobLayout, handed: Handed, config: SlurmConfig) -> list[str]:
+def submission(job: JobFiles, handed: Handed, config: SlurmConfig) -> list[str]:
     """Return the command that submits a start, without its script. Raises KeyError if its profile is not configured."""
     command = ["sbatch", "--parsable", "--no-requeue", "--open-mode=append", f"--job-name={handed.name}"]
     command += [f"--output={job.attempt(handed.number).log_path}", f"--chdir={job.dir}"]
@@ -125,7 +125,7 @@ def submission(job: JobLayout, handed: Handed, config: SlurmConfig) -> list[str]
     return [*command, *Request(handed.num_nodes, num_gpus, handed.profile, handed.time_left_sec).options(config)]
 
 
-def script(job: JobLayout, handed: Handed, command: Sequence[str]) -> str:
+def script(job: JobFiles, handed: Handed, command: Sequence[str]) -> str:
     """Return the batch script of a start. `command` starts a worker."""
     worker = [*command, str(job.dir), str(handed.number), "--backend", handed.backend]
     shim, attempt_dir = python.bare(SHIM), str(job.attempt(handed.number).dir)

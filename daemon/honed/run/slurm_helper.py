@@ -41,7 +41,8 @@ from honed.spec.config import SlurmConfig
 from honed.system import access, python, untrusted
 from honed.system.access import Person
 from honed.system.error import HonedError
-from honed.system.layout import JobLayout, Layout
+from honed.system.layout import JobFiles, Layout
+from honed.system.personpath import PersonPath
 
 #: Seconds for the directory of an attempt.
 MKDIR_SEC = 5.0
@@ -62,7 +63,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class _Start:
-    job: JobLayout
+    job: JobFiles
     handed: Handed
     who: Person
 
@@ -114,7 +115,7 @@ class Helper:
             job_id = int(each.name.split("-")[2])
             if job_id not in owners:
                 with self._as_daemon():
-                    owners[job_id] = access.job_user(self._layout.job(job_id).dir)
+                    owners[job_id] = access.job_user(self._layout.files(job_id).place)
             if each.uid == owners[job_id]:
                 found.append(str(each))
         return "\n".join(found), fault
@@ -139,10 +140,10 @@ class Helper:
 
     def _find(self, tag: str) -> _Start:
         job_id, number, start = self._numbers(tag)
-        who, job = self._submitter(job_id), self._layout.job(job_id)
+        who, job = self._submitter(job_id), self._layout.files(job_id)
         try:
             with self._as_daemon():
-                handed = slurm_batch.parse(self._read(job.start_path))
+                handed = slurm_batch.parse(self._read(job.place / "start.json"))
         except (OSError, ValueError) as error:
             raise RefusedError(f"{job.start_path}: {error}") from error
         if (handed.number, handed.start, handed.name) != (number, start, f"honed-{self._instance()}-{tag}"):
@@ -168,7 +169,7 @@ class Helper:
             with self._as_daemon():
                 entry_path = Entries(self._layout.spool_dir).path(job_id, State.RUNNING)
                 entry = Job.from_json(self._read(entry_path), State.RUNNING)
-                uid = self._user(self._layout.job(job_id))
+                uid = self._user(self._layout.files(job_id))
         except (OSError, ValueError) as error:
             raise RefusedError(f"job {job_id}: {error}") from error
         if why := slurm_client.why_not_as(entry.uid):
@@ -179,16 +180,16 @@ class Helper:
             raise RefusedError(f"job {job_id}: its submitter, user {uid}, is not known to this machine")
         return who
 
-    def _user(self, job: JobLayout) -> int | None:
+    def _user(self, job: JobFiles) -> int | None:
         """Return the user whom a job's directory lets write."""
-        with untrusted.directory(job.start_path, num_names=2) as fd:
+        with untrusted.directory(PersonPath(job.place.parent, (job.place.name,), is_own=True)) as fd:
             if os.fstat(fd).st_uid != self._daemon.uid:
                 raise RefusedError(f"{job.dir}: not honed's")
             return access.job_user(fd)
 
     def _read(self, path: Path) -> bytes:
         """Read a file of honed's own. Raises OSError or RefusedError."""
-        fd = untrusted.open_plain(path, num_names=2)
+        fd = untrusted.open_plain(PersonPath(path.parents[1], path.parts[-2:], is_own=True))
         with os.fdopen(fd, "rb") as file:
             info = os.fstat(fd)
             if info.st_uid != self._daemon.uid or info.st_nlink != 1:

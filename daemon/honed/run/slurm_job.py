@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from honed.run import slurm_batch
@@ -28,7 +27,8 @@ from honed.run.slurm_request import environment, is_refusal
 from honed.system import durable, untrusted
 from honed.system.backoff import Backoff
 from honed.system.clock import Moment
-from honed.system.layout import AttemptLayout, Layout
+from honed.system.layout import AttemptFiles, Layout
+from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class SlurmJob:
         self.id = job_id
         self.handed = handed
         self._layout = layout
-        self._attempt = layout.job(job_id).attempt(handed.number)
+        self._attempt = layout.files(job_id).attempt(handed.number)
         self._desk = desk
         self._make_submission = submission
         self._lane = lane
@@ -202,7 +202,9 @@ class SlurmJob:
         self._note(Seen("", "", what, ""))
         if len(submission.cancelled) >= NUM_CANCELLED:
             return self._settled((), end={"service_result": "not-launched", "words": nodes[0]}, waits=waits)
-        if self._clock() < submission.again_at or not (self.handed.backend or script_path(self._attempt).exists()):
+        if self._clock() < submission.again_at or not (
+            self.handed.backend or untrusted.exists(script_path(self._attempt))
+        ):
             return None
         submission.num_refusals = submission.num_refusals + 1 if is_refusal(fault) else 0
         if submission.num_refusals >= NUM_REFUSALS:
@@ -231,7 +233,7 @@ class SlurmJob:
         on a lost node puts nothing into place. None if the worker lives, as far as its lock shows."""
         with contextlib.ExitStack() as stack:
             try:
-                fd = untrusted.open_plain(self._attempt.dir / "lock", flags=os.O_CREAT | os.O_RDWR, mode=0o664)
+                fd = untrusted.open_plain(self._attempt.lock_path, flags=os.O_CREAT | os.O_RDWR, mode=0o664)
                 stack.callback(os.close, fd)
                 if waits:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -278,7 +280,7 @@ class SlurmJob:
     def _write(self, handed: Handed) -> None:
         """Write start.json, if its submitter has not put something else there."""
         try:
-            handed.write(self._layout.job(self.id))
+            handed.write(self._layout.files(self.id))
         except OSError as error:
             if durable.machine_fault(error):
                 raise
@@ -290,5 +292,5 @@ def tag(job_id: int, handed: Handed) -> str:
     return f"{job_id}-{handed.number}-{handed.start}"
 
 
-def script_path(attempt: AttemptLayout) -> Path:
+def script_path(attempt: AttemptFiles) -> PersonPath:
     return attempt.dir / "slurm.sh"

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from honed.job import row_cache
-from honed.system import python
-from honed.system.layout import AttemptLayout
+from honed.system import python, untrusted
+from honed.system.layout import AttemptFiles
 
 #: Variables in which a job's environment may differ from that of its spare: nothing reads them before there is a job.
 #: Whether there is a GPU must be the same.
@@ -100,7 +100,7 @@ class Spare:
         return differ <= OF_THE_JOB and has_gpu[0] == has_gpu[1]
 
     def give(
-        self, attempt: AttemptLayout, start: int, *, cwd: Path, command: Sequence[str], environment: Mapping[str, str]
+        self, attempt: AttemptFiles, start: int, *, cwd: Path, command: Sequence[str], environment: Mapping[str, str]
     ) -> bool:
         """Give it a job. Returns False if that was not possible: then it is ended, and nothing of the job was touched
         but its log."""
@@ -112,7 +112,7 @@ class Spare:
             "environment": dict(environment),
         }
         try:
-            with attempt.log_path.open("ab") as log_file:
+            with os.fdopen(untrusted.open_plain(attempt.log_path, flags=untrusted.LOG_FLAGS), "ab") as log_file:
                 log_file.write(self.output)
             self._link.send(json.dumps(job).encode(), socket.MSG_DONTWAIT)
         except OSError:  # it has just ended, the message is too long, or the disk is full

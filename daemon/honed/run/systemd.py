@@ -33,7 +33,7 @@ from honed.run.runner import (
 from honed.system import dbus
 from honed.system.clock import Moment
 from honed.system.dbus import BusAwayError, BusError, Systemd
-from honed.system.layout import AttemptLayout, Layout
+from honed.system.layout import AttemptFiles, Layout
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ PROBE_UNIT = "honed-job@0.service"
 
 @dataclass
 class _Unit:
-    attempt: AttemptLayout
+    attempt: AttemptFiles
     start: int
     asked_at: float
     is_doubted: bool = False  #: exit.json records an end, but systemd does not
@@ -78,7 +78,7 @@ class SystemdRunner:
         self._processes = ProcessRunner(layout)
 
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
-        job = self._layout.job(job_id)
+        job = self._layout.files(job_id)
         if self._goes_on(job_id):  # started by somebody else, or late; it has a start.json of its own
             raise NotNowError(f"{unit_name(job_id)} is already active")
         wanted = Start(number, start, backend, dict(environment), self._watchdog_sec(), self._stop_timeout_sec())
@@ -97,7 +97,7 @@ class SystemdRunner:
             raise NotNowError(f"systemd did not start {unit_name(job_id)}: {error}") from error
 
     def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:
-        job = self._layout.job(job_id)
+        job = self._layout.files(job_id)
         attempt = job.attempt(number)
         try:
             wanted = read(job)
@@ -128,7 +128,7 @@ class SystemdRunner:
 
     def _live(self, job_id: int) -> Live | None:
         """Return the worker of a job's unit; None if it has recorded its end and its unit is ending, too."""
-        job = self._layout.job(job_id)
+        job = self._layout.files(job_id)
         try:
             wanted = read(job)
         except (OSError, ValueError):

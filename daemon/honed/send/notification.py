@@ -171,7 +171,7 @@ class Notices:
             ]
             if receivers:
                 told = payload(job, query.show(self._spool, self._layout, str(job.id)))
-                told["report"] = str(self._layout.job(job.id).report_path)  # it is written a moment later
+                told["report"] = str(self._layout.files(job.id).report_path)  # it is written a moment later
                 for to, is_own in receivers:
                     key = _key(job.id, job.submitted_at, revision, to)
                     self._put(Notice(key, to, is_own, {**told, "idempotency_key": key}, self._now()))

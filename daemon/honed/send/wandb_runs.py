@@ -25,8 +25,9 @@ from pathlib import Path
 from honed.job.job import Job, State
 from honed.send import outbox
 from honed.system import durable, untrusted
-from honed.system.layout import Layout
+from honed.system.layout import JobFiles, Layout
 from honed.system.log import about
+from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Collector:
                 shutil.rmtree(run, ignore_errors=True)
 
     def _collect(self, job: Job) -> None:
-        for run in sorted((self._layout.job(job.id).dir / "wandb").glob("offline-run-*")):
+        for run in _runs_of(self._layout.files(job.id)):
             name = f"{job.id}.{run.name}"
             found = _RUN.fullmatch(run.name)
             if found is None or is_synced(self._layout.outbox_dir, name):
@@ -99,6 +100,14 @@ class Collector:
             made.rename(target)
             durable.sync_dir(target.parent)
             log.info("job %d (%s): its wandb run waits for honed-send", job.id, job.name, extra=about(job))
+
+
+def _runs_of(files: JobFiles) -> list[PersonPath]:
+    """Return the directories of a job's wandb runs; none if they cannot be listed."""
+    with contextlib.suppress(OSError):
+        directory = files.dir / "wandb"
+        return [directory / name for name in sorted(untrusted.names_in(directory)) if _RUN.fullmatch(name)]
+    return []
 
 
 # -- wandb's log ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ etc/honed/honed.toml, honed.toml.d/*.toml      the administrator's configuration
 etc/honed/hf-token                             the hub's token, if one is needed
 var/spool/honed/                               the spool, see spool.py and arrival.py
 var/lib/honed/honed.db                         SQLite, derived from the rest
-var/lib/honed/jobs/<id>/                       everything of one job, see JobLayout
+var/lib/honed/jobs/<id>/                       everything of one job, see JobFiles and JobLayout
 var/lib/honed/rows/<uid>/                      encoded rows that a user's jobs share, see row_cache.py
 var/lib/honed/index.html                       a page with all jobs, see report.py
 var/lib/honed/counters.json                    counters for Prometheus, see counters.py
@@ -17,9 +17,14 @@ var/cache/honed/                               the model cache (HF_HOME)
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+from honed.system import untrusted
+from honed.system.personpath import PersonPath
 
 #: Suffixes of job files.
 SPEC_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
@@ -108,7 +113,17 @@ class Layout(NamedTuple):
         return FetchLayout(self.state_dir / "fetch", number)
 
     def job(self, job_id: int) -> JobLayout:
+        """A job's directory, for programs that run as its worker."""
         return JobLayout(self.jobs_dir / str(job_id))
+
+    def files(self, job_id: int) -> JobFiles:
+        """A job's directory, for programs that have more permissions than its worker."""
+        return JobFiles(PersonPath(self.jobs_dir / str(job_id), is_own=self.is_of_one_user))
+
+    @property
+    def is_of_one_user(self) -> bool:
+        """True for a user's own instance, where nobody has more permissions than the workers."""
+        return False
 
 
 class FetchLayout(NamedTuple):
@@ -144,6 +159,10 @@ class UserLayout(Layout):
     """A user's own instance (`--user`), in the places of the XDG base directory specification. State and spool (spool/)
     are below `root`, which is $XDG_STATE_HOME/honed.
     """
+
+    @property
+    def is_of_one_user(self) -> bool:
+        return True
 
     @property
     def config_path(self) -> Path:
@@ -193,7 +212,12 @@ def _xdg(variable: str, default: str) -> Path:
     return Path(value) if value.startswith("/") else Path.home() / default
 
 
-class JobLayout(NamedTuple):
+#: A path below a job's directory: a `Path` for the programs that run as its worker, a `PersonPath` for all others.
+P = TypeVar("P", Path, PersonPath)
+
+
+@dataclass(frozen=True)
+class _Job(Generic[P]):
     """One job's directory; it never moves.
 
     spec.<suffix>              the job file as submitted                     (written by the daemon)
@@ -213,106 +237,149 @@ class JobLayout(NamedTuple):
     attempts/<n>/              events.jsonl, worker.log, result.json, and exit.json from the shim
     """
 
-    dir: Path
+    dir: P
 
     @property
-    def spec_path(self) -> Path:
-        """The spec as submitted; its suffix is its format. Raises FileNotFoundError if there is none.
-
-        Only files of the directory's owner count: a worker of another user can write there, too.
-        """
-        owner = self.dir.stat().st_uid
-        for suffix in SPEC_SUFFIXES:  # not by a listing: it can have any number of names
-            with contextlib.suppress(FileNotFoundError):
-                if (path := self.dir / f"spec{suffix}").lstat().st_uid == owner:
-                    return path
-        raise FileNotFoundError(self.dir / "spec.*")
-
-    @property
-    def plan_path(self) -> Path:
+    def plan_path(self) -> P:
         return self.dir / "plan.json"
 
     @property
-    def adjustments_path(self) -> Path:
+    def adjustments_path(self) -> P:
         return self.dir / "adjustments.json"
 
     @property
-    def entry_path(self) -> Path:
+    def entry_path(self) -> P:
         """A copy of the job's entry; see corrupt.py."""
         return self.dir / "entry.json"
 
     @property
-    def start_path(self) -> Path:
+    def start_path(self) -> P:
         """The start parameters of the job's unit; see jobunit.py."""
         return self.dir / "start.json"
 
     @property
-    def gate_path(self) -> Path:
+    def gate_path(self) -> P:
         """Lets a staged worker use the device; see ahead.py."""
         return self.dir / "gate.json"
 
     @property
-    def checkpoints_dir(self) -> Path:
+    def checkpoints_dir(self) -> P:
         return self.dir / "checkpoints"
 
     @property
-    def media_dir(self) -> Path:
+    def media_dir(self) -> P:
         return self.dir / "media"
 
     @property
-    def rows_dir(self) -> Path:
+    def rows_dir(self) -> P:
         return self.dir / "rows"
 
     @property
-    def output_dir(self) -> Path:
+    def output_dir(self) -> P:
         return self.dir / "output"
 
     @property
-    def report_path(self) -> Path:
+    def report_path(self) -> P:
         return self.dir / "report.html"
 
     @property
-    def attempts_dir(self) -> Path:
+    def attempts_dir(self) -> P:
         return self.dir / "attempts"
+
+
+@dataclass(frozen=True)
+class _Attempt(Generic[P]):
+    """One attempt's directory: one worker start, or two with a fallback (then events continue in the same file)."""
+
+    dir: P
+
+    @property
+    def events_path(self) -> P:
+        """The events, append-only, one JSON object per line; see event.py."""
+        return self.dir / "events.jsonl"
+
+    @property
+    def log_path(self) -> P:
+        """The worker's stdout and stderr."""
+        return self.dir / "worker.log"
+
+    @property
+    def result_path(self) -> P:
+        """The worker's result, written atomically; absent if it died without one."""
+        return self.dir / "result.json"
+
+    @property
+    def lock_path(self) -> P:
+        """Locked by the shim, with its process number and its worker's."""
+        return self.dir / "lock"
+
+    @property
+    def pulse_path(self) -> P:
+        """The worker's current phase; touched at each sign of life, see worker/pulse.py."""
+        return self.pulse_of(0)
+
+    def pulse_of(self, rank: int) -> P:
+        """The same of one of several ranks, numbered over all nodes."""
+        return self.dir / (f"pulse.{rank}" if rank else "pulse")
+
+    def alive_of(self, rank: int) -> P:
+        """Written while the process of one of several ranks runs; see worker/parallel.py."""
+        return self.dir / "ranks" / f"alive.{rank}"
+
+    @property
+    def exit_path(self) -> P:
+        """The worker's exit status, written atomically by the shim that waited for it; a unit's end adds to it."""
+        return self.dir / "exit.json"
+
+
+class AttemptLayout(_Attempt[Path]):
+    """An attempt's directory, for its worker."""
+
+
+class AttemptFiles(_Attempt[PersonPath]):
+    """An attempt's directory, for the programs that have more permissions than its worker."""
+
+
+class JobLayout(_Job[Path]):
+    """A job's directory, for its worker."""
+
+    @property
+    def spec_path(self) -> Path:
+        """The spec as submitted; see `JobFiles.spec_path`."""
+        return Path(str(JobFiles(PersonPath(self.dir, is_own=True)).spec_path))
 
     def attempt(self, number: int) -> AttemptLayout:
         return AttemptLayout(self.attempts_dir / str(number))
 
 
-class AttemptLayout(NamedTuple):
-    """One attempt's directory: one worker start, or two with a fallback (then events continue in the same file)."""
+class JobFiles(_Job[PersonPath]):
+    """A job's directory, for the programs that have more permissions than its worker.
 
-    dir: Path
-
-    @property
-    def events_path(self) -> Path:
-        """The events, append-only, one JSON object per line; see event.py."""
-        return self.dir / "events.jsonl"
+    They are the daemon's, but the worker can create in it what is not there yet, and replace what is its own.
+    """
 
     @property
-    def log_path(self) -> Path:
-        """The worker's stdout and stderr."""
-        return self.dir / "worker.log"
+    def place(self) -> Path:
+        """The directory itself, which only the daemon can replace: to be made, measured, given away and removed."""
+        return self.dir.root
 
     @property
-    def result_path(self) -> Path:
-        """The worker's result, written atomically; absent if it died without one."""
-        return self.dir / "result.json"
+    def owner(self) -> int:
+        """The user whose files in it are honed's. Raises OSError."""
+        return untrusted.info(self.dir).st_uid
 
     @property
-    def pulse_path(self) -> Path:
-        """The worker's current phase; touched at each sign of life, see worker/pulse.py."""
-        return self.pulse_of(0)
+    def spec_path(self) -> PersonPath:
+        """The spec as submitted; its suffix is its format. Raises FileNotFoundError if there is none.
 
-    def pulse_of(self, rank: int) -> Path:
-        """The same of one of several ranks, numbered over all nodes."""
-        return self.dir / (f"pulse.{rank}" if rank else "pulse")
+        Only files of the directory's owner count: a worker of another user can write there, too.
+        """
+        owner = self.owner
+        for suffix in SPEC_SUFFIXES:  # not by a listing: it can have any number of names
+            with contextlib.suppress(FileNotFoundError):
+                if untrusted.info(path := self.dir / f"spec{suffix}").st_uid == owner:
+                    return path
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.dir / "spec.*"))
 
-    def alive_of(self, rank: int) -> Path:
-        """Written while the process of one of several ranks runs; see worker/parallel.py."""
-        return self.dir / "ranks" / f"alive.{rank}"
-
-    @property
-    def exit_path(self) -> Path:
-        """The worker's exit status, written atomically by the shim that waited for it; a unit's end adds to it."""
-        return self.dir / "exit.json"
+    def attempt(self, number: int) -> AttemptFiles:
+        return AttemptFiles(self.attempts_dir / str(number))

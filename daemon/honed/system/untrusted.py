@@ -1,92 +1,277 @@
-"""Safe access to files in a job's directory, which its worker can change, by programs with more permissions.
+"""The one way to files that a person made or can replace, for programs with more permissions than that person.
 
 Whoever can write `attempts/<n>/events.jsonl` can replace it, or a directory above it, by a link to another user's file,
-by a pipe that blocks whoever opens it, or by an endless file.
+by a pipe that blocks whoever opens it, by an endless file, or by a file system of their own that never answers.
+
+So nothing here follows a link below the root of a `PersonPath`, opens what is not a regular file, reads more than it
+was told to, waits, or enters a mount. Each name is first looked up without opening it (O_PATH). Whether something is
+mounted there is then asked of the kernel alone (AT_STATX_DONT_SYNC): a file system in user space could delay even
+fstat(2). What passes is opened through its descriptor in /proc, so that no other file can take its place meanwhile.
+openat2(2) could do part of this, but RestrictSUIDSGID= forbids it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Container, Iterator
 
 from honed.system import durable
+from honed.system.durable import Steps
+from honed.system.personpath import PersonPath
 
 #: Bytes of a file that is read at once: a result, an exit. Ours have some kilobytes.
 MAX_BYTES = 16 * 1024 * 1024
-#: Number of names at the end of a path that the worker can change: `attempts/<n>/<file>`.
-NUM_NAMES = 3
+#: How a log is opened that several processes write.
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+#: Names of a directory that are read at once.
+MAX_NAMES = 10_000
+#: Of statx(2), since Linux 5.8 and glibc 2.28; where they are missing, mounts are not noticed.
+_AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000
+_MOUNT_ROOT = 0x2000
 
 
-def open_plain(path: Path, *, flags: int = os.O_RDONLY, mode: int = 0o644, num_names: int = NUM_NAMES) -> int:
-    """Open a regular file without blocking and without following links in the last `num_names` names of its path;
-    return its descriptor.
+def open_plain(
+    path: PersonPath, *, flags: int = os.O_RDONLY, mode: int = 0o644, owners: Container[int] | None = None
+) -> int:
+    """Open a regular file; return its descriptor. With O_CREAT it is created if it is missing.
 
-    Raises OSError if it is not a regular file.
+    Raises OSError: ELOOP for a link, EXDEV for a mount, EINVAL for what is not a regular file, or belongs to none of
+    the `owners`.
     """
-    with directory(path, num_names=num_names) as directory_fd:
-        fd = os.open(
-            path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=directory_fd
-        )
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return fd
+    with _named(path), _parent(path) as place:
+        if flags & os.O_CREAT:
+            try:
+                return os.open(path.name, flags | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=place)
+            except FileExistsError:
+                if flags & os.O_EXCL:
+                    raise
+        with _looked_up(place, path.name, path) as fd:
+            info = os.fstat(fd)
+            if stat.S_ISLNK(info.st_mode):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            if not stat.S_ISREG(info.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            if owners is not None and not path.is_own and info.st_uid not in owners:
+                raise OSError(errno.EINVAL, f"a file of the user {info.st_uid}")
+            return _opened(fd, flags & ~(os.O_CREAT | os.O_EXCL))
 
 
-@contextlib.contextmanager
-def directory(path: Path, *, num_names: int) -> Iterator[int]:
-    """Open the directory of a file without following links in the last `num_names` names of the file's path."""
-    root, *names = path.absolute().parts
-    directory_fd = os.open(Path(root, *names[:-num_names]), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for each in names[-num_names:-1]:
-            fd = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
-            os.close(directory_fd)
-            directory_fd = fd
-        yield directory_fd
-    except OSError as error:
-        error.filename = str(path)
-        raise
-    finally:
-        os.close(directory_fd)
-
-
-def remove(path: Path, *, num_names: int = NUM_NAMES) -> None:
-    """Remove a file, if it is there; a link in the last `num_names` names of its path is not followed. Raises
-    OSError."""
-    with contextlib.suppress(FileNotFoundError), directory(path, num_names=num_names) as directory_fd:
-        os.unlink(path.name, dir_fd=directory_fd)
-
-
-def read_plain(path: Path, *, max_bytes: int = MAX_BYTES, num_names: int = NUM_NAMES) -> bytes:
-    """Return a regular file's content. Raises OSError if it is not one, or larger than `max_bytes`."""
-    with open(open_plain(path, num_names=num_names), "rb") as file:
+def read_plain(path: PersonPath, *, max_bytes: int = MAX_BYTES, owners: Container[int] | None = None) -> bytes:
+    """Return a regular file's content. Raises OSError like `open_plain`, and EFBIG for more than `max_bytes`."""
+    with os.fdopen(open_plain(path, owners=owners), "rb") as file, _named(path):
         data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        if len(data) > max_bytes:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     return data
 
 
-def write_plain(path: Path, data: bytes, *, mode: int = 0o644, num_names: int = NUM_NAMES) -> None:
-    """Replace a file durably and atomically; a link in the last `num_names` names of its path is not followed. Raises
-    OSError."""
-    new = f".{path.name}.new"
-    with directory(path, num_names=num_names) as directory_fd:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(new, dir_fd=directory_fd)
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=directory_fd)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-        os.rename(new, path.name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
-        os.fsync(directory_fd)
+def write_plain(path: PersonPath, data: bytes, *, mode: int = 0o644) -> None:
+    """Replace a file durably and atomically, whatever it was. Raises OSError."""
+    durable.finish(writing(path, data, mode=mode))
 
 
-def sync_plain(path: Path, *, num_names: int = NUM_NAMES) -> None:
-    """Make a regular file durable, whoever wrote it. Raises OSError if it is not one."""
-    durable.sync_and_close(open_plain(path, num_names=num_names))
+def writing(path: PersonPath, data: bytes, *, mode: int = 0o644) -> Steps[None]:
+    """Yield the steps of `write_plain`."""
+    with directory(path.parent) as place, _named(path):
+        new, fd = _create_beside(place, path.name, mode)
+        try:
+            try:
+                durable.write_all(fd, data)
+                yield [fd]
+            finally:
+                os.close(fd)
+            os.rename(new, path.name, src_dir_fd=place, dst_dir_fd=place)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(new, dir_fd=place)
+            raise
+        yield [place]
+
+
+def _create_beside(place: int, name: str, mode: int) -> tuple[str, int]:
+    """Create a hidden file beside `name`; return its name and descriptor."""
+    flags, new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, f".{name}.tmp"
+    try:
+        return new, os.open(new, flags, mode, dir_fd=place)
+    except FileExistsError:  # left by a crash, or put there by a person
+        try:
+            os.unlink(new, dir_fd=place)
+        except (IsADirectoryError, PermissionError):
+            new = f".{name}.{os.urandom(4).hex()}.tmp"
+        return new, os.open(new, flags, mode, dir_fd=place)
+
+
+def sync_plain(path: PersonPath) -> None:
+    """Make a regular file durable, whoever wrote it. Raises OSError like `open_plain`."""
+    durable.sync_and_close(open_plain(path))
+
+
+def sync_dir(path: PersonPath) -> None:
+    """Make the names in a directory durable."""
+    with directory(path) as fd:
+        os.fsync(fd)
+
+
+def info(path: PersonPath) -> os.stat_result:
+    """Return what lstat(2) tells of a path. Raises OSError, EXDEV for a mount."""
+    if not path.names:
+        return path.root.stat()
+    with _named(path), _parent(path) as place, _looked_up(place, path.name, path) as fd:
+        return os.fstat(fd)
+
+
+def exists(path: PersonPath) -> bool:
+    """Return True if there is something of this name, be it a link that leads nowhere or a mount. Raises OSError."""
+    try:
+        info(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+    return True
+
+
+def is_dir(path: PersonPath) -> bool:
+    """Return True for a directory; False for a link to one, a mount, and if that cannot be seen."""
+    try:
+        return stat.S_ISDIR(info(path).st_mode)
+    except OSError:
+        return False
+
+
+def names_in(path: PersonPath, *, limit: int = MAX_NAMES) -> list[str]:
+    """Return up to `limit` names in a directory, in no order. Raises OSError."""
+    with directory(path) as fd, os.scandir(fd) as found:
+        return [each.name for each, _ in zip(found, range(limit), strict=False)]
+
+
+def remove(path: PersonPath) -> None:
+    """Remove a file, if it is there; a link is removed itself. Raises OSError, IsADirectoryError for a directory."""
+    with contextlib.suppress(FileNotFoundError), _named(path), _parent(path) as place:
+        os.unlink(path.name, dir_fd=place)
+
+
+def remove_dir(path: PersonPath) -> None:
+    """Remove an empty directory. Raises OSError."""
+    with _named(path), _parent(path) as place:
+        os.rmdir(path.name, dir_fd=place)
+
+
+def make_dir(path: PersonPath, *, mode: int = 0o755) -> None:
+    """Create a directory; its parent must exist. Raises OSError, FileExistsError if the name is taken."""
+    with _named(path), _parent(path) as place:
+        os.mkdir(path.name, mode, dir_fd=place)
+
+
+def make_dirs(path: PersonPath) -> None:
+    """Create a directory and its missing parents, each durable in its own parent. Raises OSError, FileExistsError if
+    there is something else."""
+    if not path.names:
+        durable.make_dir(path.root)
+    elif not is_dir(path):
+        make_dirs(path.parent)
+        make_dir(path)
+        sync_dir(path.parent)
+
+
+def rename(old: PersonPath, new: PersonPath) -> None:
+    """Rename what is there, replacing what has the new name. Raises OSError."""
+    with _named(old), _parent(old) as source, _parent(new) as target:
+        os.rename(old.name, new.name, src_dir_fd=source, dst_dir_fd=target)
+
+
+@contextlib.contextmanager
+def directory(path: PersonPath) -> Iterator[int]:
+    """Open a directory, for its names. Raises OSError: NotADirectoryError for a link, EXDEV for a mount."""
+    with _named(path), _looked_up_all(path) as looked:
+        fd = _opened(looked, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def parent(path: PersonPath) -> Iterator[int]:
+    """Look up the directory that a path is in: a descriptor for `dir_fd=`, which can neither be listed nor synced."""
+    with _named(path), _parent(path) as fd:
+        yield fd
+
+
+def _parent(path: PersonPath) -> contextlib.AbstractContextManager[int]:
+    return _looked_up_all(path.parent)
+
+
+@contextlib.contextmanager
+def _looked_up_all(path: PersonPath) -> Iterator[int]:
+    """Look up each name below the root."""
+    fd = os.open(path.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in path.names:
+            above, fd = fd, _look_up(fd, name, path)
+            os.close(above)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _looked_up(place: int, name: str, path: PersonPath) -> Iterator[int]:
+    fd = _look_up(place, name, path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _look_up(place: int, name: str, path: PersonPath) -> int:
+    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place)
+    if not path.is_own and _is_mount(fd):
+        os.close(fd)
+        raise OSError(errno.EXDEV, "another file system is mounted there")
+    return fd
+
+
+def _opened(fd: int, flags: int) -> int:
+    """Open what was looked up."""
+    return os.open(f"/proc/self/fd/{fd}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+
+
+@contextlib.contextmanager
+def _named(path: PersonPath) -> Iterator[None]:
+    """Let errors name the whole path."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+# -- mounts -----------------------------------------------------------------------------------------------------------
+
+
+class _Statx(ctypes.Structure):
+    """The beginning of `struct statx`."""
+
+    _fields_ = (
+        ("mask", ctypes.c_uint32),
+        ("block_size", ctypes.c_uint32),
+        ("attributes", ctypes.c_uint64),
+        ("rest", ctypes.c_uint8 * 240),
+    )
+
+
+_statx = getattr(ctypes.CDLL(None), "statx", None)
+
+
+def _is_mount(fd: int) -> bool:
+    """Return True if a descriptor is the root of a mount."""
+    found = _Statx()
+    if _statx is None or _statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, 0, ctypes.byref(found)) != 0:
+        return False
+    return bool(found.attributes & _MOUNT_ROOT)

@@ -25,6 +25,7 @@ from honed.job.ahead import MAX_BYTES, STAGED_VARIABLE, Pass
 from honed.system import untrusted, usage
 from honed.system.error import InterruptedRunError
 from honed.system.layout import JobLayout
+from honed.system.personpath import PersonPath
 from honed.worker.background import Background
 
 #: Seconds between looks at the gate: the device idles for half of it on average.
@@ -161,7 +162,7 @@ class Gate:
         """Return the pass of this start, if honed wrote it: the job's user may write into its directory, too."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             owner = self._path.with_name("plan.json").stat().st_uid
-            with open(untrusted.open_plain(self._path, num_names=1), "rb") as file:  # noqa: PTH123 - a descriptor
+            with open(untrusted.open_plain(PersonPath.own(self._path)), "rb") as file:  # noqa: PTH123 - a descriptor
                 if os.fstat(file.fileno()).st_uid != owner:
                     return None
                 found = Pass.from_json(file.read(MAX_BYTES))

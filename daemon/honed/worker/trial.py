@@ -18,6 +18,7 @@ from honed.job.trial import Findings
 from honed.system import durable, python
 from honed.system.error import KilledError, from_dict
 from honed.system.layout import JobLayout
+from honed.system.personpath import PersonPath
 from honed.worker import parallel
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
@@ -44,7 +45,7 @@ def run(
     place.events_path.unlink(missing_ok=True)  # left by a first start, before a fallback
     place.result_path.unlink(missing_ok=True)
     shutil.rmtree(layout.checkpoints_dir, ignore_errors=True)  # it would resume from one, and report fewer steps
-    trial.reduced(job.plan, layout.output_dir).write(layout.plan_path)
+    trial.reduced(job.plan, layout.output_dir).write(PersonPath.own(layout.plan_path))
     tell("info", f"starting with a trial: {trial.NUM_ROWS} rows, a few steps")
     # Its output goes to worker.log, as ours does.
     command = python.module("honed.worker", str(layout.dir), str(attempt), "--backend", job.backend)
@@ -87,7 +88,7 @@ def _follow(process: subprocess.Popen[bytes], path: Path, tell: Callable[[str, s
         if stop.is_set and not is_asked:
             is_asked = True
             process.terminate()
-        reading = event.read(path, offset)
+        reading = event.read(PersonPath.own(path), offset)
         if reading.offset != offset:
             offset = reading.offset
             stop.beat()
@@ -111,9 +112,9 @@ def _how_far(events: list[event.Event]) -> str:
 
 def _events(path: Path) -> list[event.Event]:
     found, offset = [], -1
-    reading = event.read(path, 0)
+    reading = event.read(PersonPath.own(path), 0)
     while reading.offset != offset:
         found += reading.events
         offset = reading.offset
-        reading = event.read(path, offset)
+        reading = event.read(PersonPath.own(path), offset)
     return found

@@ -22,6 +22,7 @@ from honed.run.rehearsed import STAGE
 from honed.run.reply import Passed
 from honed.spec.config import Config
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 from waiting import wait_for
 
 MAX_UNITS = 1 + NUM_MORE_UNITS
@@ -82,7 +83,7 @@ class Desk:
             self.selector.register(new, selectors.EVENT_READ)
 
     def submit(self, number: int, uid: int | None, name: str = "plain") -> None:
-        self.checkers.submit(number, self.path / f"{name}.json", Config(), uid=uid)
+        self.checkers.submit(number, PersonPath.own(self.path / f"{name}.json"), Config(), uid=uid)
 
     def turn(self) -> None:
         self.selector.select(0.02)
@@ -514,7 +515,7 @@ def test_the_daemon_is_not_kept_by_a_helper_that_answers_at_once(tmp_path: Path)
     command = [sys.executable, "-S", "-c", HELPER, "honed", str(tmp_path)]
     checkers = Checkers(lambda stage_fd, watch: PromptHelper(command, stage_fd, watch))
     for number in range(20):
-        checkers.submit(number, tmp_path / "plain.json", Config())
+        checkers.submit(number, PersonPath.own(tmp_path / "plain.json"), Config())
     answers: list[int] = []
     wait_for(
         lambda: sum(answers) >= 20,

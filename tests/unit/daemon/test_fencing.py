@@ -46,7 +46,7 @@ def run(spool: Spool, *found: Live) -> list[Job]:
 
 
 def add(spool: Spool, state: State, **keys: Any) -> Job:
-    files = spool.job_layout(1)
+    files = spool.layout.job(1)
     durable.make_dir(files.dir)
     job = Job(1, "one", 1.0, "a.json", 4321, str(files.output_dir), **keys)
     durable.finish(spool.adding(job))
@@ -100,7 +100,7 @@ def add_attempts(spool: Spool, count: int) -> Job:
 
 
 def test_of_a_worker_without_any_file_honed_itself_has_the_job(spool: Spool) -> None:
-    durable.make_dir(spool.job_layout(1).dir)
+    durable.make_dir(spool.layout.job(1).dir)
     run(spool, Live(1, (4, 2), None))
     job = spool.job(1)
     assert job is not None
@@ -124,7 +124,7 @@ def test_a_worker_whose_directory_is_gone_gets_an_entry(spool: Spool) -> None:
     ids=str,
 )
 def test_a_plan_that_is_damaged_too_is_not_used(spool: Spool, document: dict[str, Any]) -> None:
-    files = spool.job_layout(1)
+    files = spool.layout.job(1)
     durable.make_dir(files.dir)
     files.plan_path.write_text(json.dumps(document))
     (job,) = run(spool, Live(1, (1, 1), "cpu"))
@@ -134,14 +134,14 @@ def test_a_plan_that_is_damaged_too_is_not_used(spool: Spool, document: dict[str
 def test_of_a_worker_whose_attempt_is_not_known_the_entry_is_believed_before_its_directories(spool: Spool) -> None:
     job = add(spool, State.RUNNING)
     for name in ("2", "99", "9" * 25, "x"):
-        durable.make_dir(spool.job_layout(1).attempts_dir / name)
+        durable.make_dir(spool.layout.job(1).attempts_dir / name)
     assert run(spool, Live(1, None, None)) == []
     assert spool.job(1) == job
     spool.entries.path(1, State.RUNNING).unlink()
     spool.recover()
     assert [each.attempts for each in run(spool, Live(1, None, None))] == [job.attempts]
     spool.entries.path(1, State.RUNNING).unlink()
-    spool.job_layout(1).entry_path.unlink()
+    spool.layout.job(1).entry_path.unlink()
     spool.recover()
     (bare,) = run(spool, Live(1, None, None))
     assert (bare.attempt.number, bare.attempt.device) == (99, UNKNOWN_DEVICE)

@@ -106,8 +106,8 @@ class Place:
         return self.attempts.spares
 
     def add(self, number: int, uid: int = 4321, **plan: Any) -> Job:
-        files = self.layout.job(number)
-        durable.make_dir(files.dir)
+        files = self.layout.files(number)
+        durable.make_dir(files.place)
         PlanFile({**PLAN, **plan}).write(files.plan_path)
         durable.finish(self.spool.adding(Job(number, f"j{number}", 1.0, "a.json", uid, str(files.output_dir))))
         return self.job(number)
@@ -147,7 +147,7 @@ class Place:
 
     def lock(self, number: int) -> dict[str, Any]:
         """Return the pids in the lock file, once they are there: the worker runs before its shim writes them."""
-        attempt = self.layout.job(number).attempt(1)
+        attempt = self.layout.files(number).attempt(1)
         return wait_for(lambda: read_lock_record(attempt, 1), what="the record in the lock file")
 
     def log(self, number: int) -> str:

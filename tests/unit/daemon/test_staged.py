@@ -159,7 +159,7 @@ def test_a_pass_that_is_not_honeds_neither_starts_the_job_nor_stops_the_loop(pla
     place.look()
     gate.unlink()
     place.now += 31
-    Pass(1, 1).write(place.layout.job(1))
+    Pass(1, 1).write(place.layout.files(1))
     os.chown(gate, 4321, 4321) if os.geteuid() == 0 else gate.unlink()
     place.look()
     place.turn()

@@ -15,6 +15,7 @@ from honed.daemon.arrivals.turns import Turns
 from honed.run.reply import Refused
 from honed.spec.config import Config
 from honed.system.error import SpecError
+from honed.system.personpath import PersonPath
 
 A, B, C = 1000, 1001, 1002
 
@@ -107,7 +108,7 @@ class Row:
     def add(self, uid: int, count: int = 1) -> None:
         for _ in range(count):
             self.number += 1
-            self.line.add(Request(self.number, Path(), Config(), uid, {}))
+            self.line.add(Request(self.number, PersonPath(Path()), Config(), uid, {}))
 
     def begin(self) -> list[int | None]:
         """Let all helpers that may take a request do so, and return whose these are."""

@@ -30,6 +30,7 @@ from honed.system.control import Server, _Connection
 from honed.system.device import cpu
 from honed.system.error import HonedError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 from zoo import plain
 from zoo.limits import in_child
 
@@ -260,7 +261,7 @@ def test_an_event_that_is_nested_too_deeply_is_counted_and_passed_over(depth: in
     path = tmp_path / "events.jsonl"
     line = b'{"event": "log", "time": 1, "message": ' + b"[" * depth + b"]" * depth + b"}\n"
     path.write_bytes(line + b'{"event": "stage", "time": 1}\n')
-    reading = event.read(path, 0)
+    reading = event.read(PersonPath.own(path), 0)
     assert [item.kind for item in reading.events][-1] == "stage"
     assert reading.num_bad == int(depth > event.MAX_DEPTH)
 
@@ -271,7 +272,7 @@ def test_a_result_with_half_characters_and_a_message_of_megabytes_still_makes_an
     path.parent.mkdir(parents=True)
     error = {"code": "mask_invalid", "message": "\ud800\x1b[2J" * 10**6, "hint": "\udfff"}
     path.write_text(json.dumps({"outcome": "failed", "step": 10**400, "error": error}))
-    judged = outcome.judge(path, Exit(81, None))
+    judged = outcome.judge(PersonPath.of(path, 3), Exit(81, None))
     assert judged.code == "mask_invalid"
     assert judged.step is None
     told = judged.error.as_dict()

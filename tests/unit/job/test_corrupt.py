@@ -41,7 +41,7 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
 
 
 def add(spool: Spool, number: int, state: State) -> Job:
-    files = spool.job_layout(number)
+    files = spool.layout.job(number)
     durable.make_dir(files.dir)
     job = Job(number, f"job {number}", 1.0, "a.json", os.getuid(), str(files.output_dir), state=State.QUEUED)
     durable.finish(spool.adding(job))
@@ -74,11 +74,11 @@ def test_a_damaged_entry_is_kept_with_its_reason_and_a_running_job_goes_on(
     if state is State.RUNNING:
         assert found is not None
         assert (found.state, found.attempts, found.uid) == (State.RUNNING, job.attempts, job.uid)
-        assert f"rebuilt from {spool.job_layout(9).entry_path}" in reason
+        assert f"rebuilt from {spool.layout.job(9).entry_path}" in reason
     else:
         assert found is None
         assert not path.exists()
-        assert f"honectl submit {spool.job_layout(9).dir}/spec.*" in reason
+        assert f"honectl submit {spool.layout.job(9).dir}/spec.*" in reason
     caplog.clear()
     recover(spool)
     assert caplog.records == []
@@ -95,31 +95,30 @@ def test_a_damaged_copy_beside_a_whole_entry_changes_nothing(spool: Spool) -> No
 
 def test_the_copy_is_of_the_last_start(spool: Spool) -> None:
     job = add(spool, 1, State.RUNNING)
-    files = spool.job_layout(1)
-    assert copy_of(files) == job
+    assert copy_of(spool.files(1)) == job
     job = spool.update(job.with_attempt(num_starts=2))
-    assert copy_of(files) == job
+    assert copy_of(spool.files(1)) == job
     spool.update(job, is_pinned=True)
-    assert copy_of(files) == job, "it is written at a start, and not at each change"
+    assert copy_of(spool.files(1)) == job, "it is written at a start, and not at each change"
 
 
 def test_a_copy_that_honed_has_not_written_is_not_believed(spool: Spool) -> None:
     add(spool, 1, State.RUNNING)
-    files = spool.job_layout(1)
+    files = spool.layout.job(1)
     text = files.entry_path.read_text()
     for wrong in ("{", text.replace('"id": 1', '"id": 2'), json.dumps({**json.loads(text), "attempts": []})):
         files.entry_path.write_text(wrong)
-        assert copy_of(files) is None
+        assert copy_of(spool.files(1)) is None
     files.entry_path.unlink()
     elsewhere = files.dir.parent / "elsewhere"
     elsewhere.write_text(text)
     files.entry_path.symlink_to(elsewhere)
-    assert copy_of(files) is None
+    assert copy_of(spool.files(1)) is None
     if os.geteuid() == 0:
         files.entry_path.unlink()
         files.entry_path.write_text(text)
         os.chown(files.entry_path, 65534, -1)
-        assert copy_of(files) is None, "its worker may be another user, and can write there"
+        assert copy_of(spool.files(1)) is None, "its worker may be another user, and can write there"
 
 
 def test_an_entry_that_cannot_be_read_is_damaged_too(spool: Spool) -> None:
@@ -145,7 +144,7 @@ def test_the_rows_of_a_job_whose_entry_is_damaged_are_kept_until_it_is_removed(s
 
 
 def test_a_copy_that_cannot_be_kept_keeps_no_job_from_starting(spool: Spool, caplog: pytest.LogCaptureFixture) -> None:
-    durable.make_dir(spool.job_layout(1).entry_path)
+    durable.make_dir(spool.layout.job(1).entry_path)
     with caplog.at_level(logging.WARNING):
         assert add(spool, 1, State.RUNNING).state is State.RUNNING
     assert "no copy of its entry is kept" in caplog.text

@@ -11,27 +11,28 @@ from hypothesis import strategies as st
 
 from honed.job import event
 from honed.job.event import EventWriter, read
+from honed.system.personpath import PersonPath
 
 
 def test_what_is_written_is_read_once(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     writer = EventWriter(path, clock=lambda: 5.0)
     writer.emit("step", step=1, loss=0.5)
-    first = read(path, 0)
+    first = read(PersonPath.own(path), 0)
     writer.emit("step", step=2, loss=0.25)
-    second = read(path, first.offset)
+    second = read(PersonPath.own(path), first.offset)
     assert [(item.kind, item.time, item.data) for item in first.events] == [("step", 5.0, {"step": 1, "loss": 0.5})]
     assert [item.data["step"] for item in second.events] == [2]
-    assert read(path, second.offset).events == []
+    assert read(PersonPath.own(path), second.offset).events == []
 
 
 def test_a_line_without_its_end_waits_and_a_new_writer_starts_a_new_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"event": "stage", "time": 1, "stage": "load"}\n{"event": "step", "ti')
-    reading = read(path, 0)
+    reading = read(PersonPath.own(path), 0)
     assert (len(reading.events), reading.num_bad) == (1, 0)
     EventWriter(path).emit("stage", stage="train")
-    reading = read(path, reading.offset)
+    reading = read(PersonPath.own(path), reading.offset)
     assert ([item.data["stage"] for item in reading.events], reading.num_bad) == (["train"], 1)
 
 
@@ -49,7 +50,7 @@ def test_a_line_longer_than_any_event_is_passed_over_in_bounded_memory(tmp_path:
     EventWriter(path).emit("stage", stage="load")
     offset, kinds, num_bad = 0, [], 0
     for _ in range(5):
-        reading = read(path, offset)
+        reading = read(PersonPath.own(path), offset)
         offset, num_bad = reading.offset, num_bad + reading.num_bad
         kinds += [item.kind for item in reading.events]
     assert kinds == ["stage"]
@@ -63,7 +64,7 @@ def test_no_bytes_whatever_raise(tmp_path_factory: object, data: bytes) -> None:
     with tempfile.NamedTemporaryFile() as file:
         file.write(data + b"\n")
         file.flush()
-        reading = read(Path(file.name), 0)
+        reading = read(PersonPath.own(Path(file.name)), 0)
         assert reading.offset == len(data) + 1
 
 
@@ -76,7 +77,7 @@ def test_any_text_and_number_comes_through(data: dict[str, object]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "events.jsonl"
         EventWriter(path).emit("log", **data)
-        (item,) = read(path, 0).events
+        (item,) = read(PersonPath.own(path), 0).events
     surrogates_replaced = json.loads(json.dumps(data, ensure_ascii=False).encode(errors="replace"))
     assert item.data == surrogates_replaced
 
@@ -85,8 +86,8 @@ def test_what_no_clock_no_database_and_no_log_can_hold_is_no_event_or_made_fit(t
     path = tmp_path / "events.jsonl"
     times = ["NaN", "1e20", "-1", "Infinity", "9" * 400]
     path.write_text("".join(f'{{"event": "log", "time": {when}}}\n' for when in times))
-    assert (read(path, 0).events, read(path, 0).num_bad) == ([], len(times))
+    assert (read(PersonPath.own(path), 0).events, read(PersonPath.own(path), 0).num_bad) == ([], len(times))
     path.write_text('{"event": "l\\ud800g", "time": 1, "message": "\\udfff", "metrics": {"\\ud800": 1}}\n')
-    (item,) = read(path, 0).events
+    (item,) = read(PersonPath.own(path), 0).events
     assert (item.kind, item.data["message"]) == ("l?g", "?")
     assert list(item.data["metrics"]) == ["?"]

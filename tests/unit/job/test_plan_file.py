@@ -12,18 +12,19 @@ import pytest
 from honed.job.job import Adjustment
 from honed.job.plan_file import Backend, DatasetPlace, Grant, Loss, PlanFile
 from honed.system.error import said
+from honed.system.personpath import PersonPath
 
 PLANS = Path(__file__).parents[2] / "data" / "plans"
 
 
 def recorded(name: str) -> PlanFile:
-    return PlanFile.read(PLANS / f"{name}.plan.json")
+    return PlanFile.read(PersonPath.own(PLANS / f"{name}.plan.json"))
 
 
 @pytest.mark.parametrize("name", ["adapter", "whole", "deferred", "older"])
 def test_a_plan_is_written_as_it_was_read(name: str, tmp_path: Path) -> None:
     path = PLANS / f"{name}.plan.json"
-    recorded(name).write(tmp_path / "plan.json")
+    recorded(name).write(PersonPath.own(tmp_path / "plan.json"))
     assert (tmp_path / "plan.json").read_bytes() == path.read_bytes()
 
 

@@ -48,7 +48,7 @@ def test_what_lies_beyond_any_limit_goes_the_oldest_first(limits: Limits, gone: 
 
 def entry(spool: Spool, number: int, state: State, **keys: Any) -> Job:
     """Create a job with a directory as an attempt leaves it."""
-    files = spool.job_layout(number)
+    files = spool.layout.job(number)
     directory = str(files.output_dir)
     plan = keys.pop("plan", {})
     job = Job(
@@ -71,12 +71,12 @@ def spool(tmp_path: Path) -> Spool:
 
 def test_what_an_unfinished_or_pinned_job_needs_stays_by_name_by_number_and_by_path(spool: Spool) -> None:
     jobs = [entry(spool, number, State.SUCCEEDED) for number in (1, 2, 3, 4)]
-    path = str(spool.job_layout(3).output_dir / "merged")
+    path = str(spool.layout.job(3).output_dir / "merged")
     jobs += [
         entry(spool, 11, State.QUEUED, depends_on=("1",), inputs={"x": 2}),
         entry(spool, 12, State.RUNNING, plan={"may_read": {"paths": [path]}}),
         entry(spool, 13, State.SUCCEEDED, is_pinned=True, plan={"spec": {"adapter": path}}),
-        entry(spool, 14, State.FAILED, output_dir=str(spool.job_layout(4).dir / "mine")),
+        entry(spool, 14, State.FAILED, output_dir=str(spool.layout.job(4).dir / "mine")),
         entry(spool, 15, State.FAILED, depends_on=("14",)),
     ]
     needed = retention.needed_of(Needs(spool, spool.layout), spool, jobs)
@@ -166,7 +166,7 @@ def test_a_kill_between_any_two_operations_leaves_a_job_whole_or_gone(
         spool = Spool(Layout(root))
         entry(spool, 1, State.SUCCEEDED)
         other = entry(spool, 2, State.FAILED)
-        num_files = len(list(spool.job_layout(1).dir.rglob("*")))
+        num_files = len(list(spool.layout.job(1).dir.rglob("*")))
         faults.num_seen, faults.crash_at = 0, point
         try:
             give_up(spool, 1)
@@ -182,13 +182,13 @@ def test_a_kill_between_any_two_operations_leaves_a_job_whole_or_gone(
         again = after_a_crash(root)
         is_there = again.job(1) is not None
         seen.add(is_there)
-        assert again.job_layout(1).dir.exists() == is_there
-        assert len(list(again.job_layout(1).dir.rglob("*"))) == (num_files if is_there else 0)
+        assert again.layout.job(1).dir.exists() == is_there
+        assert len(list(again.layout.job(1).dir.rglob("*"))) == (num_files if is_there else 0)
         kept = again.job(2)
         assert kept is not None
-        has_checkpoints = (again.job_layout(2).checkpoints_dir / "checkpoint-1/file").exists()
-        assert has_checkpoints or (kept.are_checkpoints_pruned and not again.job_layout(2).checkpoints_dir.exists())
-        assert not list(again.job_layout(2).dir.glob(removal.OLD_CHECKPOINTS))
+        has_checkpoints = (again.layout.job(2).checkpoints_dir / "checkpoint-1/file").exists()
+        assert has_checkpoints or (kept.are_checkpoints_pruned and not again.layout.job(2).checkpoints_dir.exists())
+        assert not list(again.layout.job(2).dir.glob(removal.OLD_CHECKPOINTS))
         (again.dir / "seq").unlink(missing_ok=True)
         put = again.incoming_dir / "next.json"
         put.write_text("{}")

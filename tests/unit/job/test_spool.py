@@ -58,7 +58,7 @@ def test_an_accepted_arrival_is_one_entry_and_leaves_nothing_behind(spool: Spool
     assert [found.id for found in spool.jobs(State.QUEUED)] == [job.id]
     assert list(spool.incoming_dir.iterdir()) == []
     assert list(spool.claimed_dir.iterdir()) == []
-    assert spool.job_layout(job.id).spec_path.read_text() == "{}"
+    assert spool.layout.job(job.id).spec_path.read_text() == "{}"
 
 
 @pytest.mark.parametrize("places", [(State.QUEUED, State.HELD), (State.HELD, State.QUEUED)])
@@ -146,7 +146,7 @@ def test_what_is_not_a_plain_file_of_a_sane_size_is_refused(
     assert (spool.rejected_dir / f"{claim.id}.json").exists() == is_kept
     assert ("The file is kept as rejected/1.json." in path.read_text()) == is_kept
     assert not claim.path.parent.exists()
-    assert not spool.job_layout(claim.id).dir.exists()
+    assert not spool.layout.job(claim.id).dir.exists()
 
 
 def test_a_file_on_which_a_program_holds_a_lease_is_refused_and_not_waited_for(spool: Spool) -> None:
@@ -238,7 +238,7 @@ def test_what_the_dropper_writes_after_the_claim_changes_nothing(spool: Spool) -
         assert claim is not None
         copy = Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
         writer.write('{"secon": 2}')
-    assert copy.path.read_text() == '{"first": 1}'
+    assert Path(str(copy.path)).read_text() == '{"first": 1}'
 
 
 def test_there_are_only_the_moves_of_the_table(spool: Spool) -> None:
@@ -344,7 +344,7 @@ def test_a_submitted_file_is_its_submitters_whoever_owns_it(spool: Spool) -> Non
     assert arrivals.claims() == [claim]
     assert arrivals.num_submitted(SUBMITTER) == 1
     copy = arrivals.copy(claim, max_bytes=MAX_BYTES, drops=False)
-    assert (copy.uid, copy.path.read_text()) == (SUBMITTER, "{}")
+    assert (copy.uid, Path(str(copy.path)).read_text()) == (SUBMITTER, "{}")
     arrivals.admit(job_of(claim), claim, PlanFile({}))
     assert list(spool.claimed_dir.iterdir()) == []
 
@@ -679,7 +679,7 @@ def test_a_submission_hit_at_any_file_operation_is_there_whole_with_its_submitte
         assert len(found) <= 1
         for each in found:
             copy = arrivals.copy(each, max_bytes=MAX_BYTES, drops=False)
-            assert (copy.path.read_text(), copy.uid) == ('{"whole": 1}', SUBMITTER)
+            assert (Path(str(copy.path)).read_text(), copy.uid) == ('{"whole": 1}', SUBMITTER)
         assert not found or claim == found[0] or errno is None, "who was told that it was not taken submits it again"
         assert (claim is None) or found, "what was said to be taken is there"
         assert len(list(again.claimed_dir.iterdir())) == len(found)

@@ -18,6 +18,7 @@ from honed.run.ending import destination
 from honed.run.outcome import Outcome, judge
 from honed.run.runner import Exit
 from honed.system.error import BY_CODE, HonedError
+from honed.system.personpath import PersonPath
 
 SUCCESS = {"outcome": "succeeded", "step": 9, "metrics": {"train_loss": 1.0}, "artifacts": {}, "error": None}
 FAILURE = {"outcome": "failed", "error": {"code": "mask_invalid", "message": "m", "hint": "h"}}
@@ -61,7 +62,7 @@ def test_the_outcome_of_result_and_exit(tmp_path: Path, result: Any, ended: Exit
     path = tmp_path / "result.json"
     if result is not None:
         path.write_text(json.dumps(result))
-    outcome = judge(path, ended)
+    outcome = judge(PersonPath.of(path, 3), ended)
     assert outcome.code == code
     assert (outcome.error is None) == (code == "succeeded")
 
@@ -78,7 +79,7 @@ def test_the_outcome_of_result_and_exit(tmp_path: Path, result: Any, ended: Exit
 def test_an_end_after_the_result_is_remarked(tmp_path: Path, ended: Exit, remark: str) -> None:
     path = tmp_path / "result.json"
     path.write_text(json.dumps({**SUCCESS, "remark": "the loss rose"}))
-    assert judge(path, ended).remark == remark
+    assert judge(PersonPath.of(path, 3), ended).remark == remark
 
 
 def test_a_success_without_its_output_is_none(tmp_path: Path) -> None:
@@ -86,9 +87,9 @@ def test_a_success_without_its_output_is_none(tmp_path: Path) -> None:
     path = job_dir / "attempts/1/result.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({**SUCCESS, "artifacts": {"output_dir": str(job_dir / "output")}}))
-    assert judge(path, Exit(None, 11)).code == "killed"
+    assert judge(PersonPath.of(path, 3), Exit(None, 11)).code == "killed"
     (job_dir / "output").mkdir()
-    assert judge(path, Exit(None, 11)).code == "succeeded"
+    assert judge(PersonPath.of(path, 3), Exit(None, 11)).code == "succeeded"
 
 
 @pytest.mark.parametrize("code", ["precision_mismatch", "loss_mismatch"])
@@ -101,7 +102,7 @@ def test_another_backend_is_worth_it_before_a_step_is_trained(code: str, step: i
 def test_a_torn_result_is_none(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text('{"outcome": "succ')
-    assert judge(path, Exit(0, None)).code == "killed"
+    assert judge(PersonPath.of(path, 3), Exit(0, None)).code == "killed"
 
 
 def test_what_a_result_has_that_nobody_could_write_down_is_taken_out_or_it_is_none(tmp_path: Path) -> None:
@@ -109,14 +110,14 @@ def test_what_a_result_has_that_nobody_could_write_down_is_taken_out_or_it_is_no
     path = tmp_path / "result.json"
     failure = {"code": "mask_invalid", "message": "\ud800 m", "hint": "h", "fix": {"\ud800": 1}}
     path.write_text(json.dumps({"outcome": "failed", "error": failure, "metrics": {"a\ud800": float("nan"), "b": 1.0}}))
-    found = judge(path, Exit(81, None))
+    found = judge(PersonPath.of(path, 3), Exit(81, None))
     assert found.error is not None
     assert found.code == "mask_invalid"
     assert (found.error.fix, found.metrics) == ({"?": 1}, {"a?": None, "b": 1.0})
     json.dumps([found.error.as_dict(), found.metrics], ensure_ascii=False, allow_nan=False).encode()
     for depth in (60, 600, 100_000):
         path.write_text('{"outcome": "failed", "error": ' + '{"fix": ' * depth + "1" + "}" * depth + "}")
-        assert judge(path, Exit(81, None)).code == "killed"
+        assert judge(PersonPath.of(path, 3), Exit(81, None)).code == "killed"
 
 
 def test_a_result_that_the_disk_keeps_back_is_not_taken_for_none(tmp_path: Path) -> None:
@@ -125,15 +126,15 @@ def test_a_result_that_the_disk_keeps_back_is_not_taken_for_none(tmp_path: Path)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "open", _fails)
         with pytest.raises(OSError, match="Input/output"):
-            judge(path, Exit(0, None))
-        assert judge(path, Exit(0, None), is_readable=False).code == "killed"
+            judge(PersonPath.of(path, 3), Exit(0, None))
+        assert judge(PersonPath.of(path, 3), Exit(0, None), is_readable=False).code == "killed"
 
 
 @pytest.mark.parametrize(("status", "words"), [(226, "could not start the worker (exit status 226)"), (None, "worker")])
 def test_a_unit_that_did_not_start_is_reported_with_its_status_if_it_has_one(
     tmp_path: Path, status: int | None, words: str
 ) -> None:
-    found = judge(tmp_path / "result.json", Exit(status, None, ran=False)).error
+    found = judge(PersonPath.of(tmp_path / "result.json", 3), Exit(status, None, ran=False)).error
     assert found is not None
     assert found.message.endswith(words)
 
@@ -142,16 +143,19 @@ def test_a_unit_that_did_not_start_is_reported_with_its_status_if_it_has_one(
 def test_a_step_that_no_database_keeps_is_none(tmp_path: Path, step: Any, kept: int | None) -> None:
     path = tmp_path / "result.json"
     path.write_text(json.dumps({**SUCCESS, "step": step}))
-    assert judge(path, Exit(0, None)).step == kept
+    assert judge(PersonPath.of(path, 3), Exit(0, None)).step == kept
 
 
 def test_a_result_says_the_phase_that_the_worker_was_in(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text(json.dumps({**FAILURE, "phase": "predictions", "needed_bytes": 4096}))
-    outcome = judge(path, Exit(81, None))
+    outcome = judge(PersonPath.of(path, 3), Exit(81, None))
     assert (outcome.phase, outcome.needed_bytes) == ("predictions", 4096)
     path.write_text(json.dumps({**FAILURE, "needed_bytes": 2**62}))
-    assert (judge(path, Exit(81, None)).phase, judge(path, Exit(81, None)).needed_bytes) == ("", 0)
+    assert (
+        judge(PersonPath.of(path, 3), Exit(81, None)).phase,
+        judge(PersonPath.of(path, 3), Exit(81, None)).needed_bytes,
+    ) == ("", 0)
 
 
 def _fails(*_arguments: Any, **_keys: Any) -> int:

@@ -17,7 +17,8 @@ from honed.run.pulse import FROZEN_SEC, Pulses
 from honed.run.runner import Exit
 from honed.spec.config import Config
 from honed.system.error import KilledError
-from honed.system.layout import AttemptLayout, Layout
+from honed.system.layout import AttemptFiles, AttemptLayout, Layout
+from honed.system.personpath import PersonPath
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def live(place: AttemptLayout, rank: int, at: float, num_calls: int) -> None:
 
 
 def test_each_rank_is_silent_since_its_own_last_sign_of_life(place: AttemptLayout) -> None:
-    pulses = Pulses(place, 3, 0.0)
+    pulses = Pulses(AttemptFiles(PersonPath(place.dir)), 3, 0.0)
     beat(place, 0, 1000.0, limit_sec=4.0)
     beat(place, 1, 1000.0, limit_sec=5.0)
     pulses.feel(10.0)
@@ -49,7 +50,7 @@ def test_each_rank_is_silent_since_its_own_last_sign_of_life(place: AttemptLayou
 
 
 def test_a_rank_that_has_not_begun_or_has_ended_is_not_silent(place: AttemptLayout) -> None:
-    pulses = Pulses(place, 2, 0.0)
+    pulses = Pulses(AttemptFiles(PersonPath(place.dir)), 2, 0.0)
     beat(place, 0, 1000.0)
     beat(place, 1, 1000.0, phase=ENDED)
     pulses.feel(1.0)
@@ -57,7 +58,7 @@ def test_a_rank_that_has_not_begun_or_has_ended_is_not_silent(place: AttemptLayo
 
 
 def test_a_rank_whose_process_does_not_run_is_named(place: AttemptLayout) -> None:
-    pulses = Pulses(place, 3, 0.0)
+    pulses = Pulses(AttemptFiles(PersonPath(place.dir)), 3, 0.0)
     for rank in range(3):
         beat(place, rank, 1000.0, phase=f"phase {rank}")
         live(place, rank, 1000.0 - (FROZEN_SEC + 1) * (rank == 1), 7)
@@ -66,7 +67,7 @@ def test_a_rank_whose_process_does_not_run_is_named(place: AttemptLayout) -> Non
 
 
 def test_of_running_ranks_those_are_named_that_the_others_wait_for(place: AttemptLayout) -> None:
-    pulses = Pulses(place, 4, 0.0)
+    pulses = Pulses(AttemptFiles(PersonPath(place.dir)), 4, 0.0)
     for rank, num_calls in enumerate((8, 7, 8, 7)):
         beat(place, rank, 1000.0)
         live(place, rank, 1000.0, num_calls)
@@ -75,7 +76,7 @@ def test_of_running_ranks_those_are_named_that_the_others_wait_for(place: Attemp
 
 
 def test_where_all_have_come_as_far_the_silent_ones_are_named(place: AttemptLayout) -> None:
-    pulses = Pulses(place, 2, 0.0)
+    pulses = Pulses(AttemptFiles(PersonPath(place.dir)), 2, 0.0)
     for rank in range(2):
         beat(place, rank, 1000.0)
         live(place, rank, 1000.0, 7)
@@ -87,7 +88,7 @@ def test_where_all_have_come_as_far_the_silent_ones_are_named(place: AttemptLayo
 
 
 def test_one_rank_has_no_number(place: AttemptLayout) -> None:
-    assert Pulses(place, 1, 0.0).who_hangs([0]) == ""
+    assert Pulses(AttemptFiles(PersonPath(place.dir)), 1, 0.0).who_hangs([0]) == ""
 
 
 class Supervised(ProcessRunner):

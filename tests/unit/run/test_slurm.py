@@ -21,7 +21,8 @@ from honed.run.slurm_desk import Answer, Seen, Snapshot
 from honed.spec import config
 from honed.system import access
 from honed.system.error import InterruptedRunError, SpecError
-from honed.system.layout import AttemptLayout, JobLayout, Layout
+from honed.system.layout import AttemptFiles, JobFiles, JobLayout, Layout
+from honed.system.personpath import PersonPath
 
 
 def test_the_shared_instance_runs_no_jobs_on_a_cluster() -> None:
@@ -130,28 +131,28 @@ def test_a_start_file_counts_if_it_is_honeds_own(tmp_path: Path) -> None:
     job = JobLayout(tmp_path / "7")
     job.dir.mkdir()
     handed = Handed(1, 2, "honed-0123abcd-7-1-2", "cpu", time_left_sec=60)
-    handed.write(job)
-    assert slurm.read(job) == handed
+    handed.write(JobFiles(PersonPath(job.dir)))
+    assert slurm.read(JobFiles(PersonPath(job.dir))) == handed
     (tmp_path / "other").hardlink_to(job.start_path)
     with pytest.raises(PermissionError, match="not a file of honed's own"):
-        slurm.read(job)
+        slurm.read(JobFiles(PersonPath(job.dir)))
     job.start_path.unlink()
     os.mkfifo(job.start_path)
     with pytest.raises(OSError, match="not a regular file"):
-        slurm.read(job)
+        slurm.read(JobFiles(PersonPath(job.dir)))
     job.start_path.unlink()
     job.start_path.symlink_to(tmp_path / "other")
     with pytest.raises(OSError, match="symbolic"):
-        slurm.read(job)
+        slurm.read(JobFiles(PersonPath(job.dir)))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to a user")
 def test_a_start_file_of_a_submitter_does_not_count(tmp_path: Path) -> None:
     job = JobLayout(tmp_path)
-    Handed(1, 2, "honed-0123abcd-7-1-2", "cpu").write(job)
+    Handed(1, 2, "honed-0123abcd-7-1-2", "cpu").write(JobFiles(PersonPath(job.dir)))
     os.chown(job.start_path, 1000, -1)
     with pytest.raises(PermissionError, match="not a file of honed's own"):
-        slurm.read(job)
+        slurm.read(JobFiles(PersonPath(job.dir)))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_a_start_file_that_was_changed_is_an_error_of_its_own(text: str) -> None
 @pytest.mark.parametrize("written", ["9" * 400, "1e999", "-1e300", '"now"', "true", "NaN"])
 def test_a_begin_that_nobody_could_have_seen_is_none(tmp_path: Path, written: str) -> None:
     (tmp_path / "lock").write_text(f'{{"start": 1, "started_at": {written}}}')
-    assert seconds(read_lock_record(AttemptLayout(tmp_path), 1), "started_at") is None
+    assert seconds(read_lock_record(AttemptFiles(PersonPath(tmp_path)), 1), "started_at") is None
 
 
 def test_a_command_that_leaves_a_child_with_its_pipes_is_given_up(tmp_path: Path) -> None:
@@ -200,9 +201,9 @@ def test_a_job_of_slurm_is_a_worker_of_ours_if_honed_has_recorded_that_start(
         return [each.attempt for each in runner.live()]
 
     assert live("1-1") == []
-    handed.write(job)
+    handed.write(JobFiles(PersonPath(job.dir)))
     assert live("1-1", "99-1") == [(1, 1)]
-    replace(handed, is_over=True).write(job)
+    replace(handed, is_over=True).write(JobFiles(PersonPath(job.dir)))
     assert live("1-1") == []
 
 
@@ -279,7 +280,7 @@ def test_a_failing_sbatch_is_no_launch_that_was_cancelled(of_fake_desk: MakeDesk
         desk.now += 1
         assert runner.poll(7) is None
     assert len(desk.launched) == 1
-    told = slurm.read(Layout(tmp_path).job(7)).reason
+    told = slurm.read(Layout(tmp_path).files(7)).reason
     assert told == "Slurm has cancelled 1 of 5 launches, the last on node7; sbatch did not end within 30 s"
 
 

@@ -13,6 +13,7 @@ from honed.job import trial
 from honed.job.plan_file import Parallel, PlanFile
 from honed.system.error import InternalError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 from honed.worker import assignment as assignments
 
 PLANS = Path(__file__).parents[2] / "data" / "plans"
@@ -35,7 +36,7 @@ def test_the_plan_of_an_assignment_is_the_file(tmp_path: Path) -> None:
 
 
 def test_a_trials_plan_is_the_jobs_made_small() -> None:
-    plan = PlanFile.read(PLANS / "adapter.plan.json")
+    plan = PlanFile.read(PersonPath.own(PLANS / "adapter.plan.json"))
     made = trial.reduced(plan, Path("/o"))
     changed = {
         "spec": made.spec,

@@ -16,6 +16,7 @@ from honed.run.helper_slot import HelperSlot
 from honed.run.reply import Answer
 from honed.spec.config import Config
 from honed.system.device import Device
+from honed.system.personpath import PersonPath
 
 #: Seconds that a helper is kept without work; the first one of several stays.
 IDLE_SEC = 20.0
@@ -106,7 +107,7 @@ class Checker:
     def submit(
         self,
         job_id: int,
-        spec_path: Path,
+        spec_path: PersonPath,
         config: Config,
         device: Device | None = None,
         jobs: Mapping[str, Path] | None = None,

@@ -29,6 +29,7 @@ from honed.run.reply import Answer
 from honed.spec.config import Config
 from honed.system import access
 from honed.system.device import Device
+from honed.system.personpath import PersonPath
 
 #: Units at a time that are more than children: a check that waits for a slow disk takes no core.
 NUM_MORE_UNITS = 2
@@ -102,7 +103,7 @@ class Checkers:
     def submit(
         self,
         job_id: int,
-        spec_path: Path,
+        spec_path: PersonPath,
         config: Config,
         device: Device | None = None,
         jobs: Mapping[str, Path] | None = None,

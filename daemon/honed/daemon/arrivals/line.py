@@ -19,12 +19,12 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from honed.daemon.arrivals.turns import Turns, alike
 from honed.run.reply import Answer
 from honed.spec.config import Config
 from honed.system import untrusted
+from honed.system.personpath import PersonPath
 
 #: Helpers at a time beside those that rehearse.
 NUM_MORE_HELPERS = 2
@@ -35,7 +35,7 @@ class Request:
     """A job file that is to be checked; `uid` is its user, None for honed itself."""
 
     id: int
-    spec_path: Path
+    spec_path: PersonPath
     config: Config
     uid: int | None
     rest: Mapping[str, object]
@@ -51,7 +51,7 @@ class Request:
 
     def line(self) -> bytes:
         """Return the request's line, with the job file's content: the helper may not be able to read the file."""
-        data = untrusted.read_plain(self.spec_path, max_bytes=self.config.spool.max_spec_bytes, num_names=1)
+        data = untrusted.read_plain(self.spec_path, max_bytes=self.config.spool.max_spec_bytes)
         spec = {"spec_name": self.spec_path.name, "spec": base64.b64encode(data).decode("ascii")}
         request = {"id": self.id, **spec, "config": self.config.model_dump(mode="json"), **self.rest}
         return json.dumps(request).encode() + b"\n"

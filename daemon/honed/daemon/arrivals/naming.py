@@ -226,7 +226,7 @@ class Naming:
     def _with_inputs(self, job: Job, answer: Passed, named: dict[str, Job]) -> Job:
         """Return the job, depending on the makers of its inputs. Raises SpecError if one makes no such output."""
         for key, name in answer.references.items():
-            plan = PlanFile.read(self._spool.job_layout(named[name].id).plan_path)
+            plan = PlanFile.read(self._spool.files(named[name].id).plan_path)
             _check_product(key, named[name], plan)
         makers = {name: named[name].id for name in answer.references.values()}
         dependencies = [str(named[name].id) for name in named_jobs(answer)]  # numbers: a later job may take the name

@@ -18,6 +18,7 @@ from honed.run.reply import Answer, Refused
 from honed.spec.config import Config
 from honed.system.device import Device
 from honed.system.error import HonedError
+from honed.system.personpath import PersonPath
 
 #: Accepted jobs that are checked again at the same time, at most.
 MAX_ASKED_AGAIN = 32
@@ -82,10 +83,10 @@ class Replanning:
         return done
 
     def _submit_edit(self, job: Job, path: Path) -> None:
-        self._checkers.submit(job.id, path, self._config(), uid=job.uid)
+        self._checkers.submit(job.id, PersonPath.of(path, 1), self._config(), uid=job.uid)
 
     def _submit(self, job: Job, made: dict[str, Path], device: Device | None) -> None:
-        files = self._spool.job_layout(job.id)
+        files = self._spool.files(job.id)
         commit, pinned = None, None
         places: dict[str, DatasetPlace] = {}
         unreadable = (OSError, ValueError, KeyError, TypeError)
