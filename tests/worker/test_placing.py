@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from honed.inputs import basemodel
-from honed.plan import parameter
+from honed.plan import loadedname, parameter
 from honed.spec import spec as specs
 from honed.system.error import ModelError
 from honed.worker.model import load, placing, transformers_backend
@@ -185,6 +185,11 @@ def test_the_names_in_the_warning_train(make_job: MakeJob) -> None:
         ("dbrx", {"modules_to_save": ["norm"]}),  # norm_attn_norm holds the attention, which keeps its adapter
         ("afmoe", {"modules_to_save": ["down_proj"], "target_modules": ["q_proj"]}),  # no module, where it is stacked
         ("nemotron_h", {"target_modules": r"model\.layers\.0\.mixer\.in_proj"}),
+        ("gemma4", {"finetune_projector": True}),
+        ("laguna", {"modules_to_save": ["gate"], "target_modules": ["q_proj"]}),  # with a bias that nothing else trains
+        ("kimi_linear", {"modules_to_save": ["gate"], "target_modules": ["q_proj"]}),  # the forget_gate is one, too
+        ("qwen2_vl", {"target_modules": ["model.language_model.layers.0.self_attn.q_proj"]}),
+        ("gemma3", {"target_modules": ["q_proj"], "exclude_modules": ["language_model.layers.0.self_attn.q_proj"]}),
     ],
 )
 def test_what_an_adapter_trains_beside_its_matrices_is_counted(
@@ -223,8 +228,8 @@ def test_the_layers_of_a_checkpoint_without_its_prefix_are_counted(
 @pytest.mark.parametrize(
     ("family", "lora"),
     [
-        ("qwen2_vl", {"target_modules": ["model.layers.0.self_attn.q_proj"]}),
-        ("qwen2_vl", {"exclude_modules": ["language_model.layers.0.self_attn"]}),
+        ("glm4v", {"target_modules": ["model.layers.0.self_attn.q_proj"]}),
+        ("glm4v", {"exclude_modules": ["language_model.layers.0.self_attn"]}),
         ("hy_v3", {"modules_to_save": ["shared_experts"], "target_modules": ["q_proj"]}),
         ("olmo_hybrid", {"target_modules": ["q_conv1d", "q_proj"]}),
     ],
@@ -242,6 +247,22 @@ def test_names_within_a_layer_are_the_same_once_they_are_loaded(tmp_path: Path) 
     lora = {"target_modules": ["self_attn.q_proj", "layers.1.mlp.up_proj"], "exclude_modules": ["layers.0.mlp"]}
     spec = specs.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], "lora": lora})
     assert not parameter.unsure(spec, info)
+
+
+@pytest.mark.parametrize("family", [*loadedname.SEEING_FAMILIES, "laguna", "kimi_linear"])
+def test_a_checkpoints_names_are_translated_to_the_loaded_ones(tmp_path: Path, family: str) -> None:
+    import torch
+    from transformers import AutoConfig
+
+    path = families.build(tmp_path / family, family)
+    info, config = basemodel.inspect(path), AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = transformers_backend.model_class(config).from_config(config)
+    model.tie_weights()
+    names = {each.name for each in parameter.parameters(info)}
+    held = {name for name, _ in model.named_parameters()}
+    others = {name for name in names ^ held if ".experts." not in name and "conv1d" not in name}  # made of several
+    assert not {name for name in others if loadedname.is_trainable(info)(name)}
 
 
 FIXED = ["deepseek_v3", "apertus", "minimax", "gemma4", "ernie4_5_moe", "nemotron_h", "zamba2", "qwen2_vl"]

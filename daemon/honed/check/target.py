@@ -234,16 +234,29 @@ def _check_targets(lora: LoraSpec, modules: Modules, parts: frozenset[Part], whe
 
 
 def _check_renamed(lora: LoraSpec, modules: Modules, model: BaseModelInfo) -> Iterator[str]:
-    """Yield warnings about layers that are stored under the names in `lora.target_modules`, and loaded under others."""
+    """Yield warnings about layers that are stored under the names in `lora.target_modules`, and loaded under others.
+
+    Raises SpecError where none of the names is that of a loaded layer.
+    """
     if not isinstance(lora.target_modules, list):
         return
     translated, of_peft = loadedname.translation(model), parameter.EXPERT_NAMES.get(model.model_type, {})
     loaded = frozenset(translated(f"{name}.")[:-1] for name in modules.all)
+    is_exact = loadedname.is_exact(model)
+    if is_exact and not any(_matching(name, loaded) for name in lora.target_modules):
+        names = [translated(f"{name}.")[:-1] for name in lora.target_modules]
+        if all(_matching(name, loaded) for name in names):
+            raise SpecError(
+                f"lora.target_modules.0: {shown(lora.target_modules[0])} is its name in {model.path}, and "
+                f"{shown(names[0])} once transformers {installed.version('transformers')} has loaded it",
+                hint=f"write {_listed(names)}",
+                fix={"lora.target_modules": names},
+            )
     for number, name in enumerate(lora.target_modules):
         leaf = name.rpartition(".")[2]
         if leaf in of_peft or not _matching(name, modules.all):
             continue
-        if not modules.may_have(leaf) or not (_matching(name, loaded) or "." in name):
+        if not modules.may_have(leaf) or not (_matching(name, loaded) or ("." in name and not is_exact)):
             yield (
                 f"lora.target_modules.{number}: {shown(name)} is its name in {model.path}, but not in transformers "
                 f"{installed.version('transformers')}, so it may get no adapter"

@@ -12,10 +12,41 @@ from collections.abc import Callable, Iterable, Sequence
 from honed.inputs.basemodel import BaseModelInfo
 from honed.system import installed
 
-#: Parts of names that differ once they are loaded, beside the first one.
+#: Families with a vision encoder that were published before transformers put its parts below `model`.
+SEEING_FAMILIES = (
+    "aya_vision",
+    "gemma3",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "mllama",
+    "paligemma",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "vipllava",
+)
+#: Their stored names, and the loaded ones.
+_SEEING = (
+    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+    (re.compile(r"^language_model\.model\."), "model.language_model."),
+    (re.compile(r"^model\.(?=(layers|embed_tokens|norm)\.)"), "model.language_model."),
+    (re.compile(r"^(?!model\.|lm_head\.)"), "model."),
+)
+#: Parts of names that differ once they are loaded, beside the first one, in order.
 _RENAMED = {
-    "gpt_neox": (re.compile(r"^embed_out\."), "lm_head."),
-    "phimoe": (re.compile(r"\.block_sparse_moe\.gate\."), ".mlp.router."),
+    "gpt_neox": ((re.compile(r"^embed_out\."), "lm_head."),),
+    "phimoe": ((re.compile(r"\.block_sparse_moe\.gate\."), ".mlp.router."),),
+    "laguna": (
+        (re.compile(r"\.mlp\.experts\.(?=e_score_correction_bias$)"), ".mlp.gate."),
+        (re.compile(r"\.mlp\.shared_expert\."), ".mlp.shared_experts."),
+    ),
+    "kimi_linear": (
+        (re.compile(r"\.self_attn\.(?=(f_a_proj|f_b_proj|dt_bias|A_log)\b)"), ".self_attn.forget_gate."),
+        (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    ),
+    **dict.fromkeys(SEEING_FAMILIES, _SEEING),
 }
 #: Heads, which stand beside the bare model.
 _HEAD = re.compile(r"(lm_head|embed_out|output_projection|score|decoder)\.(?!layers|embed)")
@@ -24,8 +55,20 @@ _HEAD = re.compile(r"(lm_head|embed_out|output_projection|score|decoder)\.(?!lay
 def translation(model: BaseModelInfo) -> Callable[[str], str]:
     """Return the function from a stored name to the loaded one, as far as that is known."""
     first = _first_part(model)
-    pattern, to = _RENAMED.get(model.model_type, (re.compile("(?!)"), ""))
-    return lambda name: pattern.sub(to, first(name))
+    renamed = _RENAMED.get(model.model_type, ())
+
+    def translated(name: str) -> str:
+        name = first(name)
+        for pattern, to in renamed:
+            name = pattern.sub(to, name)
+        return name
+
+    return translated
+
+
+def is_exact(model: BaseModelInfo) -> bool:
+    """Tell whether all names of a model with a vision encoder are known as they are loaded."""
+    return _RENAMED.get(model.model_type) is _SEEING and "auto_map" not in model.config
 
 
 def _first_part(model: BaseModelInfo) -> Callable[[str], str]:
@@ -51,6 +94,13 @@ def is_trainable(model: BaseModelInfo) -> Callable[[str], bool]:
     return lambda name: name.rpartition(".")[2] not in fixed and not _FIXED.search(name)
 
 
+def is_held(model: BaseModelInfo) -> Callable[[str], bool]:
+    """Return the function that tells whether a stored tensor is a parameter that is not trained, unless peft makes a
+    copy of its module, of which it trains every parameter."""
+    held = installed.held_names(model.model_type)
+    return lambda name: name.rpartition(".")[2] in held
+
+
 def senses(model: BaseModelInfo) -> bool:
     return model.has_vision or model.has_audio or model.speaks
 
@@ -63,7 +113,7 @@ def unknown(model: BaseModelInfo, asked: Sequence[str], chosen: Iterable[str]) -
     modules = {translation(model)(each.name.rpartition(".")[0]) for each in model.tensors}
     known = installed.attribute_names(model.model_type)
     for name in asked:
-        if senses(model) and "." in name and _may_differ(name, modules):
+        if senses(model) and not is_exact(model) and "." in name and _may_differ(name, modules):
             return name
         leaf = name.rpartition(".")[2]
         if known is None or leaf not in known or leaf.isdecimal():

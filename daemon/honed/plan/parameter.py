@@ -67,8 +67,8 @@ EXPERT_NAMES: dict[str, dict[str, str]] = {
 }
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_projection)$|^head$")
-#: Embeddings; not those of an image's patches, which are a linear layer in some encoders.
-_EMBEDDING = re.compile(r"(^|\.)(?![^.]*patch)([^.]*embed[^.]*|wte|wpe|position_embeddings|[^.]*_token)$")
+#: Embeddings; not those of an image's patches, nor what projects an encoder's (Gemma 3n, Gemma 4): linear layers.
+_EMBEDDING = re.compile(r"(^|\.)(?![^.]*(patch|_proj))([^.]*embed[^.]*|wte|wpe|position_embeddings|[^.]*_token)$")
 _EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.(?P<number>\d+)\.(?P<leaf>w[123]|(gate|up|down)_proj)\.weight")
 _STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 #: Routers that transformers keeps as bare parameters, by their stored names; elsewhere they are linear layers.
@@ -311,12 +311,14 @@ def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = N
     if adapter is not None:
         return Trained(_continued(adapter, model) or ((adapter.num_parameters,),), ())
     is_trainable, parts = loadedname.is_trainable(model), precision.trained_parts(spec)
-    loaded = tuple(each for each in parameters(model) if is_trainable(each.name))
+    every, is_held = parameters(model), loadedname.is_held(model)
+    loaded = tuple(each for each in every if is_trainable(each.name))
     inside = tuple(each for each in loaded if modality.part(each.module) in parts)
     if spec.lora is None:
         embeddings = frozenset(place for place, parameter in enumerate(inside) if parameter.role == "embedding")
         return Trained((), tuple(parameter.shape for parameter in inside), embeddings)
-    return _lora(spec.lora, loaded, inside, model.model_type)
+    held = tuple(each for each in every if not is_trainable(each.name) and is_held(each.name))
+    return _lora(spec.lora, loaded, inside, held, model.model_type)
 
 
 def _continued(adapter: AdapterInfo, model: BaseModelInfo) -> tuple[Shape, ...]:
@@ -396,9 +398,16 @@ def passed_over(spec: JobSpec, model: BaseModelInfo) -> list[str]:
     return [each.name for each in parameters(model) if is_passed_over(each)]
 
 
-def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter, ...], model_type: str) -> Trained:
-    """Return the shapes trained for a LoraConfig; `inside` are the parameters in the parts that get an adapter."""
-    saved = _saved(lora, loaded)
+def _lora(
+    lora: LoraSpec,
+    loaded: tuple[Parameter, ...],
+    inside: tuple[Parameter, ...],
+    held: tuple[Parameter, ...],
+    model_type: str,
+) -> Trained:
+    """Return the shapes trained for a LoraConfig; `inside` are the parameters in the parts that get an adapter, `held`
+    those that only a copy of their module trains."""
+    saved = _saved(lora, (*loaded, *held))
     names = EXPERT_NAMES.get(model_type, {})
     through_experts = experts_targeted(lora, loaded, names)
     added: list[Shape] = []

@@ -206,6 +206,10 @@ _FIXED = re.compile(
 )
 
 
+#: Those of them that are parameters.
+_HELD = re.compile(r"\.(\w+)\s*=\s*(?:torch\.)?nn\.Parameter\([^=]*?requires_grad=False")
+
+
 @lru_cache(maxsize=64)
 def attribute_names(model_type: str) -> frozenset[str] | None:
     """Return the attribute names in a model type's classes, from the source of the installed transformers, or None."""
@@ -217,6 +221,12 @@ def fixed_names(model_type: str) -> frozenset[str]:
     """Return the names of tensors that are no trained parameters of a model type's classes, from the same source."""
     found = (name for text in _sources(model_type) for each in _FIXED.findall(text) for name in each)
     return frozenset(found) - {"", "weight", "bias"}
+
+
+@lru_cache(maxsize=64)
+def held_names(model_type: str) -> frozenset[str]:
+    """Return those of `fixed_names` that are parameters."""
+    return frozenset(name for text in _sources(model_type) for name in _HELD.findall(text)) - {"weight", "bias"}
 
 
 def _sources(model_type: str) -> Iterator[str]:
