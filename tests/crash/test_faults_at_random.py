@@ -77,6 +77,9 @@ class Workers:
     def is_supervised(self, job_id: int) -> bool:
         return False
 
+    def is_suspended(self, _job_id: int) -> bool:
+        return False
+
     def is_left(self, job_id: int) -> bool:
         return False
 

@@ -6,13 +6,16 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import Instance, RealInstance
 
 from honed.job import query
 from honed.job.job import State
+from honed.system.pauses import MIN_PAUSE_SEC
 from waiting import wait_for
 from zoo.model import build_checkpoint, write_facts
 
@@ -54,6 +57,37 @@ def test_the_administrators_limit_holds_whatever_a_worker_says_of_itself(instanc
     attempt.pulse_path.write_text('{"phase": "train", "limit_sec": 1e300}')
     wait_for(lambda: "): hung: " in instance.log, what="the end")
     instance.client.ask("cancel", id="slow-4000")
+
+
+def test_a_pause_of_honed_and_its_worker_is_nobodys_silence(instance: Instance) -> None:
+    """As `systemctl freeze honed.slice` makes it, or a virtual machine that was stopped. The worker goes on last."""
+    instance.configure("[jobs]\nstall_timeout_sec = 3.0\nmin_stall_timeout_sec = 3.0\n")
+    instance.drop("until", time_limit_sec=600.0)
+    instance.start()
+    job = instance.wait_state("until", State.RUNNING)
+    wait_for(lambda: instance.show("until")["progress"]["step"] == 19, what="the last step but one")
+    attempt = instance.layout.job(job.id).attempt(1)
+    record = json.loads((attempt.dir / "lock").read_text())
+    assert instance.process is not None
+    pids = [instance.process.pid, record["shim_pid"], record["worker_pid"]]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    until = time.monotonic() + 3 * MIN_PAUSE_SEC
+    wait_for(lambda: time.monotonic() >= until, what="the end of the pause")
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: "honed could not run for" in instance.log, what="the pause")
+    instance.go("until")
+    done = instance.wait_state("until", State.SUCCEEDED)
+    assert [each.outcome for each in done.attempts] == ["succeeded"]
+    assert "): hung: " not in instance.log
+    seen_sec = json.loads(attempt.exit_path.read_text())["paused_sec"]
+    assert seen_sec > 2 * MIN_PAUSE_SEC
+    assert float(attempt.paused_path.read_text()) == pytest.approx(seen_sec, abs=0.01)
+    assert done.attempt.paused_sec > 2 * MIN_PAUSE_SEC
+    assert done.attempt.took_sec is not None
+    wall_sec = (done.attempt.ended_at or 0.0) - done.attempt.started_at
+    assert done.attempt.took_sec < wall_sec - 2 * MIN_PAUSE_SEC
 
 
 def test_a_real_worker_that_is_stopped_in_a_step_is_ended_and_its_job_is_the_same_run(

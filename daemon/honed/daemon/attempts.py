@@ -87,7 +87,7 @@ class Attempts:
         """Yield what each running job takes of the devices."""
         now = Moment.now()
         for running in self.running.values():
-            sec = now.since(running.job.attempt.began) * max(1, running.job.num_gpus)
+            sec = running.job.attempt.ran_sec(now) * max(1, running.job.num_gpus)
             yield Use(running.job.uid, sec)
 
     def has_room(self, job: Job) -> bool:

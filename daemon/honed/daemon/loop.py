@@ -57,6 +57,7 @@ from honed.system.error import HonedError
 from honed.system.layout import Layout
 from honed.system.log import about
 from honed.system.notify import Notifier
+from honed.system.pauses import Pauses
 
 log = logging.getLogger("honed")
 
@@ -77,7 +78,7 @@ class Daemon:
         runner: Runner | None = None,
         fetch_runner: FetchRunner | None = None,
         probe: Callable[[list[int] | None], list[Device]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
         now: Callable[[], float] = time.time,
         drain: bool = False,
     ) -> None:
@@ -85,13 +86,15 @@ class Daemon:
             durable.make_dir(path)
         self._configuration = Configuration(layout, config)
         in_force = self._configuration.get
+        pauses = Pauses()
+        raw, clock = clock or time.monotonic, clock or pauses  # a cluster goes on while honed cannot run
         self._health = Health(clock=clock)
         self._spool = Spool(layout)
         self._notifier = Notifier()
-        self._wake = Wake()
+        self._wake = Wake(pauses)
         systemd = None  # where workers, fetches and checks are units
         if runner is None:
-            runner, systemd = choose_runner(layout, in_force, clock=clock)
+            runner, systemd = choose_runner(layout, in_force, clock=raw)
         self._intake = Intake(
             layout,
             self._spool,

@@ -103,7 +103,7 @@ class Preempting:
         """Return the running jobs that this one may preempt: the lowest rank first, then the shortest run."""
         now, rank, found = self._now(), self._rank(job), []
         for each in self._attempts.running.values():
-            run_sec = now.since(each.job.attempt.began)
+            run_sec = each.job.attempt.ran_sec(now)
             min_run_sec = class_of(self._config(), each.job.job_class).min_run_sec
             may_go = self._rank(each.job) < rank and each.job.stop is None and run_sec >= min_run_sec
             if may_go and each.can_resume:

@@ -49,6 +49,8 @@ MAX_UNREAD = 60
 #: Unforeseen errors in judging one job's result, before the job is settled by its exit status alone. Errors of other
 #: steps say nothing of the result: a job whose success was left unread would run twice.
 MAX_FAILED_JUDGEMENTS = 5
+#: Seconds of a cluster's pause that lasts, after which its entry has the next of them.
+KEEP_SEC = 60.0
 #: Stages of a staged worker before it waits at its gate.
 BEFORE_GATE = frozenset({"starting", "prepare", "data"})
 
@@ -105,7 +107,7 @@ class Running:
         """Seconds until it ends at the latest, by its time limit and by its own estimate; None without either."""
         job, found = self.job, []
         if job.time_limit_sec is not None:
-            spent = sum(each.spent_sec for each in job.attempts[:-1]) + Moment.now().since(job.attempt.began)
+            spent = sum(each.spent_sec for each in job.attempts[:-1]) + job.attempt.ran_sec(Moment.now())
             found.append(job.time_limit_sec - spent)
         if isinstance(eta_sec := self.following.narrator.progress.get("eta_sec"), int | float):
             found.append(eta_sec - (self.following.silent_sec))
@@ -177,7 +179,7 @@ class Running:
         if self.job.stop is not None and rank.index(why) <= rank.index(self.job.stop):
             return
         if why is Stop.PREEMPT:
-            preempted = Preemption(preemption, Moment.now().since(self.job.attempt.began))
+            preempted = Preemption(preemption, self.job.attempt.ran_sec(Moment.now()))
             self.job = self._spool.update(self.job.with_attempt(preemption=preempted), stop=why)
             kind: dict[str, object] = about(self.job, message.PREEMPTED)
             log.info("job %d (%s): preempted: %s", self.job.id, self.job.name, preemption, extra=kind)
@@ -197,6 +199,14 @@ class Running:
             self.let_through()
         if self.is_alive:
             self.deadlines.enforce(now, told_at=self.following.heard_at, stage=self.following.narrator.stage)
+            self._keep_pauses()
+
+    def _keep_pauses(self) -> None:
+        """Write the time that did not pass for it into its entry, for the next honed."""
+        new_sec = self.deadlines.paused_sec() - self.job.attempt.paused_sec
+        if new_sec >= (KEEP_SEC if self.deadlines.is_suspended else 1.0):
+            with contextlib.suppress(OSError):  # e.g. a full disk: tried again
+                self.job = self._spool.update(self.job.with_attempt(paused_sec=self.job.attempt.paused_sec + new_sec))
 
     # -- its end ------------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,14 @@ import os
 import selectors
 import signal
 
+from honed.system.pauses import Pauses
+
 
 class Wake:
-    """The files that the loop watches, the pipe among them, and the signals received."""
+    """The files that the loop watches, the pipe among them, and the signals received. `pauses`: told of each sleep."""
 
-    def __init__(self) -> None:
+    def __init__(self, pauses: Pauses | None = None) -> None:
+        self._pauses = pauses or Pauses()
         self.selector = selectors.DefaultSelector()
         self._is_woken = False
         self._signals: set[int] = set()
@@ -22,7 +25,9 @@ class Wake:
         """Wait for a watched file, at most this long, and pass its events on. Returns True if `wake` was called, or a
         signal arrived."""
         self._is_woken = False
-        for key, events in self.selector.select(seconds):
+        with self._pauses.asleep(seconds):
+            ready = self.selector.select(seconds)
+        for key, events in ready:
             key.data(events)
         return self._is_woken
 

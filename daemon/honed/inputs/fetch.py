@@ -51,7 +51,7 @@ from honed.system import durable, python, quote
 from honed.system import layout as layouts
 from honed.system import log as logs
 from honed.system.backoff import Backoff
-from honed.system.clock import boot_time
+from honed.system.clock import awake_time
 from honed.system.error import (
     DiskShortError,
     EnvironmentInvalidError,
@@ -100,7 +100,7 @@ class Request:
     revision: str
     pickle: bool
     code: bool
-    deadline: float  #: by `boot_time`
+    deadline: float  #: by `awake_time`
     repo_type: str = snapshot.MODEL
     name: str | None = None
     split: str | None = None
@@ -227,13 +227,13 @@ class Download:
                 if str(error) != self.progress["problem"]:
                     log.warning("%s: %s; retrying until hub.fetch_timeout_sec", self._hub.where, error)
                 self.say(problem=str(error), at_once=True)
-                time.sleep(max(0.0, min(self._backoff.next_sec(), self._request.deadline - boot_time())))
+                time.sleep(max(0.0, min(self._backoff.next_sec(), self._request.deadline - awake_time())))
             else:
                 self.progress["problem"] = None
                 return done
 
     def _check_deadline(self) -> None:
-        if boot_time() < self._request.deadline:
+        if awake_time() < self._request.deadline:
             return
         problem = f": {self.progress['problem']}" if self.progress["problem"] else ""
         raise EnvironmentInvalidError(
@@ -517,7 +517,7 @@ def main() -> int:
     if options.request is not None:
         return _for_the_daemon(layout, options.request)
     try:
-        deadline = boot_time() + config.load(layout).hub.fetch_timeout_sec
+        deadline = awake_time() + config.load(layout).hub.fetch_timeout_sec
         repo_type = snapshot.DATASET if options.dataset else snapshot.MODEL
         request = Request(
             options.repo_id,

@@ -110,6 +110,7 @@ class Attempt:
     output_bytes: int = 0  #: the same for its output directory
     took_sec: float | None = None  #: duration until the worker ended, unaffected by clock changes; None while it runs
     preemption: Preemption | None = None  #: why honed asked it to give up its device
+    paused_sec: float = 0.0  #: seconds that did not pass for it: honed could not run, or a cluster had suspended it
     passed: tuple[int, ...] = ()  #: jobs that waited for more devices, and that it was started before
 
     @property
@@ -125,6 +126,10 @@ class Attempt:
     @property
     def began(self) -> Moment:
         return Moment(self.started_at, self.started_monotonic, self.boot_id)
+
+    def ran_sec(self, now: Moment) -> float:
+        """Return the duration so far of an attempt that runs."""
+        return max(0.0, now.since(self.began) - self.paused_sec)
 
     @property
     def spent_sec(self) -> float:
@@ -269,7 +274,7 @@ class Job:
             return None
         spent = sum(attempt.spent_sec for attempt in self.attempts if attempt.ended_at is not None)
         last = self.attempts[-1]
-        return spent if last.ended_at is not None else spent + max(0.0, now - last.started_at)
+        return spent if last.ended_at is not None else spent + max(0.0, now - last.started_at - last.paused_sec)
 
     @property
     def num_preemptions(self) -> int:

@@ -10,6 +10,7 @@ A unit's own stop timeout and watchdog replace the first and the last.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from honed.spec.config import Config
 from honed.system import error
 from honed.system.clock import Moment
 from honed.system.layout import Layout
+from honed.system.pauses import Pauses
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,26 @@ CANCEL_TIMEOUT_SEC = 30.0
 DUMP_SEC = 5.0
 
 
+class _Suspension:
+    """The time for which a cluster has suspended a worker, as far as honed has looked."""
+
+    def __init__(self, now: float) -> None:
+        self.sec = 0.0
+        self.is_there = False
+        self.until = -math.inf  #: the time of the last look at which it was suspended
+        self._looked_at = now
+
+    def look(self, now: float, *, is_there: bool) -> float:
+        """Return the seconds since the last look, if it has been suspended since."""
+        since_sec, self._looked_at = now - self._looked_at, now
+        lasted_sec = since_sec if is_there else 0.0
+        self.sec, self.is_there, self.until = self.sec + lasted_sec, is_there, now if is_there else self.until
+        return lasted_sec
+
+
 class Deadlines:
-    """The deadlines of one attempt, counted from its start or its adoption. `clock` is monotonic seconds."""
+    """The deadlines of one attempt, counted from its start or its adoption. `clock` is monotonic seconds; one that
+    knows of pauses also tells how long they were."""
 
     def __init__(
         self, job: Job, layout: Layout, runner: Runner, config: Callable[[], Config], *, clock: Callable[[], float]
@@ -40,6 +60,8 @@ class Deadlines:
         self._runner = runner
         self._config = config
         self._clock = clock
+        self._since = Moment.now()
+        self._suspension = _Suspension(clock())
         place = layout.files(job.id).attempt(job.attempt.number)
         self._pulses = Pulses(place, max(1, job.num_gpus), clock())
         self._kill_at: float | None = None
@@ -71,6 +93,7 @@ class Deadlines:
         """
         job = self._job
         told_at = self._waited_until(now, told_at)
+        told_at = self._not_suspended(now, told_at)
         self._pulses.feel(now)
         if self._kill_at is not None and now >= self._kill_at:
             log.warning("job %d (%s): killed: it did not stop", job.id, job.name)
@@ -99,6 +122,30 @@ class Deadlines:
         self._has_begun, self._began = began is not None, self._began or began
         self._overdue_at = self._when_overdue() if began else None
         return now
+
+    def _not_suspended(self, now: float, told_at: float) -> float:
+        """Put off all deadlines while a cluster suspends it; returns when it was last heard."""
+        skipped_sec = self._suspension.look(now, is_there=self._has_begun and self._runner.is_suspended(self._job.id))
+        self._pulses.skip(skipped_sec)
+        if self._kill_at is not None:
+            self._kill_at += skipped_sec
+        if self._overdue_at is not None:
+            self._overdue_at += skipped_sec
+        return max(told_at, self._suspension.until)
+
+    @property
+    def is_suspended(self) -> bool:
+        """True while a cluster suspends it."""
+        return self._suspension.is_there
+
+    def paused_sec(self, until: Moment | None = None) -> float:
+        """Return the seconds of the attempt, until then or now, that did not pass for it."""
+        since, until = self._since, until or Moment.now()
+        seen_sec = 0.0
+        if isinstance(self._clock, Pauses) and until.is_of_boot(since):
+            assert since.monotonic is not None
+            seen_sec = self._clock.between(since.monotonic, until.monotonic or 0.0)
+        return self._job.attempt.paused_sec + self._suspension.sec + seen_sec
 
     def start_again(self) -> None:
         """Wait for the attempt's second start."""
@@ -157,13 +204,17 @@ class Deadlines:
             until = ended.ended
         elif not until.is_of_boot(began):
             until = self._pulses.first.last_beat() or began
-        return until.since(began)
+        paused_sec = self.paused_sec(until)
+        if self._is_of_cluster and ended is not None:
+            paused_sec = max(paused_sec, ended.paused_sec)  # its shim is suspended with it
+        return max(0.0, until.since(began) - paused_sec)
 
     def _when_overdue(self) -> float | None:
         """Return when an attempt, started or taken over now, has used up the time limit and the grace period."""
         if self._job.time_limit_sec is None:
             return None
-        spent = self._spent_before() + Moment.now().since(self._began or self._job.attempt.began)
+        ran_sec = Moment.now().since(self._began or self._job.attempt.began) - self.paused_sec()
+        spent = self._spent_before() + max(0.0, ran_sec)
         left = max(0.0, self._job.time_limit_sec - spent)
         return self._clock() + left + self._config().jobs.time_limit_grace_sec
 

@@ -28,7 +28,7 @@ from honed.run.snapshot import FetchProgress, Missing
 from honed.spec.config import Config
 from honed.system import durable, python
 from honed.system.backoff import Backoff
-from honed.system.clock import boot_time
+from honed.system.clock import awake_time
 from honed.system.error import EnvironmentInvalidError, HonedError, from_dict
 from honed.system.layout import FetchLayout, Layout
 
@@ -272,7 +272,7 @@ class Fetcher:
 
     def _write_request(self, fetch: _Fetch) -> None:
         """Write the request. Its deadline counts from its first start, across deaths and restarts of the daemon."""
-        path, deadline = self._layout.fetch(fetch.number).request_path, boot_time() + self.config.hub.fetch_timeout_sec
+        path, deadline = self._layout.fetch(fetch.number).request_path, awake_time() + self.config.hub.fetch_timeout_sec
         if "deadline" in fetch.request:
             return
         old = _read(path) or {}
@@ -286,7 +286,7 @@ class Fetcher:
             fetch.logged_at = now
             done, of = progress["bytes"] / 2**30, progress["of"] / 2**30
             log.info("fetching %s: %.1f of %.1f GiB", fetch.name, done, of)
-        if boot_time() > fetch.request["deadline"] + DEADLINE_GRACE_SEC:
+        if awake_time() > fetch.request["deadline"] + DEADLINE_GRACE_SEC:
             self._runner.stop(fetch.number, at_once=True)
 
     def _died(self, fetch: _Fetch) -> HonedError | None:
@@ -297,7 +297,7 @@ class Fetcher:
             fetch.backoff.reset()
         fetch.num_deaths += 1
         fetch.num_bytes_at_death = num_bytes
-        if boot_time() > fetch.request["deadline"] or fetch.num_deaths >= MAX_DEATHS:
+        if awake_time() > fetch.request["deadline"] or fetch.num_deaths >= MAX_DEATHS:
             return EnvironmentInvalidError(
                 f"{fetch.missing.key}: {fetch.name} could not be fetched: the fetch process died {fetch.num_deaths} "
                 "times",

@@ -143,6 +143,9 @@ class ProcessRunner:
     def is_supervised(self, job_id: int) -> bool:  # noqa: ARG002
         return False
 
+    def is_suspended(self, job_id: int) -> bool:  # noqa: ARG002
+        return False
+
     def is_left(self, job_id: int) -> bool:  # noqa: ARG002
         return False
 

@@ -86,6 +86,11 @@ class Pulses:
         for each in self._each:
             each.feel(now)
 
+    def skip(self, seconds: float) -> None:
+        """Let so many seconds count for no rank's silence."""
+        for each in self._each:
+            each.heard_at += seconds
+
     def silences(self, now: float, told_at: float) -> list[Silence]:
         """Return how long each rank has been silent, that has begun and not ended. `told_at`: when rank 0 reported an
         event."""

@@ -51,6 +51,7 @@ class Exit:
     ran: bool = True  #: False if its unit failed before the worker's process began
     ended: Moment | None = None  #: the time; None if it was not observed
     words: str = ""  #: why a cluster has refused it, or where it has cancelled it
+    paused_sec: float = 0.0  #: seconds in which its shim could not run, which a cluster suspends with it
     began: Moment | None = None  #: when it began on a cluster; None elsewhere, and for one that never began
 
 
@@ -91,6 +92,9 @@ class Runner(Protocol):
 
     def began(self, job_id: int) -> Moment | None:
         """Return when a worker began that a cluster started; None while it waits there, and for every other one."""
+
+    def is_suspended(self, job_id: int) -> bool:
+        """Tell whether a cluster keeps a worker that has begun from running: no time passes for it."""
 
     def stop(self, job_id: int) -> None:
         """Ask a worker to write a checkpoint and end."""
@@ -138,6 +142,7 @@ def exit_of(record: Mapping[str, Any] | None) -> Exit:
         is_machine_going_down=_ended_in_shutdown(record),
         ran=record.get("ran") is not False,
         ended=_ended(record),
+        paused_sec=seconds(record, "paused_sec") or 0.0,
     )
 
 

@@ -11,6 +11,11 @@ hangs or crashes: a library, a metric or a traceback may print rows. While the w
 shim asks systemd for more time, up to $HONED_STOP_TIMEOUT_SEC. It ends as the worker did, so that `systemctl status`
 shows the actual result.
 
+Where the shim itself cannot run (it was frozen or stopped with the worker, as by a cluster that suspends a job), it
+writes how many seconds did not pass for the job, so far in this start: the worker's time limit is as much later.
+
+    paused    seconds, as text; absent while there were none
+
 START counts the worker starts of one attempt (a fallback makes a second). If exit.json for this START already exists,
 another process has settled it, and nothing is started; nor on a cluster if the lock file names this START.
 
@@ -78,6 +83,10 @@ TAKE_SEC = 10.0
 MAX_MESSAGE_BYTES = 1024 * 1024
 #: Seconds for which output of a dead worker's children is still read.
 DRAIN_SEC = 2.0
+#: Seconds. A shorter pause is what a busy machine makes (system/pauses.py).
+MIN_PAUSE_SEC = 5.0
+#: Seconds between two looks for a pause: so much of it may be missed.
+PAUSE_LOOK_SEC = 1.0
 #: Seconds that the other ranks have to end by themselves after the first death.
 RANK_END_SEC = 10.0
 #: Seconds between a node's looks for the end of another, and those that a node, after the end of its own ranks, waits
@@ -113,8 +122,9 @@ def main() -> int:
         return 1
     if has_ended(attempt_dir, start) or ("HONED_FENCE" in os.environ and has_begun(lock_fd, start)):
         return 1
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{attempt_dir}/result.json")  # noqa: PTH108 - pathlib would double the shim's start
+    for left in ("result.json", "paused"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{attempt_dir}/{left}")  # noqa: PTH108 - pathlib would double the shim's start
     pipe = os.pipe2(os.O_CLOEXEC) if relays else None
     is_spread = int(os.environ.get("HONED_NUM_NODES", "1")) > 1  # the command is srun
     num_ranks = 1 if is_spread else int(os.environ.get("HONED_NUM_RANKS", "1"))
@@ -143,12 +153,14 @@ def main() -> int:
         lambda: note(lock_fd, {**who, "was_asked": True}),
         f"{attempt_dir}/ranks/lost.json",
         orders_path=f"{attempt_dir}/ranks/orders" if is_spread else "",
+        paused_path=f"{attempt_dir}/paused",
     )
     status, was_out_of_memory = watch.wait()
     if is_spread and os.WIFSIGNALED(status):
         return 1  # without srun the ranks go on: Slurm ends them now, and says when they are gone
     rank = {"rank": watch.rank} if num_ranks > 1 else {}
     end = {**end_of(status), "was_out_of_memory": was_out_of_memory, "was_asked": watch.was_asked, **rank}
+    end["paused_sec"] = watch.paused_sec
     write_exit(attempt_dir, start, end_of_nodes(f"{attempt_dir}/ranks", end) if is_spread else end)
     return end_as(status) if relays else 0
 
@@ -448,11 +460,13 @@ class Watch:
         lost_path: str,
         *,
         orders_path: str = "",
+        paused_path: str = "",
         nodes: Nodes | None = None,
     ) -> None:
         """Create a watch of each rank's worker. `note_stop` records that they were asked to stop: the shim is killed,
         too, if that takes too long. `lost_path` is written if one of several dies by a signal. `orders_path`: signals
-        are written there, and not forwarded. `nodes`: what this node and others share; signals are read there, and the
+        are written there, and not forwarded. `paused_path`: the seconds in which the shim could not run are written
+        there. `nodes`: what this node and others share; signals are read there, and the
         first failure of a rank ends the others.
         """
         self._pids = worker_pids
@@ -460,6 +474,8 @@ class Watch:
         self._note_stop = note_stop
         self._lost_path = lost_path
         self._orders_path = orders_path
+        self._paused_path = paused_path
+        self.paused_sec = 0.0
         self._nodes = nodes
         self.rank = 0  #: whose end is that of the attempt
         self._alive = set(range(len(worker_pids)))
@@ -482,11 +498,15 @@ class Watch:
         poll.register(wake_read_fd, select.POLLIN)
         if self._relay is not None:
             poll.register(self._relay.fd, select.POLLIN)
+        looked_at = time.monotonic()
         # Without reaping: the pid must stay the worker's while a signal may still be forwarded.
         while self._are_alive():
             self._kills.look()
             self._extend()
-            ready = {fd for fd, _ in poll.poll(self._patience_sec() * 1000)}
+            patience_sec = min(self._patience_sec(), PAUSE_LOOK_SEC)
+            ready = {fd for fd, _ in poll.poll(patience_sec * 1000)}
+            looked_at, before = time.monotonic(), looked_at
+            self._note_pause(looked_at - before - patience_sec)
             if wake_read_fd in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read_fd, 4096)
@@ -499,6 +519,20 @@ class Watch:
         status = [os.waitpid(pid, 0)[1] for pid in self._pids][self.rank]
         was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         return status, was_killed and self._kills.are_recent
+
+    def _note_pause(self, seconds: float) -> None:
+        """Note by how many seconds the last round took longer than its sleep could."""
+        if seconds < MIN_PAUSE_SEC:
+            return
+        self.paused_sec += seconds
+        if self._kill_at is not None:
+            self._kill_at += seconds
+        with contextlib.suppress(OSError):
+            if self._paused_path:
+                temporary = f"{self._paused_path}.{os.getpid()}"
+                with open(temporary, "w", encoding="ascii") as file:  # noqa: PTH123
+                    file.write(f"{self.paused_sec:.3f}\n")
+                os.rename(temporary, self._paused_path)  # noqa: PTH104 - others read it at any moment
 
     @property
     def was_asked(self) -> bool:

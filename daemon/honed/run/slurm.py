@@ -177,6 +177,9 @@ class SlurmRunner:
     def began(self, job_id: int) -> Moment | None:
         return self._jobs[job_id].began()
 
+    def is_suspended(self, job_id: int) -> bool:
+        return self._jobs[job_id].is_suspended()
+
     def is_machine_going_down(self) -> bool:
         return False
 

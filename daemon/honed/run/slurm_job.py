@@ -47,6 +47,8 @@ NUM_CANCELLED = 5
 #: Seconds for which Slurm may say why it has stopped a worker, before that counts as a person's wish.
 WORD_SEC = 60.0
 NODE_FAIL = "NODE_FAIL"
+#: States in which a job that has begun does not run: it was suspended, or put back into the queue.
+NOT_RUNNING = frozenset({"SUSPENDED", "STOPPED", "PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 #: States of jobs that Slurm itself has stopped: honed queues them again. Without a state, the reason of a lost node.
 STOPPED_BY_SLURM, NODE_DOWN = frozenset({NODE_FAIL, "BOOT_FAIL", "PREEMPTED", "TIMEOUT"}), "NodeDown"
 
@@ -141,6 +143,13 @@ class SlurmJob:
         if at is not None:  # its submitter can write it: it is never later than it was once, and never to come
             self._began_at = min(at, time.time(), self._began_at or at)
         return Moment(self._began_at) if self._began_at is not None else None
+
+    def is_suspended(self) -> bool:
+        """Tell whether Slurm has suspended it, or put it back into its queue."""
+        snapshot = self._desk.snapshot
+        seen = snapshot.jobs.get(self.handed.name, ()) if snapshot is not None else ()
+        going = [each.state for each in seen if not each.is_over]
+        return bool(going) and all(state in NOT_RUNNING for state in going)
 
     def poll(self) -> Exit | None:
         """Return how it has ended; None while it has not."""

@@ -141,6 +141,9 @@ class SystemdRunner:
     def is_supervised(self, job_id: int) -> bool:
         return job_id in self._units
 
+    def is_suspended(self, job_id: int) -> bool:  # noqa: ARG002
+        return False
+
     def is_left(self, job_id: int) -> bool:
         return self.is_supervised(job_id)
 

@@ -15,6 +15,11 @@ def boot_time() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+def awake_time() -> float:
+    """Return the seconds since the machine's boot, without sleep: deadlines of one boot that all processes share."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
 @functools.cache
 def boot_id() -> str | None:
     """Return the id of this boot (random(4)); None if /proc does not provide it."""

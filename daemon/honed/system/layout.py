@@ -327,6 +327,11 @@ class _Attempt(Generic[P]):
         return self.dir / "ranks" / f"alive.{rank}"
 
     @property
+    def paused_path(self) -> P:
+        """The seconds in which the shim could not run, and the worker neither; absent without any."""
+        return self.dir / "paused"
+
+    @property
     def exit_path(self) -> P:
         """The worker's exit status, written atomically by the shim that waited for it; a unit's end adds to it."""
         return self.dir / "exit.json"

@@ -45,6 +45,7 @@ from honed.worker.model.card import Facts
 from honed.worker.model.oracle import Oracle
 from honed.worker.model.stored import Base
 from honed.worker.stop import Stop
+from honed.worker.timelimit import TimeLimit
 
 #: Largest size of one file of weights, in bytes.
 MAX_SHARD_BYTES = 4 * 1024**3
@@ -68,14 +69,14 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
     from honed.worker.run import versions
 
     started = time.time()
-    deadline = None if job.spec.time_limit_sec is None else time.monotonic() + job.spec.time_limit_sec
+    limit = TimeLimit(job.spec.time_limit_sec, 0.0, job.attempt.paused_path)
     events.emit("started", pid=os.getpid(), versions=versions(job.backend), backend=job.backend)
     told_at = -TELL_INTERVAL_SEC
 
     def progress(number: int, count: int) -> None:
         nonlocal told_at
         stop.check()
-        if deadline is not None and time.monotonic() > deadline:
+        if limit.is_reached:
             raise TimeLimitError(f"time limit of {job.spec.time_limit_sec:g} s reached", hint="increase time_limit_sec")
         if time.monotonic() - told_at >= TELL_INTERVAL_SEC or number == count:
             told_at = time.monotonic()

@@ -35,8 +35,9 @@ from honed.spec import metric_names
 from honed.spec.optimizer import EIGHT_BIT
 from honed.spec.training import TrainingSpec
 from honed.system import durable, manual
-from honed.system.error import InterruptedRunError, SpecError, TimeLimitError, said
+from honed.system.error import InterruptedRunError, SpecError, said
 from honed.text.maskcheck import IGNORED
+from honed.worker import timelimit
 from honed.worker.assignment import Assignment
 from honed.worker.model import adapter, division, generation
 from honed.worker.model.audit import Auditor
@@ -45,6 +46,7 @@ from honed.worker.rows import prefix
 from honed.worker.rows.collator import Collator
 from honed.worker.rows.data import Data
 from honed.worker.stop import Stop
+from honed.worker.timelimit import TimeLimit
 from honed.worker.train import checkpoint, optimizer, parts, share, weights
 from honed.worker.train.callback import RunCallback, is_epoch_end
 from honed.worker.train.checkpoint import Progress
@@ -184,35 +186,6 @@ def _saved_as_evaluated(chosen: dict[str, Any]) -> dict[str, Any]:
     return {"save_strategy": chosen.get("eval_strategy", "no"), **steps}
 
 
-class TimeLimit:
-    """The time that a job may train, over all of its attempts."""
-
-    def __init__(self, seconds: float | None, elapsed_before: float) -> None:
-        self._seconds = seconds
-        self._elapsed_before = elapsed_before
-        self._started_at = time.monotonic()
-
-    def elapsed_sec(self) -> float:
-        return self._elapsed_before + time.monotonic() - self._started_at
-
-    @property
-    def is_reached(self) -> bool:
-        return self._seconds is not None and self.elapsed_sec() > self._seconds
-
-    def error(self, step: int) -> TimeLimitError:
-        return TimeLimitError(
-            f"time limit of {self._seconds:g} s reached at step {step}",
-            hint="its checkpoint is kept; submit the job again with a higher time_limit_sec",
-        )
-
-    def error_of(self, measured: str) -> TimeLimitError:
-        """Return the error of an evaluation, of which a part was `measured`."""
-        return TimeLimitError(
-            f"time limit of {self._seconds:g} s reached after {measured}",
-            hint="what it has measured is kept; submit the job again with a higher time_limit_sec",
-        )
-
-
 class _Before:
     """The values that SFTTrainer, or Unsloth's, changes while it is built."""
 
@@ -286,7 +259,7 @@ class Trainer(SFTTrainer):
         self._events = events
         self._stop = stop
         self._progress = progress
-        self._limit = TimeLimit(assignment.spec.time_limit_sec, progress.elapsed_sec)
+        self._limit = TimeLimit(assignment.spec.time_limit_sec, progress.elapsed_sec, assignment.attempt.paused_path)
         kinds = kinds_by_length(data, args, progress)
         self._means = TokenMeans(kinds, ranks)
         if kinds is None and progress.predicts_evenly and data.groups is not None and data.groups.names:
@@ -516,7 +489,9 @@ class Trainer(SFTTrainer):
 
         It is counted from `began`, in monotonic seconds: an evaluation has no checkpoint that would outlive its loss.
         """
-        self._limit = TimeLimit(self._assignment.spec.time_limit_sec, time.monotonic() - began)
+        paused_path = self._assignment.attempt.paused_path
+        elapsed_sec = time.monotonic() - began - timelimit.paused_sec(paused_path)
+        self._limit = TimeLimit(self._assignment.spec.time_limit_sec, elapsed_sec, paused_path)
         self._evaluate(None, None, skip_scheduler=True)
 
     def check_measured(self, num_answered: int, num_questions: int) -> None:

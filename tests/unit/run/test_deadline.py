@@ -1,0 +1,135 @@
+"""What a running worker's deadlines count, and what not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from honed.job.job import Attempt, Job
+from honed.run.deadline import Deadlines
+from honed.run.process import ProcessRunner
+from honed.run.runner import Exit
+from honed.spec.config import Config
+from honed.system.clock import Moment
+from honed.system.layout import Layout
+from honed.system.pauses import Pauses
+
+STALL_SEC = Config().jobs.stall_timeout_sec
+GRACE_SEC = Config().jobs.time_limit_grace_sec
+
+
+class Cluster(ProcessRunner):
+    """Workers of a cluster, as far as deadlines are concerned; it asks and dumps nobody."""
+
+    def __init__(self, layout: Layout, began: Moment) -> None:
+        super().__init__(layout)
+        self.began_at = began
+        self.suspends = False
+        self.dumped: list[int] = []
+        self.asked: list[int] = []
+
+    is_cluster = True
+
+    def is_left(self, job_id: int) -> bool:  # noqa: ARG002
+        return self.is_cluster
+
+    def kill(self, job_id: int, *, shim_too: bool = False) -> None:
+        pass
+
+    def began(self, job_id: int) -> Moment | None:  # noqa: ARG002
+        return self.began_at
+
+    def is_suspended(self, job_id: int) -> bool:  # noqa: ARG002
+        return self.suspends
+
+    def dump(self, job_id: int) -> None:
+        self.dumped.append(job_id)
+
+    def stop(self, job_id: int) -> None:
+        self.asked.append(job_id)
+
+
+def job(began: Moment, *, time_limit_sec: float | None = None, paused_sec: float = 0.0) -> Job:
+    attempt = Attempt(
+        1,
+        "transformers",
+        began.wall,
+        started_monotonic=began.monotonic,
+        boot_id=began.boot_id,
+        paused_sec=paused_sec,
+    )
+    return Job(1, "it", 0.0, "it.json", 0, "/o", attempts=(attempt,), time_limit_sec=time_limit_sec)
+
+
+def test_no_deadline_comes_nearer_while_a_cluster_suspends_a_job(tmp_path: Path) -> None:
+    now, began = 0.0, Moment.now()
+    runner = Cluster(Layout(tmp_path), began)
+    deadlines = Deadlines(job(began, time_limit_sec=100.0), Layout(tmp_path), runner, Config, clock=lambda: now)
+
+    def pass_until(then: float) -> None:
+        nonlocal now
+        while now < then:
+            now = min(then, now + 10.0)
+            deadlines.enforce(now, told_at=0.0, stage="train")
+
+    pass_until(10.0)
+    runner.suspends = True
+    pass_until(10.0 + 10 * STALL_SEC)
+    assert (runner.dumped, runner.asked, deadlines.is_suspended) == ([], [], True)
+    assert deadlines.paused_sec() == 10 * STALL_SEC
+    runner.suspends = False
+    resumed_at = now
+    pass_until(resumed_at + min(STALL_SEC, 100.0 + GRACE_SEC) - 20.0)
+    assert (runner.dumped, runner.asked) == ([], [])
+    pass_until(resumed_at + max(STALL_SEC, 100.0 + GRACE_SEC) + 10.0)
+    assert runner.dumped or runner.asked
+
+
+@pytest.mark.parametrize("paused_sec", [0.0, 50.0])
+def test_what_an_attempt_took_is_without_its_pauses_until_its_end(tmp_path: Path, paused_sec: float) -> None:
+    now = Moment.now()
+    assert now.monotonic is not None
+    began = Moment(now.wall - 1000, now.monotonic - 1000, now.boot_id)
+    ended = Moment(now.wall + 200, now.monotonic + 200, now.boot_id)
+    read = now.monotonic
+    clock = Pauses(clock=lambda: read, cpu=lambda: 0.0)
+    with clock.asleep(0.0):
+        pass
+    runner = ProcessRunner(Layout(tmp_path))
+    deadlines = Deadlines(job(began, paused_sec=paused_sec), Layout(tmp_path), runner, Config, clock=clock)
+    read += 150.0  # a pause
+    clock()
+    with clock.asleep(100.0):
+        read += 100.0
+    read += 5000.0  # another one, after its end
+    assert deadlines.took_sec(Exit(0, None, ended=ended)) == pytest.approx(1050.0 - paused_sec, abs=1.0)
+
+
+def test_a_time_limit_counts_no_pause_of_an_earlier_honed(tmp_path: Path) -> None:
+    now, began = 0.0, Moment.now()
+    assert began.monotonic is not None
+    earlier = Moment(began.wall - 500, began.monotonic - 500, began.boot_id)
+    runner = Cluster(Layout(tmp_path), began)
+    runner.is_cluster = False
+    for paused_sec, is_late in ((0.0, True), (450.0, False)):
+        runner.asked.clear()
+        deadlines = Deadlines(
+            job(earlier, time_limit_sec=100.0, paused_sec=paused_sec),
+            Layout(tmp_path),
+            runner,
+            Config,
+            clock=lambda: now,
+        )
+        deadlines.enforce(GRACE_SEC + 1.0, told_at=GRACE_SEC + 1.0, stage="train")
+        assert bool(runner.asked) is is_late
+
+
+def test_of_a_cluster_the_shims_own_pauses_count(tmp_path: Path) -> None:
+    now = Moment.now()
+    assert now.monotonic is not None
+    began = Moment(now.wall - 1000)
+    deadlines = Deadlines(job(began), Layout(tmp_path), Cluster(Layout(tmp_path), began), Config, clock=lambda: 0.0)
+    ended = Exit(0, None, ended=now, began=began, paused_sec=400.0)
+    assert deadlines.took_sec(ended) == pytest.approx(600.0)
+    assert deadlines.took_sec(Exit(0, None, ended=now, began=began, paused_sec=1e12)) == 0.0
