@@ -249,7 +249,7 @@ def _check_renamed(lora: LoraSpec, modules: Modules, model: BaseModelInfo) -> It
             raise SpecError(
                 f"lora.target_modules.0: {shown(lora.target_modules[0])} is its name in {model.path}, and "
                 f"{shown(names[0])} once transformers {installed.version('transformers')} has loaded it",
-                hint=f"write {_listed(names)}",
+                hint=f"write {', '.join(names[:MAX_NAMED])}",
                 fix={"lora.target_modules": names},
             )
     for number, name in enumerate(lora.target_modules):
