@@ -39,6 +39,10 @@ from honed.system.log import about
 
 log = logging.getLogger(__name__)
 
+#: Seconds of a turn in which the events of one job are read, and those of all jobs.
+FOLLOW_JOB_SEC = 0.02
+FOLLOW_SEC = 0.1
+
 
 class Attempts:
     """The running jobs, by number. `clock` is monotonic seconds."""
@@ -207,10 +211,24 @@ class Attempts:
                 running.enforce(now)
 
     def follow(self) -> None:
-        """Read the events that the workers have reported since the last pass."""
-        for running in self.running.values():
+        """Read the events that the workers have reported since the last pass, by turns: those of one job, which writes
+        them as fast as it can, hold up neither the others' nor the loop."""
+        until = time.monotonic() + FOLLOW_SEC
+        order, num_read = list(self.running), 0
+        for number in order:
+            running = self.running[number]
             with self._alone(running.job):
-                running.following.read(running.job)
+                running.following.read(running.job, sec=FOLLOW_JOB_SEC)
+            num_read += 1
+            if time.monotonic() >= until:
+                break
+        for number in order[: num_read % len(order)] if order else ():  # the others first in the next pass
+            self.running[number] = self.running.pop(number)
+
+    @property
+    def has_more(self) -> bool:
+        """True if events can be read at once."""
+        return any(running.following.has_more for running in self.running.values())
 
     def _alone(self, job: Job) -> contextlib.AbstractContextManager[None]:
         """Run one job's step, which is tried again after an error; other jobs are not affected."""
@@ -220,12 +238,13 @@ class Attempts:
 
     def reap(self) -> list[Job]:
         """Settle the jobs whose workers have ended. Returns them in their new state."""
-        settled = []
+        settled, until = [], time.monotonic() + FOLLOW_SEC
         for unadopted in list(self._unadopted.values()):
             self.adopt(unadopted)
         for running in list(self.running.values()):
+            sec = max(0.0, min(FOLLOW_JOB_SEC, until - time.monotonic()))
             with self._alone(running.job):
-                if (job := self._settling.settle(running, is_stopping=self.is_stopping)) is not None:
+                if (job := self._settling.settle(running, is_stopping=self.is_stopping, sec=sec)) is not None:
                     settled.append(job)
         return settled
 

@@ -285,6 +285,8 @@ class Dispatch:
         waits = [self.placement.availability.next_change(self.placement.all())]
         if self.fence.fault:
             waits.append(RETRY_SEC)
+        if self._attempts.has_more:
+            waits.append(0.0)
         if self._attempts.running or len(self.staged):
             waits.append(self._config().jobs.poll_interval_sec)
         if self.backlog.num_queued and not self._spool.is_paused:

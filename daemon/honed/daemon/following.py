@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from honed.daemon import rebuild
 from honed.job import event
-from honed.job.database import Database
+from honed.job.database import Database, is_locked
 from honed.job.event import Written
 from honed.job.job import Job
 from honed.job.narration import Narrator
@@ -20,6 +23,16 @@ log = logging.getLogger(__name__)
 
 #: Bytes of events that are still read after a worker has ended: a file can be endless.
 MAX_REST_BYTES = 512 * 2**20
+#: Seconds for which the end of a job waits for a lock of another program's on the database.
+MAX_LOCKED_SEC = 30.0
+
+
+@dataclass
+class _Rest:
+    """What was read after the worker had ended, and since when."""
+
+    since: float
+    num_bytes: int = 0
 
 
 class Following:
@@ -49,17 +62,39 @@ class Following:
         self._are_earlier_counted = len(job.attempts) == 1  # else an earlier attempt's may be missing in the database
         self._put_out: event.Reading | None = None  # in the outbox, and not in the database yet
         self._fault = ""  # why its events could not be read; logged once
+        self.has_more = False  #: the last `read` ended for its time, and more can be read at once
+        self._rest: _Rest | None = None  # once the worker has ended
 
-    def read(self, job: Job) -> int:
-        """Read the events reported since the last time. Returns the number of their bytes."""
+    def read(self, job: Job, *, sec: float = math.inf) -> int:
+        """Read the events reported since the last time, for about `sec` seconds. Returns the number of their bytes."""
+        until, num_bytes = time.monotonic() + sec, 0
+        self.has_more = False
+        if not self._count_earlier(job, until):
+            return 0
+        while read := self._read_bite(job):
+            num_bytes += read
+            if time.monotonic() >= until:
+                self.has_more = True
+                break
+        return num_bytes
+
+    def _count_earlier(self, job: Job, until: float) -> bool:
+        """Count the events of earlier attempts that the database may lack; if that came after this one's events, they
+        would overwrite these. Returns False if some are left."""
         if not self._are_earlier_counted:
-            # The database may lack the end of an earlier attempt; if it were counted after this one's events, it would
-            # overwrite them.
-            rebuild.count(self._database, self._layout, job, len(job.attempts) - 1)
-            self._are_earlier_counted = True
+            num_earlier, was_uncounted = len(job.attempts) - 1, job.id in self._database.uncounted
+            self._are_earlier_counted = rebuild.count(
+                self._database, self._layout, job, num_earlier, is_late=lambda: time.monotonic() >= until
+            )
+            self.has_more = not self._are_earlier_counted
+            if was_uncounted and self._are_earlier_counted:
+                self._database.put_job(job)
+        return self._are_earlier_counted
+
+    def _read_bite(self, job: Job) -> int:
         # A reading that the database did not take is offered again unchanged: the outbox has it already.
         try:
-            reading = self._put_out or event.read(self._path, self.offset)
+            reading = self._put_out or event.read(self._path, self.offset, num_bytes=event.BITE_BYTES)
         except OSError as problem:
             # A link, a pipe, or a file that we may not read: caused by the worker itself, or by the disk.
             if str(problem) != self._fault:
@@ -82,8 +117,10 @@ class Following:
             outbox.lose(num_lost)
         num_bytes, self.offset = reading.offset - self.offset, reading.offset
         self.heard_at = self._clock()
+        last = next((each for each in reversed(reading.events) if each.kind == "evaluation"), None)
         for item in reading.events:
-            self.narrator.tell(job, item)
+            if item.kind != "evaluation" or item is last:  # a flood of them says no more than its last one
+                self.narrator.tell(job, item)
             self._heard(job, item)
         return num_bytes
 
@@ -92,25 +129,30 @@ class Following:
         """Seconds since its last event."""
         return self._clock() - self.heard_at
 
-    def read_rest(self, job: Job) -> bool:
-        """Read the last events of a worker that has ended. Returns False if some remain to be counted later.
+    def read_rest(self, job: Job, *, sec: float) -> bool | None:
+        """Read the last events of a worker that has ended, for about `sec` seconds of each turn. Returns None while it
+        goes on, then True, or False if some are left to be counted later.
 
-        Events that cannot be counted now are logged and block nothing.
+        Events that cannot be counted now are logged and block nothing; a reader's lock on the database is waited for.
         """
-        left = MAX_REST_BYTES
+        rest = self._rest = self._rest or _Rest(self._clock())
         try:
-            while left > 0 and (num_bytes := self.read(job)):
-                left -= num_bytes
-            if left <= 0:
-                log.warning(
-                    "job %d (%s): some of its last events were not counted: there are more than %d MiB of them",
-                    job.id,
-                    job.name,
-                    MAX_REST_BYTES // 2**20,
-                )
-        except Exception:
+            rest.num_bytes += self.read(job, sec=sec)
+        except Exception as problem:
+            self.has_more = False
+            if is_locked(problem) and self._clock() - rest.since < MAX_LOCKED_SEC:
+                return None
             log.exception("job %d (%s): its last events were not counted", job.id, job.name)
             return False
+        if self.has_more and rest.num_bytes < MAX_REST_BYTES:
+            return None
+        if self.has_more:
+            log.warning(
+                "job %d (%s): some of its last events were not counted: there are more than %d MiB of them",
+                job.id,
+                job.name,
+                MAX_REST_BYTES // 2**20,
+            )
         return not self._fault  # a disk may return them in a moment
 
     def written_bytes(self, job: Job) -> Written:

@@ -173,7 +173,7 @@ class Daemon:
         self._note_fault(self._health.failures.fault)
         self._status.report()  # before READY=1: whoever waited for that reads it, and what is wrong
         self._notifier.ready()
-        log.info("honed %s ready: %s", __version__, self._status.line(), extra=about(message=message.READY))
+        log.info("honed %s ready: %s", __version__, self._line(), extra=about(message=message.READY))
         try:
             while not self._health.ask(self._is_over, otherwise=False):
                 self._turn()
@@ -181,7 +181,7 @@ class Daemon:
             self._health.run([self._tend_database, functools.partial(self._publishing.counters.tend, is_last=True)])
         finally:
             self._close()
-        log.info("honed is stopping: %s", self._status.line())
+        log.info("honed is stopping: %s", self._line())
         return 0
 
     def _turn(self) -> None:
@@ -226,9 +226,14 @@ class Daemon:
         ]
         if not self._shutdown.is_asked:  # then no file is taken any more
             waits.append(self._intake.patience())
+        if self._database.is_catching_up:
+            waits.append(0.0)
         if self._notifier.watchdog_interval_sec is not None:
             waits.append(self._notifier.watchdog_interval_sec / 2)
         return max(0.0, self._health.pause(), min(waits))
+
+    def _line(self) -> str:
+        return self._health.ask(self._status.line, otherwise="its status is not known")
 
     def _is_over(self) -> bool:
         if self._shutdown.is_asked:
@@ -245,13 +250,12 @@ class Daemon:
         self._housekeeper.listen(self._publishing.counters.count_removed)
         self._dispatch.fence.look()  # before anything is started; what it finds is adopted below
         self._intake.recover()
-        with self._health.failures.alone("the database"):
-            self._database.is_behind = True  # until it is done; after an error, in the loop
+        with self._health.failures.alone("the database"):  # after an error in the loop: it is new, or behind
+            self._database.is_behind = True
             if self._database.is_new:
                 alive = functools.partial(self._notifier.extend_timeout, START_EXTENSION_SEC)
                 rebuild(self._database, self._spool, self._spool.layout, outbox=self._attempts.outbox, alive=alive)
-            catch_up(self._database, self._spool, self._spool.layout)
-            self._database.is_behind = False
+            catch_up(self._database, self._spool, self._spool.layout, failures=self._health.failures)
         self._dispatch.recover()
         for job in list(self._spool.jobs(State.RUNNING)):
             self._attempts.adopt(job)
@@ -278,6 +282,8 @@ class Daemon:
             self._database,
             self._spool,
             lambda: {number: running.following.offset for number, running in self._attempts.running.items()},
+            failures=self._health.failures,
+            alive=self._notifier.watchdog,
         )
 
     def _obey_signals(self) -> None:

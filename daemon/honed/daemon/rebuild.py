@@ -6,6 +6,7 @@ The rows come out as they were: events in their original order, each with its wo
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -15,7 +16,8 @@ from honed.job.event import Event, Reading
 from honed.job.job import Job, State
 from honed.job.spool import Spool
 from honed.send.outbox import Outbox
-from honed.system import untrusted
+from honed.system import durable, untrusted
+from honed.system.failures import Failures
 from honed.system.layout import Layout
 from honed.system.personpath import PersonPath
 
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 
 #: Bytes of one attempt's events that are counted at all: a file can be endless.
 MAX_EVENT_BYTES = 512 * 2**20
+#: Seconds of a turn in which the loop updates the database after a failed write.
+BITE_SEC = 0.1
 
 
 def rebuild(
@@ -49,18 +53,45 @@ def rebuild(
                 then = replace(job, attempts=job.attempts[: index + 1])
                 is_running = job.state is State.RUNNING and attempt == job.attempt
                 end = followed.get(job.id) if followed is not None and is_running else None
-                for reading in _with_fallback(then, _readings(then, layout, end)):
-                    if outbox is not None and is_running and followed is None:
-                        outbox.lose(outbox.put(then, reading))  # rows that were already sent keep their old keys
-                    database.apply(then, reading)
+                try:
+                    for reading in _with_fallback(then, _readings(then, layout, end)):
+                        alive()
+                        if outbox is not None and is_running and followed is None:
+                            outbox.lose(outbox.put(then, reading))  # rows that were already sent keep their old keys
+                        database.apply(then, reading)
+                except OSError as error:  # a damaged disk, for one: the other jobs' rows are made all the same
+                    log.error("job %d (%s): its events were not read whole: %s", job.id, job.name, error)  # noqa: TRY400
 
 
-def catch_up(database: Database, spool: Spool, layout: Layout) -> None:
+def catch_up(
+    database: Database,
+    spool: Spool,
+    layout: Layout,
+    *,
+    failures: Failures | None = None,
+    is_late: Callable[[], bool] = lambda: False,
+) -> None:
     """Update the rows of jobs whose state in the database is outdated, after a crash, a full disk or a power cut came
-    between their entries and their rows. The events of running jobs are followed elsewhere."""
+    between their entries and their rows. The events of running jobs are followed elsewhere.
+
+    It ends early once `is_late`. Afterwards `is_behind` is True if something is left to be done, and `is_catching_up`
+    if that can be done at once. An error of one job holds up no other.
+    """
+    failures = failures or Failures(log)
+    database.is_behind, database.is_catching_up = True, False
+    are_done = True
     for job in _not_in(spool, database.states()):
-        count(database, layout, job, len(job.attempts) if job.state is not State.RUNNING else 0)
-        database.put_job(job)
+        is_done = False
+        with failures.alone(f"job {job.id} ({job.name})"):
+            num_ended = len(job.attempts) if job.state is not State.RUNNING else 0
+            if not count(database, layout, job, num_ended, is_late=is_late):
+                database.is_catching_up = True
+                return
+            is_done = database.put_job(job)
+        are_done = are_done and is_done
+        if not (is_done or database.is_writable):
+            return  # each try waits for a lock, or for a full disk
+    database.is_behind = not are_done
 
 
 def _not_in(spool: Spool, states: Mapping[int, str]) -> Iterator[Job]:
@@ -68,23 +99,35 @@ def _not_in(spool: Spool, states: Mapping[int, str]) -> Iterator[Job]:
     return (job for state in State for job in spool.jobs(state) if states.get(job.id) != state)
 
 
-def tend(database: Database, spool: Spool, followed: Callable[[], Mapping[int, int]]) -> None:
-    """Rebuild the database if somebody has removed it, or a disk has damaged it; update it after a failed write."""
+def tend(
+    database: Database,
+    spool: Spool,
+    followed: Callable[[], Mapping[int, int]],
+    *,
+    failures: Failures | None = None,
+    alive: Callable[[], None] = lambda: None,
+) -> None:
+    """Rebuild the database if somebody has removed it, or a disk has damaged it; update it after a failed write, a bite
+    at a time. `alive`: as in `rebuild`."""
     if database.is_lost:
         database.renew()
     if database.is_new:
-        rebuild(database, spool, spool.layout, followed=followed())
+        rebuild(database, spool, spool.layout, followed=followed(), alive=alive)
     if database.is_behind:
-        database.is_behind = False  # a failure sets it again
-        try:
-            catch_up(database, spool, spool.layout)
-        except BaseException:
-            database.is_behind = True
-            raise
+        until = time.monotonic() + BITE_SEC
+        catch_up(database, spool, spool.layout, failures=failures, is_late=lambda: time.monotonic() >= until)
 
 
-def count(database: Database, layout: Layout, job: Job, num_attempts: int) -> None:
-    """Apply the events of a job's first `num_attempts` attempts that are not in the database yet."""
+def count(
+    database: Database,
+    layout: Layout,
+    job: Job,
+    num_attempts: int,
+    *,
+    is_late: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Apply the events of a job's first `num_attempts` attempts that are not in the database yet. Returns False if some
+    are left, once `is_late`."""
     for index in range(num_attempts):
         then = replace(job, attempts=job.attempts[: index + 1])
         told = fallback_event(then)
@@ -92,6 +135,10 @@ def count(database: Database, layout: Layout, job: Job, num_attempts: int) -> No
             database.apply(then, Reading([told], database.offset(then.id, then.attempt.number), 0))
         for reading in _readings(then, layout, None, start=database.offset(then.id, then.attempt.number)):
             database.apply(then, reading)
+            if is_late():
+                return False
+    database.uncounted.discard(job.id)
+    return True
 
 
 def fallback_event(job: Job) -> Event | None:
@@ -109,8 +156,11 @@ def _readings(job: Job, layout: Layout, end: int | None, *, start: int = 0) -> I
     limit = MAX_EVENT_BYTES if end is None else end
     while offset < limit:
         try:
-            reading = event.read(path, offset, end=end)
-        except OSError as error:  # the worker left something that is no file, or that we may not read
+            reading = event.read(path, offset, end=end, num_bytes=event.BITE_BYTES)
+        except OSError as error:
+            if durable.machine_fault(error) and error.errno not in durable.OWNERS_ERRNOS:
+                raise
+            # The worker left something that is no file, or that we may not read.
             log.warning(
                 "job %d (%s): the events of attempt %d cannot be read: %s", job.id, job.name, job.attempt.number, error
             )

@@ -53,14 +53,15 @@ class Settling:
         self._running = running
         self.put_back: list[Job] = []  #: jobs whose workers could not be started
 
-    def settle(self, running: Running, *, is_stopping: bool) -> Job | None:
+    def settle(self, running: Running, *, is_stopping: bool, sec: float) -> Job | None:
         """Settle a running job if its worker has ended, and return it in its new state, unless it was put back.
-        `is_stopping`: honed ends."""
+        `is_stopping`: honed ends; `sec`: seconds in which its last events are read, else in a later turn."""
         if running.not_started is not None:
             return self._unstarted(running, running.not_started)
         if (ended := running.poll()) is None:
             return None
-        is_counted = running.following.read_rest(running.job)
+        if (is_counted := running.following.read_rest(running.job, sec=sec)) is None:
+            return None  # in a later turn
         if running.ended_at_gate(ended):
             self._not_now(running, NotNowError("its staged worker ended before it used the device"), has_run=True)
             return None
@@ -117,6 +118,7 @@ class Settling:
             self._database.put_job(job)
         else:
             self._database.is_behind = True
+            self._database.uncounted.add(job.id)
         ending.tell(job, outcome, step, remedy)
         if job.num_gpus <= 1:
             self._spares.want(job, worker_environment(self._layout, self._config(), job, gpu_of(job.attempt)))

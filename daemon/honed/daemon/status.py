@@ -87,7 +87,7 @@ class Status:
             f"{item.job.name} ({item.job.id}) {item.following.narrator.words()}"
             if asker.may_read(item.job)
             else f"job {item.job.id}"
-            for item in self.attempts.running.values()
+            for _, item in sorted(self.attempts.running.items())
         ]
         parts = [f"running {', '.join(running)}" if running else "idle", f"{self.backlog.num_queued} queued"]
         parts += [f"{self.backlog.num_held} held"] if self.backlog.num_held else []

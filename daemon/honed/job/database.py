@@ -67,6 +67,11 @@ PUT_JOB = (
     " ON CONFLICT (id) DO UPDATE SET name = excluded.name, state = excluded.state,"
     " outcome = excluded.outcome, priority = excluded.priority"
 )
+#: Evaluations of one job that count in its sweep: the first ones.
+MAX_EVALUATIONS = 10_000
+#: Milliseconds that the daemon's own connection waits for a lock once it is open, and its loop with it. What could not
+#: be written is written in a later turn.
+BUSY_TIMEOUT_MSEC = 100
 #: Keys of a `step` event that become metrics.
 STEP_METRICS = ("loss", "learning_rate", "grad_norm")
 
@@ -140,6 +145,8 @@ class Database:
         self.moved: set[int] = set()  #: jobs whose state changed since a caller last read this set
         self.is_new = False
         self.is_behind = False  #: a write failed; see rebuild.catch_up
+        self.is_catching_up = False  #: with what is behind, over several turns
+        self.uncounted: set[int] = set()  #: jobs with ended attempts whose events are not all in; see `put_job`
         self._is_damaged = False
         self._files = _Files(path)
         self._db = self._open_or_begin()
@@ -165,6 +172,7 @@ class Database:
             version = _migrate(db, self.path)
             db.executescript(SCHEMA)
             _make_views(db)
+            db.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MSEC}")
         except BaseException:
             db.close()
             raise
@@ -217,11 +225,30 @@ class Database:
     def close(self) -> None:
         self._db.close()
 
-    def put_job(self, job: Job) -> None:
-        """Write a job's row from its entry; its progress is kept. A failed write is only logged."""
+    @property
+    def is_writable(self) -> bool:
+        """True if nobody else holds a lock on the database, and it can be written."""
+        try:
+            with self._transaction():
+                self._db.execute("UPDATE offsets SET offset = offset WHERE rowid = (SELECT max(rowid) FROM offsets)")
+        except sqlite3.Error:
+            return False
+        return True
+
+    def put_job(self, job: Job) -> bool:
+        """Write a job's row from its entry; its progress is kept. Returns False if it is left for later: a failed write
+        is only logged.
+
+        The row of an `uncounted` job stays as it is: by that the next daemon, too, finds that its events are not in.
+        """
         self.moved.add(job.id)
+        if job.id in self.uncounted:
+            self.is_behind = True
+            return False
         with self._logging_faults(f"job {job.id}"):
             self._db.execute(PUT_JOB, _job_row(job))
+            return True
+        return False
 
     def put_edits(self, job: Job) -> None:
         """Write the events of a job's edits, of which its entry alone has the times. A failed write is only logged."""
@@ -234,7 +261,8 @@ class Database:
         """Write the rows of all jobs, skipping rows that are up to date. A failed write is only logged."""
         with self._logging_faults("the rows of all jobs"):
             known = {row[0]: row for row in self._db.execute("SELECT id, name, state, outcome, priority FROM jobs")}
-            rows = [row for row in map(_job_row, jobs) if known.get(row[0]) != row[:5]]
+            rows = [_job_row(job) for job in jobs if job.id not in self.uncounted]
+            rows = [row for row in rows if known.get(row[0]) != row[:5]]
             self.moved |= {row[0] for row in rows}
             with self._transaction():
                 self._db.executemany(PUT_JOB, rows)
@@ -255,6 +283,7 @@ class Database:
         """Return the evaluation losses of these jobs, of each one in the order of their time."""
         found: dict[int, list[Evaluation]] = {}
         sql = "SELECT step, value, created_at FROM metrics WHERE job_id = ? AND name = 'eval_loss' ORDER BY created_at"
+        sql += f" LIMIT {MAX_EVALUATIONS}"
         with self._noting_damage():
             for job_id in job_ids:
                 found[job_id] = [Evaluation(*row) for row in self._db.execute(sql, (job_id,)) if row[1] is not None]
@@ -289,7 +318,10 @@ class Database:
         attempt = job.attempt.number
         with self._transaction():
             for event in reading.events:
-                self._apply_event(job, attempt, event)
+                _apply_event(self._db, job, attempt, event)
+            if (last := next((each for each in reversed(reading.events) if each.kind == "step"), None)) is not None:
+                progress = json.dumps(progress_of(last.data))
+                self._db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (progress, job.id))
             self._db.execute(
                 "INSERT INTO offsets VALUES (?, ?, ?, ?) ON CONFLICT (job_id, attempt)"
                 " DO UPDATE SET offset = excluded.offset, num_bad = num_bad + excluded.num_bad",
@@ -309,35 +341,6 @@ class Database:
                 return False
         self._db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
         return True
-
-    def _apply_event(self, job: Job, attempt: int, event: Event) -> None:
-        data, when = event.data, timestamp(event.time)
-        step, epoch = place(event)
-        rows = [(job.id, attempt, step, epoch, name, value, when) for name, value in figures(event).items()]
-        self._db.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
-        match event.kind:
-            case "step":
-                progress = json.dumps(progress_of(data))
-                self._db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (progress, job.id))
-            case "evaluation":
-                pass
-            case "predictions":
-                self._db.executemany(
-                    "INSERT OR REPLACE INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    [(job.id, str(job.uid), epoch, step, *answer.values(), when) for answer in answers(event)],
-                )
-            case _:
-                if event.kind in {"resumed", "started_over"}:
-                    # Predictions after this step are written again; those that do not come again are not part of this
-                    # run.
-                    self._db.execute(
-                        "DELETE FROM training_predictions WHERE job_id = ? AND step > ?",
-                        (job.id, step if event.kind == "resumed" else -1),
-                    )
-                self._db.execute(
-                    "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
-                    (job.id, attempt, event.kind, json.dumps(data, ensure_ascii=False), when),
-                )
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -362,6 +365,33 @@ class Database:
         except sqlite3.Error as error:
             self._is_damaged = self._is_damaged or _is_corrupt(error)
             raise
+
+
+def _apply_event(db: sqlite3.Connection, job: Job, attempt: int, event: Event) -> None:
+    data, when = event.data, timestamp(event.time)
+    step, epoch = place(event)
+    rows = [(job.id, attempt, step, epoch, name, value, when) for name, value in figures(event).items()]
+    db.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+    match event.kind:
+        case "step" | "evaluation":
+            pass
+        case "predictions":
+            db.executemany(
+                "INSERT OR REPLACE INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [(job.id, str(job.uid), epoch, step, *answer.values(), when) for answer in answers(event)],
+            )
+        case _:
+            if event.kind in {"resumed", "started_over"}:
+                # Predictions after this step are written again; those that do not come again are not part of this
+                # run.
+                db.execute(
+                    "DELETE FROM training_predictions WHERE job_id = ? AND step > ?",
+                    (job.id, step if event.kind == "resumed" else -1),
+                )
+            db.execute(
+                "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
+                (job.id, attempt, event.kind, json.dumps(data, ensure_ascii=False), when),
+            )
 
 
 def _score(metrics: Mapping[str, float]) -> Score:
@@ -402,6 +432,11 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
 
 def _is_corrupt(error: sqlite3.Error) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+
+
+def is_locked(error: BaseException) -> bool:
+    """Return True if another program holds a lock on the database."""
+    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

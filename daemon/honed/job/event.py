@@ -65,8 +65,10 @@ ENDED = "ended"
 MAX_LINE_BYTES = 4 * 1024 * 1024
 #: Bytes that one attempt can have written: no worker's account makes a counter useless.
 MAX_WRITTEN_BYTES = 2**50
-#: Bytes read in one pass of the daemon's loop, so that a verbose worker cannot block it.
+#: Bytes read at once, at most: they hold the longest line.
 MAX_READ_BYTES = 8 * 1024 * 1024
+#: Bytes that the daemon's loop reads at once, if they hold a whole line: some milliseconds of work.
+BITE_BYTES = 64 * 1024
 #: Nesting depth of lists and objects in an event; ours have five levels. Python parses some hundred, but code that
 #: later serializes or walks them fails at fewer.
 MAX_DEPTH = 50
@@ -191,15 +193,19 @@ class Reading:
     num_bad: int  #: lines that are not events
 
 
-def read(path: PersonPath, offset: int, *, end: int | None = None) -> Reading:
-    """Read the complete lines between `offset` and `end`. A last line without a newline waits for the next pass.
+def read(path: PersonPath, offset: int, *, end: int | None = None, num_bytes: int = MAX_READ_BYTES) -> Reading:
+    """Read the complete lines between `offset` and `end`, of at most `num_bytes` if these hold a whole line. A last
+    line without a newline waits for the next pass.
 
     Raises OSError if the path is not a regular file.
     """
     try:
         with open(untrusted.open_plain(path), "rb") as file:  # noqa: PTH123 - of a descriptor
             file.seek(offset)
-            data = file.read(MAX_READ_BYTES if end is None else min(MAX_READ_BYTES, end - offset))
+            limit = MAX_READ_BYTES if end is None else min(MAX_READ_BYTES, end - offset)
+            data = file.read(min(num_bytes, limit))
+            if b"\n" not in data and len(data) == num_bytes < limit:
+                data += file.read(limit - num_bytes)
     except FileNotFoundError:
         return Reading([], offset, 0)
     num_bytes = data.rfind(b"\n") + 1

@@ -35,7 +35,7 @@ SQLITE_FAULTS = {
 PERSONS_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EMLINK, errno.ENXIO, errno.ENODEV, errno.EINVAL, errno.ESPIPE, errno.EFBIG, errno.EOVERFLOW),
-    *(errno.ETXTBSY, errno.EILSEQ, errno.EAGAIN),
+    *(errno.ETXTBSY, errno.EILSEQ, errno.EAGAIN, errno.EXDEV),
     *(errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN),
 }
 #: Errors that an owner can cause on the own files by their permissions. On honed's own they are the machine's fault.
