@@ -396,6 +396,12 @@ def test_over_a_unix_socket_its_own_user_reads_everything(instance: Instance) ->
         connection.request("GET", "/api/jobs/1")
         assert json.loads(connection.getresponse().read())["name"] == "succeed"
         connection.close()
+        path.unlink()
+        wait_for(path.exists, what="the socket again")
+        with socket.socket(socket.AF_UNIX) as again:
+            wait_for(lambda: again.connect_ex(str(path)) == 0, what="a connection")
+            again.sendall(request_head("/healthz"))
+            assert again.recv(9) == b"HTTP/1.1 "
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_SEC) == 0
         assert not path.exists()

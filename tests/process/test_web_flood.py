@@ -47,7 +47,8 @@ for _ in range(count):
 """
 #: More than all connections that honed-web once had for everybody.
 MANY = 160
-FIRST_UID, ROOT_GID = 42001, 0
+#: The first of ten users of any machine, and root's group.
+FIRST_UID, ROOT_GID = 1, 0
 #: Kinds that only the kernel can tell apart.
 USERS = (Kind.USER, Kind.ADMINISTRATOR)
 KINDS = (Kind.UNKNOWN, Kind.TOKEN, Kind.USER, Kind.ADMINISTRATOR, Kind.ROOT)
@@ -245,3 +246,39 @@ def test_a_users_connections_and_streams_leave_some_to_every_other_user(web: Act
     assert web.ask_as(Kind.USER, uid=FIRST_UID + 1).status == 200
     for each in theirs:
         each.close()
+
+
+#: Connects as another user as fast as it can, and asks; of the connections, it keeps a few hundred.
+HAMMER = """
+import os, socket, sys
+os.setgroups([]); os.setgid(int(sys.argv[3])); os.setuid(int(sys.argv[3]))
+address, held = bytes.fromhex(sys.argv[1]), []
+print(flush=True)
+while os.getppid() == int(sys.argv[2]):
+    made = socket.socket(socket.AF_UNIX)
+    made.settimeout(1)
+    try:
+        made.connect(address)
+        made.sendall(b"GET / HTTP/1.1\\r\\nHost: localhost\\r\\nX: " + b"a" * 15000)
+        held.append(made)
+    except OSError:
+        made.close()
+    if len(held) > 300:
+        held.pop(0).close()
+"""
+
+
+def test_who_connects_as_fast_as_it_can_leaves_room_for_root_and_for_others(web: Activated) -> None:
+    need_users(Kind.USER)
+    assert web.ask_as(Kind.ROOT).status == 200
+    words = [sys.executable, "-c", HAMMER, web.address_of_unix.hex(), str(os.getpid()), str(FIRST_UID)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as hammer:
+        try:
+            assert hammer.stdout is not None
+            hammer.stdout.readline()
+            for _ in range(6):
+                assert web.ask_as(Kind.ROOT).status == 200
+                assert web.ask_as(Kind.ADMINISTRATOR, uid=FIRST_UID + 1).status == 200
+            assert hammer.poll() is None
+        finally:
+            hammer.kill()

@@ -40,6 +40,7 @@ from honed.page.place import Holder, Kind, Places, turns
 from honed.page.session import Session, set_cookie
 from honed.page.source import Page, Source, StateRow
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
+from honed.system.holder import Holders
 
 log = logging.getLogger("honed.page.server")
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class Web:
     pages: Pages = field(init=False)
     job_list: JobList = field(init=False)
     places: Places = field(default_factory=Places)
+    holders: Holders = field(default_factory=Holders)
 
     def __post_init__(self) -> None:
         load()

@@ -71,7 +71,7 @@ SHARES = {
 class Holder(Protocol):
     """A connection, as far as its place is concerned."""
 
-    uid: int | None  #: None over TCP
+    uid: int | None  #: its holder; None over TCP
     kind: Kind | None  #: the kind of its place; None without one. Only Places sets it.
     is_streaming: bool
 

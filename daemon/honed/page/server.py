@@ -29,10 +29,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from honed import __version__
 from honed.page import session as sessions
+from honed.page.acceptor import Acceptor
 from honed.page.answer import no_place_at_all
 from honed.page.app import Web
 from honed.page.guard import Peer, Rules, kind_of
-from honed.page.place import Kind, Places
+from honed.page.place import Kind
 from honed.page.session import Link, Session
 from honed.page.source import Source
 from honed.spec import config
@@ -55,7 +56,9 @@ LEAVING_SEC = 1.0
 #: Connections that the kernel keeps for us; and that we take of a socket at a time, at most. asyncio reads from one in
 #: the second round after its own, so that when fewer than half of the places of new connections come in a round, one
 #: whose request came with it is read before it can be the oldest that waits.
-BACKLOG, MAX_ACCEPTED = 1024, 16
+BACKLOG, MAX_ACCEPTED = 4096, 16
+#: Seconds between two looks at the files of unix sockets.
+LOOK_SEC = 2.0
 #: Bytes of the head of a request.
 MAX_HEAD_BYTES = 16 * 1024
 #: Seconds without a connection after which a server that systemd started ends: the next request starts it again.
@@ -111,7 +114,8 @@ class Connection(H11Protocol):
         kind, peer, head_sec = Kind.ARRIVING, None, self._patience_sec / 2
         if (theirs := transport.get_extra_info("socket")).family == socket.AF_UNIX:
             peer = Peer(*credentials(theirs))
-            kind, self.uid, head_sec = kind_of(self._web.rules.policy, peer), peer.uid, self._patience_sec
+            kind, head_sec = kind_of(self._web.rules.policy, peer), self._patience_sec
+            self.uid = self._web.holders.of(peer.uid)
         self.app_state = {**self.app_state, "peer": peer, "holder": self}
         self._await("head", head_sec)
         if not self._web.places.enter(kind, self):
@@ -184,34 +188,77 @@ class Server(uvicorn.Server):
     """uvicorn's server, which also reports to systemd, and ends after a time without connections if `idle_sec` is
     set."""
 
-    def __init__(self, settings: uvicorn.Config, places: Places, *, idle_sec: float | None) -> None:
+    def __init__(self, settings: uvicorn.Config, web: Web, *, idle_sec: float | None, is_activated: bool) -> None:
         super().__init__(settings)
-        self._places = places
+        self._settings = settings
+        self._web = web
         self._notifier = Notifier()
         self._idle_sec = idle_sec
-        self._busy_at = time.monotonic()
+        self._is_activated = is_activated
+        self._busy_at = self._looked_at = time.monotonic()
+        self._acceptors: list[Acceptor] = []
+        self._fault = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for each in sockets or ():
+        others = [each for each in sockets or () if each.family != socket.AF_UNIX]
+        await super().startup(others)
+        for each in others:
             each.listen(BACKLOG)  # asyncio has set it to the number that it takes at a time
+        for each in sockets or ():
+            if each.family == socket.AF_UNIX:
+                self._take(each)
         self._notifier.ready()
+
+    def _take(self, listening: socket.socket) -> None:
+        listening.listen(BACKLOG)
+        self._acceptors.append(Acceptor(listening, self._web.places, self._web.holders, self._make_connection))
+
+    def _make_connection(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self._settings.http_protocol_class(  # type: ignore[call-arg]
+            config=self._settings, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     async def on_tick(self, counter: int) -> bool:
         self._notifier.watchdog()
+        now = time.monotonic()
         if self.server_state.connections:
-            self._busy_at = time.monotonic()
+            self._busy_at = now
+        if now - self._looked_at >= LOOK_SEC:
+            self._looked_at = now
+            self._look()
         if counter % 50 == 0:
             self._notifier.status(
                 f"{len(self.server_state.connections)} connections, {self.server_state.total_requests} responses, "
-                f"{self._places.num_refused} refused"
+                f"{self._web.places.num_refused} refused{f'; {self._fault}' if self._fault else ''}"
             )
-        is_idle = self._idle_sec is not None and time.monotonic() - self._busy_at >= self._idle_sec
+        is_idle = self._idle_sec is not None and now - self._busy_at >= self._idle_sec
         return await super().on_tick(counter) or is_idle
+
+    def _look(self) -> None:
+        """Listen again where the file of a unix socket was removed. One of systemd's can only be reported."""
+        before, self._fault = self._fault, ""
+        for each in [each for each in self._acceptors if not each.is_there]:
+            if self._is_activated:
+                self._fault = f"{each.path} was removed: systemctl restart honed-web.socket makes it again"
+                continue
+            try:
+                made = listen(str(each.path))
+            except HonedError as error:
+                self._fault = error.message
+                continue
+            each.close()
+            self._acceptors.remove(each)
+            self._take(made)
+            log.warning("%s was removed; honed-web listens again there", each.path)
+        if self._fault and self._fault != before:
+            log.error("%s", self._fault)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.should_exit = True  # the streams check it
         self._notifier.stopping()
+        for each in self._acceptors:
+            each.close()
         await super().shutdown(sockets)
 
 
@@ -355,7 +402,7 @@ def serve(
         timeout_graceful_shutdown=GRACE_SEC,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
-    server = Server(settings, web.places, idle_sec=idle_sec if is_activated else None)
+    server = Server(settings, web, idle_sec=idle_sec if is_activated else None, is_activated=is_activated)
     web.is_ending = lambda: server.should_exit
     for each in sockets:
         log.info("honed-web %s is listening on %s", __version__, shown_address(each))
