@@ -57,7 +57,6 @@ from honed.system.error import HonedError
 from honed.system.layout import Layout
 from honed.system.log import about
 from honed.system.notify import Notifier
-from honed.system.pauses import Pauses
 
 log = logging.getLogger("honed")
 
@@ -86,15 +85,13 @@ class Daemon:
             durable.make_dir(path)
         self._configuration = Configuration(layout, config)
         in_force = self._configuration.get
-        pauses = Pauses()
-        raw, clock = clock or time.monotonic, clock or pauses  # a cluster goes on while honed cannot run
+        self._wake = Wake()
+        clock, steady = (self._wake.clock, time.monotonic) if clock is None else (clock, clock)
         self._health = Health(clock=clock)
         self._spool = Spool(layout)
         self._notifier = Notifier()
-        self._wake = Wake(pauses)
-        systemd = None  # where workers, fetches and checks are units
-        if runner is None:
-            runner, systemd = choose_runner(layout, in_force, clock=raw)
+        # Systemd is where workers, fetches and checks are units; a cluster goes on while honed cannot run.
+        runner, systemd = (runner, None) if runner is not None else choose_runner(layout, in_force, clock=steady)
         self._intake = Intake(
             layout,
             self._spool,

@@ -270,7 +270,8 @@ class Running:
         person)."""
         if outcome.code != "interrupted" and not (outcome.code == "killed" and ended.was_asked):
             return None
-        if is_stopping or ended.is_machine_going_down or self._runner.is_machine_going_down():
+        is_after_pause = ended.is_after_pause and outcome.code == "interrupted" and not ended.was_asked
+        if is_after_pause or is_stopping or ended.is_machine_going_down or self._runner.is_machine_going_down():
             return Stop.SHUTDOWN
         return Stop.HOLD if ended.was_asked else None
 

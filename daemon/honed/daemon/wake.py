@@ -11,10 +11,10 @@ from honed.system.pauses import Pauses
 
 
 class Wake:
-    """The files that the loop watches, the pipe among them, and the signals received. `pauses`: told of each sleep."""
+    """The files that the loop watches, the pipe among them, and the signals received."""
 
-    def __init__(self, pauses: Pauses | None = None) -> None:
-        self._pauses = pauses or Pauses()
+    def __init__(self) -> None:
+        self.clock = Pauses()  #: knows of each sleep, and so of the time in which the loop could not run
         self.selector = selectors.DefaultSelector()
         self._is_woken = False
         self._signals: set[int] = set()
@@ -25,7 +25,7 @@ class Wake:
         """Wait for a watched file, at most this long, and pass its events on. Returns True if `wake` was called, or a
         signal arrived."""
         self._is_woken = False
-        with self._pauses.asleep(seconds):
+        with self.clock.asleep(seconds):
             ready = self.selector.select(seconds)
         for key, events in ready:
             key.data(events)

@@ -22,7 +22,7 @@ from honed.spec.config import Config
 from honed.system import error
 from honed.system.clock import Moment
 from honed.system.layout import Layout
-from honed.system.pauses import Pauses
+from honed.system.pauses import Pauses, noted_sec
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class Deadlines:
         self._since = Moment.now()
         self._suspension = _Suspension(clock())
         place = layout.files(job.id).attempt(job.attempt.number)
+        self._paused_path = place.paused_path
         self._pulses = Pulses(place, max(1, job.num_gpus), clock())
         self._kill_at: float | None = None
         self._was_killed = False
@@ -176,6 +177,9 @@ class Deadlines:
 
         `is_asked`: its entry has a reason for its stop.
         """
+        if outcome.code == error.StalledError.code and ended.is_after_pause and not self._stalled:
+            problem = error.InterruptedRunError("its unit's watchdog ended it after a pause in which it could not run")
+            return replace(outcome, code=problem.code, error=problem)
         if outcome.code == error.StalledError.code and self._job.num_gpus > 1:
             self._stalled = self._stalled or self._describe([], stage)  # systemd's watchdog was first
         if self._stalled and not outcome.is_success:
@@ -213,7 +217,9 @@ class Deadlines:
         """Return when an attempt, started or taken over now, has used up the time limit and the grace period."""
         if self._job.time_limit_sec is None:
             return None
-        ran_sec = Moment.now().since(self._began or self._job.attempt.began) - self.paused_sec()
+        # What an earlier honed has not seen, the shim has: honed's own watchdog ends it after a freeze.
+        paused_sec = max(self.paused_sec(), noted_sec(self._paused_path))
+        ran_sec = Moment.now().since(self._began or self._job.attempt.began) - paused_sec
         spent = self._spent_before() + max(0.0, ran_sec)
         left = max(0.0, self._job.time_limit_sec - spent)
         return self._clock() + left + self._config().jobs.time_limit_grace_sec
@@ -228,7 +234,8 @@ class Deadlines:
             return False
         if ended.is_machine_going_down:
             return False
-        spent = self._spent_before() + self.took_sec(ended)
+        unseen_sec = max(0.0, ended.paused_sec - self.paused_sec(ended.ended))
+        spent = self._spent_before() + self.took_sec(ended) - unseen_sec
         return spent >= self._job.time_limit_sec + self._config().jobs.time_limit_grace_sec
 
     def _spent_before(self) -> float:

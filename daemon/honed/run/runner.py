@@ -52,6 +52,7 @@ class Exit:
     ended: Moment | None = None  #: the time; None if it was not observed
     words: str = ""  #: why a cluster has refused it, or where it has cancelled it
     paused_sec: float = 0.0  #: seconds in which its shim could not run, which a cluster suspends with it
+    is_after_pause: bool = False  #: it ended soon after such a pause
     began: Moment | None = None  #: when it began on a cluster; None elsewhere, and for one that never began
 
 
@@ -143,6 +144,7 @@ def exit_of(record: Mapping[str, Any] | None) -> Exit:
         ran=record.get("ran") is not False,
         ended=_ended(record),
         paused_sec=seconds(record, "paused_sec") or 0.0,
+        is_after_pause=record.get("is_after_pause") is True,
     )
 
 

@@ -85,6 +85,8 @@ MAX_MESSAGE_BYTES = 1024 * 1024
 DRAIN_SEC = 2.0
 #: Seconds. A shorter pause is what a busy machine makes (system/pauses.py).
 MIN_PAUSE_SEC = 5.0
+#: Seconds after a pause in which a worker ends whose watchdog has passed meanwhile.
+AFTER_PAUSE_SEC = 60.0
 #: Seconds between two looks for a pause: so much of it may be missed.
 PAUSE_LOOK_SEC = 1.0
 #: Seconds that the other ranks have to end by themselves after the first death.
@@ -160,7 +162,7 @@ def main() -> int:
         return 1  # without srun the ranks go on: Slurm ends them now, and says when they are gone
     rank = {"rank": watch.rank} if num_ranks > 1 else {}
     end = {**end_of(status), "was_out_of_memory": was_out_of_memory, "was_asked": watch.was_asked, **rank}
-    end["paused_sec"] = watch.paused_sec
+    end |= {"paused_sec": watch.paused_sec, "is_after_pause": watch.is_after_pause}
     write_exit(attempt_dir, start, end_of_nodes(f"{attempt_dir}/ranks", end) if is_spread else end)
     return end_as(status) if relays else 0
 
@@ -476,6 +478,7 @@ class Watch:
         self._orders_path = orders_path
         self._paused_path = paused_path
         self.paused_sec = 0.0
+        self._paused_until: float | None = None
         self._nodes = nodes
         self.rank = 0  #: whose end is that of the attempt
         self._alive = set(range(len(worker_pids)))
@@ -524,7 +527,7 @@ class Watch:
         """Note by how many seconds the last round took longer than its sleep could."""
         if seconds < MIN_PAUSE_SEC:
             return
-        self.paused_sec += seconds
+        self.paused_sec, self._paused_until = self.paused_sec + seconds, time.monotonic()
         if self._kill_at is not None:
             self._kill_at += seconds
         with contextlib.suppress(OSError):
@@ -533,6 +536,11 @@ class Watch:
                 with open(temporary, "w", encoding="ascii") as file:  # noqa: PTH123
                     file.write(f"{self.paused_sec:.3f}\n")
                 os.rename(temporary, self._paused_path)  # noqa: PTH104 - others read it at any moment
+
+    @property
+    def is_after_pause(self) -> bool:
+        """True if the worker's watchdog may have passed in a pause: systemd's clock went on."""
+        return self._paused_until is not None and time.monotonic() - self._paused_until < AFTER_PAUSE_SEC
 
     @property
     def was_asked(self) -> bool:

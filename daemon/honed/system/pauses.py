@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+
+from honed.system import untrusted
+from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +27,15 @@ log = logging.getLogger(__name__)
 MIN_PAUSE_SEC = 5.0
 #: The pauses that are remembered one by one.
 MAX_PAUSES = 1000
+
+
+def noted_sec(path: PersonPath) -> float:
+    """Return the seconds that the shim of a start has noted (run/shim.py): 0 without any."""
+    try:
+        seconds = float(untrusted.read_plain(path, max_bytes=64))
+    except (OSError, ValueError):
+        return 0.0
+    return seconds if 0.0 <= seconds < math.inf else 0.0
 
 
 class Pauses:

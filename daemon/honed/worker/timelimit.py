@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from honed.system import untrusted
+from honed.system import pauses
 from honed.system.error import TimeLimitError
 from honed.system.personpath import PersonPath
 
@@ -16,12 +16,8 @@ MIN_PAUSE_SEC, NOTED_SEC = 5.0, 3.0
 
 
 def paused_sec(path: Path) -> float:
-    """Return the seconds that did not pass for the job, as its shim has seen them (run/shim.py)."""
-    try:
-        seconds = float(untrusted.read_plain(PersonPath.own(path), max_bytes=64))
-    except (OSError, ValueError):
-        return 0.0
-    return seconds if 0.0 <= seconds < math.inf else 0.0
+    """Return the seconds that did not pass for the job, as its shim has seen them."""
+    return pauses.noted_sec(PersonPath.own(path))
 
 
 class TimeLimit:

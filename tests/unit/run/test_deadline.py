@@ -8,12 +8,14 @@ import pytest
 
 from honed.job.job import Attempt, Job
 from honed.run.deadline import Deadlines
+from honed.run.outcome import judge
 from honed.run.process import ProcessRunner
 from honed.run.runner import Exit
 from honed.spec.config import Config
 from honed.system.clock import Moment
 from honed.system.layout import Layout
 from honed.system.pauses import Pauses
+from honed.system.personpath import PersonPath
 
 STALL_SEC = Config().jobs.stall_timeout_sec
 GRACE_SEC = Config().jobs.time_limit_grace_sec
@@ -133,3 +135,31 @@ def test_of_a_cluster_the_shims_own_pauses_count(tmp_path: Path) -> None:
     ended = Exit(0, None, ended=now, began=began, paused_sec=400.0)
     assert deadlines.took_sec(ended) == pytest.approx(600.0)
     assert deadlines.took_sec(Exit(0, None, ended=now, began=began, paused_sec=1e12)) == 0.0
+
+
+def test_a_time_limit_counts_no_pause_that_only_the_shim_has_seen(tmp_path: Path) -> None:
+    """After a freeze of a minute honed's own watchdog ends it, and the next one has seen nothing."""
+    now = Moment.now()
+    assert now.monotonic is not None
+    began, layout = Moment(now.wall - 500, now.monotonic - 500, now.boot_id), Layout(tmp_path)
+    runner = Cluster(layout, began)
+    runner.is_cluster = False
+    paused_path = layout.job(1).attempt(1).paused_path
+    paused_path.parent.mkdir(parents=True)
+    paused_path.write_text("450.000\n")
+    deadlines = Deadlines(job(began, time_limit_sec=100.0), layout, runner, Config, clock=lambda: 0.0)
+    deadlines.enforce(GRACE_SEC + 1.0, told_at=GRACE_SEC + 1.0, stage="train")
+    assert runner.asked == []
+    deadlines.enforce(GRACE_SEC + 60.0, told_at=GRACE_SEC + 60.0, stage="train")
+    assert runner.asked == [1]
+
+
+@pytest.mark.parametrize(("is_after_pause", "code"), [(True, "interrupted"), (False, "stalled")])
+def test_a_watchdog_that_passed_in_a_pause_ends_no_attempt_as_stalled(
+    tmp_path: Path, is_after_pause: bool, code: str
+) -> None:
+    layout = Layout(tmp_path)
+    deadlines = Deadlines(job(Moment.now()), layout, ProcessRunner(layout), Config, clock=lambda: 0.0)
+    ended = Exit(None, 6, service_result="watchdog", is_after_pause=is_after_pause)
+    outcome = judge(PersonPath.own(layout.job(1).attempt(1).result_path), ended)
+    assert deadlines.explain(outcome, ended, is_asked=False, stage="train").code == code
