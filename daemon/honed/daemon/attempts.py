@@ -109,14 +109,15 @@ class Attempts:
         *,
         passed: Sequence[int] = (),
     ) -> Running:
-        """Start a job's next attempt. It moves to running/ first: a crash after that is an attempt that vanished.
+        """Start a job's next attempt. It moves to running/ first, and counts the start: a crash after that is a start
+        that reached no worker, and is made again.
 
         `staged`: its worker, which waits at its gate; it is let through. `passed`: jobs that wait for more devices, and
         that it is started before.
         """
         number = next_number(job)
         now = Moment.now()
-        if staged is None and job.num_staged:
+        if staged is None and job.next_start > 1:
             clear(self._layout, job)
         attempt = Attempt(
             number,
@@ -126,7 +127,7 @@ class Attempts:
             passed=tuple(passed),
             started_monotonic=now.monotonic,
             boot_id=now.boot_id,
-            first_start=staged.start if staged is not None else job.num_staged + 1,
+            first_start=staged.start if staged is not None else job.next_start,
             staged_at=staged.since if staged is not None else None,
         )
         offset = self._database.offset(job.id, number)  # an error here or in the move leaves the job in the queue
@@ -134,6 +135,7 @@ class Attempts:
             job,
             State.RUNNING,
             attempts=(*job.attempts, attempt),
+            num_unreached=job.num_unreached + (staged is None),
             stop=None,
             outcome=None,
             error=None,

@@ -34,6 +34,7 @@ from honed.run.runner import (
     Exit,
     NotNowError,
     Runner,
+    UnreachedError,
 )
 from honed.spec.config import Config
 from honed.system import durable, error, message, untrusted
@@ -51,6 +52,8 @@ MAX_UNREAD = 60
 MAX_FAILED_JUDGEMENTS = 5
 #: Seconds of a cluster's pause that lasts, after which its entry has the next of them.
 KEEP_SEC = 60.0
+#: Starts in a row that reached no worker, after which the job is failed: it may be what brings honed down.
+MAX_UNREACHED = 3
 #: Stages of a staged worker before it waits at its gate.
 BEFORE_GATE = frozenset({"starting", "prepare", "data"})
 
@@ -158,16 +161,23 @@ class Running:
         job = self.job
         self.following.tell_fallback(job)
         if not self._runner.adopt(job.id, job.attempt.number, job.attempt.start):
-            # The last daemon ended after it had written the entry and before it started the worker.
-            if job.stop is not None:
-                self.not_started = NotNowError("stopped before it was started")
-                return
-            self._launch_again()
+            self._start_again()
             return
         if job.attempt.staged_at is not None and job.attempt.num_starts == 1:
             self.let_through()  # the last daemon may have had no time to
         if job.stop is not None:
             self.deadlines.ask(job.stop)
+
+    def _start_again(self) -> None:
+        """Make a start again that ended before a worker began, unless too many in a row have."""
+        job = self.job
+        if job.stop is not None or job.num_unreached >= MAX_UNREACHED:
+            self.not_started = UnreachedError("it was stopped before it reached its worker")
+            return
+        log.warning("job %d (%s): its start reached no worker, and is made again", job.id, job.name)
+        changed = job.with_attempt(first_start=job.attempt.first_start + 1)
+        self.job = self._spool.update(changed, num_unreached=job.num_unreached + 1)
+        self._launch_again()
 
     def stop(self, why: Stop, preemption: str = "", *, cut: Cut | None = None) -> None:
         """Ask it to stop; the reason is durable first. Cancel outranks hold, hold its sweep's halving, halving preempt,
@@ -286,7 +296,8 @@ class Running:
             extra=about(self.job, message.FALLBACK, code=outcome.code),
         )
         fallback = Fallback(time.time(), told)
-        self.job = self._spool.update(self.job.with_attempt(backend="transformers", num_starts=2, fallback=fallback))
+        changed = self.job.with_attempt(backend="transformers", num_starts=2, fallback=fallback)
+        self.job = self._spool.update(changed, num_unreached=1)
         with contextlib.suppress(sqlite3.Error):  # recorded when the job is adopted, or caught up with
             self.following.tell_fallback(self.job)
         self.deadlines.start_again()

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from honed.daemon.running import Running, gpu_of, worker_environment
 from honed.daemon.spares import Spares
@@ -20,7 +21,7 @@ from honed.job.row_cache import RowCache
 from honed.job.spool import Spool
 from honed.run import ending
 from honed.run.outcome import Outcome
-from honed.run.runner import NotNowError
+from honed.run.runner import NotNowError, UnreachedError
 from honed.spec.config import Config
 from honed.system import durable, error
 from honed.system.layout import Layout
@@ -73,6 +74,13 @@ class Settling:
     def _unstarted(self, running: Running, problem: OSError) -> Job | None:
         """Put a job back if its worker was not started for no fault of its own; else settle the attempt as failed."""
         job = running.job
+        if isinstance(problem, UnreachedError) and job.stop is None:
+            log.error("job %d (%s): %d starts in a row reached no worker", job.id, job.name, job.num_unreached)
+            failure = error.EnvironmentInvalidError(
+                f"{job.num_unreached} starts in a row reached no worker: each time honed or the machine went down",
+                hint=f"the journal shows why: journalctl -u honed; then honectl requeue {job.id}",
+            )
+            return self._record(running, Outcome(failure.code, failure))
         is_machines = durable.machine_fault(problem) is not None and problem.errno not in PROGRAM_ERRNOS
         if isinstance(problem, NotNowError) or is_machines or problem.errno == errno.EAGAIN:  # too many processes
             self._not_now(running, problem)
@@ -85,15 +93,17 @@ class Settling:
         """Put back a job whose worker was not started; remove the attempt, unless its first start did run, or this one
         wrote events (`has_run`)."""
         job = running.job
-        attempts = job.attempts[:-1]
+        changes: dict[str, Any] = {"attempts": job.attempts[:-1], "stop": None}
         if job.attempt.num_starts > 1 or has_run:
             took_sec = running.deadlines.took_sec(running.ended)
-            attempts = job.with_attempt(ended_at=time.time(), outcome="interrupted", took_sec=took_sec).attempts
+            ended = job.with_attempt(ended_at=time.time(), outcome="interrupted", took_sec=took_sec)
+            changes |= {"attempts": ended.attempts, "num_unreached": 0}
+        elif not isinstance(problem, UnreachedError):  # it is known that it has not begun, and why
+            changes["num_unreached"] = max(0, job.num_unreached - 1)
         if job.stop is Stop.CANCEL:
-            job = self._spool.move(job, State.CANCELLED, attempts=attempts, outcome="cancelled", stop=None)
+            job = self._spool.move(job, State.CANCELLED, outcome="cancelled", **changes)
         else:
-            state = State.HELD if job.stop is Stop.HOLD else State.QUEUED
-            job = self._spool.move(job, state, attempts=attempts, stop=None)
+            job = self._spool.move(job, State.HELD if job.stop is Stop.HOLD else State.QUEUED, **changes)
         log.warning("job %d (%s): %s; retrying later", job.id, job.name, problem)
         del self._running[job.id]
         self._database.put_job(job)
@@ -112,7 +122,7 @@ class Settling:
         if remedy.error is not None:
             outcome = replace(outcome, error=remedy.error)
         state, changes = ending.destination(job, outcome, remedy)
-        job = self._spool.move(job, state, **changes)
+        job = self._spool.move(job, state, num_unreached=0, **changes)
         del self._running[job.id]
         if is_counted:
             self._database.put_job(job)

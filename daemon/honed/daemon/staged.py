@@ -182,7 +182,7 @@ class StagedWorkers:
         """Stage a job. Its entry says so first: a crash after that is a worker that vanished, at no cost."""
         staged = Staged(
             next_number(job),
-            job.num_staged + 1,
+            job.next_start,
             backend,
             keys_of(devices),
             time.time(),

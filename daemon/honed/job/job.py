@@ -95,7 +95,7 @@ class Attempt:
     backend: str
     started_at: float  #: seconds since the epoch
     num_starts: int = 1  #: 2 once the backend fell back
-    first_start: int = 1  #: the number of its first start; higher if workers had been staged in vain
+    first_start: int = 1  #: the number of its first start; higher if workers were staged, or starts made, in vain
     staged_at: float | None = None  #: seconds since the epoch, if its worker was started ahead of its turn
     ended_at: float | None = None
     outcome: str | None = None
@@ -234,6 +234,7 @@ class Job:
     arrived_at: float | None = None  #: seconds since the epoch; None if an older honed accepted it
     staged: Staged | None = None  #: its worker, started ahead of its turn
     num_staged: int = 0  #: workers that were staged for it so far
+    num_unreached: int = 0  #: its last starts, of which no worker is known to have begun
     group: Group | None = None  #: of a job that a sweep made
     cut: Cut | None = None  #: why its sweep has ended it early
     model: str = ""  #: the base model as its spec names it; empty if an older honed accepted it
@@ -247,6 +248,11 @@ class Job:
     def num_places(self) -> int:
         """The number of devices, as honed counts them here, that it takes at the same time; 0 for the processor."""
         return min(1, self.num_gpus) if self.is_of_cluster else self.num_gpus
+
+    @property
+    def next_start(self) -> int:
+        """The number of its next start: higher than that of each earlier one for the same attempt."""
+        return self.num_staged + self.num_unreached + 1
 
     @property
     def attempt(self) -> Attempt:

@@ -110,7 +110,10 @@ class ProcessRunner:
     def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:  # noqa: ARG002
         attempt = self._layout.files(job_id).attempt(number)
         untrusted.make_dirs(attempt.dir)
-        self._children[job_id] = _Child(attempt, start, None)
+        child = _Child(attempt, start, None)
+        if _has_not_begun(child):
+            return False
+        self._children[job_id] = child
         return True
 
     def live(self) -> list[Live]:
@@ -183,7 +186,7 @@ class ProcessRunner:
         if child.process is not None:
             if child.process.poll() is None:
                 return None
-        elif not self._settle(child):
+        elif not _settle(child):
             return None
         record = read_exit_record(child.layout, child.start)
         if record is None and child.start_anew is not None and not read_lock_record(child.layout, child.start):
@@ -192,24 +195,6 @@ class ProcessRunner:
             return None
         del self._children[job_id]
         return exit_of(record)
-
-    def _settle(self, child: _Child) -> bool:
-        """Tell whether an adopted worker has ended. If no exit is recorded, record one: no late shim may start it."""
-        try:
-            fd = untrusted.open_plain(child.layout.lock_path, flags=os.O_CREAT | os.O_RDWR)
-        except FileNotFoundError:
-            return True  # its job was removed, and whatever it had to record
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        else:
-            if read_exit_record(child.layout, child.start) is None:
-                record = {"start": child.start, "status": None, "signal": None}
-                untrusted.write_plain(child.layout.exit_path, durable.as_json(record))
-            return True
-        finally:
-            os.close(fd)
 
     def _worker_pids(self, child: _Child) -> list[int]:
         """Return the worker's process, or that of each rank."""
@@ -222,7 +207,37 @@ class ProcessRunner:
         if child.process is not None:
             return child.process.pid if child.process.poll() is None else None
         # The lock is held, so the process named in the record is alive and its pid was not reused.
-        return None if self._settle(child) else _process(read_lock_record(child.layout, child.start).get("shim_pid"))
+        return None if _settle(child) else _process(read_lock_record(child.layout, child.start).get("shim_pid"))
+
+
+def _settle(child: _Child) -> bool:
+    """Tell whether an adopted worker has ended. If no exit is recorded, record one: no late shim may start it."""
+    try:
+        fd = untrusted.open_plain(child.layout.lock_path, flags=os.O_CREAT | os.O_RDWR)
+    except FileNotFoundError:
+        return True  # its job was removed, and whatever it had to record
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        if read_exit_record(child.layout, child.start) is None:
+            record = {"start": child.start, "status": None, "signal": None}
+            untrusted.write_plain(child.layout.exit_path, durable.as_json(record))
+        return True
+    finally:
+        os.close(fd)
+
+
+def _has_not_begun(child: _Child) -> bool:
+    """Return True if no worker has begun for a start, and none will: an end is recorded, by which a late shim ends."""
+    try:
+        if not _settle(child) or read_lock_record(child.layout, child.start):
+            return False
+    except OSError:  # its worker has put something there; its end tells more
+        return False
+    ended = exit_of(read_exit_record(child.layout, child.start))
+    return ended.status is None and ended.signal is None
 
 
 def _words(path: Path) -> list[str]:

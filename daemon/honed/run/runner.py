@@ -70,6 +70,10 @@ class NotNowError(OSError):
     """A worker was not started for a reason unrelated to the job; it can be retried later."""
 
 
+class UnreachedError(NotNowError):
+    """A start ended before a worker began, and nobody saw why: honed or the machine went down."""
+
+
 class Runner(Protocol):
     """A way to start workers on this machine."""
 

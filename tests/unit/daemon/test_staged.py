@@ -71,8 +71,8 @@ class Place:
         self.spool.update(job, staged=staged, num_staged=staged.start)
         environment = {STAGED_VARIABLE: str(staged.start)}
         self.runner.start(job.id, 1, staged.start, backend="transformers", environment=environment)
-        self.staged.recover()  # as another honed would
         wait_for(lambda: "worker_pid" in self.lock(), what="the start of the staged worker")
+        self.staged.recover()  # as another honed would
 
     def lock(self) -> str:
         with contextlib.suppress(OSError):
