@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from honed import __version__
-from honed.daemon import verbs
+from honed.daemon import owning, starting, verbs
 from honed.daemon.ahead import JOBS_GROUP
 from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
@@ -60,8 +60,6 @@ from honed.system.notify import Notifier
 
 log = logging.getLogger("honed")
 
-#: Seconds asked of systemd at a time while the database is rebuilt, job by job.
-START_EXTENSION_SEC = 60.0
 #: Seconds that the loop sleeps if an error keeps it from finding out when the next step is due.
 UNPLANNED_SEC = 1.0
 
@@ -88,8 +86,8 @@ class Daemon:
         self._wake = Wake()
         clock, steady = (self._wake.clock, time.monotonic) if clock is None else (clock, clock)
         self._health = Health(clock=clock)
-        self._spool = Spool(layout)
         self._notifier = Notifier()
+        self._spool = Spool(layout, lock=functools.partial(owning.take, notifier=self._notifier))
         # Systemd is where workers, fetches and checks are units; a cluster goes on while honed cannot run.
         runner, systemd = (runner, None) if runner is not None else choose_runner(layout, in_force, clock=steady)
         self._intake = Intake(
@@ -240,7 +238,8 @@ class Daemon:
     # -- start and end ------------------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        recovery.recover(self._spool)
+        alive = functools.partial(owning.keep_starting, self._notifier)
+        recovery.recover(self._spool, alive)
         self._publishing.recover()
         self._intake.acceptance.listen(self._publishing.counters.count_rejection)
         self._intake.acceptance.fetches.listen(self._publishing.counters.count_fetched)
@@ -250,7 +249,6 @@ class Daemon:
         with self._health.failures.alone("the database"):  # after an error in the loop: it is new, or behind
             self._database.is_behind = True
             if self._database.is_new:
-                alive = functools.partial(self._notifier.extend_timeout, START_EXTENSION_SEC)
                 rebuild(self._database, self._spool, self._spool.layout, outbox=self._attempts.outbox, alive=alive)
             catch_up(self._database, self._spool, self._spool.layout, failures=self._health.failures)
         self._dispatch.recover()
@@ -365,6 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def start(layout: Layout, *, drain: bool = False, **parts: Any) -> int:
     """Run one instance. Returns the exit status: 0, or one with which systemd does not restart it in vain."""
+    if starting.is_asked_to_end():
+        return 0
     try:
         return Daemon(layout, config.load(layout), drain=drain, **parts).run()
     except HonedError as error:

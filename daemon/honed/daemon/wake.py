@@ -7,6 +7,7 @@ import os
 import selectors
 import signal
 
+from honed.daemon import starting
 from honed.system.pauses import Pauses
 
 
@@ -17,7 +18,6 @@ class Wake:
         self.clock = Pauses()  #: knows of each sleep, and so of the time in which the loop could not run
         self.selector = selectors.DefaultSelector()
         self._is_woken = False
-        self._signals: set[int] = set()
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.selector.register(self._read_fd, selectors.EVENT_READ, self._drain)
 
@@ -53,19 +53,17 @@ class Wake:
     def catch_signals(self) -> None:
         """Record signals from now on, and wake the loop with each."""
 
-        def note(number: int, _frame: object) -> None:
-            self._signals.add(number)
-
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, note)
+        starting.listen()
+        signal.signal(signal.SIGCHLD, starting.note)
         # The kernel sends SIGIO when somebody opens a file during the moment in which the watcher holds a lease on it.
         signal.signal(signal.SIGIO, lambda *_: None)
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        if starting.has_noted():  # before
+            self.wake()
 
     def signals(self) -> set[int]:
         """Return the signals received since the last call."""
-        signals, self._signals = self._signals, set()
-        return signals
+        return starting.take()
 
     def close(self) -> None:
         self.selector.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from honed.job.corrupt import copy_of
@@ -18,9 +19,10 @@ from honed.system.message import ENTRY_DAMAGED
 log = logging.getLogger(__name__)
 
 
-def recover(spool: Spool) -> None:
-    """Recover the spool. A damaged entry goes into corrupt/; that of a job that was running is rebuilt."""
-    for path, problem in spool.recover():
+def recover(spool: Spool, alive: Callable[[], None] = lambda: None) -> None:
+    """Recover the spool. A damaged entry goes into corrupt/; that of a job that was running is rebuilt. `alive` is
+    called on the way."""
+    for path, problem in spool.recover(alive):
         _set_aside(spool, path, problem)
 
 

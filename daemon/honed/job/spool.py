@@ -19,13 +19,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from honed.job import lock as locks
 from honed.job.catalog import Catalog
 from honed.job.corrupt import Corrupt, keep_copy
 from honed.job.job import MOVES, Job, State
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 #: Is called with an entry that cannot be read, and why.
 Damaged = Callable[[Path, ValueError | OSError], None]
+#: Entries that recovery reads between two signs of life.
+NUM_BETWEEN_SIGNS = 200
 
 
 class Entries:
@@ -94,12 +96,14 @@ class Entries:
         numbered = [path for path in self.directory(state).glob("*.json") if path.stem.isdecimal()]
         return sorted(numbered, key=lambda path: int(path.stem))
 
-    def recovered(self, damaged: Damaged) -> Iterable[Job]:
+    def recovered(self, damaged: Damaged, alive: Callable[[], None]) -> Iterable[Job]:
         """Return each job once; if an interrupted move left two copies, the older one is removed. `damaged` is called
-        for each entry that is none."""
+        for each entry that is none, `alive` on the way."""
         newest: dict[int, Job] = {}
         for state in State:
-            for job in self._recovered(state, damaged):
+            for number, job in enumerate(self._recovered(state, damaged)):
+                if number % NUM_BETWEEN_SIGNS == 0:
+                    alive()
                 other = newest.get(job.id)
                 newest[job.id] = job if other is None or job.revision > other.revision else other
                 if other is not None:
@@ -161,9 +165,9 @@ class Pruned:
 
 
 class Spool:
-    """One instance's spool, locked for the life of this object if `lock` is true."""
+    """One instance's spool, locked for the life of this object if `lock` is true, or a function that takes its lock."""
 
-    def __init__(self, layout: Layout, *, lock: bool = True) -> None:
+    def __init__(self, layout: Layout, *, lock: bool | Callable[[Path], int] = True) -> None:
         self.layout = layout
         self.dir = layout.spool_dir
         self.incoming_dir = self.dir / "incoming"
@@ -181,23 +185,10 @@ class Spool:
         if lock:  # an older honed did not create them, and a reader may not
             durable.make_dir(self.pruned.dir)
             durable.make_dir(self.ended_dir)
-        self._lock_fd = self._take_lock() if lock else None
+        take_lock = lock if callable(lock) else _take_lock
+        self._lock_fd = take_lock(self.dir / "lock") if lock else None
         self._catalog: Catalog | None = None
         self._begun: dict[int, int] = {}  # revisions whose write failed and may be on disk anyway
-
-    def _take_lock(self) -> int:
-        fd = os.open(self.dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):
-            os.fchmod(fd, 0o600)  # anyone who may open the file could hold the lock
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            raise EnvironmentInvalidError(
-                f"{self.dir}: another honed instance uses this spool",
-                hint="stop it, or run this one with a different --root",
-            ) from None
-        return fd
 
     def close(self) -> None:
         """Release the lock."""
@@ -351,15 +342,15 @@ class Spool:
 
     # -- recovery -----------------------------------------------------------------------------------------------------
 
-    def recover(self) -> list[tuple[Path, ValueError | OSError]]:
+    def recover(self, alive: Callable[[], None] = lambda: None) -> list[tuple[Path, ValueError | OSError]]:
         """Finish what a crash interrupted: unfinished moves and temporary files. Returns the entries that cannot be
-        read, and why; recovery.py deals with them."""
+        read, and why; recovery.py deals with them. `alive` is called on the way."""
         for path in self.dir.glob(".*.tmp"):
             path.unlink(missing_ok=True)
         self._catalog = None
         self._drop_pruned_copies()
         damaged: list[tuple[Path, ValueError | OSError]] = []
-        self._catalog = Catalog(self.entries.recovered(lambda path, problem: damaged.append((path, problem))))
+        self._catalog = Catalog(self.entries.recovered(lambda path, problem: damaged.append((path, problem)), alive))
         return damaged
 
     def _drop_pruned_copies(self) -> None:
@@ -372,6 +363,16 @@ class Spool:
 
     def files(self, job_id: int) -> JobFiles:
         return self.layout.files(job_id)
+
+
+def _take_lock(path: Path) -> int:
+    if (fd := locks.take(path)) is not None:
+        return fd
+    holder = locks.holder(path)
+    who = "another honed instance" if holder.is_daemon else holder.words
+    raise EnvironmentInvalidError(
+        f"{path.parent}: {who} uses this spool", hint="stop it, or run this one with a different --root"
+    )
 
 
 def names_in(directory: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
@@ -21,6 +22,7 @@ class Notifier:
         self._notifier = sdnotify.SystemdNotifier()
         self._status = ""
         self._watchdog_at = 0.0
+        self._extended_at = -math.inf
         for_us = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         usec = os.environ.get("WATCHDOG_USEC", "0") if for_us else "0"
         #: Seconds between pings, half of what systemd allows; None without a watchdog.
@@ -53,6 +55,13 @@ class Notifier:
 
     def stopping(self) -> None:
         self._send("STOPPING=1")
+
+    def extend_start(self, seconds: float) -> None:
+        """Ask systemd for more time to start; call it as often as there is progress."""
+        now = time.monotonic()
+        if now - self._extended_at >= 1.0:
+            self._extended_at = now
+            self.extend_timeout(seconds)
 
     def extend_timeout(self, seconds: float) -> None:
         """Ask systemd for more time while workers write their checkpoints."""
