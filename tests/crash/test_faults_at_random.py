@@ -28,7 +28,6 @@ from honed.system import device
 from honed.system.control import Request
 from honed.system.error import HonedError
 from honed.system.layout import Layout
-from honed.system.personpath import PersonPath
 
 SEEDS = 2
 TURNS = 150
@@ -127,7 +126,7 @@ def admit(spool: Spool, chance: random.Random, *states: State) -> Job | None:
     path = spool.incoming_dir / "a.json"
     path.write_text("{}")
     arrivals = Arrivals(spool)
-    claim = arrivals.claim(PersonPath.of(path, 1))
+    claim = arrivals.claim(path)
     assert claim is not None
     arrivals.copy(claim, max_bytes=100)
     others = sorted(job.id for job in spool.all())

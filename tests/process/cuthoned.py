@@ -10,7 +10,7 @@ from typing import Any
 
 import fakehoned
 
-from honed.job import unstage
+from honed.daemon.housekeeper import Housekeeper
 from honed.job.usage import Usage
 
 
@@ -32,7 +32,7 @@ def flush(self: Usage, real: Any = Usage.flush) -> None:
         cut("after the flush")
 
 
-def remove_copies(*arguments: Any, real: Any = unstage.remove_copies) -> None:
+def remove_copies(*arguments: Any, real: Any = Housekeeper.remove_copies) -> None:
     if os.environ.get("HONED_TEST_CUT") == "full":
         del os.environ["HONED_TEST_CUT"]
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a copy")
@@ -41,5 +41,5 @@ def remove_copies(*arguments: Any, real: Any = unstage.remove_copies) -> None:
 
 if __name__ == "__main__":
     Usage.charge, Usage.flush = charge, flush  # type: ignore[method-assign]
-    unstage.remove_copies = remove_copies
+    Housekeeper.remove_copies = remove_copies  # type: ignore[method-assign]
     sys.exit(fakehoned.main())

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from harness import Instance
 
+from hanging import hanging, needs_fuse
 from honed.job import removal
 from honed.job.job import State
 from waiting import wait_for
@@ -39,7 +40,7 @@ def numbers(instance: Instance) -> set[int]:
 
 
 def directories(instance: Instance) -> set[int]:
-    return {int(path.name) for path in instance.layout.jobs_dir.iterdir()}
+    return {int(path.name) for path in instance.layout.jobs_dir.iterdir() if path.name.isdecimal()}
 
 
 def rows(instance: Instance) -> set[int]:
@@ -305,6 +306,24 @@ def test_a_removal_that_was_cut_short_is_finished_at_the_next_start(instance: In
     wait_for(lambda: rows(instance) == {3} and directories(instance) == {3}, what="the rest")
     wait_for(lambda: not list(instance.layout.job(3).dir.glob("*checkpoints*")), what="checkpoints")
     assert numbers(instance) == {3}
+
+
+@needs_fuse
+def test_a_job_with_a_file_system_that_hangs_is_out_of_the_way_and_goes_when_that_is_gone(instance: Instance) -> None:
+    run_jobs(instance, "succeed.a", "succeed.b")
+    place = instance.layout.job(1).dir / "mine/mount"
+    place.mkdir(parents=True)
+    left = instance.layout.jobs_dir / ".1.left"
+    with hanging(place):
+        instance.start()
+        done = answer(instance, "prune", "1")
+        assert "another file system is mounted there" in done["removed"][0]["problem"]
+        assert directories(instance) == {2}
+        assert left.is_dir()
+        assert answer(instance, "prune", "2")["removed"][0]["problem"] is None
+        assert instance.log.count("job 1: its directory cannot be removed") == 1
+    wait_for(lambda: not left.exists(), what="the rest of the job gone")
+    wait_for(lambda: not instance.layout.left_path.exists(), what="nothing left")
 
 
 def test_a_pruned_job_cannot_be_built_upon_and_the_refusal_says_so(instance: Instance) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from honed.check.policy import nearest_existing
 from honed.cli import cluster, commands, sandbox, setup, terminal
 from honed.cli.instance import Instance
+from honed.job import leftover
 from honed.job.corrupt import Corrupt
 from honed.job.progress import gib
 from honed.send import notification, outbox
@@ -33,6 +34,7 @@ from honed.system import access, device, installed, message, python, training
 from honed.system.client import Client
 from honed.system.error import EnvironmentInvalidError, HonedError
 from honed.system.layout import Layout, UserLayout
+from honed.system.printable import printable
 
 Status = Literal["ok", "warning", "error"]
 
@@ -131,6 +133,7 @@ def _instance(layout: Layout, config: Config) -> list[Finding]:
         *(_disk(name, path) for name, path in places.items()),
         _permissions(layout),
         _entries(layout),
+        *_leftovers(layout),
         _acls(layout),
         _systemd(layout),
         *(_machine(config) if layout.is_of_system and Path("/run/systemd/system").is_dir() else ()),
@@ -390,6 +393,20 @@ def _entries(layout: Layout) -> Finding:
         return Finding("entries", "ok", "no damaged job entry")
     hint = f"read {corrupt.dir}/*.reason, then remove the files there"
     return Finding("entries", "error", f"damaged job entries in {corrupt.dir}: {', '.join(names)}", hint)
+
+
+def _leftovers(layout: Layout) -> list[Finding]:
+    """Name what honed could not remove."""
+    try:
+        left = leftover.listed(layout)
+    except OSError as error:
+        return [Finding("leftovers", "warning", f"{layout.left_path}: {error.strerror}", "run it as honed's user")]
+    if not left:
+        return []
+    detail = f"honed could not remove {'; '.join(f'{printable(each.path)}: {each.problem}' for each in left[:5])}"
+    more = f", and {len(left) - 5} more; all are in {layout.left_path}" if len(left) > 5 else ""
+    hint = "honed tries it again; unmount what is mounted there, or as root, rm -r it"
+    return [Finding("leftovers", "warning", printable(detail + more), hint)]
 
 
 def _acls(layout: Layout) -> Finding:

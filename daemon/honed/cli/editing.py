@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from honed.cli import again, draft, submission, terminal
 from honed.cli.instance import Instance
+from honed.job import tree
 from honed.job.comparison import differences, spec_of
 from honed.job.editing import obstacle
 from honed.spec import document, relative
@@ -164,7 +165,7 @@ def _in_editor(instance: Instance, options: argparse.Namespace, job: Shown, was:
             done = _make(instance, options, job, was, text, Path.cwd())
         except (HonedError, OSError) as error:
             if isinstance(error, HonedError) and not _is_kept(path, was):
-                shutil.rmtree(directory)
+                tree.clear(directory)
                 raise
             refused = error if isinstance(error, HonedError) else UsageError(f"{path}: {error.strerror}")
             if status or not _asks_again(refused):
@@ -172,7 +173,7 @@ def _in_editor(instance: Instance, options: argparse.Namespace, job: Shown, was:
                 refused.hint = f"{refused.hint}; {kept}" if refused.hint else kept
                 raise refused from None
         else:
-            shutil.rmtree(directory)
+            tree.clear(directory)
             return done
 
 

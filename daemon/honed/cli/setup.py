@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from honed import __version__
 from honed.cli import terminal
+from honed.job import tree
 from honed.system import device, durable, environment, python, training
 from honed.system.environment import tell
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError
@@ -147,7 +147,7 @@ def remove_old() -> int:
             tell(f"honed-setup: {at}: kept, a process uses it")
         else:
             tell(f"honed-setup: remove {at}")
-            shutil.rmtree(at)
+            tree.clear(at)
     return 0
 
 
@@ -195,7 +195,7 @@ def _forget_unfinished(at: Path) -> None:
     """Have packages whose installation was cut off installed again: pip writes their RECORD last."""
     for info in at.glob("lib/python3.*/site-packages/*.dist-info"):
         if not (info / "RECORD").exists():
-            shutil.rmtree(info)
+            tree.clear(info)
 
 
 def _check(at: Path) -> None:

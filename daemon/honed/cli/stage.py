@@ -24,6 +24,7 @@ from honed.inputs import dataset
 from honed.inputs.attachment import RowError
 from honed.inputs.media import Media
 from honed.inputs.row import fields
+from honed.job import tree
 from honed.spec import document, spec
 from honed.spec.config import Config
 from honed.spec.media import KINDS, Kind
@@ -71,7 +72,7 @@ def stage(spec_path: Path, layout: Layout, config: Config) -> Staged:
         staged_path = place / f"{spec_path.stem}.json"
         staged_path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
+        tree.remove(place)
         raise
     return Staged(staged_path, copies)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from rich.text import Text
 
 from honed.cli import draft, following, terminal
 from honed.cli.instance import Instance
-from honed.job import arrival, trial
+from honed.job import arrival, tree, trial
 from honed.job.database import timestamp
 from honed.job.progress import gib
 from honed.spec import config, relative
@@ -142,7 +141,7 @@ def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path |
     for each in [path] if path else options.files if options.stage else []:
         place = place_of(each, instance.layout)
         if options.stage and place is not None:
-            shutil.rmtree(place, ignore_errors=True)
+            tree.remove(place)
 
 
 def _checked(instance: Instance, path: Path, beside: list[Path], original: Path) -> Any:

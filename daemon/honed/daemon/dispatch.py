@@ -21,12 +21,12 @@ from honed.daemon.backlog import Backlog
 from honed.daemon.editing import Editing
 from honed.daemon.fencing import RETRY_SEC, Fence
 from honed.daemon.halving import Halvings
+from honed.daemon.housekeeper import Housekeeper
 from honed.daemon.placement import Placement
 from honed.daemon.plans import Plans
 from honed.daemon.preempting import Preempting
 from honed.daemon.shares import Shares
 from honed.daemon.staged import StagedWorkers
-from honed.job import unstage
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
@@ -230,7 +230,7 @@ class _Grace:
 class Dispatch:
     """Starts jobs on free devices, and takes them back; each stage on the way is an attribute.
 
-    `probe` returns the devices, `num_bytes` the bytes of a user's job directories; `group`: the control group of
+    `probe` returns the devices; `housekeeper` knows the bytes of users' job directories; `group`: the control group of
     the workers, if they have one of their own; `clock` is monotonic seconds, `now` seconds since the epoch.
     """
 
@@ -244,7 +244,7 @@ class Dispatch:
         attempts: Attempts,
         *,
         probe: Callable[[list[int] | None], list[Device]],
-        num_bytes: Callable[[int], int],
+        housekeeper: Callable[[], Housekeeper],
         group: str,
         clock: Callable[[], float],
         now: Callable[[], float],
@@ -253,7 +253,10 @@ class Dispatch:
         self._spool = spool
         self._config = config
         self._attempts = attempts
-        self._shares = shares = Shares(Usage(layout.usage_path), config, attempts.in_use, num_bytes)
+        self._shares = shares = Shares(
+            Usage(layout.usage_path), config, attempts.in_use, lambda uid: housekeeper().num_bytes(uid)
+        )
+        self._housekeeper = housekeeper
         self._grace = _Grace(clock)
         availability = Availability(spool, config, now=now)
         self.placement = placement = Placement(layout, config, attempts, availability, probe=probe, clock=clock)
@@ -321,7 +324,7 @@ class Dispatch:
         for job in settled:
             if job.state is State.SUCCEEDED:
                 with self._alone(job):
-                    unstage.remove_copies(self._spool.layout, job, self.unfinished())
+                    self._housekeeper().remove_copies(job)
         self._shares.usage.flush()  # last: on a full disk it raises, and is written later
 
     def _alone(self, job: Job) -> contextlib.AbstractContextManager[None]:

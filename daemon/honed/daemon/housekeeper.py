@@ -28,7 +28,7 @@ from honed.job.retention import DAY_SEC, Item, Needs, Wish
 from honed.job.row_cache import RowCache
 from honed.job.shape import PruneAnswer, Removed
 from honed.job.spool import Spool
-from honed.run.removal_process import OLD_ROWS, RETRY_SEC, RemovalProcess
+from honed.run.removal_process import LEFT, OLD_ROWS, RETRY_SEC, RemovalProcess
 from honed.spec.config import Config, RetentionConfig
 from honed.system import untrusted
 from honed.system.clock import Calendar
@@ -62,6 +62,8 @@ class Pruning:
         self._removals = removals
         self._rows: list[int] = []  # pruned jobs whose rows still exist
         self._retry: dict[int, float] = {}  # those whose rows could not be removed, and when that is tried again
+        self._half_pruned: list[Job] = []  # those whose renames may not be durable
+        self._half_due = math.inf
 
     @property
     def is_busy(self) -> bool:
@@ -71,13 +73,26 @@ class Pruning:
     @property
     def due_at(self) -> float:
         """The time of the next retry."""
-        return min(self._retry.values(), default=math.inf)
+        return min(*self._retry.values(), self._half_due, math.inf)
 
     def prune(self, jobs: Sequence[Job], why: str) -> None:
-        """Prune finished jobs, with everything that belongs to them alone."""
-        self._spool.prune(*jobs)
+        """Prune finished jobs, with everything that belongs to them alone. Raises OSError if one could not be."""
+        try:
+            self._spool.prune(*jobs)
+        except OSError as error:
+            done = [job for job in jobs if self._spool.job(job.id) is None and self._spool.pruned.has(job.id)]
+            self._half_pruned += done
+            self._half_due = 0.0  # in the next turn
+            self._forget(done, why)
+            if len(done) < len(jobs):
+                raise
+            log.warning("%s: pruned jobs are removed later: %s", self._spool.pruned.dir, error)
+        else:
+            self._rows += [job.id for job in jobs]
+            self._forget(jobs, why)
+
+    def _forget(self, jobs: Sequence[Job], why: str) -> None:
         for job in jobs:
-            self._rows.append(job.id)
             self._removals.sizes.forget(job)
             self._removals.forget(f"job:{job.id}")
             log.info("job %d (%s): pruned: %s", job.id, job.name, why, extra=about(job))
@@ -95,11 +110,13 @@ class Pruning:
 
     def has_rows(self, number: int) -> bool:
         """Return True if a pruned job's rows still exist."""
-        return number in self._rows
+        return number in self._rows or any(job.id == number for job in self._half_pruned)
 
     def find_leftovers(self) -> Iterator[None]:
         """Find the work that an earlier daemon had begun, a piece at a time."""
         pruned = self._spool.pruned.ids()
+        if self._layout.left_path.exists():
+            self._removals.want(LEFT)
         yield
         known = {path.name for path in self._layout.jobs_dir.iterdir()}
         self._rows += sorted(number for number in pruned if str(number) in known)
@@ -120,6 +137,8 @@ class Pruning:
 
     def tend(self, now: float) -> None:
         """Delete a bite of the pruned jobs' rows."""
+        if now >= self._half_due:
+            self._finish_pruning(now)
         until = time.monotonic() + BITE_SEC
         while self._rows and time.monotonic() < until:
             self._forget_rows(self._rows[0], now)
@@ -127,6 +146,16 @@ class Pruning:
             if now >= due:
                 del self._retry[number]
                 self._rows.append(number)
+
+    def _finish_pruning(self, now: float) -> None:
+        """Complete the pruning of jobs of which an operation failed."""
+        try:
+            self._spool.finish_prune(*self._half_pruned)
+        except OSError:
+            self._half_due = now + RETRY_SEC
+            return
+        self._rows += [job.id for job in self._half_pruned]
+        self._half_pruned, self._half_due = [], math.inf
 
     def _forget_rows(self, number: int, now: float) -> None:
         """Delete a bite of a pruned job's rows; its directory is removed after the last of them."""
@@ -418,6 +447,10 @@ class Housekeeper:
     def listen(self, told: Callable[[str, int], None]) -> None:
         """Register a callback for each removal: it gets the kind, `job` or `checkpoints`, and the bytes."""
         self._removals.listeners.append(told)
+
+    def remove_copies(self, job: Job) -> None:
+        """Remove the copies that `submit --stage` made for a job that has succeeded."""
+        self._removals.want(f"copies:{job.id}")
 
     def free_checkpoints(self, job_id: int) -> None:
         """Free the disk space of checkpoints that were already set aside."""

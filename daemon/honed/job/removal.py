@@ -5,11 +5,14 @@
     measure:7         the size of job 7's directory
     weigh:7           the size of job 7's checkpoints
     job:7             remove job 7 (its entry must be in pruned/) and the copies that `submit --stage` made for it
+    copies:7          remove the copies that `submit --stage` made for job 7
     checkpoints:7     remove job 7's checkpoints that were set aside: `.checkpoints.<n>.old`
     rows:0            remove the encoded rows that were set aside, of all users
+    left:0            remove what could not be removed before (leftover.py)
 
-It prints one line of JSON per item: {"item", "num_bytes", "num_files", "problem"}. An item that was interrupted can be
-requested again. No link is followed and no other file system entered, because workers can write in these directories.
+It prints one line of JSON per item, {"item", "num_bytes", "num_files", "problem", "is_left"}, and an empty line now and
+then while it works on one. An item that was interrupted can be requested again. No link is followed and no other file
+system entered, because workers can write in these directories.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from honed.job import row_cache, unstage
-from honed.job.job import State
+from honed.job import leftover, row_cache, unstage
+from honed.job.job import Job, State
 from honed.job.spool import Spool
-from honed.job.tree import Count, measure, remove
+from honed.job.tree import Count, measure, no_tick
 from honed.system import durable
 from honed.system import layout as layouts
 from honed.system.layout import Layout
@@ -37,17 +40,26 @@ OLD_CHECKPOINTS = ".checkpoints.*.old"
 # -- a job's ----------------------------------------------------------------------------------------------------------
 
 
-def remove_job(spool: Spool, layout: Layout, job_id: int) -> Count:
+def remove_job(spool: Spool, layout: Layout, job_id: int, tick: Callable[[], None] = no_tick) -> Count:
     """Remove all files of a pruned job, starting with the copies that `submit --stage` made for it."""
     pruned = spool.pruned.get(job_id)
     if pruned is None:
         return Count(problem=f"job {job_id} is not pruned")
+    return _copies(spool, layout, pruned, tick).plus(leftover.remove(layout, layout.files(job_id).place, tick))
+
+
+def remove_copies(spool: Spool, layout: Layout, job_id: int, tick: Callable[[], None] = no_tick) -> Count:
+    """Remove the copies that `submit --stage` made for a job that has ended."""
+    job = spool.job(job_id)
+    return _copies(spool, layout, job, tick) if job is not None and job.state.is_final else Count()
+
+
+def _copies(spool: Spool, layout: Layout, job: Job, tick: Callable[[], None]) -> Count:
     unfinished = (job for state in (State.QUEUED, State.HELD, State.RUNNING) for job in spool.jobs(state))
-    for place in unstage.copies_of_its_own(layout, pruned, unfinished):
-        removed = remove(place)
-        if removed.problem:
-            print(f"job {job_id}: its staged copies were not removed: {removed.problem}", file=sys.stderr)
-    return remove(layout.files(job_id).place)
+    total = Count()
+    for place in unstage.copies_of_its_own(layout, job, unfinished):
+        total = total.plus(leftover.remove(layout, place, tick))
+    return total
 
 
 def set_aside_checkpoints(layout: Layout, job_id: int) -> bool:
@@ -67,15 +79,17 @@ def set_aside_checkpoints(layout: Layout, job_id: int) -> bool:
     return True
 
 
-def remove_checkpoints(layout: Layout, job_id: int) -> Count:
+def remove_checkpoints(layout: Layout, job_id: int, tick: Callable[[], None] = no_tick) -> Count:
     """Remove the checkpoints that `set_aside_checkpoints` renamed."""
     total = Count()
     for path in sorted(layout.files(job_id).place.glob(OLD_CHECKPOINTS)):
-        removed = remove(path)
-        total = Count(
-            total.num_bytes + removed.num_bytes, total.num_files + removed.num_files, total.problem or removed.problem
-        )
+        total = total.plus(leftover.remove(layout, path, tick))
     return total
+
+
+def _tick() -> None:
+    """Show the daemon that the work goes on."""
+    print(flush=True)
 
 
 def settle(spool: Spool, layout: Layout, item: str) -> Count:
@@ -83,15 +97,19 @@ def settle(spool: Spool, layout: Layout, item: str) -> Count:
     kind, _, number = item.partition(":")
     match kind:
         case "measure":
-            return measure(layout.files(int(number)).place)
+            return measure(layout.files(int(number)).place, _tick)
         case "weigh":
-            return measure(layout.files(int(number)).place / "checkpoints")
+            return measure(layout.files(int(number)).place / "checkpoints", _tick)
         case "checkpoints":
-            return remove_checkpoints(layout, int(number))
+            return remove_checkpoints(layout, int(number), _tick)
+        case "copies":
+            return remove_copies(spool, layout, int(number), _tick)
         case "job":
-            return remove_job(spool, layout, int(number))
+            return remove_job(spool, layout, int(number), _tick)
         case "rows":
-            return remove(row_cache.old_dir(layout))
+            return leftover.remove(layout, row_cache.old_dir(layout), _tick)
+        case "left":
+            return leftover.remove_again(layout, _tick)
         case _:
             return Count(problem=f"no item: {item}")
 
@@ -106,7 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     layout = layouts.of(options.root)
     spool = Spool(layout, lock=False)
     for item in options.items:
-        print(json.dumps({"item": item, **settle(spool, layout, item).as_dict()}), flush=True)
+        try:
+            done = settle(spool, layout, item)
+        except Exception as error:  # noqa: BLE001 - one item ends no other
+            done = Count(problem=f"{type(error).__name__}: {error}"[:300])
+        print(json.dumps({"item": item, **done.as_dict(), "is_left": done.is_left}), flush=True)
     return 0
 
 

@@ -24,7 +24,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import stat
 import time
 from collections import defaultdict
@@ -33,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from honed.job import tree
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile
 from honed.job.shape import CachedRows
@@ -110,7 +110,7 @@ class RowCache:
         with contextlib.suppress(FileExistsError):
             self._dir.mkdir(mode=0o711)
         new = self._dir / f".{uid}.new"
-        shutil.rmtree(new, ignore_errors=True)
+        tree.remove(new)
         new.mkdir(mode=0o700)
         worker = access.worker_of(self._layout.root, uid, self._layout.jobs_dir)
         if worker is not None:
@@ -173,7 +173,7 @@ class RowCache:
         if (directory := self._opened(uid)) is None:
             return
         new = directory / f".{name}.new"
-        shutil.rmtree(new, ignore_errors=True)
+        tree.remove(new)
         new.mkdir(mode=0o750)
         try:
             for each in FILES:
@@ -181,7 +181,7 @@ class RowCache:
                 if not stat.S_ISREG((new / each).lstat().st_mode):
                     raise OSError(f"{each} is not a regular file")
         except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
+            tree.remove(new)
             raise
         self._set_aside(directory / name)
         new.rename(directory / name)

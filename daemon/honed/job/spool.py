@@ -35,7 +35,6 @@ from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import JobFiles, Layout
 from honed.system.log import about
 from honed.system.message import ENTRY_DAMAGED
-from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
@@ -174,8 +173,6 @@ class Spool:
         self.incoming_dir = self.dir / "incoming"
         self.claimed_dir = self.dir / "claimed"
         self.rejected_dir = self.dir / "rejected"
-        #: The same for what lies in them, which people made.
-        self.incoming, self.rejected = PersonPath(self.incoming_dir), PersonPath(self.rejected_dir)
         self.pruned = Pruned(self.dir)
         self.ended_dir = self.dir / "ended"
         self.corrupt = Corrupt(self.dir)
@@ -323,6 +320,10 @@ class Spool:
             self.entries.path(job.id, job.state).rename(self.pruned.path(job.id, job.state))
             if self._catalog is not None:
                 self._catalog.drop(job.id)
+        self.finish_prune(*jobs)
+
+    def finish_prune(self, *jobs: Job) -> None:
+        """Make the renames of pruned entries durable, and forget the marks of their ends."""
         for directory in [self.pruned.dir, *{self.state_dir(job.state) for job in jobs}]:
             durable.sync_dir(directory)
         for job in jobs:

@@ -15,17 +15,16 @@ is down, and adds systemd's facts to exit.json; if the shim was killed, it write
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import stat
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from honed.job import tree
 from honed.run.runner import read_exit_record, read_lock_record
 from honed.system import durable, python, untrusted
 from honed.system.clock import Moment
@@ -130,22 +129,6 @@ def end(job: JobFiles, environment: Mapping[str, str], *, system_state: str = ""
     return record
 
 
-def open_up(directory: Path) -> None:
-    """Give the group access to directories that the worker created below its job's: the daemon, a member of that group,
-    must be able to remove them. Directories made by tempfile, for one, are closed to everybody but their owner.
-    """
-    for _path, names, _files, fd in os.fwalk(directory, onerror=lambda _error: None):
-        for name in names:
-            with contextlib.suppress(OSError):  # another user's, or gone
-                below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
-                try:
-                    info = os.fstat(below)
-                    if info.st_uid == os.geteuid() and info.st_mode & 0o070 != 0o070:
-                        os.fchmod(below, stat.S_IMODE(info.st_mode) | 0o070)
-                finally:
-                    os.close(below)
-
-
 def _signal_number(name: str) -> int | None:
     """Return the number of a signal in systemd's spelling: KILL, ABRT."""
     try:
@@ -163,7 +146,9 @@ def start_main() -> int:
 
 def end_main() -> int:
     """Run the `honed-job-end` command."""
-    open_up(_job().place)
+    # The daemon, a member of the group, must be able to remove what the worker created below its job's directory:
+    # directories made by tempfile, for one, are closed to everybody but their owner.
+    tree.open_up(_job().place)
     try:
         end(_job(), os.environ, system_state=_system_state())
     except (OSError, ValueError) as error:

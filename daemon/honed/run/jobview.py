@@ -25,11 +25,11 @@ import fcntl
 import json
 import os
 import pwd
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from honed.job import tree
 from honed.job.plan_file import PlanFile
 from honed.job.row_cache import has_code
 from honed.run import jobunit
@@ -157,7 +157,7 @@ def _remove(job_id: int) -> None:
         while os.path.ismount(path):
             _unmount(path)
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(view)
+        tree.clear(view)
     for path in [*USERDB_DIR.glob(f"{user_name(job_id)}.user"), *USERDB_DIR.glob(f"{user_name(job_id)}:*")]:
         path.unlink(missing_ok=True)
     used = {path.stem.partition(":")[2] for path in USERDB_DIR.glob(f"{user_name(0)[:-1]}*:*.membership")}

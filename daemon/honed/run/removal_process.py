@@ -1,4 +1,8 @@
-"""The child that measures and removes files (`honed.job.removal`): one at a time, for many items, while others wait."""
+"""The child that measures and removes files (`honed.job.removal`): one at a time, for many items, while others wait.
+
+A failed item is tried again after 5 s, then ever later, up to 10 min. A child that shows no progress is given up, with
+the item that it was at: a file system that hangs may keep it for ever.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import IO
 
 from honed.job.job import Job
@@ -17,16 +22,20 @@ from honed.job.spool import Spool
 from honed.job.tree import Count
 from honed.run.process import DAEMON_VARIABLES, SECRET_VARIABLES
 from honed.system import python
+from honed.system.backoff import Backoff
 from honed.system.log import about
 
 log = logging.getLogger(__name__)
 
 #: Items for one child: the length of a command line is limited.
 MAX_ITEMS = 2000
-#: The item that removes cached rows.
-OLD_ROWS = "rows:0"
-#: Seconds before a failed removal is retried.
-RETRY_SEC = 600.0
+#: The items that remove cached rows, and what could not be removed before.
+OLD_ROWS, LEFT = "rows:0", "left:0"
+#: Seconds before a failed removal is retried, the first time and at most.
+RETRY_SEC, MAX_RETRY_SEC = 5.0, 600.0
+#: Seconds without a sign of progress after which a child is given up.
+STALL_SEC = 120.0
+_OF_JOB = {"job": "its directory", "checkpoints": "its old checkpoints", "copies": "its staged copies"}
 
 
 class Sizes:
@@ -65,6 +74,8 @@ class RemovalProcess:
         self._said: IO[bytes] | None = None  # the child's output, read when it has ended
         self._done: dict[str, Count] = {}
         self._retry: dict[str, float] = {}  # failed items, and when they are tried again
+        self._backoffs: dict[str, Backoff] = {}  # of the items that have failed
+        self._progress = (0, 0.0)  # bytes of the child's output, and when they came
         self.listeners: list[Callable[[str, int], None]] = []  #: get the kind of a removed item and its bytes
 
     # -- what is wanted -----------------------------------------------------------------------------------------------
@@ -141,29 +152,43 @@ class RemovalProcess:
             )
         except OSError as error:
             log.warning("nothing can be removed: %s", error)
-            self._retry |= dict.fromkeys(items, self._clock() + RETRY_SEC)
+            for item in items:
+                self._try_later(item)
         else:
-            self._at_work = items
+            self._at_work, self._progress = items, (0, self._clock())
         for item in items:
             del self._waiting[item]
 
     def _reap(self, process: subprocess.Popen[bytes]) -> None:
         file = self._said
         assert file is not None
-        if process.poll() is None:
+        is_over = process.poll() is not None
+        if not is_over and not self._is_stalled(file):
             return
         said = {}
         file.seek(0)
         for line in file.read().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 data = json.loads(line)
-                said[data["item"]] = Count(data["num_bytes"], data["num_files"], data["problem"])
+                said[data["item"]] = Count(data["num_bytes"], data["num_files"], data["problem"], data["is_left"])
         file.close()
         items, self._at_work, self._process = self._at_work, [], None
+        why = f"the removal process exited with status {process.returncode}"
+        if not is_over:
+            process.kill()  # not waited for: what hangs in the kernel does not end
+            why = f"no progress for {STALL_SEC:.0f} s: does a file system hang?"
+        missing = [item for item in items if item not in said]
         for item in items:
-            self._settle(
-                item, said.get(item, Count(problem=f"the removal process exited with status {process.returncode}"))
-            )
+            if item in said or is_over or item == missing[0]:
+                self._settle(item, said.get(item, Count(problem=why)))
+            else:
+                self.want(item)
+
+    def _is_stalled(self, file: IO[bytes]) -> bool:
+        num_bytes, now = os.fstat(file.fileno()).st_size, self._clock()
+        if num_bytes != self._progress[0]:
+            self._progress = (num_bytes, now)
+        return now - self._progress[1] > STALL_SEC
 
     def _settle(self, item: str, done: Count) -> None:
         kind, _, number = item.partition(":")
@@ -172,34 +197,53 @@ class RemovalProcess:
                 if (job := self._spool.job(int(number))) is not None:
                     sizes.put(job, done.num_bytes)
                 return
-        if item == OLD_ROWS:
-            if done.problem:
-                log.error("old encoded rows cannot be removed; retrying in %.0f min: %s", RETRY_SEC / 60, done.problem)
-                self._retry[item] = self._clock() + RETRY_SEC
-            return
-        if done.num_bytes:
+        if done.num_bytes and kind in {"job", "checkpoints"}:
             for told in self.listeners:
                 told(kind, done.num_bytes)
-        earlier = self.done(item)
-        self._done[item] = Count(earlier.num_bytes + done.num_bytes, earlier.num_files + done.num_files, done.problem)
-        what = "its directory" if kind == "job" else "its old checkpoints"
+        if kind in {"job", "checkpoints"}:  # honectl asks for these
+            earlier = self.done(item)
+            self._done[item] = replace(earlier.plus(done), problem=done.problem)
         if done.problem:
-            log.error(
-                "job %s: %s cannot be removed; retrying in %.0f min: %s; as root, rm -r %s",
-                number,
-                what,
-                RETRY_SEC / 60,
-                done.problem,
-                self._spool.files(int(number)).dir,
-                extra=about(int(number)),
-            )
-            self._retry[item] = self._clock() + RETRY_SEC
-        elif done.num_files:
-            log.info(
-                "job %s: removed %s, %d files, %d bytes",
-                number,
-                what,
-                done.num_files,
-                done.num_bytes,
-                extra=about(int(number)),
-            )
+            self._tell_failure(item, done)
+            if done.is_left:
+                self._backoffs.pop(LEFT, None)
+            self._try_later(LEFT if done.is_left else item)
+        else:
+            self._backoffs.pop(item, None)
+            self._tell(item, done)
+
+    def _try_later(self, item: str) -> None:
+        backoff = self._backoffs.setdefault(item, Backoff(RETRY_SEC, MAX_RETRY_SEC))
+        self._retry[item] = self._clock() + backoff.next_sec()
+
+    def _tell(self, item: str, done: Count) -> None:
+        kind, _, number = item.partition(":")
+        if not done.num_files:
+            return
+        if kind not in _OF_JOB:
+            log.info("removed %s, %d files", "what was left" if item == LEFT else "old encoded rows", done.num_files)
+            return
+        job = self._spool.job(int(number))
+        log.info(
+            "job %s%s: removed %s, %d files, %d bytes",
+            number,
+            f" ({job.name})" if job is not None else "",
+            _OF_JOB[kind],
+            done.num_files,
+            done.num_bytes,
+            extra=about(int(number)),
+        )
+
+    def _tell_failure(self, item: str, done: Count) -> None:
+        """Log that an item failed, the first time."""
+        kind, _, number = item.partition(":")
+        if item == LEFT or item in self._backoffs:
+            log.debug("%s cannot be removed yet: %s", item, done.problem)
+            return
+        what = f"job {number}: {_OF_JOB[kind]}" if kind in _OF_JOB else "old encoded rows"
+        log.error(
+            "%s cannot be removed; it is tried again, and honectl doctor says what is left: %s",
+            what,
+            done.problem,
+            extra=about(int(number) or None),
+        )

@@ -17,11 +17,11 @@ import contextlib
 import json
 import logging
 import re
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from honed.job import tree
 from honed.job.job import Job, State
 from honed.send import outbox
 from honed.system import durable, untrusted
@@ -68,7 +68,7 @@ class Collector:
             self._due.discard(job_id)
         for run in runs_dir(path).iterdir():
             if is_synced(path, run.name):
-                shutil.rmtree(run, ignore_errors=True)
+                tree.remove(run)
 
     def _collect(self, job: Job) -> None:
         for run in _runs_of(self._layout.files(job.id)):
@@ -94,7 +94,7 @@ class Collector:
                 )
                 continue
             made = target.with_name(f".{target.name}.tmp")
-            shutil.rmtree(made, ignore_errors=True)
+            tree.remove(made)
             durable.make_dir(made, mode=0o750)
             durable.write(made / f"run-{found[1]}.wandb", data, mode=0o640)
             made.rename(target)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from honed.job import tree
 from honed.send import child, wandb_runs
 from honed.spec.config import ReportingConfig
 from honed.system import installed, python, secret
@@ -109,7 +110,7 @@ class Syncer:
         work_dir = wandb_runs.synced_dir(self._path) / run.name
         if not work_dir.exists():
             made = work_dir.with_name(f".{run.name}.tmp")
-            shutil.rmtree(made, ignore_errors=True)
+            tree.remove(made)
             shutil.copytree(run, made / _run_name(work_dir))
             made.rename(work_dir)
         status = self._sync(work_dir, key)
@@ -118,7 +119,7 @@ class Syncer:
         if not wandb_runs.is_marked(work_dir / _run_name(work_dir)):
             return f"wandb sync exited with status {status}; see {work_dir / LOG_NAME}"
         wandb_runs.mark_synced(self._path, run.name, when=time.time())
-        shutil.rmtree(work_dir, ignore_errors=True)
+        tree.remove(work_dir)
         log.info("sent to wandb: %s", run.name, extra=about(int(run.name.partition(".")[0])))
         return None
 

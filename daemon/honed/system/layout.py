@@ -74,6 +74,11 @@ class Layout(NamedTuple):
         return self.state_dir / "honed.db"
 
     @property
+    def left_path(self) -> Path:
+        """What could not be removed; see leftover.py."""
+        return self.state_dir / "left.json"
+
+    @property
     def counters_path(self) -> Path:
         """Counters and histograms; see counters.py."""
         return self.state_dir / "counters.json"

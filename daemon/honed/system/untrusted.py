@@ -15,13 +15,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import itertools
 import os
 import stat
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 
 from honed.system import durable
-from honed.system import rename as renames
 from honed.system.durable import Steps
 from honed.system.personpath import PersonPath
 
@@ -74,22 +72,6 @@ def read_plain(path: PersonPath, *, max_bytes: int = MAX_BYTES, owners: Containe
 def write_plain(path: PersonPath, data: bytes, *, mode: int = 0o644) -> None:
     """Replace a file durably and atomically, whatever it was. Raises OSError."""
     durable.finish(writing(path, data, mode=mode))
-
-
-def write_beside(path: PersonPath, data: bytes, *, mode: int = 0o644) -> PersonPath:
-    """Write `data` to a hidden file beside `path`, synced; the caller renames it. Returns the hidden file's path."""
-    with _named(path), directory(path.parent) as place:
-        new, fd = _create_beside(place, path.name, mode)
-        try:
-            durable.write_all(fd, data)
-            os.fsync(fd)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(new, dir_fd=place)
-            raise
-        finally:
-            os.close(fd)
-    return path.with_name(new)
 
 
 def writing(path: PersonPath, data: bytes, *, mode: int = 0o644) -> Steps[None]:
@@ -162,26 +144,10 @@ def is_dir(path: PersonPath) -> bool:
         return False
 
 
-def infos(path: PersonPath, names: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield what lstat(2) tells of these names in a directory; those that are gone, or mounts, are left out."""
-    with _named(path), _looked_up_all(path) as place:
-        for name in names:
-            try:
-                with _looked_up(place, name, path) as fd:
-                    found = os.fstat(fd)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                if error.errno == errno.EXDEV:
-                    continue
-                raise
-            yield name, found
-
-
-def names_in(path: PersonPath, *, limit: int | None = MAX_NAMES) -> list[str]:
+def names_in(path: PersonPath, *, limit: int = MAX_NAMES) -> list[str]:
     """Return up to `limit` names in a directory, in no order. Raises OSError."""
     with directory(path) as fd, os.scandir(fd) as found:
-        return [each.name for each in itertools.islice(found, limit)]
+        return [each.name for each, _ in zip(found, range(limit), strict=False)]
 
 
 def remove(path: PersonPath) -> None:
@@ -217,12 +183,6 @@ def rename(old: PersonPath, new: PersonPath) -> None:
     """Rename what is there, replacing what has the new name. Raises OSError."""
     with _named(old), _parent(old) as source, _parent(new) as target:
         os.rename(old.name, new.name, src_dir_fd=source, dst_dir_fd=target)
-
-
-def rename_to_free(old: PersonPath, new: PersonPath) -> None:
-    """Rename what is there to a name that must not exist. Raises FileExistsError if it does, and OSError."""
-    with _named(new), _parent(old) as source, _parent(new) as target:
-        renames.to_free(old.name, new.name, src_dir_fd=source, dst_dir_fd=target)
 
 
 @contextlib.contextmanager
@@ -271,7 +231,7 @@ def _looked_up(place: int, name: str, path: PersonPath) -> Iterator[int]:
 
 def _look_up(place: int, name: str, path: PersonPath) -> int:
     fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place)
-    if not path.is_own and _is_mount(fd):
+    if not path.is_own and is_mount(fd):
         os.close(fd)
         raise OSError(errno.EXDEV, "another file system is mounted there")
     return fd
@@ -309,7 +269,7 @@ class _Statx(ctypes.Structure):
 _statx = getattr(ctypes.CDLL(None), "statx", None)
 
 
-def _is_mount(fd: int) -> bool:
+def is_mount(fd: int) -> bool:
     """Return True if a descriptor is the root of a mount."""
     found = _Statx()
     if _statx is None or _statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, 0, ctypes.byref(found)) != 0:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.inputs import basemodel, modality, score
-from honed.job import trial
+from honed.job import tree, trial
 from honed.job.event import EventWriter, has_begun
 from honed.plan import pace, position
 from honed.plan import parallel as division_plan
@@ -422,7 +421,7 @@ class _Story:
             finally:
                 self.memory = memory.trained(trainer.model)
             if job.shared_rows_dir is None:
-                shutil.rmtree(job.rows_dir, ignore_errors=True)
+                tree.remove(job.rows_dir)
             return
 
         if resumed is None and not job.is_trial:
@@ -532,7 +531,7 @@ class _Story:
             else:
                 self._log("warning", f"{left}, left by an earlier run of this job, cannot be removed: {problem}")
         if job.shared_rows_dir is None:  # else honed takes them first, and removes them
-            shutil.rmtree(job.rows_dir, ignore_errors=True)  # no later attempt needs them
+            tree.remove(job.rows_dir)  # no later attempt needs them
 
     def _evaluate(self, exam: examiner.Examiner, trainer: Any, began: float) -> None:
         """Measure the model as at the end of a training: the evaluation, and a round of predictions; as far as there is

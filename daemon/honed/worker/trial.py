@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from honed.job import event, trial
+from honed.job import event, tree, trial
 from honed.job.trial import Findings
 from honed.system import durable, python
 from honed.system.error import KilledError, from_dict
@@ -44,7 +43,7 @@ def run(
     durable.make_dir(place.dir)
     place.events_path.unlink(missing_ok=True)  # left by a first start, before a fallback
     place.result_path.unlink(missing_ok=True)
-    shutil.rmtree(layout.checkpoints_dir, ignore_errors=True)  # it would resume from one, and report fewer steps
+    tree.remove(layout.checkpoints_dir)  # it would resume from one, and report fewer steps
     trial.reduced(job.plan, layout.output_dir).write(PersonPath.own(layout.plan_path))
     tell("info", f"starting with a trial: {trial.NUM_ROWS} rows, a few steps")
     # Its output goes to worker.log, as ours does.

@@ -22,7 +22,6 @@ from honed.spec.config import Config
 from honed.system import durable
 from honed.system.error import InternalError
 from honed.system.layout import Layout
-from honed.system.personpath import PersonPath
 
 
 class Desk:
@@ -46,7 +45,7 @@ class Desk:
         path = self.spool.incoming_dir / "a.json"
         path.write_text("{}")
         arrivals = Arrivals(self.spool)
-        claim = arrivals.claim(PersonPath.of(path, 1))
+        claim = arrivals.claim(path)
         assert claim is not None
         arrivals.copy(claim, max_bytes=100)
         common: dict[str, Any] = {

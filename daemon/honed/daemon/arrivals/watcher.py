@@ -30,9 +30,6 @@ from watchdog.events import (
 from watchdog.observers.api import BaseObserver
 from watchdog.observers.inotify import InotifyObserver
 
-from honed.system import untrusted
-from honed.system.personpath import PersonPath
-
 log = logging.getLogger(__name__)
 
 #: Seconds that a closed file must stay unchanged: a shell's `>` and `>>` close and open again.
@@ -176,14 +173,15 @@ class Watcher:
             self.forget(name)
         self._absent = absent
 
-    def is_whole(self, path: PersonPath, as_of: float | None = None) -> bool:
+    def is_whole(self, path: Path, as_of: float | None = None) -> bool:
         """Return True if nobody is still writing this arrival, as far as can be known.
 
         It is judged by the events of which `take_hinted` told, and by the time `as_of` (monotonic seconds; None: now).
         So of the files that are judged by the same, none is whole for having been looked at later than another.
         """
-        info = next((found for _, found in untrusted.infos(path.parent, [path.name])), None)
-        if info is None:
+        try:
+            info = path.lstat()
+        except FileNotFoundError:
             return False
         if not stat.S_ISREG(info.st_mode):
             return True  # it will be refused: no need to wait
@@ -222,10 +220,10 @@ class _Hints(FileSystemEventHandler):
         self._watcher.hint(event)
 
 
-def _has_writer(path: PersonPath) -> bool:
+def _has_writer(path: Path) -> bool:
     """Return True if a process holds the file open for writing; False if we may not ask (another user's file)."""
     try:
-        fd = untrusted.open_plain(path)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:

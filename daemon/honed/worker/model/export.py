@@ -18,7 +18,7 @@ from typing import Any
 
 from honed import __version__
 from honed.inputs import basemodel
-from honed.job import fence
+from honed.job import fence, tree
 from honed.job.plan_file import Identity
 from honed.system import durable, rename
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
@@ -72,7 +72,7 @@ def export(
                 raise
             except Exception as error:  # noqa: BLE001 - whatever it is, what was trained is kept
                 fault = error
-                shutil.rmtree(made / "merged", ignore_errors=True)
+                tree.remove(made / "merged")
             else:
                 artifacts["merged"] = str(target / "merged")
         for each in changes:
@@ -123,12 +123,12 @@ def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | N
     for found in (f"{name}.regressed", f"{name}.{number}.regressed"):
         place = assignment.output_dir.with_name(found)
         gone = place.with_name(f".{found}.old")
-        shutil.rmtree(gone, ignore_errors=True)  # left by a killed process
+        tree.remove(gone)  # left by a killed process
         if _owner(place) != assignment.plan.job.owner:
             continue
         try:
             place.rename(gone)
-            shutil.rmtree(gone)
+            tree.clear(gone)
         except OSError as error:
             yield place, error
         else:
@@ -147,14 +147,14 @@ def beside(target: Path) -> Iterator[Path]:
     """Make an empty directory beside a target, to complete an output in before the rename."""
     durable.make_dir(target.parent)
     made = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(made, ignore_errors=True)
+    tree.remove(made)
     made.mkdir()
     try:
         yield made
     except EnvironmentInvalidError:
         raise  # the error of `place` says that the output lies there
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        tree.remove(made)
         raise
 
 
@@ -188,11 +188,11 @@ def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
     At every moment one of the two is there, whole, if the file system can exchange names (ext4, xfs, btrfs can).
     """
     old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    tree.remove(old)
     if _owner(target) == owner:
         if rename.exchange(beside, target):
             durable.sync_dir(target.parent)
-            shutil.rmtree(beside, ignore_errors=True)
+            tree.remove(beside)
             return
         target.rename(old)
     try:
@@ -207,7 +207,7 @@ def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
             hint="move one of them away",
         ) from error
     durable.sync_dir(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    tree.remove(old)
 
 
 def sync(directory: Path) -> None:

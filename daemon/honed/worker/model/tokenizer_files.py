@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.inputs import basemodel
+from honed.job import tree
 from honed.text import tokenfile
 from honed.worker.assignment import Assignment
 from honed.worker.model import generation
@@ -171,7 +172,7 @@ def _set_end(made: Path, end: str) -> Iterator[str]:
 def _set_template(made: Path, template: Path) -> Iterator[str]:
     """Give an output the job's template alone: readers take that of a tokenizer from either place."""
     shutil.copyfile(template, made / TEMPLATE)
-    shutil.rmtree(made / TEMPLATES_DIR, ignore_errors=True)
+    tree.remove(made / TEMPLATES_DIR)
     (made / "chat_template.json").unlink(missing_ok=True)
     yield f"{TEMPLATE}: the job's chat_template"
     if (config := tokenfile.config(made)) is not None and config.pop("chat_template", None) is not None:

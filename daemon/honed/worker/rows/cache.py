@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import honed
 from honed.inputs.datadir import files_of
+from honed.job import tree
 from honed.job.row_cache import FILES
 from honed.spec.spec import DatasetSpec
 from honed.system import installed
@@ -74,7 +74,7 @@ def find(
     `shared_dir` is the user's cache, in which the entry is looked for, too.
     """
     if is_shared(directory) and not (directory / table.MANIFEST).exists():
-        shutil.rmtree(directory)  # links to an entry that the cache no longer has
+        tree.clear(directory)  # links to an entry that the cache no longer has
     if shared_dir is not None and not directory.exists():
         _link(shared_dir / directory.name, directory)
     try:
@@ -82,7 +82,7 @@ def find(
     except DamagedError as error:
         whose = "job" if is_shared(directory) else "attempt"
         warn(f"the encoded rows of an earlier {whose} are damaged and are made anew: {error}")
-        shutil.rmtree(directory, ignore_errors=True)
+        tree.remove(directory)
         return None
     for path in directory.glob("cache-*.arrow") if found is not None else ():
         path.unlink()  # made by datasets, for packing
@@ -99,7 +99,7 @@ def _link(shared: Path, directory: Path) -> None:
     if not (shared / table.MANIFEST).exists():
         return
     new = directory.with_name(f".{directory.name}.link")
-    shutil.rmtree(new, ignore_errors=True)
+    tree.remove(new)
     new.mkdir(parents=True)
     for name in FILES:
         (new / name).symlink_to(shared / name)
@@ -111,7 +111,7 @@ def keep(rows_dir: Path, names: Iterable[str]) -> None:
     kept = set(names)
     for path in rows_dir.iterdir() if rows_dir.is_dir() else ():
         if path.name not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+            tree.remove(path)
 
 
 def _backend(tokenizer: Any) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,6 +24,7 @@ import pyarrow as pa
 
 from honed.inputs.dataset import Counts
 from honed.inputs.row import Example
+from honed.job import tree
 from honed.worker.rows import record
 from honed.worker.rows.record import NUMBERS, Batch, Remark
 
@@ -133,7 +133,7 @@ class Writer:
 
     def __init__(self, rows_dir: Path) -> None:
         self._new = rows_dir / ".new"
-        shutil.rmtree(self._new, ignore_errors=True)
+        tree.remove(self._new)
         self._new.mkdir(parents=True)
         self._files = {name: _File(self._new / name) for name in (TOKENS, ROWS)}
         self._tokens = pa.ipc.new_stream(self._files[TOKENS], _TOKENS_SCHEMA)
@@ -150,7 +150,7 @@ class Writer:
 
     def discard(self) -> None:
         """Remove what was written."""
-        shutil.rmtree(self._new, ignore_errors=True)
+        tree.remove(self._new)
 
     def finish(self, counts: Sequence[Counts], name: str) -> Table:
         """Close the entry, put it in its place under this name, and open it."""
@@ -164,7 +164,7 @@ class Writer:
         }
         (self._new / MANIFEST).write_text(json.dumps(manifest))
         directory = self._new.with_name(name)
-        shutil.rmtree(directory, ignore_errors=True)
+        tree.remove(directory)
         self._new.rename(directory)
         return Table(directory, counts)
 

@@ -12,13 +12,12 @@ import contextlib
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed.job import fence
+from honed.job import fence, tree
 from honed.job.job import known
 from honed.system import durable
 from honed.worker import message
@@ -103,7 +102,7 @@ def new_dir(checkpoints_dir: Path) -> Path:
     """Make an empty directory to write `checkpoint-N` into, without anything that a crash left in it."""
     path = checkpoints_dir / _NEW
     if path.exists():
-        shutil.rmtree(path)
+        tree.clear(path)
     path.mkdir()
     return path
 
@@ -132,12 +131,12 @@ def put(path: Path, checkpoints_dir: Path) -> Path:
     place = checkpoints_dir / path.name
     old = checkpoints_dir / f".{path.name}.old"
     if place.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        tree.remove(old)
         place.rename(old)
     path.rename(place)
     durable.sync_dir(checkpoints_dir)
-    shutil.rmtree(old, ignore_errors=True)
-    shutil.rmtree(checkpoints_dir / _NEW, ignore_errors=True)
+    tree.remove(old)
+    tree.remove(checkpoints_dir / _NEW)
     return place
 
 
@@ -147,13 +146,13 @@ def rotate(checkpoints_dir: Path, *, limit: int, keep: set[Path]) -> None:
     Damaged ones are removed once `limit` whole ones are newer.
     """
     for leftover in checkpoints_dir.glob(".checkpoint-*.old"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        tree.remove(leftover)
     whole = [(step, path) for step, path in _named(checkpoints_dir, _NAME) if (path / MANIFEST).is_file()]
     limit = max(limit, 1)
     for _, path in whole[:-limit]:
         if path not in keep:
             # Renamed first: a removal cut short must not look like a checkpoint that was damaged.
-            shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")), ignore_errors=True)
+            tree.remove(path.rename(path.with_name(f".{path.name}.old")))
     if len(whole) >= limit:
         for step, path in _named(checkpoints_dir, _DAMAGED):
             if step < whole[-limit][0]:
@@ -172,7 +171,7 @@ def commit(
         fence.require_current()
         place = put(made, checkpoints_dir)
     except BaseException:
-        shutil.rmtree(made.parent, ignore_errors=True)  # where the disk is full, the room is needed
+        tree.remove(made.parent)  # where the disk is full, the room is needed
         raise
     rotate(checkpoints_dir, limit=limit, keep=keep)
     return place
@@ -199,7 +198,7 @@ def find(checkpoints_dir: Path, *, beat: Callable[[], None] = _no_beat) -> tuple
     """
     if not checkpoints_dir.is_dir():
         return None, []
-    shutil.rmtree(checkpoints_dir / _NEW, ignore_errors=True)
+    tree.remove(checkpoints_dir / _NEW)
     _take_back(checkpoints_dir)
     set_aside: list[SetAside] = []
     for step, path in reversed(_named(checkpoints_dir, _NAME)):
@@ -254,7 +253,7 @@ def _take_back(checkpoints_dir: Path) -> None:
         if step > newest:
             old.rename(checkpoints_dir / f"checkpoint-{step}")
         else:
-            shutil.rmtree(old, ignore_errors=True)
+            tree.remove(old)
 
 
 def _set_aside(path: Path) -> Path:
@@ -271,4 +270,4 @@ def _remove(path: Path) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
     else:
-        shutil.rmtree(path, ignore_errors=True)
+        tree.remove(path)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from honed.job import tree
 from honed.job.progress import gib
 from honed.system.error import DiskShortError
 from honed.worker.train import checkpoint
@@ -87,7 +87,7 @@ def _give_up(path: Path) -> None:
     if path.name.startswith("checkpoint-"):
         with contextlib.suppress(OSError):
             path = path.rename(path.with_name(f".{path.name}.old"))
-    shutil.rmtree(path, ignore_errors=True)
+    tree.remove(path)
 
 
 def _spare(checkpoints_dir: Path, keep: set[Path]) -> list[Path]:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 import random
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import SFTConfig, SFTTrainer
 
+from honed.job import tree
 from honed.job.event import EventWriter
 from honed.plan import loss
 from honed.spec import metric_names
@@ -583,7 +583,7 @@ class Trainer(SFTTrainer):
                 self._basis.write(made, self.model)
             self._remember()
         except BaseException:
-            shutil.rmtree(new_dir, ignore_errors=True)  # where the disk is full, the room is needed
+            tree.remove(new_dir)  # where the disk is full, the room is needed
             raise
         finally:
             self._run_dir = None

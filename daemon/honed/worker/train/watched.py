@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from honed.job import tree
 from honed.system.error import said
 from honed.worker.train import checkpoint, disk_reserve, divergence
 from honed.worker.train.callback import is_epoch_end
@@ -193,7 +193,7 @@ class WatchedTrainer(Trainer):
 
     def _give_up_parts(self, made: Path, problem: Exception) -> None:
         self._run_dir = None
-        shutil.rmtree(made.parent, ignore_errors=True)
+        tree.remove(made.parent)
         self._make_room(problem)
 
     @property

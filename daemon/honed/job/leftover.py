@@ -1,0 +1,85 @@
+"""What could not be removed: it gets a name that no listing reads, once, and is tried again until it is gone.
+
+    jobs/7 ──► jobs/.7.left        var/lib/honed/left.json: [{"path", "problem", "since"}], written before the rename
+
+A directory keeps its parent: a rename into another one would need write permission in the directory itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from honed.job import tree
+from honed.job.tree import Count
+from honed.system import durable
+from honed.system.layout import Layout
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A file or directory that could not be removed."""
+
+    path: str
+    problem: str  #: the first one of the last try
+    since: float  #: seconds since the epoch
+
+
+def listed(layout: Layout) -> list[Leftover]:
+    """Return what is left, as it was at the last try. Raises OSError if that cannot be read."""
+    try:
+        return [Leftover(**each) for each in json.loads(layout.left_path.read_bytes())]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError):
+        return []  # it is found by its name, by a person
+
+
+def remove(layout: Layout, path: Path, tick: Callable[[], None]) -> Count:
+    """Remove what a path names; what cannot be removed is left under another name."""
+    count = tree.remove(path, tick)
+    if count.problem is not None:
+        with contextlib.suppress(OSError):  # then it stays where it is, and is tried again
+            _leave(layout, path, count.problem)
+            count.is_left = True
+    return count
+
+
+def remove_again(layout: Layout, tick: Callable[[], None]) -> Count:
+    """Try once more to remove all that is left."""
+    total, still = Count(), []
+    for each in listed(layout):
+        count = tree.remove(Path(each.path), tick)
+        total = total.plus(count)
+        if count.problem is not None:
+            still.append(Leftover(each.path, count.problem, each.since))
+    _write(layout, still)
+    return total
+
+
+def _leave(layout: Layout, path: Path, problem: str) -> None:
+    """Give it another name, that it is remembered by. Raises OSError if that is not possible: e.g. it is a mount."""
+    known = listed(layout)
+    number, target = 1, path.with_name(f".{path.name}.left")
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f".{path.name}.{number}.left")
+    _write(layout, [*known, Leftover(str(target), problem, time.time())])
+    try:
+        path.rename(target)
+    except OSError:
+        _write(layout, known)
+        raise
+    durable.sync_dir(path.parent)
+
+
+def _write(layout: Layout, leftovers: Sequence[Leftover]) -> None:
+    if leftovers:
+        durable.write_json(layout.left_path, [asdict(each) for each in leftovers], mode=0o640)
+    else:
+        layout.left_path.unlink(missing_ok=True)
