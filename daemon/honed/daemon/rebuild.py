@@ -14,7 +14,7 @@ from honed.job import event
 from honed.job.database import Database
 from honed.job.event import Event, Reading
 from honed.job.job import Job, State
-from honed.job.spool import Spool
+from honed.job.spool import Spool, names_in
 from honed.send.outbox import Outbox
 from honed.system import durable, untrusted
 from honed.system.failures import Failures
@@ -44,12 +44,16 @@ def rebuild(
     the loop continues from it. Without it nobody has followed them, and running jobs' events go to the outbox, too.
     """
     with database.made_again():
-        for job in spool.all_jobs().values():
+        jobs, kept = spool.all_jobs(), frozenset(names_in(layout.jobs_dir))
+        database.put_jobs(jobs.values())
+        for job in jobs.values():
             alive()
-            database.put_job(job)
             if job.edited_at:
                 database.put_edits(job)
+            has_files = str(job.id) in kept
             for index, attempt in enumerate(job.attempts):
+                if not (has_files or attempt.fallback):
+                    continue
                 then = replace(job, attempts=job.attempts[: index + 1])
                 is_running = job.state is State.RUNNING and attempt == job.attempt
                 end = followed.get(job.id) if followed is not None and is_running else None

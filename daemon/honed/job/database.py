@@ -205,6 +205,7 @@ class Database:
         with self._transaction():
             for table in ("jobs", "metrics", "training_predictions", "events", "offsets"):
                 self._db.execute(f"DELETE FROM {table}")
+            self.uncounted.clear()
             yield
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self.is_new = False
