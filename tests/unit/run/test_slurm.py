@@ -215,6 +215,7 @@ class FakeDesk:
         self.now = 0.0
         self.fault = ""
         self.submits = True
+        self.state = "CANCELLED"
         self.launched: dict[str, float] = {}  #: ids, and when
         self.lanes: list[int] = []
         self.name = ""
@@ -234,7 +235,7 @@ class FakeDesk:
     @property
     def snapshot(self) -> Snapshot:
         listed = [each for each, at in self.launched.items() if self.now - at < self.keeps_sec]
-        return Snapshot(self.now, {self.name: tuple(Seen(each, "CANCELLED", "None", "node7") for each in listed)})
+        return Snapshot(self.now, {self.name: tuple(Seen(each, self.state, "None", "node7") for each in listed)})
 
 
 @pytest.fixture
@@ -270,6 +271,22 @@ def test_a_node_that_cannot_launch_a_job_ends_its_start_after_five_launches(
     assert error.code == "killed"
     assert "cancelled each of its launches before its worker began, the last on node7" in error.message
     assert "scontrol update" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("state", "is_suspended"),
+    [
+        *((state, False) for state in ("RUNNING", "COMPLETING", "CONFIGURING", "CANCELLED", "TIMEOUT")),
+        *((state, True) for state in ("SUSPENDED", "STOPPED", "PENDING", "REQUEUED", "REQUEUE_HOLD")),
+    ],
+)
+def test_a_job_that_slurm_suspends_or_queues_again_does_not_run(
+    of_fake_desk: MakeDesk, state: str, is_suspended: bool
+) -> None:
+    desk, runner = of_fake_desk(3_600.0)
+    runner.start(7, 1, 1, backend="transformers", environment={})
+    desk.state = state
+    assert runner.is_suspended(7) is is_suspended
 
 
 def test_a_failing_sbatch_is_no_launch_that_was_cancelled(of_fake_desk: MakeDesk, tmp_path: Path) -> None:
