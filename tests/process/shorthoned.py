@@ -1,5 +1,5 @@
-"""fakehoned that cannot open some files for as long as there is a file `short` in its root, which names an error and
-the end of their paths: `EMFILE jobs/2/.spec.json.tmp`."""
+"""fakehoned that cannot rename anything to one path for as long as there is a file `short` in its root, which names an
+error and the end of the path: `EMFILE jobs/2/spec.json`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import errno
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import fakehoned
 
 SHORT = Path(sys.argv[1], "short")
 
 
-def be_short(name: str, arguments: tuple[object, ...]) -> None:
-    if name != "open" or str(arguments[0]) == str(SHORT) or not SHORT.exists():
+def be_short(name: str, arguments: tuple[Any, ...]) -> None:
+    if name != "os.rename" or not SHORT.exists():
         return
     error, end = SHORT.read_text().split()
-    if str(arguments[0]).endswith(end):
+    _, to, _, directory_fd = arguments
+    path = str(to) if directory_fd == -1 else f"{Path('/proc/self/fd', str(directory_fd)).readlink()}/{to}"
+    if path.endswith(end):
         number = getattr(errno, error)
-        raise OSError(number, os.strerror(number), str(arguments[0]))
+        raise OSError(number, os.strerror(number), path)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ class ShortHoned(Instance):
 
 
 @pytest.mark.parametrize("error", ["EMFILE", "ESTALE", "ENOSPC"])
-@pytest.mark.parametrize("name", [".spec.json.tmp", ".plan.json.tmp"])
+@pytest.mark.parametrize("name", ["spec.json", "plan.json"])
 def test_an_edit_that_has_begun_is_completed_before_the_job_starts(tmp_path: Path, error: str, name: str) -> None:
     short = ShortHoned(tmp_path)
     try:
@@ -247,6 +247,28 @@ def test_an_edit_that_has_begun_is_completed_before_the_job_starts(tmp_path: Pat
         spec, plan = files_of(short, done)
         assert (spec, json.loads(plan)["spec"]["training"]["learning_rate"]) == (data, 5e-4)
         assert not list((short.layout.spool_dir / "edits").iterdir())
+    finally:
+        short.end()
+
+
+def test_an_edit_that_honed_ends_before_it_is_settled_is_said_to_be_kept(tmp_path: Path) -> None:
+    short = ShortHoned(tmp_path)
+    try:
+        short.start()
+        short.client.ask("pause")
+        short.drop("succeed")
+        job = short.wait_state("succeed", State.QUEUED)
+        (tmp_path / "short").write_text(f"EMFILE jobs/{job.id}/spec.json")
+        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(tmp_path), "edit", "succeed"]
+        with subprocess.Popen([*command, "--set", "priority=3"], stderr=subprocess.PIPE, text=True) as process:
+            wait_for(lambda: job_of(short).is_being_edited, what="the edit's begin")
+            short.kill(signal.SIGKILL)
+            _, errors = process.communicate()
+        assert "what is not settled it takes up when it runs again" in errors
+        (tmp_path / "short").unlink()
+        short.start()
+        wait_for(lambda: not job_of(short).is_being_edited, what="the edit")
+        assert job_of(short).priority == 3
     finally:
         short.end()
 

@@ -29,7 +29,7 @@ from honed.system.error import EnvironmentInvalidError, HonedError, UsageError, 
 
 if TYPE_CHECKING:
     from honed.check.preflight import Verdict
-    from honed.job.shape import Shown
+    from honed.job.shape import Edited, Shown
 
 #: Editors of those who have set neither VISUAL nor EDITOR, the first that is there.
 EDITORS = ("editor", "nano", "vi")
@@ -79,7 +79,7 @@ def _settled(instance: Instance, job: Shown) -> str:
     """Wait for honed's verdict on an edit. Returns `edited`, or `checking` if that takes long, as a fetch does. Raises
     the error of a refusal."""
     deadline = time.monotonic() + submission.VERDICT_TIMEOUT_SEC
-    while (found := instance.edited(job["id"]))["state"] == "checking" and time.monotonic() < deadline:
+    while (found := _verdict(instance, job))["state"] == "checking" and time.monotonic() < deadline:
         time.sleep(0.05)
     if found["error"] is not None:
         error = from_dict(found["error"])
@@ -87,9 +87,21 @@ def _settled(instance: Instance, job: Shown) -> str:
         raise error
     if found["state"] == "unknown" and len(instance.show(str(job["id"]))["edited_at"]) == len(job["edited_at"]):
         raise EnvironmentInvalidError(
-            "honed was started again before it had made the edit, and checks it now", hint=f"honectl show {job['id']}"
+            "honed refused the edit, and was started again since: the job is as it was",
+            hint="the journal has the reason: journalctl -u honed",
         )
     return "checking" if found["state"] == "checking" else "edited"
+
+
+def _verdict(instance: Instance, job: Shown) -> Edited:
+    """Ask what became of an edit, which honed has kept."""
+    try:
+        return instance.edited(job["id"])
+    except EnvironmentInvalidError as error:
+        raise EnvironmentInvalidError(
+            "honed ended before it told what became of the edit: what is not settled it takes up when it runs again",
+            hint=f"honectl show {job['id']}",
+        ) from error
 
 
 def _say(
