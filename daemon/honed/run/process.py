@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.job.needs import Needs
-from honed.run.runner import Exit, Live, device_of, exit_of, is_staged, read_exit_record, read_lock_record
+from honed.run.runner import Exit, Live, device_of, exit_of, has_ended, is_staged, read_exit_record, read_lock_record
 from honed.run.spare import Spare
 from honed.system import durable, python, untrusted
 from honed.system.clock import Moment
@@ -137,7 +137,7 @@ class ProcessRunner:
         attempt = files.attempt(number)
         if str(attempt.dir) != str(attempt_dir):
             return None
-        if read_exit_record(attempt, start) is not None:
+        if has_ended(attempt, start):
             return None
         variables = dict(word.split("=", 1) for word in _words(process_dir / "environ") if "=" in word)
         waits = is_staged(files, number, start, variables)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from honed.job.ahead import STAGED_VARIABLE, has_passed
 from honed.job.event import MAX_TIME
-from honed.system import untrusted
+from honed.system import durable, untrusted
 from honed.system.clock import Moment, boot_id, boot_time
 from honed.system.error import plain
 from honed.system.layout import AttemptFiles, JobFiles
@@ -118,12 +118,22 @@ class Runner(Protocol):
 
 
 def read_exit_record(attempt: AttemptFiles, start: int) -> dict[str, Any] | None:
-    """Return exit.json if it describes this start."""
+    """Return exit.json if it describes this start. Raises OSError where the machine prevents that: a worker is not
+    taken for one that left no record."""
     return _read_record(attempt.exit_path, start)
 
 
+def has_ended(attempt: AttemptFiles, start: int) -> bool:
+    """Return True if the end of this start is recorded. While the record cannot be read, it may be alive."""
+    try:
+        return read_exit_record(attempt, start) is not None
+    except OSError:
+        return False
+
+
 def read_lock_record(attempt: AttemptFiles, start: int) -> dict[str, Any]:
-    """Return the pids of this start's shim and worker from the lock file; empty if there is no shim yet."""
+    """Return the pids of this start's shim and worker from the lock file; empty if there is no shim yet. Raises OSError
+    where the machine prevents that."""
     return _read_record(attempt.lock_path, start) or {}
 
 
@@ -190,6 +200,9 @@ def is_staged(job: JobFiles, number: int, start: int, environment: Mapping[str, 
 def _read_record(path: PersonPath, start: int) -> dict[str, Any] | None:
     try:
         record = json.loads(untrusted.read_plain(path))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError) as error:
+        # Its owner can have closed it.
+        if durable.machine_fault(error) and getattr(error, "errno", None) not in durable.OWNERS_ERRNOS:
+            raise
         return None
     return record if isinstance(record, dict) and record.get("start") == start else None

@@ -33,6 +33,7 @@ from honed.run.runner import (
     Exit,
     Live,
     NotNowError,
+    has_ended,
     read_exit_record,
     read_lock_record,
 )
@@ -157,7 +158,7 @@ class SlurmRunner:
         except ValueError:
             return None
         files = self._layout.files(job_id)
-        if not files.place.is_dir() or read_exit_record(files.attempt(number), start) is not None:
+        if not files.place.is_dir() or has_ended(files.attempt(number), start):
             return None
         handed = None
         with contextlib.suppress(OSError, ValueError):

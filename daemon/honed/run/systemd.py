@@ -26,6 +26,7 @@ from honed.run.runner import (
     NotNowError,
     device_of,
     exit_of,
+    has_ended,
     is_staged,
     read_exit_record,
     read_lock_record,
@@ -133,7 +134,7 @@ class SystemdRunner:
             wanted = read(job)
         except (OSError, ValueError):
             return Live(job_id, None, None)
-        if read_exit_record(job.attempt(wanted.number), wanted.start) is not None and not self._goes_on(job_id):
+        if has_ended(job.attempt(wanted.number), wanted.start) and not self._goes_on(job_id):
             return None
         waits = is_staged(job, wanted.number, wanted.start, wanted.environment)
         return Live(job_id, (wanted.number, wanted.start), device_of(wanted.environment), is_staged=waits)
@@ -196,10 +197,12 @@ class SystemdRunner:
             if not self._is_over(job_id):
                 return None
             record = read_exit_record(unit.attempt, unit.start)  # written between the two reads
-        self._forget(job_id)
         if record is None:
-            return Exit(None, None, ran=bool(read_lock_record(unit.attempt, unit.start)))
-        return exit_of(record)
+            ended = Exit(None, None, ran=bool(read_lock_record(unit.attempt, unit.start)))
+        else:
+            ended = exit_of(record)
+        self._forget(job_id)
+        return ended
 
     def _goes_on(self, job_id: int) -> bool:
         """Tell whether a job's unit is alive. While ExecStopPost= records the end, it is deactivating."""

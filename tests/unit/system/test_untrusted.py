@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from honed.job import event
 from honed.run.outcome import judge
-from honed.run.runner import Exit, read_exit_record
+from honed.run.runner import Exit, has_ended, read_exit_record
 from honed.system import untrusted
 from honed.system.layout import Layout
 from honed.system.personpath import PersonPath
@@ -76,6 +77,22 @@ def test_a_result_and_an_exit_are_read_from_a_plain_file_alone(tmp_path: Path, w
     attempt = Layout(tmp_path / "other").files(7).attempt(1)
     plant(what, attempt.exit_path)
     assert read_exit_record(attempt, 1) is None
+
+
+def test_without_descriptors_nobody_takes_a_worker_for_one_that_left_no_record(tmp_path: Path) -> None:
+    attempt = Layout(tmp_path).files(7).attempt(1)
+    untrusted.make_dirs(attempt.dir)
+    untrusted.write_plain(attempt.exit_path, b'{"start": 1}')
+    assert has_ended(attempt, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            read_exit_record(attempt, 1)
+        is_over = has_ended(attempt, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not is_over
 
 
 def test_a_plain_file_is_read(tmp_path: Path) -> None:
