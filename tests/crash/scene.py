@@ -188,9 +188,9 @@ class Scene:
         places = collections.Counter(path.name for _, path in entries)
         found += [f"{count} entries of one number: {name}" for name, count in places.items() if count > 1]
         found += [f"not an entry: {path}" for _, path in entries if path.name not in {f"{job.id}.json" for job in jobs}]
-        reasons = [reason for path in refusals.listed(spool.rejected_dir) if (reason := refusals.read(path))]
+        reasons = [reason for path in refusals.listed(spool.rejected) if (reason := refusals.read(path))]
         refused = [reason.file for reason in reasons]
-        kept = {path for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"}
+        kept = {spool.rejected / path.name for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"}
         found += [f"no reason: {path.name}" for path in kept - {reason.kept_path for reason in reasons}]
         found += [f"not kept: {reason.file}" for reason in reasons if reason.kept_path not in kept]
         numbers = collections.Counter(reason.number for reason in reasons)

@@ -28,6 +28,7 @@ from honed.system import device
 from honed.system.control import Request
 from honed.system.error import HonedError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 SEEDS = 2
 TURNS = 150
@@ -126,7 +127,7 @@ def admit(spool: Spool, chance: random.Random, *states: State) -> Job | None:
     path = spool.incoming_dir / "a.json"
     path.write_text("{}")
     arrivals = Arrivals(spool)
-    claim = arrivals.claim(path)
+    claim = arrivals.claim(PersonPath.of(path, 1))
     assert claim is not None
     arrivals.copy(claim, max_bytes=100)
     others = sorted(job.id for job in spool.all())

@@ -15,6 +15,7 @@ from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.system.error import SpecError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
 def claim(spool: Spool) -> Claim:
     path = spool.incoming_dir / "a.json"
     path.write_text("{}")
-    taken = Arrivals(spool).claim(path)
+    taken = Arrivals(spool).claim(PersonPath.of(path, 1))
     assert taken is not None
     Arrivals(spool).copy(taken, max_bytes=100)
     return taken
@@ -129,7 +130,7 @@ def test_what_a_refusal_could_not_remove_goes_at_the_end(spool: Spool) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         Broken(monkeypatch, "rmdir", 1)
         arrivals.reject(refused, SpecError("no"), when="now")
-    places = [refused.path.parent, spool.layout.job(refused.id).dir]
+    places = [refused.place, spool.layout.job(refused.id).dir]
     assert [path.exists() for path in places].count(True) == 1
     arrivals.close()
     assert not any(path.exists() for path in places)
@@ -140,6 +141,6 @@ def test_a_claim_that_failed_half_way_leaves_the_arrival_where_it_was_and_nothin
     path.write_text("{}")
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(OSError, match="Input/output"):
         Broken(monkeypatch, "fsync", 3)  # the number, its place, the new place
-        Arrivals(spool).claim(path)
+        Arrivals(spool).claim(PersonPath.of(path, 1))
     assert path.exists()
     assert list(spool.claimed_dir.iterdir()) == []

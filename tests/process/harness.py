@@ -24,6 +24,7 @@ from honed.job.refusals import Reason
 from honed.job.spool import Spool
 from honed.system.client import Client
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 from waiting import DEADLINE_SEC, wait_for
 from zoo import plain
 
@@ -198,11 +199,11 @@ class Instance:
         """Return where a rejected file is kept."""
         reason = self.reason(name)
         assert reason.kept_path is not None
-        return reason.kept_path
+        return Path(str(reason.kept_path))
 
     def reason(self, name: str) -> Reason:
         """Return why a file was rejected."""
-        reason = refusals.read(self.layout.spool_dir / f"rejected/{name}.reason")
+        reason = refusals.read(PersonPath.of(self.layout.spool_dir / f"rejected/{name}.reason", 1))
         assert reason is not None
         return reason
 

@@ -16,6 +16,7 @@ from harness import HERE, Instance
 from honed.job.arrival import Arrivals
 from honed.job.job import Job, State
 from honed.job.spool import Spool
+from honed.system.personpath import PersonPath
 from waiting import wait_for
 
 
@@ -80,7 +81,7 @@ def test_what_was_claimed_when_honed_was_killed_is_accepted_after_it(instance: I
     fill(instance, 0)
     spool = Spool(instance.layout)
     for number in range(24):
-        claimed = Arrivals(spool).claim(instance.drop(f"claimed-{number}"))
+        claimed = Arrivals(spool).claim(PersonPath.of(instance.drop(f"claimed-{number}"), 1))
         assert claimed is not None
     spool.close()
     instance.start()

@@ -71,11 +71,12 @@ class Following:
         self.has_more = False
         if not self._count_earlier(job, until):
             return 0
-        while read := self._read_bite(job):
+        while (is_thin := self._database.thin(job, until=until)) and (read := self._read_bite(job)):
             num_bytes += read
             if time.monotonic() >= until:
                 self.has_more = True
                 break
+        self.has_more = self.has_more or not is_thin
         return num_bytes
 
     def _count_earlier(self, job: Job, until: float) -> bool:

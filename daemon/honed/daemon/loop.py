@@ -35,7 +35,7 @@ from honed.daemon.dispatch import Dispatch
 from honed.daemon.health import Health, start_again_later
 from honed.daemon.housekeeper import Housekeeper
 from honed.daemon.publishing import Publishing
-from honed.daemon.rebuild import catch_up, rebuild, tend
+from honed.daemon.rebuild import begin, tend
 from honed.daemon.signals import Configuration, Shutdown
 from honed.daemon.status import Status
 from honed.daemon.verbs import Answers
@@ -168,7 +168,8 @@ class Daemon:
         self._note_fault(self._health.failures.fault)
         self._status.report()  # before READY=1: whoever waited for that reads it, and what is wrong
         self._notifier.ready()
-        log.info("honed %s ready: %s", __version__, self._line(), extra=about(message=message.READY))
+        line = self._health.ask(self._status.line, "")
+        log.info("honed %s ready: %s", __version__, line, extra=about(message=message.READY))
         try:
             while not self._health.ask(self._is_over, otherwise=False):
                 self._turn()
@@ -176,7 +177,7 @@ class Daemon:
             self._health.run([self._tend_database, functools.partial(self._publishing.counters.tend, is_last=True)])
         finally:
             self._close()
-        log.info("honed is stopping: %s", self._line())
+        log.info("honed is stopping: %s", self._health.ask(self._status.line, ""))
         return 0
 
     def _turn(self) -> None:
@@ -227,9 +228,6 @@ class Daemon:
             waits.append(self._notifier.watchdog_interval_sec / 2)
         return max(0.0, self._health.pause(), min(waits))
 
-    def _line(self) -> str:
-        return self._health.ask(self._status.line, otherwise="its status is not known")
-
     def _is_over(self) -> bool:
         if self._shutdown.is_asked:
             return self._shutdown.is_over
@@ -246,11 +244,7 @@ class Daemon:
         self._housekeeper.listen(self._publishing.counters.count_removed)
         self._dispatch.fence.look()  # before anything is started; what it finds is adopted below
         self._intake.recover()
-        with self._health.failures.alone("the database"):  # after an error in the loop: it is new, or behind
-            self._database.is_behind = True
-            if self._database.is_new:
-                rebuild(self._database, self._spool, self._spool.layout, outbox=self._attempts.outbox, alive=alive)
-            catch_up(self._database, self._spool, self._spool.layout, failures=self._health.failures)
+        begin(self._database, self._spool, outbox=self._attempts.outbox, failures=self._health.failures, alive=alive)
         self._dispatch.recover()
         for job in list(self._spool.jobs(State.RUNNING)):
             self._attempts.adopt(job)

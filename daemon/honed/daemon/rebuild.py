@@ -63,8 +63,20 @@ def rebuild(
                         if outbox is not None and is_running and followed is None:
                             outbox.lose(outbox.put(then, reading))  # rows that were already sent keep their old keys
                         database.apply(then, reading)
+                        database.thin(then)
                 except OSError as error:  # a damaged disk, for one: the other jobs' rows are made all the same
                     log.error("job %d (%s): its events were not read whole: %s", job.id, job.name, error)  # noqa: TRY400
+
+
+def begin(
+    database: Database, spool: Spool, *, outbox: Outbox | None, failures: Failures, alive: Callable[[], None]
+) -> None:
+    """Rebuild or update the database at the start of honed; what an error prevents is done in the loop."""
+    with failures.alone("the database"):
+        database.is_behind = True
+        if database.is_new:
+            rebuild(database, spool, spool.layout, outbox=outbox, alive=alive)
+        catch_up(database, spool, spool.layout, failures=failures)
 
 
 def catch_up(
@@ -139,6 +151,7 @@ def count(
             database.apply(then, Reading([told], database.offset(then.id, then.attempt.number), 0))
         for reading in _readings(then, layout, None, start=database.offset(then.id, then.attempt.number)):
             database.apply(then, reading)
+            database.thin(then)
             if is_late():
                 return False
     database.uncounted.discard(job.id)

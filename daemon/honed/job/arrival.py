@@ -50,7 +50,7 @@ PLACE = re.compile(r"([0-9]+)(?:\.([0-9]+))?")
 class Dropped:
     """A file in incoming/ that is ready to be claimed."""
 
-    path: Path
+    path: PersonPath
     uid: int  #: its owner
     inode: int
     changed_ns: int  #: its change time
@@ -61,7 +61,7 @@ class Claim:
     """An arrival that was moved out of incoming/ under its own number."""
 
     id: int
-    path: Path  #: claimed/<id>/<name>, or claimed/<id>.<uid>/<name>
+    path: PersonPath  #: claimed/<id>/<name>, or claimed/<id>.<uid>/<name>
     submitter: int | None = None  #: the user who submitted it over the control socket; None if it was dropped
     #: seconds since the epoch; for one that an earlier daemon claimed, when it was claimed
     arrived_at: float = field(default=0.0, compare=False)
@@ -69,7 +69,12 @@ class Claim:
     @property
     def uid(self) -> int:
         """The user who submitted it."""
-        return self.path.lstat().st_uid if self.submitter is None else self.submitter
+        return untrusted.info(self.path).st_uid if self.submitter is None else self.submitter
+
+    @property
+    def place(self) -> Path:
+        """The directory that it is in, where only honed can enter."""
+        return self.path.root
 
     @property
     def name(self) -> str:
@@ -164,8 +169,8 @@ class Arrivals:
         self._leftovers.remove()
 
     @property
-    def incoming_dir(self) -> Path:
-        return self._spool.incoming_dir
+    def incoming(self) -> PersonPath:
+        return self._spool.incoming
 
     def listed(self) -> dict[str, int]:
         """Return the names of the files in incoming/ that are ready to be claimed, each with its inode. It asks for
@@ -180,37 +185,33 @@ class Arrivals:
     def dropped_of(self, names: Iterable[str]) -> list[Dropped]:
         """Return those of these files in incoming/ that are ready to be claimed, in order of arrival."""
         found = []
-        for name in filter(_is_finished, names):
-            with contextlib.suppress(FileNotFoundError):
-                # The change time, because a rename updates it and leaves the other times.
-                info = os.lstat(f"{self._spool.incoming_dir}/{name}")
-                found.append((info.st_ctime_ns, name, info.st_uid, info.st_ino))
-        return [
-            Dropped(self._spool.incoming_dir / name, uid, ino, changed) for changed, name, uid, ino in sorted(found)
-        ]
+        for name, info in untrusted.infos(self._spool.incoming, filter(_is_finished, names)):
+            # The change time, because a rename updates it and leaves the other times.
+            found.append((info.st_ctime_ns, name, info.st_uid, info.st_ino))
+        return [Dropped(self._spool.incoming / name, uid, ino, changed) for changed, name, uid, ino in sorted(found)]
 
-    def claim(self, arrival: Path) -> Claim | None:
+    def claim(self, arrival: PersonPath) -> Claim | None:
         """Claim an arrival under a new number; None if it is gone. A crash leaves it in incoming/ or in claimed/.
 
         Raises IsADirectoryError for a directory, which stays where it is: it may hold somebody's work.
         """
         return finish(self._claiming(arrival, self._numbers.reserve()))
 
-    def claim_all(self, arrivals: Sequence[Path]) -> list[Claim | Exception | None]:
+    def claim_all(self, arrivals: Sequence[PersonPath]) -> list[Claim | Exception | None]:
         """Claim many arrivals at once; a failed one is represented by its exception. Numbers may stay unused."""
         first = self._numbers.reserve(len(arrivals)) if arrivals else 0
         return durable.finish_all([self._claiming(path, first + index) for index, path in enumerate(arrivals)])
 
-    def _claiming(self, arrival: Path, job_id: int) -> Steps[Claim | None]:
+    def _claiming(self, arrival: PersonPath, job_id: int) -> Steps[Claim | None]:
         place = self._spool.claimed_dir / str(job_id)
         place.mkdir(mode=0o700)
         try:
             yield [self._spool.claimed_dir]
-            info = arrival.lstat()
+            info = untrusted.info(arrival)
             if stat.S_ISDIR(info.st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(arrival))
             arrived_at = info.st_ctime  # before the rename, which changes it
-            arrival.rename(place / arrival.name)
+            untrusted.rename(arrival, PersonPath(place, (arrival.name,)))
         except FileNotFoundError:
             place.rmdir()
             return None
@@ -219,7 +220,7 @@ class Arrivals:
             raise
         yield [place]
         yield [self._spool.incoming_dir]
-        return Claim(job_id, place / arrival.name, arrived_at=arrived_at)
+        return Claim(job_id, PersonPath(place, (arrival.name,)), arrived_at=arrived_at)
 
     def submit(self, name: str, data: bytes, uid: int) -> Claim:
         """Store a submitted job file under a new number. The rename to its final name is the commit: a crash before it
@@ -238,7 +239,7 @@ class Arrivals:
             with contextlib.suppress(OSError):
                 durable.remove_flat(place)  # the submitter gets an error: nothing was accepted
             raise
-        return Claim(job_id, place / name, uid, time.time())
+        return Claim(job_id, PersonPath(place, (name,)), uid, time.time())
 
     def num_submitted(self, uid: int) -> int:
         """Count one user's files from the control socket that are neither jobs nor rejected yet."""
@@ -312,17 +313,17 @@ class Arrivals:
             access.give_job_dir(self._spool.files(job.id).place)
         yield from self._spool.adding(job)
         with contextlib.suppress(FileNotFoundError):  # recovery removes what a crash leaves here
-            claim.path.unlink()
-            claim.path.parent.rmdir()
+            untrusted.remove(claim.path)
+            claim.place.rmdir()
         return job
 
-    def reject(self, claim: Claim, error: HonedError, *, when: str) -> Path:
+    def reject(self, claim: Claim, error: HonedError, *, when: str) -> PersonPath:
         """Reject a claimed arrival: write its reason, then move the file unchanged to rejected/; what is not a regular
         file is removed. Returns the reason's path."""
-        directory = self._spool.rejected_dir
+        directory = self._spool.rejected
         what = refusals.why_not_kept(claim.path)
         kept = refusals.place_for(directory, claim.name, claim.id)
-        aside = claim.path.parent.with_name(f".{claim.id}")
+        aside = claim.place.with_name(f".{claim.id}")
         fate = f"The file is kept as rejected/{kept.name}."
         if what:
             fate = f"It is kept as claimed/{aside.name}, " if what == "a directory" else "It is not kept, "
@@ -330,30 +331,30 @@ class Arrivals:
         is_submission, uid = claim.submitter is not None, claim.uid
         text = refusals.text_of(claim.name, claim.id, uid, error, when=when, fate=fate, is_submission=is_submission)
         if (earlier := refusals.find(directory, claim.name, claim.id)) is not None:  # an error came before the move
-            earlier.path.unlink()
+            untrusted.remove(earlier.path)
         reason_path = refusals.make(directory, claim.name, claim.id, uid, text)
         if what == "a directory":  # it may hold somebody's work, and only its owner may be able to move it
-            claim.path.parent.rename(aside)
+            claim.place.rename(aside)
             log.warning("%s: a directory of the user %d, which was dropped; remove it as root", aside, uid)
         elif what:
-            claim.path.unlink()
+            untrusted.remove(claim.path)
         else:
             if self._has_workers_user and is_submission:
-                access.let_read(claim.path, uid)
-            rename.to_free(claim.path, kept)
+                refusals.let_read(claim.path, uid)
+            untrusted.rename_to_free(claim.path, kept)
         try:
-            durable.sync_dir(directory)
-            if claim.path.parent.exists():
-                durable.sync_dir(claim.path.parent)
+            untrusted.sync_dir(directory)
+            if claim.place.exists():
+                durable.sync_dir(claim.place)
         finally:
-            self._leftovers.remove(claim.path.parent, self._spool.files(claim.id).place)
+            self._leftovers.remove(claim.place, self._spool.files(claim.id).place)
         return reason_path
 
     def accepted(self, claim: Claim) -> Job | None:
         """Return the job that a claimed arrival became, if its entry was renamed before a later step failed."""
         job = self._spool.entries.get(claim.id)
         if job is not None:
-            if claim.path.exists():  # otherwise the entry was already durable when the file was removed
+            if untrusted.exists(claim.path):  # otherwise the entry was already durable when the file was removed
                 durable.sync_dir(self._spool.state_dir(job.state))
             with contextlib.suppress(OSError):  # the next start removes what is left
                 _drop(claim)
@@ -367,16 +368,17 @@ class Arrivals:
             if limit is not None and len(found) >= limit:
                 break
             if number not in but and place.is_dir():
-                names = [path for path in place.iterdir() if not path.name.startswith(".")]
-                found += [Claim(number, path, submitter, place.stat().st_mtime) for path in names]
+                names = [name for name in names_in(place) if not name.startswith(".")]
+                found += [Claim(number, PersonPath(place, (name,)), submitter, place.stat().st_mtime) for name in names]
         return found
 
     # -- recovery -----------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
         """Finish what a crash interrupted: unfinished claims and rejections. The spool must have recovered before."""
-        for path in self._spool.rejected_dir.glob(f".*{refusals.SUFFIX}.tmp"):
-            path.unlink(missing_ok=True)
+        for name in names_in(self._spool.rejected_dir):
+            if name.startswith(".") and name.endswith(f"{refusals.SUFFIX}.tmp"):
+                untrusted.remove(self._spool.rejected / name)
         for name in names_in(self._spool.claimed_dir):
             if not PLACE.fullmatch(name) or not (self._spool.claimed_dir / name).is_dir():
                 log.warning("%s: not created by honed; left alone", self._spool.claimed_dir / name)
@@ -385,11 +387,11 @@ class Arrivals:
                 continue
             for path in place.glob(".*.tmp"):  # its submitter never got a success reply
                 path.unlink()
-            names = list(place.iterdir())
+            names = names_in(place)
             if not names:
                 place.rmdir()
-            for path in names:
-                _recover_claim(self._spool, Claim(number, path, submitter))
+            for name in names:
+                _recover_claim(self._spool, Claim(number, PersonPath(place, (name,)), submitter))
         _drop_refused(self._spool)
         self._numbers.check()
 
@@ -403,30 +405,35 @@ def _places(claimed_dir: Path) -> Iterator[tuple[int, int | None, Path]]:
 
 def _drop(claim: Claim) -> None:
     with contextlib.suppress(FileNotFoundError):
-        claim.path.unlink()
-        durable.sync_dir(claim.path.parent)
+        untrusted.remove(claim.path)
+        durable.sync_dir(claim.place)
     with contextlib.suppress(FileNotFoundError):
-        claim.path.parent.rmdir()
+        claim.place.rmdir()
 
 
 def _recover_claim(spool: Spool, claim: Claim) -> None:
     # After a power cut both names of a rename between directories can exist; the same inode is the same arrival.
-    arrival = spool.incoming_dir / claim.name
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(arrival.lstat(), claim.path.lstat()) and not claim.path.is_dir():
-            arrival.unlink()
-            durable.sync_dir(spool.incoming_dir)
-    reason = refusals.find(spool.rejected_dir, claim.name, claim.id)
+    arrival = spool.incoming / claim.name
+    if _are_same(arrival, claim.path) and not untrusted.is_dir(claim.path):
+        untrusted.remove(arrival)
+        durable.sync_dir(spool.incoming_dir)
+    reason = refusals.find(spool.rejected, claim.name, claim.id)
     kept = reason.kept_path if reason is not None else None
-    if kept is not None and os.path.lexists(kept) and os.path.samestat(kept.lstat(), claim.path.lstat()):
+    if kept is not None and _are_same(kept, claim.path):
         # the same for a rejection
         durable.sync_dir(spool.rejected_dir)
         _drop(claim)
     elif reason is not None:  # it was not rejected yet, and may be accepted now
-        reason.path.unlink()
+        untrusted.remove(reason.path)
         durable.sync_dir(spool.rejected_dir)
     if spool.job(claim.id) is not None:  # accepted; the crash came before the claimed file was removed
         _drop(claim)
+
+
+def _are_same(one: PersonPath, other: PersonPath) -> bool:
+    """Return True if two names are of one file; False if one is gone."""
+    found = [info for path in (one, other) for _, info in untrusted.infos(path.parent, [path.name])]
+    return len(found) == 2 and os.path.samestat(*found)
 
 
 def _drop_refused(spool: Spool) -> None:
@@ -463,17 +470,14 @@ def _read_claimed(claim: Claim, max_bytes: int, *, has_workers_user: bool) -> tu
     Raises SpecError or NotPermittedError if it is not a regular file of one user of this machine, or too large.
     """
     _check_name(claim.name)
-    if stat.S_ISCHR(mode := claim.path.lstat().st_mode) or stat.S_ISBLK(mode):
-        # Do not even open it: opening some devices has side effects.
+    if stat.S_ISCHR(mode := untrusted.info(claim.path).st_mode) or stat.S_ISBLK(mode):
         raise SpecError(f"{claim.name}: a device", hint="drop the file itself")
     try:
-        fd = os.open(claim.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = untrusted.open_plain(claim.path)
     except OSError as error:
         raise (_dropper_fault(claim, error) if claim.submitter is None else None) or error from error
     try:
         info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise SpecError(f"{claim.name}: not a regular file", hint="drop a regular file, not a pipe or a directory")
         if info.st_nlink != 1:
             raise SpecError(f"{claim.name}: a hard link to another file", hint="drop a copy (cp, not ln)")
         if has_workers_user and (others := access.other_writers(fd)):
@@ -503,8 +507,9 @@ def _dropper_fault(claim: Claim, error: OSError) -> SpecError | None:
             return SpecError(f"{claim.name}: a symbolic link", hint="drop the file itself")
         case errno.EACCES | errno.EPERM:
             return SpecError(f"{claim.name}: honed cannot read it", hint="make it readable: chmod g+r or o+r")
-        case errno.ENXIO:
-            return SpecError(f"{claim.name}: not a regular file", hint="drop a regular file, not a socket")
+        case errno.EINVAL:
+            hint = "drop a regular file, not a pipe, a socket or a directory"
+            return SpecError(f"{claim.name}: not a regular file", hint=hint)
         case errno.EAGAIN:  # a lease of fcntl(2), which we do not wait for
             return SpecError(f"{claim.name}: a program holds a lease on it", hint="end that program, or drop a copy")
         case _:

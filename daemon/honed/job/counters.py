@@ -248,7 +248,7 @@ class Counters:
         found: dict[int, str] = {}
         are_all = True
         claimed = {path.parent.name.partition(".")[0] for path in self._spool.claimed_dir.glob("[0-9]*/*")}
-        for path in refusals.listed(self._spool.rejected_dir):
+        for path in refusals.listed(self._spool.rejected):
             try:
                 if (reason := refusals.read(path)) is not None and str(reason.number) not in claimed:
                     found[reason.number] = reason.code

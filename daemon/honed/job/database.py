@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import logging
 import math
@@ -27,6 +28,7 @@ from honed.job import views
 from honed.job.event import Event, Reading, Written, written_bytes
 from honed.job.job import Job, State
 from honed.job.shape import Answer, LastPrediction, Prediction, Progress, Score
+from honed.job.thinning import STEP_METRICS, Added, Thinning
 from honed.system.error import EnvironmentInvalidError
 from honed.system.log import about
 from honed.system.message import DATABASE_DAMAGED
@@ -72,8 +74,11 @@ MAX_EVALUATIONS = 10_000
 #: Milliseconds that the daemon's own connection waits for a lock once it is open, and its loop with it. What could not
 #: be written is written in a later turn.
 BUSY_TIMEOUT_MSEC = 100
-#: Keys of a `step` event that become metrics.
-STEP_METRICS = ("loss", "learning_rate", "grad_norm")
+#: Metrics of one event, characters of one's name, and of an event's kind, at most: ours have some dozen.
+MAX_METRICS = 1000
+MAX_NAME = 256
+#: Jobs whose numbers of rows are remembered.
+MAX_THINNED = 1000
 
 
 def progress_of(data: Mapping[str, Any]) -> Progress:
@@ -146,6 +151,7 @@ class Database:
         self.is_new = False
         self.is_behind = False  #: a write failed; see rebuild.catch_up
         self.is_catching_up = False  #: with what is behind, over several turns
+        self._thinnings: dict[int, Thinning] = {}
         self.uncounted: set[int] = set()  #: jobs with ended attempts whose events are not all in; see `put_job`
         self._is_damaged = False
         self._files = _Files(path)
@@ -189,6 +195,7 @@ class Database:
     def renew(self) -> None:
         """Replace a lost database with a new one."""
         old = self._db
+        self._thinnings.clear()
         if self._is_damaged:
             self._files.set_aside("damaged while honed was running")
         else:
@@ -206,6 +213,7 @@ class Database:
             for table in ("jobs", "metrics", "training_predictions", "events", "offsets"):
                 self._db.execute(f"DELETE FROM {table}")
             self.uncounted.clear()
+            self._thinnings.clear()
             yield
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self.is_new = False
@@ -316,10 +324,9 @@ class Database:
 
     def apply(self, job: Job, reading: Reading) -> None:
         """Store the events of the latest attempt, each exactly once."""
-        attempt = job.attempt.number
+        attempt, added = job.attempt.number, list[Added]()
         with self._transaction():
-            for event in reading.events:
-                _apply_event(self._db, job, attempt, event)
+            added += [_apply_event(self._db, job, attempt, event) for event in reading.events]
             if (last := next((each for each in reversed(reading.events) if each.kind == "step"), None)) is not None:
                 progress = json.dumps(progress_of(last.data))
                 self._db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (progress, job.id))
@@ -328,6 +335,20 @@ class Database:
                 " DO UPDATE SET offset = excluded.offset, num_bad = num_bad + excluded.num_bad",
                 (job.id, attempt, reading.offset, reading.num_bad),
             )
+            if any(event.kind in {"resumed", "started_over"} for event in reading.events):
+                self._thinnings.pop(job.id, None)  # rows were removed
+            thinning = self._thinnings[job.id] = self._thinnings.pop(job.id, Thinning(job.id))
+            thinning.note(self._db, Added(*map(sum, zip(*added, strict=True))) if added else Added())
+        if len(self._thinnings) > MAX_THINNED:
+            del self._thinnings[next(iter(self._thinnings))]
+
+    def thin(self, job: Job, *, until: float = math.inf) -> bool:
+        """Remove rows of a job that has too many, until a time of the monotonic clock. Returns False if some are left:
+        then none are to be added before the next call."""
+        if (thinning := self._thinnings.get(job.id)) is None:
+            return True
+        with self._noting_damage():
+            return thinning.tend(self._db, job.attempt.number, until=until)
 
     def job_ids(self) -> set[int]:
         """Return the numbers of the jobs that have a row."""
@@ -368,19 +389,23 @@ class Database:
             raise
 
 
-def _apply_event(db: sqlite3.Connection, job: Job, attempt: int, event: Event) -> None:
+def _apply_event(db: sqlite3.Connection, job: Job, attempt: int, event: Event) -> Added:
+    """Store one event. Returns what it has added."""
     data, when = event.data, timestamp(event.time)
     step, epoch = place(event)
     rows = [(job.id, attempt, step, epoch, name, value, when) for name, value in figures(event).items()]
     db.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
     match event.kind:
         case "step" | "evaluation":
-            pass
+            return Added(len(rows))
         case "predictions":
+            told = answers(event)
             db.executemany(
                 "INSERT OR REPLACE INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [(job.id, str(job.uid), epoch, step, *answer.values(), when) for answer in answers(event)],
+                [(job.id, str(job.uid), epoch, step, *answer.values(), when) for answer in told],
             )
+            texts = (text for each in told for text in (each["prompt"], each["ground_truth"], each["prediction"]))
+            return Added(len(rows), sum(len(text.encode()) for text in texts if text is not None))
         case _:
             if event.kind in {"resumed", "started_over"}:
                 # Predictions after this step are written again; those that do not come again are not part of this
@@ -389,10 +414,10 @@ def _apply_event(db: sqlite3.Connection, job: Job, attempt: int, event: Event) -
                     "DELETE FROM training_predictions WHERE job_id = ? AND step > ?",
                     (job.id, step if event.kind == "resumed" else -1),
                 )
-            db.execute(
-                "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
-                (job.id, attempt, event.kind, json.dumps(data, ensure_ascii=False), when),
-            )
+            text = json.dumps(data, ensure_ascii=False)
+            sql = "INSERT INTO events VALUES (?, ?, ?, ?, ?)"
+            db.execute(sql, (job.id, attempt, event.kind[:MAX_NAME], text, when))
+            return Added(len(rows), 0, 1, len(text.encode()))
 
 
 def _score(metrics: Mapping[str, float]) -> Score:
@@ -616,7 +641,8 @@ def figures(event: Event) -> dict[str, float]:
             found = {f"{event.kind}/{name}": value for name, value in scores.items()}
         case _:
             return {}
-    numbers = {str(name): _number(value) for name, value in found.items()}
+    few = itertools.islice(((str(name), value) for name, value in found.items()), MAX_METRICS)
+    numbers = {name: _number(value) for name, value in few if len(name) <= MAX_NAME}
     return {name: number for name, number in numbers.items() if number is not None}
 
 

@@ -537,7 +537,7 @@ def refusal(spool: Spool, file_name: str, asker: Asker = ANYBODY, *, number: int
     stem = Path(file_name).stem
     begins = (f"{file_name}.", f"{stem}.", *([stem[:45]] if len(stem) > 45 else []))  # a long name is cut
     found = [
-        spool.rejected_dir / name
+        spool.rejected / name
         for name in os.listdir(spool.rejected_dir)  # noqa: PTH208 - there may be thousands
         if name.startswith(begins) or name.endswith(f"~{refusals.SUFFIX}")
     ]
@@ -552,13 +552,13 @@ def refusal(spool: Spool, file_name: str, asker: Asker = ANYBODY, *, number: int
 
 def refused(spool: Spool, asker: Asker = ANYBODY, *, limit: int = MAX_REFUSED) -> Refused:
     """Return the newest refused files that the asker may see, with at most `limit` of their reasons."""
-    found = refusals.listed(spool.rejected_dir)
+    found = refusals.listed(spool.rejected)
     reasons = list(_reasons(found[:MAX_REFUSED], asker))
     files = [_refusal(reason) for reason in reasons[:limit]]
     return {"files": files, "num": len(reasons), "are_all": len(found) <= MAX_REFUSED}
 
 
-def _reasons(paths: Sequence[Path], asker: Asker) -> Iterator[Reason]:
+def _reasons(paths: Sequence[PersonPath], asker: Asker) -> Iterator[Reason]:
     """Yield the reasons that somebody may read."""
     for path in paths:
         if (reason := refusals.read(path)) is not None and (asker.reads_all or reason.uid == asker.uid):

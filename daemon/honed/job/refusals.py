@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from honed.spec import problem
-from honed.system import access, durable, rename, untrusted
+from honed.system import access, untrusted
 from honed.system.error import HonedError
 from honed.system.layout import SPEC_SUFFIXES
 from honed.system.personpath import PersonPath
@@ -44,13 +44,13 @@ _KEPT = re.compile(r"The file is kept as rejected/([0-9]+(?:-[0-9]+)?(?:\.[a-z]+
 class Reason:
     """A file of honed's that says why another was refused."""
 
-    path: Path
+    path: PersonPath
     file: str  #: the name that the refused file had, as `shown`
     number: int  #: of the arrival
     uid: int | None  #: who submitted it; None if that is not known
     code: str  #: of the error
     is_submission: bool  #: came over the control socket
-    kept_path: Path | None  #: where the file is; None if it was not kept
+    kept_path: PersonPath | None  #: where the file is; None if it was not kept
     text: str
     refused_at: float  #: seconds since the epoch
 
@@ -60,11 +60,11 @@ def shown(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
 
-def place_for(directory: Path, name: str, number: int) -> Path:
+def place_for(directory: PersonPath, name: str, number: int) -> PersonPath:
     """Return a free path for the refused file of this name: honed 0.1 has kept files under people's names there."""
     suffix = Path(name).suffix if Path(name).suffix in SPEC_SUFFIXES else ""
     names = (f"{number}{'-' if again else ''}{again or ''}{suffix}" for again in itertools.count())
-    return next(path for each in names if not os.path.lexists(path := directory / each))
+    return next(path for each in names if not untrusted.exists(path := directory / each))
 
 
 def text_of(name: str, number: int, uid: int, error: HonedError, *, when: str, fate: str, is_submission: bool) -> str:
@@ -83,7 +83,7 @@ def text_of(name: str, number: int, uid: int, error: HonedError, *, when: str, f
     return "\n".join([*lines, "", f"Then {again}.", ""])
 
 
-def parse(text: str, path: Path, refused_at: float) -> Reason | None:
+def parse(text: str, path: PersonPath, refused_at: float) -> Reason | None:
     """Return what a reason says; None if the text is not one."""
     found = _HEAD.match(text)
     if found is None:
@@ -105,41 +105,35 @@ def parse(text: str, path: Path, refused_at: float) -> Reason | None:
     )
 
 
-def read(path: Path) -> Reason | None:
+def read(path: PersonPath) -> Reason | None:
     """Return the reason in a file of rejected/; None if it is gone, is not ours to read, or is not one that honed made.
 
     Raises OSError if it cannot be read for another cause.
     """
     try:
-        fd = untrusted.open_plain(PersonPath.of(path, 1))
+        fd = untrusted.open_plain(path, owners={untrusted.info(path.parent).st_uid, os.geteuid()})
     except OSError as error:
-        if error.errno in {errno.ENOENT, errno.EACCES, errno.ELOOP, errno.ENXIO, errno.EINVAL}:
+        if error.errno in {errno.ENOENT, errno.EACCES, errno.ELOOP, errno.EINVAL, errno.EXDEV}:
             return None
         raise
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
-        if info.st_uid not in {path.parent.stat().st_uid, os.geteuid()}:
-            return None
         text = file.read(MAX_BYTES).decode("utf-8", errors="replace")
     reason = parse(text, path, info.st_mtime)
     if reason is not None and reason.uid is None and reason.kept_path is not None:
         with contextlib.suppress(FileNotFoundError):
-            return replace(reason, uid=reason.kept_path.lstat().st_uid)
+            return replace(reason, uid=untrusted.info(reason.kept_path).st_uid)
     return reason
 
 
-def listed(directory: Path) -> list[Path]:
+def listed(directory: PersonPath) -> list[PersonPath]:
     """Return the paths of the reasons in rejected/, the newest first. They may not be honed's: see `read`."""
-    found: list[tuple[float, str]] = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.name.endswith(SUFFIX):
-                with contextlib.suppress(FileNotFoundError):
-                    found.append((entry.stat(follow_symlinks=False).st_mtime, entry.name))
+    names = (name for name in untrusted.names_in(directory, limit=None) if name.endswith(SUFFIX))
+    found = [(info.st_mtime, name) for name, info in untrusted.infos(directory, names)]
     return [directory / name for _, name in sorted(found, reverse=True)]
 
 
-def places(directory: Path, name: str, number: int) -> Iterator[Path]:
+def places(directory: PersonPath, name: str, number: int) -> Iterator[PersonPath]:
     """Yield where the reason of an arrival may be, in order: the first is that of the file's own name. No file can be
     dropped whose reason would be at the last one, since a name that ends in `~` is of an unfinished file."""
     stem, suffix = Path(name).stem, Path(name).suffix
@@ -149,7 +143,7 @@ def places(directory: Path, name: str, number: int) -> Iterator[Path]:
             yield directory / f"{each}{SUFFIX}"
 
 
-def find(directory: Path, name: str, number: int) -> Reason | None:
+def find(directory: PersonPath, name: str, number: int) -> Reason | None:
     """Return the reason of an arrival. Raises OSError if it cannot be read."""
     for path in places(directory, name, number):
         if (reason := read(path)) is not None and reason.number == number:
@@ -157,35 +151,40 @@ def find(directory: Path, name: str, number: int) -> Reason | None:
     return None
 
 
-def make(directory: Path, name: str, number: int, uid: int, text: str) -> Path:
+def make(directory: PersonPath, name: str, number: int, uid: int, text: str) -> PersonPath:
     """Write the reason of an arrival under the first name that is free, durably; return its path. It quotes the job
     file, so only the user who submitted that may read it. Raises OSError."""
     for path in places(directory, name, number):
-        if os.path.lexists(path):
+        if untrusted.exists(path):
             continue
-        temporary = durable.write_beside(path, text.encode(errors="replace"), mode=0o600)
+        temporary = untrusted.write_beside(path, text.encode(errors="replace"), mode=0o600)
         try:
             if uid != os.geteuid():
-                access.let_read(temporary, uid)
-            rename.to_free(temporary, path)
+                let_read(temporary, uid)
+            untrusted.rename_to_free(temporary, path)
         except FileExistsError:
-            temporary.unlink()
+            untrusted.remove(temporary)
             continue
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            untrusted.remove(temporary)
             raise
-        durable.sync_dir(directory)
+        untrusted.sync_dir(directory)
         return path
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory / f"{number}~{SUFFIX}"))
 
 
-def why_not_kept(path: Path) -> str:
-    """Return what a dropped file is that is not kept; empty for a regular file. Raises OSError."""
-    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+def let_read(path: PersonPath, uid: int) -> None:
+    """Let one more user read a file of ours."""
+    fd = untrusted.open_plain(path)
     try:
-        mode = os.fstat(fd).st_mode
+        access.let_read(fd, uid)
     finally:
         os.close(fd)
+
+
+def why_not_kept(path: PersonPath) -> str:
+    """Return what a dropped file is that is not kept; empty for a regular file. Raises OSError."""
+    mode = untrusted.info(path).st_mode
     if stat.S_ISREG(mode):
         return ""
     kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ from honed.job.shape import PruneAnswer, PrunedRow
 from honed.job.spool import Spool
 from honed.spec import problem
 from honed.spec.config import RetentionConfig
+from honed.system import untrusted
 from honed.system.error import NotPermittedError, UsageError
 from honed.system.layout import Layout
 
@@ -269,20 +269,17 @@ def refused_files(spool: Spool) -> tuple[list[Item], list[Item]]:
     its reason are of about the same time, so that the limits of both remove both, without a look into any."""
     reasons: list[Item] = []
     files: list[Item] = []
-    with os.scandir(spool.rejected_dir) as entries:
-        for entry in entries:
-            with contextlib.suppress(FileNotFoundError):
-                info = entry.stat(follow_symlinks=False)
-                item = Item(entry.name, info.st_ctime, info.st_size)
-                (reasons if entry.name.endswith(refusals.SUFFIX) else files).append(item)
+    for name, info in untrusted.infos(spool.rejected, untrusted.names_in(spool.rejected, limit=None)):
+        item = Item(name, info.st_ctime, info.st_size)
+        (reasons if name.endswith(refusals.SUFFIX) else files).append(item)
     return reasons, files
 
 
 def remove_refused(spool: Spool, name: str) -> bool:
     """Remove a file in rejected/. Logs a warning and returns False for a directory, which an earlier honed has kept."""
-    path = spool.rejected_dir / Path(name).name
+    path = spool.rejected / Path(name).name
     try:
-        path.unlink(missing_ok=True)
+        untrusted.remove(path)
     except IsADirectoryError:
         log.warning("%s: a directory, not removed; as root, rm -r it", path)
         return False
@@ -315,7 +312,7 @@ def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: 
 
 def _refused_of(spool: Spool, uid: int | None) -> Iterator[Reason]:
     """Yield the reasons of one user's files, or of everybody's."""
-    for path in refusals.listed(spool.rejected_dir):
+    for path in refusals.listed(spool.rejected):
         if (reason := refusals.read(path)) is not None and uid in {None, reason.uid}:
             yield reason
 
@@ -333,7 +330,7 @@ def _with_file(reason: Reason) -> Item:
     num_bytes = len(reason.text)
     if reason.kept_path is not None:
         with contextlib.suppress(FileNotFoundError):
-            num_bytes += reason.kept_path.lstat().st_size
+            num_bytes += untrusted.info(reason.kept_path).st_size
     return Item(str(reason.path), reason.refused_at, num_bytes)
 
 

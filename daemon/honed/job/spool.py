@@ -35,6 +35,7 @@ from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import JobFiles, Layout
 from honed.system.log import about
 from honed.system.message import ENTRY_DAMAGED
+from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,8 @@ class Spool:
         self.incoming_dir = self.dir / "incoming"
         self.claimed_dir = self.dir / "claimed"
         self.rejected_dir = self.dir / "rejected"
+        #: The same for what lies in them, which people made.
+        self.incoming, self.rejected = PersonPath(self.incoming_dir), PersonPath(self.rejected_dir)
         self.pruned = Pruned(self.dir)
         self.ended_dir = self.dir / "ended"
         self.corrupt = Corrupt(self.dir)

@@ -20,6 +20,7 @@ from typing import Any
 from honed.job.arrival import HOLD_SUFFIX, PLACE, Claim, Numbers
 from honed.job.spool import Spool, names_in
 from honed.system import durable
+from honed.system.personpath import PersonPath
 
 #: Characters of the group's name in the name of a job, and bytes of a file's title in that of a job's file.
 MAX_NAME_CHARS, MAX_TITLE_BYTES = 80, 180
@@ -86,7 +87,7 @@ class Sweeps:
                 durable.remove_flat(place / name)
                 continue
             (place / name).rename(target)
-            claims += [Claim(number, path, uid, time.time()) for path in target.iterdir()]
+            claims += [Claim(number, PersonPath(target, (each,)), uid, time.time()) for each in names_in(target)]
         durable.sync_dir(self._spool.claimed_dir)
         durable.sync_dir(place)
         self._drop(int(place.name))

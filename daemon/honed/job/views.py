@@ -112,6 +112,11 @@ sqlite3 -readonly /var/lib/honed/honed.db \\
 The views below are for other tools: their names and columns are stable. A later version may add views, and columns at
 the end. The database is derived from the spool and the jobs' directories: if it is deleted, honed rebuilds it, within
 seconds while it runs. So do not store your own data in it.
+
+Its size is bounded: of one job it has at most 500,000 rows of metrics, 64 MiB of predictions, and 64 MiB of
+other events. Beyond that, every second row of the older steps goes, but not evaluations, the first, the last and the
+best row; and the predictions between the baseline and the newest steps. The job's report says so, and
+`attempts/*/events.jsonl` keeps everything.
 """
 _TABLES = """\
 ## Tables

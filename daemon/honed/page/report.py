@@ -34,6 +34,7 @@ from honed.job.job import Job
 from honed.job.progress import duration, figure, progress_text
 from honed.job.shape import Prediction, Shown
 from honed.job.spool import Spool
+from honed.job.thinning import thinned_counts
 from honed.page import plot
 from honed.page.page import document, text
 from honed.page.plot import Series
@@ -58,7 +59,7 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Metrics of transformers' evaluation about its own speed; throughput has its own plot.
 _NO_PLOT = re.compile(r"_(runtime|per_second|num_tokens)$")
 #: Events that are shown in other parts of the page.
-_ELSEWHERE = {"worse", "example", "samples", "data", "memory", "audit"}
+_ELSEWHERE = {"thinned", "worse", "example", "samples", "data", "memory", "audit"}
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _WORDS = {"None": "none", "True": "yes", "False": "no"}
 _PARTS = (
@@ -154,10 +155,18 @@ def render(story: Story, *, now: float, is_served: bool = False) -> bytes:
         segments=_dicts(story.last("example").get("segments")),
         events=[(event, _event_words(event)) for event in events[-MAX_EVENTS:]],
         num_earlier=len(events) - MAX_EVENTS,
+        thinned=_thinned(story),
         spec_text=story.spec_text,
         versions={"honed": __version__, **_dict(story.last("started").get("versions"))},
         **_loading(story),
     )
+
+
+def _thinned(story: Story) -> str:
+    """Return what honed.db, and so this page, no longer has of the job; empty if it has all."""
+    counts = thinned_counts(story.last("thinned"))
+    what = ", ".join(f"{num:,} {kind}" for kind, num in counts.items() if num)
+    return f"Older rows were thinned. Left out here: {what}; attempts/*/events.jsonl has them all." if what else ""
 
 
 def outcome(story: Story) -> tuple[str, str]:

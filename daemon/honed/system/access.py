@@ -88,7 +88,7 @@ def acl_of(path: Path | int) -> Acl | None:
         return None
 
 
-def set_acl(path: Path, acl: Acl, *, inherited: bool = False) -> bool:
+def set_acl(path: Path | int, acl: Acl, *, inherited: bool = False) -> bool:
     """Set a path's ACL; with `inherited` also the default ACL for everything created in the directory later.
 
     Returns False, and logs that once, if the file system does not support ACLs.
@@ -108,8 +108,8 @@ def set_acl(path: Path, acl: Acl, *, inherited: bool = False) -> bool:
 _said: set[int] = set()
 
 
-def _say_no_acls(path: Path) -> None:
-    device = path.stat().st_dev
+def _say_no_acls(path: Path | int) -> None:
+    device = os.stat(path).st_dev  # noqa: PTH116 - or a descriptor
     if device not in _said:
         _said.add(device)
         log.warning(
@@ -390,7 +390,7 @@ def give_job_dir(path: Path) -> None:
     set_acl(path, replace(acl, group=7, users=users, mask=None), inherited=True)
 
 
-def let_read(path: Path, uid: int) -> None:
-    """Let one more user read a file of ours."""
-    permissions = stat.S_IMODE(path.stat().st_mode)
-    set_acl(path, Acl(permissions >> 6, (permissions >> 3) & 7, permissions & 7, {uid: READ}, {}))
+def let_read(fd: int, uid: int) -> None:
+    """Let one more user read an open file of ours."""
+    permissions = stat.S_IMODE(os.fstat(fd).st_mode)
+    set_acl(fd, Acl(permissions >> 6, (permissions >> 3) & 7, permissions & 7, {uid: READ}, {}))

@@ -15,11 +15,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import stat
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from honed.system import durable
+from honed.system import rename as renames
 from honed.system.durable import Steps
 from honed.system.personpath import PersonPath
 
@@ -72,6 +74,22 @@ def read_plain(path: PersonPath, *, max_bytes: int = MAX_BYTES, owners: Containe
 def write_plain(path: PersonPath, data: bytes, *, mode: int = 0o644) -> None:
     """Replace a file durably and atomically, whatever it was. Raises OSError."""
     durable.finish(writing(path, data, mode=mode))
+
+
+def write_beside(path: PersonPath, data: bytes, *, mode: int = 0o644) -> PersonPath:
+    """Write `data` to a hidden file beside `path`, synced; the caller renames it. Returns the hidden file's path."""
+    with _named(path), directory(path.parent) as place:
+        new, fd = _create_beside(place, path.name, mode)
+        try:
+            durable.write_all(fd, data)
+            os.fsync(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(new, dir_fd=place)
+            raise
+        finally:
+            os.close(fd)
+    return path.with_name(new)
 
 
 def writing(path: PersonPath, data: bytes, *, mode: int = 0o644) -> Steps[None]:
@@ -144,10 +162,26 @@ def is_dir(path: PersonPath) -> bool:
         return False
 
 
-def names_in(path: PersonPath, *, limit: int = MAX_NAMES) -> list[str]:
+def infos(path: PersonPath, names: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield what lstat(2) tells of these names in a directory; those that are gone, or mounts, are left out."""
+    with _named(path), _looked_up_all(path) as place:
+        for name in names:
+            try:
+                with _looked_up(place, name, path) as fd:
+                    found = os.fstat(fd)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if error.errno == errno.EXDEV:
+                    continue
+                raise
+            yield name, found
+
+
+def names_in(path: PersonPath, *, limit: int | None = MAX_NAMES) -> list[str]:
     """Return up to `limit` names in a directory, in no order. Raises OSError."""
     with directory(path) as fd, os.scandir(fd) as found:
-        return [each.name for each, _ in zip(found, range(limit), strict=False)]
+        return [each.name for each in itertools.islice(found, limit)]
 
 
 def remove(path: PersonPath) -> None:
@@ -183,6 +217,12 @@ def rename(old: PersonPath, new: PersonPath) -> None:
     """Rename what is there, replacing what has the new name. Raises OSError."""
     with _named(old), _parent(old) as source, _parent(new) as target:
         os.rename(old.name, new.name, src_dir_fd=source, dst_dir_fd=target)
+
+
+def rename_to_free(old: PersonPath, new: PersonPath) -> None:
+    """Rename what is there to a name that must not exist. Raises FileExistsError if it does, and OSError."""
+    with _named(new), _parent(old) as source, _parent(new) as target:
+        renames.to_free(old.name, new.name, src_dir_fd=source, dst_dir_fd=target)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from honed.spec.config import Config
 from honed.system import durable
 from honed.system.error import InternalError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 
 class Desk:
@@ -45,7 +46,7 @@ class Desk:
         path = self.spool.incoming_dir / "a.json"
         path.write_text("{}")
         arrivals = Arrivals(self.spool)
-        claim = arrivals.claim(path)
+        claim = arrivals.claim(PersonPath.of(path, 1))
         assert claim is not None
         arrivals.copy(claim, max_bytes=100)
         common: dict[str, Any] = {

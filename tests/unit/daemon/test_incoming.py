@@ -24,6 +24,7 @@ from honed.job.spool import Spool
 from honed.run.helper import children
 from honed.spec.config import Config
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 
 class Door:
@@ -166,7 +167,7 @@ def test_a_file_whose_event_comes_in_the_middle_of_a_scan_is_not_ahead_of_those_
         door.place(name)
     judged, coming = door.watcher.is_whole, ["first.json", "second.json"]
 
-    def is_whole(path: Path, as_of: float | None = None) -> bool:
+    def is_whole(path: PersonPath, as_of: float | None = None) -> bool:
         answer = judged(path, as_of)
         while path.name == "first.json" and coming:  # both events come between the looks at the two
             door.tell(coming.pop(0))
@@ -242,7 +243,7 @@ class Overlay(Arrivals):
     def listed(self) -> dict[str, int]:
         return {name: inode + 1_000_000 for name, inode in super().listed().items()}
 
-    def claim_all(self, arrivals: Sequence[Path]) -> list[Claim | Exception | None]:
+    def claim_all(self, arrivals: Sequence[PersonPath]) -> list[Claim | Exception | None]:
         if not (self.num_faults and arrivals):
             return super().claim_all(arrivals)
         self.num_faults -= 1

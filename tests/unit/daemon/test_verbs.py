@@ -23,6 +23,7 @@ from honed.system import device
 from honed.system.control import Request, Rows
 from honed.system.error import NotPermittedError, SpecError, UsageError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 STRANGER, OWNER, ADMINISTRATOR, MEMBER = 4243, 4242, 0, 4244
 EVERYBODY = (STRANGER, OWNER, ADMINISTRATOR, MEMBER)
@@ -89,7 +90,7 @@ def honed(tmp_path: Path) -> Iterator[Daemon]:
     made._dispatch.backlog.recover()
     made._spool.incoming_dir.chmod(0o700)
     text = refusals.text_of(REFUSED, 900, OWNER, SpecError("no"), when="now", fate="Kept.", is_submission=False)
-    refusals.make(made._spool.rejected_dir, REFUSED, 900, os.geteuid(), text)
+    refusals.make(made._spool.rejected, REFUSED, 900, os.geteuid(), text)
     (made._spool.rejected_dir / "900.json").write_text("{}")
     yield made
     made._close()
@@ -100,7 +101,7 @@ def admit(honed: Daemon, state: State) -> Job:
     spool = honed._spool
     arrivals = Arrivals(spool)
     (spool.incoming_dir / "secret.json").write_text("{}")
-    claim = arrivals.claim(spool.incoming_dir / "secret.json")
+    claim = arrivals.claim(PersonPath.of(spool.incoming_dir / "secret.json", 1))
     assert claim is not None
     arrivals.copy(claim, max_bytes=100)
     common = {"name": "secret", "submitted_at": 1.0, "source": "secret.json", "uid": OWNER, "num_gpus": 0}
@@ -122,7 +123,7 @@ def test_a_job_that_says_it_is_of_a_sweep_hides_it_from_nobody(honed: Daemon) ->
     mine = admit(honed, State.QUEUED)
     arrivals = Arrivals(honed._spool)
     (honed._spool.incoming_dir / "theirs.json").write_text("{}")
-    claim = arrivals.claim(honed._spool.incoming_dir / "theirs.json")
+    claim = arrivals.claim(PersonPath.of(honed._spool.incoming_dir / "theirs.json", 1))
     assert claim is not None
     arrivals.copy(claim, max_bytes=100)
     theirs = Job(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from honed.daemon.arrivals.watcher import CLOSED_SETTLE_SEC, Watcher
+from honed.system.personpath import PersonPath
 from waiting import DEADLINE_SEC, wait_for
 
 SETTLE_SEC = 1000.0
@@ -43,7 +44,7 @@ def becomes(condition: Callable[[], bool], *, within_sec: float) -> bool:
 
 def is_whole(watcher: Watcher, path: Path) -> bool:
     watcher.take_hinted()
-    return watcher.is_whole(path)
+    return watcher.is_whole(PersonPath.of(path, 1))
 
 
 def test_a_file_renamed_in_is_whole_at_once(watcher: Watcher, tmp_path: Path) -> None:
@@ -97,9 +98,9 @@ def test_a_clock_that_is_set_makes_no_file_whole(tmp_path: Path, jump_sec: float
         each.write_text("{}")
     os.utime(old, (1e9, 1e9))
     jumps[0] = jump_sec
-    assert (blind.is_whole(path), blind.is_whole(old)) == (False, True)
+    assert (blind.is_whole(PersonPath.of(path, 1)), blind.is_whole(PersonPath.of(old, 1))) == (False, True)
     os.utime(path, (time.time() + jump_sec,) * 2)  # it goes on being written
-    assert not blind.is_whole(path)
+    assert not blind.is_whole(PersonPath.of(path, 1))
 
 
 def test_a_copied_file_is_whole_soon_after_it_is_closed(watcher: Watcher, tmp_path: Path) -> None:
@@ -127,9 +128,9 @@ def test_a_file_written_on_after_it_was_closed_must_lie_still_again(tmp_path: Pa
     for _ in range(40):
         with path.open("a") as file:
             file.write(".")
-        assert not watcher.is_whole(path)
+        assert not watcher.is_whole(PersonPath.of(path, 1))
         now[0] += CLOSED_SETTLE_SEC * 0.9
-    assert not watcher.is_whole(path)
+    assert not watcher.is_whole(PersonPath.of(path, 1))
     now[0] += CLOSED_SETTLE_SEC * 0.2
     # The event that it was closed may still be on its way.
     wait_for(lambda: is_whole(watcher, path), what="a whole file")
@@ -157,5 +158,5 @@ def test_without_inotify_a_file_that_lies_still_is_whole(tmp_path: Path) -> None
     assert not blind.is_watching
     path = tmp_path / "a.json"
     path.write_text("{}")
-    assert not blind.is_whole(path)
-    wait_for(lambda: blind.is_whole(path), what="a whole file")
+    assert not blind.is_whole(PersonPath.of(path, 1))
+    wait_for(lambda: blind.is_whole(PersonPath.of(path, 1)), what="a whole file")

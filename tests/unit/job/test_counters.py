@@ -25,6 +25,7 @@ from honed.job.spool import Spool
 from honed.system.durable import finish
 from honed.system.error import DatasetError, SpecError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def reject(number: int, error: SpecError | DatasetError) -> Callable[[Spool], No
         place = spool.claimed_dir / str(number)
         place.mkdir()
         (spool.incoming_dir / "bad.json").rename(place / "bad.json")
-        claim = Claim(number, place / "bad.json", arrived_at=1.0)
+        claim = Claim(number, PersonPath(place) / "bad.json", arrived_at=1.0)
         Arrivals(spool).reject(claim, error, when="now")
 
     return move
@@ -224,7 +225,7 @@ def test_a_rejection_whose_file_has_not_been_moved_yet_is_not_counted(tmp_path: 
         (spool.claimed_dir / "7").mkdir()
         (spool.claimed_dir / "7/bad.json").write_text("{")
         text = refusals.text_of("bad.json", 7, 0, SpecError("no"), when="now", fate="Kept.", is_submission=False)
-        refusals.make(spool.rejected_dir, "bad.json", 7, os.getuid(), text)
+        refusals.make(spool.rejected, "bad.json", 7, os.getuid(), text)
         (spool.rejected_dir / "mine.json").write_text("{}")
         (spool.rejected_dir / "mine.json.reason").write_text("a text of somebody's own\n\n\nspec_invalid:\n")
     with honed(tmp_path) as (_, made):
@@ -299,7 +300,7 @@ def test_an_arrivals_time_is_that_of_its_drop_and_reaches_the_entry(tmp_path: Pa
     path.write_text("{}")
     dropped_at = path.stat().st_ctime
     arrivals = Arrivals(spool)
-    claim = arrivals.claim(path)
+    claim = arrivals.claim(PersonPath.of(path, 1))
     assert claim is not None
     assert claim.arrived_at == dropped_at
     (again,) = Arrivals(spool).claims()

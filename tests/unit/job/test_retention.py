@@ -25,6 +25,7 @@ from honed.job.retention import DAY_SEC, Item, Limits, Needs
 from honed.job.spool import Spool
 from honed.spec.config import Config, RetentionConfig
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 NOW = 1_000_000_000.0
 ITEMS = [Item(number, NOW - number * DAY_SEC, 100) for number in range(5)]
@@ -192,7 +193,7 @@ def test_a_kill_between_any_two_operations_leaves_a_job_whole_or_gone(
         (again.dir / "seq").unlink(missing_ok=True)
         put = again.incoming_dir / "next.json"
         put.write_text("{}")
-        claim = Arrivals(again).claim(put)
+        claim = Arrivals(again).claim(PersonPath.of(put, 1))
         assert claim is not None
         assert claim.id == 3
         again.close()

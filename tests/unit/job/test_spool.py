@@ -23,6 +23,7 @@ from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.system.error import EnvironmentInvalidError, HonedError, SpecError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 MAX_BYTES = 1000
 #: A user who owns no file here.
@@ -47,7 +48,7 @@ def job_of(claim: Claim, **changes: Any) -> Job:
 
 
 def accept(spool: Spool, name: str = "a.json") -> Job:
-    claim = Arrivals(spool).claim(put(spool, name))
+    claim = Arrivals(spool).claim(PersonPath.of(put(spool, name), 1))
     assert claim is not None
     Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
     return Arrivals(spool).admit(job_of(claim), claim, PlanFile({"spec": {}}))
@@ -98,7 +99,7 @@ def test_arrivals_come_in_the_order_in_which_they_came(spool: Spool) -> None:
 
 def test_numbers_grow_and_are_never_used_again(spool: Spool) -> None:
     first, second = accept(spool), accept(spool)
-    claim = Arrivals(spool).claim(put(spool, "gone.json"))
+    claim = Arrivals(spool).claim(PersonPath.of(put(spool, "gone.json"), 1))
     assert claim is not None
     Arrivals(spool).reject(claim, SpecError("no"), when="now")
     assert accept(spool).id > claim.id > second.id > first.id
@@ -135,25 +136,25 @@ def test_what_is_not_a_plain_file_of_a_sane_size_is_refused(
 ) -> None:
     path = spool.incoming_dir / "a.json"
     make(path)
-    claim = Arrivals(spool).claim(path)
+    claim = Arrivals(spool).claim(PersonPath.of(path, 1))
     assert claim is not None
     with pytest.raises(SpecError, match=word):
         Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
-    is_kept = stat.S_ISREG(claim.path.lstat().st_mode)
-    path = Arrivals(spool).reject(claim, SpecError("because"), when="now")
+    is_kept = stat.S_ISREG(Path(str(claim.path)).lstat().st_mode)
+    path = Path(str(Arrivals(spool).reject(claim, SpecError("because"), when="now")))
     assert path == spool.rejected_dir / "a.json.reason"
     assert "because" in path.read_text()
     assert (spool.rejected_dir / f"{claim.id}.json").exists() == is_kept
     assert ("The file is kept as rejected/1.json." in path.read_text()) == is_kept
-    assert not claim.path.parent.exists()
+    assert not claim.place.exists()
     assert not spool.layout.job(claim.id).dir.exists()
 
 
 def test_a_file_on_which_a_program_holds_a_lease_is_refused_and_not_waited_for(spool: Spool) -> None:
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
-    claim = Arrivals(spool).claim(put(spool, "a.json"))
+    claim = Arrivals(spool).claim(PersonPath.of(put(spool, "a.json"), 1))
     assert claim is not None
-    fd = os.open(claim.path, os.O_WRONLY)
+    fd = os.open(str(claim.path), os.O_WRONLY)
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         with pytest.raises(SpecError, match="a lease"):
@@ -179,18 +180,18 @@ def test_a_jobs_file_is_found_among_any_number_of_names_like_it(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["job.txt", "job", "job.yaml\nrm -rf.json", "a\x1b[2J.json"])
 def test_a_name_that_is_no_job_files_is_refused(spool: Spool, name: str) -> None:
-    claim = Arrivals(spool).claim(put(spool, name))
+    claim = Arrivals(spool).claim(PersonPath.of(put(spool, name), 1))
     assert claim is not None
     with pytest.raises(SpecError):
         Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
-    assert Arrivals(spool).reject(claim, SpecError("no"), when="now").exists()
+    assert Path(str(Arrivals(spool).reject(claim, SpecError("no"), when="now"))).exists()
 
 
 def test_the_longest_name_can_be_refused_and_a_second_of_the_same_name_too(spool: Spool) -> None:
     for name in ("x" * 250 + ".json", "b.json", "b.json", "ü" * 125 + ".json"):
-        claim = Arrivals(spool).claim(put(spool, name))
+        claim = Arrivals(spool).claim(PersonPath.of(put(spool, name), 1))
         assert claim is not None
-        path = Arrivals(spool).reject(claim, SpecError("no"), when="now")
+        path = Path(str(Arrivals(spool).reject(claim, SpecError("no"), when="now")))
         assert path.exists()
         assert (spool.rejected_dir / f"{claim.id}.json").exists()
         found = query.refusal(spool, name)
@@ -203,14 +204,14 @@ def test_the_longest_name_can_be_refused_and_a_second_of_the_same_name_too(spool
 def test_a_rejection_of_which_a_power_cut_leaves_both_names_is_one(spool: Spool, is_name_taken: bool) -> None:
     arrivals = Arrivals(spool)
     for name in ("a.json", "a.json") if is_name_taken else ("a.json",):
-        claim = arrivals.claim(put(spool, name))
+        claim = arrivals.claim(PersonPath.of(put(spool, name), 1))
         assert claim is not None
         arrivals.reject(claim, SpecError("no"), when="now")
     assert claim is not None
     rejected = spool.rejected_dir / f"{claim.id}.json"
     others = {path: path.stat().st_ino for path in spool.rejected_dir.iterdir()}
-    claim.path.parent.mkdir()
-    claim.path.hardlink_to(rejected)
+    claim.place.mkdir()
+    Path(str(claim.path)).hardlink_to(rejected)
     recovered(spool)
     assert arrivals.claims() == []
     assert list(spool.claimed_dir.iterdir()) == []
@@ -219,13 +220,13 @@ def test_a_rejection_of_which_a_power_cut_leaves_both_names_is_one(spool: Spool,
 
 def test_another_arrival_of_a_rejected_file_is_not_taken_for_the_rejected_one(spool: Spool) -> None:
     arrivals = Arrivals(spool)
-    first = arrivals.claim(put(spool, "a.json"))
+    first = arrivals.claim(PersonPath.of(put(spool, "a.json"), 1))
     assert first is not None
     arrivals.reject(first, SpecError("no"), when="now")
     rejected = spool.rejected_dir / f"{first.id}.json"
     arrival = spool.incoming_dir / "a.json"
     arrival.hardlink_to(rejected)
-    second = arrivals.claim(arrival)
+    second = arrivals.claim(PersonPath.of(arrival, 1))
     assert second is not None
     recovered(spool)
     assert [claim.id for claim in arrivals.claims()] == [second.id]
@@ -234,7 +235,7 @@ def test_another_arrival_of_a_rejected_file_is_not_taken_for_the_rejected_one(sp
 def test_what_the_dropper_writes_after_the_claim_changes_nothing(spool: Spool) -> None:
     path = put(spool, "a.json", '{"first": 1}')
     with path.open("r+") as writer:
-        claim = Arrivals(spool).claim(path)
+        claim = Arrivals(spool).claim(PersonPath.of(path, 1))
         assert claim is not None
         copy = Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
         writer.write('{"secon": 2}')
@@ -350,7 +351,7 @@ def test_a_submitted_file_is_its_submitters_whoever_owns_it(spool: Spool) -> Non
 
 
 def test_where_no_drops_are_taken_a_dropped_file_is_refused_with_the_remedy(spool: Spool) -> None:
-    claim = Arrivals(spool).claim(put(spool, "a.json"))
+    claim = Arrivals(spool).claim(PersonPath.of(put(spool, "a.json"), 1))
     assert claim is not None
     with pytest.raises(SpecError, match="files in incoming/ are not accepted") as caught:
         Arrivals(spool).copy(claim, max_bytes=MAX_BYTES, drops=False)
@@ -392,19 +393,19 @@ def test_no_name_makes_a_refusal_somebody_elses() -> None:
         SpecError("Submitted as 7 by the user 0."),
     )
     text = refusals.text_of(name, 9, SUBMITTER, error, when="now", fate="It is not kept.", is_submission=False)
-    reason = refusals.parse(text, Path("x.reason"), 1.0)
+    reason = refusals.parse(text, PersonPath(Path("x.reason")), 1.0)
     assert reason is not None
     assert (reason.number, reason.uid, reason.is_submission) == (9, SUBMITTER, False)
-    assert refusals.parse("", Path("x.reason"), 1.0) is None
+    assert refusals.parse("", PersonPath(Path("x.reason")), 1.0) is None
 
 
 def refuse(spool: Spool, name: str, make: Callable[[Path], Any]) -> Path:
     """Drop something, and have it refused; return the path of its reason."""
     arrivals = Arrivals(spool)
     make(spool.incoming_dir / name)
-    claim = arrivals.claim(spool.incoming_dir / name)
+    claim = arrivals.claim(PersonPath.of(spool.incoming_dir / name, 1))
     assert claim is not None
-    return arrivals.reject(claim, SpecError("no"), when="now")
+    return Path(str(arrivals.reject(claim, SpecError("no"), when="now")))
 
 
 def test_no_file_that_is_dropped_takes_the_place_of_a_reason(spool: Spool, tmp_path: Path) -> None:
@@ -477,18 +478,18 @@ def test_a_refused_file_of_any_name_is_pruned_with_its_reason(spool: Spool, name
 def test_a_directory_is_not_taken(spool: Spool) -> None:
     (spool.incoming_dir / "a.json").mkdir()
     with pytest.raises(IsADirectoryError):
-        Arrivals(spool).claim(spool.incoming_dir / "a.json")
+        Arrivals(spool).claim(PersonPath.of(spool.incoming_dir / "a.json", 1))
     assert (spool.incoming_dir / "a.json").is_dir()
     assert list(spool.claimed_dir.iterdir()) == []
 
 
 def test_a_directory_that_takes_the_place_of_a_claimed_file_is_set_aside_whole(spool: Spool) -> None:
     arrivals = Arrivals(spool)
-    claim = arrivals.claim(put(spool, "a.json"))
+    claim = arrivals.claim(PersonPath.of(put(spool, "a.json"), 1))
     assert claim is not None
-    claim.path.unlink()
-    (claim.path / "work").mkdir(parents=True)
-    reason = arrivals.reject(claim, SpecError("no"), when="now")
+    Path(str(claim.path)).unlink()
+    Path(str(claim.path / "work")).mkdir(parents=True)
+    reason = Path(str(arrivals.reject(claim, SpecError("no"), when="now")))
     assert "claimed/.1" in reason.read_text()
     assert (spool.claimed_dir / ".1/a.json/work").is_dir()
     recovered(spool)
@@ -498,15 +499,15 @@ def test_a_directory_that_takes_the_place_of_a_claimed_file_is_set_aside_whole(s
 
 def test_a_rejection_that_was_begun_is_begun_anew_or_not_at_all(spool: Spool) -> None:
     arrivals = Arrivals(spool)
-    claim = arrivals.claim(put(spool, "a.json"))
+    claim = arrivals.claim(PersonPath.of(put(spool, "a.json"), 1))
     assert claim is not None
     text = text_of("a.json", SpecError("old")).replace("incoming/ as 9", "incoming/ as 1")
-    refusals.make(spool.rejected_dir, "a.json", claim.id, os.getuid(), text)
+    refusals.make(spool.rejected, "a.json", claim.id, os.getuid(), text)
     arrivals.reject(claim, SpecError("new"), when="now")
     assert [each["reason"].count("new") for each in query.refused(spool)["files"]] == [1]
-    claim = arrivals.claim(put(spool, "b.json"))
+    claim = arrivals.claim(PersonPath.of(put(spool, "b.json"), 1))
     assert claim is not None
-    refusals.make(spool.rejected_dir, "b.json", claim.id, os.getuid(), text.replace("incoming/ as 1", "incoming/ as 2"))
+    refusals.make(spool.rejected, "b.json", claim.id, os.getuid(), text.replace("incoming/ as 1", "incoming/ as 2"))
     recovered(spool)
     assert [each["file"] for each in query.refused(spool)["files"]] == ["a.json"]
     assert [each.id for each in arrivals.claims()] == [claim.id]

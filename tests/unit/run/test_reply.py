@@ -22,6 +22,7 @@ from honed.run.snapshot import Missing
 from honed.spec.config import Config, PolicyConfig
 from honed.system.device import Device
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 from zoo import plain
 
 PLANS = Path(__file__).parents[2] / "data" / "plans"
@@ -79,7 +80,7 @@ def test_the_daemon_makes_of_an_answer_the_plan_it_always_made(name: str, monkey
         context.setenv("TZ", "UTC")
         time.tzset()
         context.setattr(time, "time", lambda: 1763870000.25)
-        claim = Claim(NUMBERS[name], Path("claimed/title.json"))
+        claim = Claim(NUMBERS[name], PersonPath.of(Path("claimed/title.json"), 1))
         job = _job(Pending(claim, Copy(Path("spec.json"), 1000)), answer)
         made = answer.plan.accepted(job, answer.spec, Path("/var/lib/honed"))
     time.tzset()

@@ -155,7 +155,7 @@ def test_a_refusal_is_read_by_who_dropped_the_file(spool: Spool, tmp_path: Path)
         text = refusals.text_of(
             "a.yaml", number, os.getuid(), error, when="now", fate="It is kept.", is_submission=False
         )
-        refusals.make(spool.rejected_dir, "a.yaml", number, os.getuid(), text)
+        refusals.make(spool.rejected, "a.yaml", number, os.getuid(), text)
     os.utime(spool.rejected_dir / "a.yaml.reason", (1, 1))
     us = query.Asker(os.getuid(), is_administrator=False, reads_all=False)
     found = query.refusal(spool, "a.yaml", us)

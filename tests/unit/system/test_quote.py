@@ -28,6 +28,7 @@ from honed.system.error import BY_CODE, DatasetError, HonedError, InternalError,
 from honed.system.layout import Layout
 from honed.system.log import _Formatter, trace
 from honed.system.notify import Notifier
+from honed.system.personpath import PersonPath
 from told import refused
 
 SENTENCE = f"message 2: the role is {quote.mark(repr('moderator'))}, not one of user{quote.aside(' (nor bot)')}"
@@ -257,9 +258,9 @@ def test_a_reason_quotes_and_is_for_its_dropper_alone(tmp_path: Path) -> None:
     spool = Spool(layout)
     arrivals = Arrivals(spool)
     (spool.incoming_dir / "a.yaml").write_text("a: 1")
-    claim = arrivals.claim(spool.incoming_dir / "a.yaml")
+    claim = arrivals.claim(PersonPath.of(spool.incoming_dir / "a.yaml", 1))
     assert claim is not None
-    reason = arrivals.reject(claim, DatasetError(SENTENCE), when="now")
+    reason = Path(str(arrivals.reject(claim, DatasetError(SENTENCE), when="now")))
     assert SHOWN in reason.read_text()
     assert reason.stat().st_mode & 0o777 == 0o600
 

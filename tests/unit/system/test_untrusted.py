@@ -210,6 +210,7 @@ for path in (job / "hangs", job / "file"):
     assert not untrusted.is_dir(path)
     for act in (untrusted.info, untrusted.read_plain, untrusted.names_in):
         assert fault(lambda: act(path)) == "another file system is mounted there", (path, act)
+assert [name for name, _ in untrusted.infos(job, ["hangs", "file", "gone", "plain"])] == ["plain"]
 for act in (untrusted.info, untrusted.read_plain, untrusted.names_in, untrusted.remove, untrusted.make_dir):
     assert fault(lambda: act(job / "hangs/more")) == "another file system is mounted there", act
 assert untrusted.read_plain(PersonPath.own(root / "job/file")) == b"secret"
@@ -224,6 +225,7 @@ def test_what_a_person_has_mounted_is_neither_entered_nor_asked(tmp_path: Path) 
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "job/hangs").mkdir(parents=True)
     (tmp_path / "job/file").touch()
+    (tmp_path / "job/plain").touch()
     command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-c", MOUNTS, str(tmp_path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
     if done.returncode == 77 or "unshare failed" in done.stderr or "/dev/fuse" in done.stderr:

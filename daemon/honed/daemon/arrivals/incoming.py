@@ -8,13 +8,11 @@ Users take turns, weighted (turns.py): a flood of one user's files delays nobody
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set, Sized
 from dataclasses import dataclass
-from pathlib import Path
 
 from honed.daemon.arrivals.checkers import Checkers
 from honed.daemon.arrivals.checks import MAX_TOGETHER, Checks, Pending
@@ -26,9 +24,10 @@ from honed.job.entitlement import Entitlements
 from honed.job.job import Job
 from honed.job.refusals import shown
 from honed.spec.config import Config
-from honed.system import durable
+from honed.system import durable, untrusted
 from honed.system.error import EnvironmentInvalidError, HonedError, said
 from honed.system.log import about
+from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ class Listing:
 
     def is_whole(self, uid: int, name: str) -> bool:
         """Look at a user's file. Return True if it can be claimed now."""
-        path = self._arrivals.incoming_dir / name
+        path = self._arrivals.incoming / name
         if self._is_left(path):
             return False
         self._looked_at[name] = uid  # until it is claimed, or looked at again
@@ -176,7 +175,7 @@ class Listing:
         """Claim these files. Returns the claims, and the machine's faults that prevented others."""
         claims: list[Claim] = []
         faults: list[Exception] = []
-        paths = [self._arrivals.incoming_dir / name for name in names]
+        paths = [self._arrivals.incoming / name for name in names]
         for path, taken in zip(paths, self._arrivals.claim_all(paths), strict=True):
             match taken:
                 case IsADirectoryError() if taken.filename == str(path):
@@ -199,16 +198,19 @@ class Listing:
                 del self._known[path.name]
         return claims, faults
 
-    def _leave(self, path: Path, error: OSError) -> None:
+    def _leave(self, path: PersonPath, error: OSError) -> None:
         """Leave an arrival that cannot be taken (a directory) where it is, and log it once."""
-        with contextlib.suppress(FileNotFoundError):
-            self._left[path.name] = path.lstat().st_ino
+        if (inode := _inode(path)) is not None:
+            self._left[path.name] = inode
             log.warning("%r in %s cannot be taken: %s", path.name, path.parent, error.strerror)
 
-    def _is_left(self, path: Path) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return path.name in self._left and self._left[path.name] == path.lstat().st_ino
-        return False
+    def _is_left(self, path: PersonPath) -> bool:
+        return path.name in self._left and self._left[path.name] == _inode(path)
+
+
+def _inode(path: PersonPath) -> int | None:
+    """Return the inode of a file; None if it is gone."""
+    return next((info.st_ino for _, info in untrusted.infos(path.parent, [path.name])), None)
 
 
 class Incoming:

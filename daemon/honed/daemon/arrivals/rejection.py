@@ -37,7 +37,7 @@ class Rejection:
         log.error(
             "%r is waiting in %s: %s",
             claim.name,
-            claim.path.parent,
+            claim.place,
             said(error),
             exc_info=unforeseen,
             extra=about(claim.id, file=claim.name),

@@ -30,6 +30,9 @@ from watchdog.events import (
 from watchdog.observers.api import BaseObserver
 from watchdog.observers.inotify import InotifyObserver
 
+from honed.system import untrusted
+from honed.system.personpath import PersonPath
+
 log = logging.getLogger(__name__)
 
 #: Seconds that a closed file must stay unchanged: a shell's `>` and `>>` close and open again.
@@ -173,15 +176,14 @@ class Watcher:
             self.forget(name)
         self._absent = absent
 
-    def is_whole(self, path: Path, as_of: float | None = None) -> bool:
+    def is_whole(self, path: PersonPath, as_of: float | None = None) -> bool:
         """Return True if nobody is still writing this arrival, as far as can be known.
 
         It is judged by the events of which `take_hinted` told, and by the time `as_of` (monotonic seconds; None: now).
         So of the files that are judged by the same, none is whole for having been looked at later than another.
         """
-        try:
-            info = path.lstat()
-        except FileNotFoundError:
+        info = next((found for _, found in untrusted.infos(path.parent, [path.name])), None)
+        if info is None:
             return False
         if not stat.S_ISREG(info.st_mode):
             return True  # it will be refused: no need to wait
@@ -220,10 +222,10 @@ class _Hints(FileSystemEventHandler):
         self._watcher.hint(event)
 
 
-def _has_writer(path: Path) -> bool:
+def _has_writer(path: PersonPath) -> bool:
     """Return True if a process holds the file open for writing; False if we may not ask (another user's file)."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = untrusted.open_plain(path)
     except OSError:
         return False
     try:
