@@ -60,7 +60,8 @@ class Instance:
         from honed.job import query
 
         spool = self._spool()
-        return [*query.rows(spool, self.layout, query.Choice.of(choice), queue=self._queue(spool))]
+        rows = query.rows(spool, self.layout, query.Choice.of(choice), queue=self._queue(spool))
+        return [row for row in rows if row is not None]
 
     def overview(self, **choice: Any) -> Overview:
         """Return the first jobs of each kind, and their counts."""

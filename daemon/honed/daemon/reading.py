@@ -32,15 +32,16 @@ class Reading:
     def list_jobs(self, request: Request, asker: Asker) -> Rows:
         """Answer `list`."""
         choice = query.Choice.of(request.arguments)
-        return Rows(self.with_reasons(query.rows(self.spool, self.layout, choice, asker, self.queue), asker))
+        rows = query.rows(self.spool, self.layout, choice, asker, self.queue)
+        return Rows(row if row is None else self.row(row, asker) for row in rows)
 
-    def numbers(self, *_: object) -> list[int]:
+    def numbers(self, *_: object) -> Rows:
         """Answer `numbers`: those of all jobs, for completions."""
-        return [job.id for job in self.spool.all().ordered()]
+        return Rows(job.id for job in self.spool.all().ordered())
 
-    def names(self, _request: Request, asker: Asker) -> list[str]:
+    def names(self, _request: Request, asker: Asker) -> Rows:
         """Answer `names`: those of the jobs that the asker may read, for completions."""
-        return list(dict.fromkeys(job.name for job in self.spool.all().ordered() if asker.may_read(job)))
+        return Rows(_once(job.name if asker.may_read(job) else None for job in self.spool.all().ordered()))
 
     def overview(self, request: Request, asker: Asker) -> Overview:
         """Answer `overview`."""
@@ -92,6 +93,14 @@ class Reading:
             elif row["state"] == State.QUEUED:
                 row["waiting_for"] = None  # it was queued when the row was read, and is no longer
             yield row
+
+
+def _once(names: Iterable[str | None]) -> Iterator[str | None]:
+    """Yield each name once, and None for another time."""
+    told: set[str] = set()
+    for name in names:
+        yield None if name in told else name
+        told |= {name} if name is not None else set()
 
 
 def _number(request: Request) -> int | None:

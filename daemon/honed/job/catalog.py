@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 
 from honed.job.job import Job, State
 
@@ -118,23 +117,27 @@ class Catalog:
         return (self._jobs[number] for number in sorted(self._jobs, reverse=True))
 
     def ordered(self, after: int | None = None) -> Iterator[Job]:
-        """Iterate in list order, from the start or after the job `after`; the catalog must not change meanwhile."""
+        """Iterate in list order, from the start or after the job `after`. The order is that of now; each job is as it
+        is when it is reached, and one that is gone is left out. So do the next two."""
         start = 0
         if after is not None and (job := self._jobs.get(after)) is not None:
             start = bisect_left(self._order, (*key(job), job.id)) + 1
-        return (self._jobs[each[3]] for each in islice(self._order, start, None))
+        return self._each(self._order[start:])
+
+    def _each(self, order: list[tuple[int, int, int, int]]) -> Iterator[Job]:
+        return (job for *_, number in order if (job := self._jobs.get(number)) is not None)
 
     def of_state(self, state: State) -> Iterator[Job]:
         """Iterate over the jobs in a state, in list order."""
         rank = _RANKS.get(state, _ENDED)
         first = bisect_left(self._order, (rank,))
         last = bisect_left(self._order, (rank + 1,))
-        found = (self._jobs[each[3]] for each in islice(self._order, first, last))
+        found = self._each(self._order[first:last])
         return found if rank < _ENDED else (job for job in found if job.state is state)
 
     def ended(self) -> Iterator[Job]:
         """Iterate over finished jobs, newest first."""
-        return (self._jobs[each[3]] for each in islice(self._order, bisect_left(self._order, (_ENDED,)), None))
+        return self._each(self._order[bisect_left(self._order, (_ENDED,)) :])
 
     # -- output directories -------------------------------------------------------------------------------------------
 

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from datetime import datetime
+from functools import partial
+from itertools import chain, dropwhile, islice
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +54,10 @@ _WHO_READS = "its owner and the administrators can read it; see policy.share_res
 
 #: The queued jobs in the order in which they start.
 Queue = Callable[[], Iterator[Job]]
-#: Rows of a list that are built at a time, so that one request does not block the daemon.
-ROWS_AT_ONCE = 256
+#: Rows of a list that are built, and jobs that are looked at, at a time, so that no request blocks the daemon.
+ROWS_AT_ONCE, LOOKED_AT_ONCE = 64, 500
+#: Rows of a list that are chosen at once.
+MAX_FEW = 1000
 #: Refused files that are looked at, the newest.
 MAX_REFUSED = 200
 #: Jobs per group in an overview.
@@ -166,25 +171,57 @@ class Choice:
             return False
         if not self.names or str(job.id) in self.names:
             return True
-        group = {job.group["name"], str(job.group["id"])} if job.group else set()
-        return not {job.name, *group}.isdisjoint(self.names) and asker.may_read(job)
+        is_named = job.name in self.names or (
+            job.group is not None and (job.group["name"] in self.names or str(job.group["id"]) in self.names)
+        )
+        return is_named and asker.may_read(job)
 
 
 def list_jobs(spool: Spool, layout: Layout, _reference: str = "", asker: Asker = ANYBODY) -> list[Row]:
     """Return all jobs: running first, then the queue in order, then held jobs, then finished jobs, newest first."""
-    return list(rows(spool, layout, Choice(), asker))
+    return [row for row in rows(spool, layout, Choice(), asker) if row is not None]
 
 
 def rows(
     spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY, queue: Queue | None = None
-) -> Iterator[Row]:
-    """Iterate over the chosen jobs' rows; the jobs are fixed now, each row is built when it is requested. `queue`
-    returns the queued jobs in their order; without it they are listed by priority and number."""
-    chosen = (job for job in _ordered(spool.all(), choice.after, queue) if choice.has(job, asker))
-    return _rows(layout, list(islice(chosen, choice.limit)), asker)
+) -> Iterator[Row | None]:
+    """Iterate over the chosen jobs' rows, with None after many jobs without one. The jobs and their order are fixed
+    now, each once; each row is built when it is requested. `queue` returns the queued jobs in their order; without it
+    they are listed by priority and number."""
+    if choice.limit is not None and choice.limit <= MAX_FEW and not choice.names:
+        found = (job for job in _ordered(spool.all(), choice.after, queue) if choice.has(job, asker))
+        return _rows(layout, list(islice(found, choice.limit)), asker)
+    fixed = queue if queue is None else partial(iter, list(queue()))
+    return _rows(layout, _chosen(_ordered(spool.all(), choice.after, fixed), choice, asker), asker)
 
 
-def _rows(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[Row]:
+def _chosen(jobs: Iterator[Job], choice: Choice, asker: Asker) -> Iterator[Job | None]:
+    has = (job if choice.has(job, asker) else None for job in jobs)
+    if choice.limit == 0:
+        return
+    num_chosen = 0
+    for num, job in enumerate(has, 1):
+        if job is not None or num % LOOKED_AT_ONCE == 0:
+            yield job
+        num_chosen += job is not None
+        if num_chosen == choice.limit:
+            return
+
+
+def _rows(layout: Layout, jobs: Iterable[Job | None], asker: Asker) -> Iterator[Row | None]:
+    some: list[Job] = []
+    for job in jobs:
+        if job is None:
+            yield None
+            continue
+        some.append(job)
+        if len(some) == ROWS_AT_ONCE:
+            yield from _built(layout, some, asker)
+            some = []
+    yield from _built(layout, some, asker)
+
+
+def _built(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[Row]:
     for first in range(0, len(jobs), ROWS_AT_ONCE):
         some = jobs[first : first + ROWS_AT_ONCE]
         with contextlib.closing(Reader(layout.database_path)) as reader:
@@ -209,13 +246,9 @@ def _ordered(jobs: Catalog, after: int | None, queue: Queue | None) -> Iterator[
     """Iterate over all jobs in list order, from the start or after the job `after`."""
     last = jobs.get(after) if after is not None else None
     if queue is None or (last is not None and last.state not in (State.RUNNING, State.QUEUED)):
-        yield from jobs.ordered(after)
-        return
-    for job in chain(jobs.of_state(State.RUNNING), queue(), jobs.of_state(State.HELD), jobs.ended()):
-        if last is None:
-            yield job
-        elif job.id == last.id:
-            last = None
+        return jobs.ordered(after)
+    found = chain(jobs.of_state(State.RUNNING), queue(), jobs.of_state(State.HELD), jobs.ended())
+    return found if last is None else islice(dropwhile(lambda job: job.id != after, found), 1, None)
 
 
 def overview(
@@ -230,7 +263,7 @@ def overview(
         counts = {state: sum(job.state == state for job in chosen) for state in counts}
     else:
         chosen = list(_heads(jobs, choice, num, queue))
-    return {"jobs": list(_rows(layout, chosen, asker)), "counts": counts, "refused": refused(spool, asker, limit=1)}
+    return {"jobs": list(_built(layout, chosen, asker)), "counts": counts, "refused": refused(spool, asker, limit=1)}
 
 
 def _heads(jobs: Catalog, choice: Choice, num: int, queue: Queue | None) -> Iterator[Job]:
@@ -247,13 +280,22 @@ def accepted(
     """Return the newest job made since then from a file with this name, or the job with this number; None if none."""
     if number is not None:
         job = spool.job(number) or _made_by(spool, number, asker)
-        return next(_rows(layout, [job], asker)) if job is not None and asker.may_read(job) else None
+        return next(_built(layout, [job], asker)) if job is not None and asker.may_read(job) else None
+    begin = _seconds(since)
     for job in spool.all().newest():
-        if timestamp(job.submitted_at) < since:
+        if job.submitted_at < begin:
             return None
         if source in (job.source, job.group["file"] if job.group else None) and asker.may_read(job):
-            return next(_rows(layout, [job], asker))
+            return next(_built(layout, [job], asker))
     return None
+
+
+def _seconds(when: str) -> float:
+    """Return a time of a request; without a valid one, the beginning of all."""
+    try:
+        return datetime.fromisoformat(when).timestamp()
+    except (ValueError, OverflowError):
+        return -math.inf
 
 
 def _made_by(spool: Spool, number: int, asker: Asker) -> Job | None:

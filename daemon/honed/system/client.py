@@ -49,11 +49,21 @@ class Client:
         return peer
 
     def ask(self, verb: str, **arguments: Any) -> Any:
+        """Return the daemon's answer; of a list, all pages."""
+        rows: list[Any] = []
         try:
             with self.connect() as peer, peer.makefile("rwb") as stream:
-                stream.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
+                stream.write(json.dumps({"verb": verb, "paged": 1, **arguments}).encode() + b"\n")
                 stream.flush()
-                line = stream.readline()
+                while True:
+                    answer = self._parse(stream.readline(), verb)
+                    if not answer.get("ok"):
+                        raise _remote(answer.get("error") or {})
+                    if "page" not in answer:
+                        return answer["result"]
+                    rows += answer["page"]
+                    if answer["is_last"]:
+                        return rows
         except (TimeoutError, BlockingIOError) as error:  # the second if the daemon's backlog is full
             raise EnvironmentInvalidError(
                 f"honed is running, but did not respond at {self._path} within {self._timeout_sec:g} s",
@@ -64,6 +74,13 @@ class Client:
                 f"honed does not respond at {self._path}: {error.strerror or error}",
                 hint="start it: systemctl start honed, or honed --root DIR",
             ) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EnvironmentInvalidError(
+                f"honed's response at {self._path} is invalid, or of another version than honectl",
+                hint="see honed's journal, and honed --version",
+            ) from error
+
+    def _parse(self, line: bytes, verb: str) -> dict[str, Any]:
         if not line:
             raise EnvironmentInvalidError("honed closed the connection", hint="see honed's journal")
         if not line.endswith(b"\n"):
@@ -71,15 +88,8 @@ class Client:
                 f"honed's response to {verb!r} ended after {len(line)} bytes",
                 hint="try again; if it happens again, see honed's journal",
             )
-        try:
-            answer = json.loads(line)
-        except ValueError as error:
-            raise EnvironmentInvalidError(
-                f"honed's response at {self._path} is invalid", hint="see honed's journal"
-            ) from error
-        if answer.get("ok"):
-            return answer["result"]
-        raise _remote(answer.get("error") or {})
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 def _remote(data: dict[str, Any]) -> HonedError:

@@ -3,8 +3,11 @@
     {"verb": "hold", "id": "7"}   →   {"ok": true, "result": …}   or   {"ok": false, "error": {code, message, hint, …}}
     {"verb": "submit", "name": "a.yaml", "data": "<base64>", "hold": false}   →   {"id": 8, "name": "a.yaml"}
 
-A request is limited to 64 KiB plus the largest job file in base64; a longer one is read to its end and rejected. A long
-list is built while it is read, some rows at a time, between the loop's other tasks.
+    {"verb": "list", "paged": 1}       →   {"ok": true, "page": […], "is_last": false}, …, and one with "is_last": true
+
+A request is limited to 64 KiB plus the largest job file in base64; a longer one is read to its end and rejected. A list
+comes in pages, each built in a few milliseconds while the client reads, between the loop's other tasks; it is one line
+for a client that does not ask for pages. In a pass of the loop, all connections of one holder have a limited time.
 
 A fault of the machine, such as a full disk, is answered with the code `degraded`, and logged once per verb.
 
@@ -31,6 +34,7 @@ from honed.system.door import Door
 from honed.system.error import DegradedError, HonedError, InternalError, UsageError, said
 from honed.system.holder import UNKNOWN, Holders
 from honed.system.log import about
+from honed.system.ration import Rations
 
 log = logging.getLogger(__name__)
 
@@ -67,25 +71,31 @@ class Request:
 
 @dataclass(frozen=True)
 class Rows:
-    """A reply that is a list of any length."""
+    """A reply that is a list of any length. None among the rows is none: what makes them has looked for long enough."""
 
     rows: Iterator[object]
 
 
-#: Bytes of a long reply that are built at a time.
-CHUNK_BYTES = 64 * 1024
+#: The protocol of pages, as a client asks for it.
+PAGED = 1
+#: Bytes of a page, and seconds in which it is built; and seconds of one holder's answers in a pass of the loop.
+PAGE_BYTES, PAGE_SEC, HOLDER_SEC = 64 * 1024, 0.02, 0.1
 
 
-def _chunks(rows: Rows) -> Iterator[bytes]:
-    """Yield the reply's line in pieces."""
-    piece, comma = b'{"ok": true, "result": [', b""
+def _pages(rows: Rows, *, is_paged: bool) -> Iterator[bytes]:
+    """Yield the reply's pages, each a line; or the parts of one line, some of them empty."""
+    first, end, last = b'{"ok": true, "page": [', b'], "is_last": false}\n', b'], "is_last": true}\n'
+    if not is_paged:
+        first, end, last = b'{"ok": true, "result": [', b"", b"]}\n"
+    page, comma, began = first, b"", time.monotonic()
     for row in rows.rows:
-        piece += comma + json.dumps(row).encode()
-        comma = b", "
-        if len(piece) >= CHUNK_BYTES:
-            yield piece
-            piece = b""
-    yield piece + b"]}\n"
+        if row is not None:
+            page += comma + json.dumps(row).encode()
+            comma = b", "
+        if len(page) >= PAGE_BYTES or time.monotonic() - began >= PAGE_SEC:
+            yield page + end
+            page, comma, began = (first, b"", time.monotonic()) if is_paged else (b"", comma, time.monotonic())
+    yield page + last
 
 
 @dataclass
@@ -99,6 +109,7 @@ class _Connection:
     is_cut: bool = False  #: the line being received is too long, and its beginning was discarded
     to_send: bytes = field(default=b"")
     more: Iterator[bytes] | None = None  #: the rest of a long reply
+    is_paged: bool = False  #: its last request asked for pages
 
     @property
     def is_silent(self) -> bool:
@@ -121,6 +132,7 @@ class Server:
         self._answer = answer
         self._connections: dict[int, _Connection] = {}
         self._holders = Holders()
+        self._rations = Rations(HOLDER_SEC)
         self._faults: dict[str, str] = {}  # of the machine, by the verb that met it last
         self._door_fault = ""
         self._shed_until = 0.0
@@ -195,8 +207,10 @@ class Server:
         try:
             if events & selectors.EVENT_READ:
                 self._receive(connection)
-            self._answer_next(connection)
-            self._go_on(connection)
+            if self._rations.is_left(connection.socket.fileno(), connection.holder):
+                with self._rations.spend(connection.holder):
+                    self._answer_next(connection)
+                    self._go_on(connection)
             if connection.to_send:
                 sent = connection.socket.send(connection.to_send)
                 connection.to_send = connection.to_send[sent:]
@@ -232,7 +246,7 @@ class Server:
             is_long, connection.is_cut = connection.is_cut or len(line) > self.max_request_bytes, False
             answer = self._refuse_long() if is_long else self._respond(line, connection)
             if isinstance(answer, Rows):
-                connection.more = _chunks(answer)
+                connection.more = _pages(answer, is_paged=connection.is_paged)
             else:
                 connection.to_send = answer
 
@@ -241,12 +255,15 @@ class Server:
         if connection.to_send or connection.more is None:
             return
         try:
-            connection.to_send = next(connection.more, b"")
-        except Exception:
+            connection.to_send = next(connection.more)
+        except StopIteration:
+            connection.more = None
+        except Exception as error:
             log.exception("control: a response was interrupted")
-            self._close(connection)  # the client sees an incomplete line
-            return
-        connection.more = connection.more if connection.to_send else None
+            if not connection.is_paged:
+                self._close(connection)  # the client sees an incomplete line
+                return
+            connection.more, connection.to_send = None, _failed(error)
 
     def _refuse_long(self) -> bytes:
         error = UsageError(
@@ -263,16 +280,19 @@ class Server:
             return _line({"ok": False, "error": error.as_dict()})
         except Exception as error:
             log.exception("control: request failed")
-            # Hide quoted text: it may be about a job that the client's user must not read.
-            words = quote.hide(f"{type(error).__name__}: {said(error)}")
-            failed = InternalError(words, hint="honed's journal has the traceback")
-            return _line({"ok": False, "error": failed.as_dict()})
+            return _failed(error)
 
     def _result(self, line: bytearray, asking: _Connection) -> Any:
         try:
             request = json.loads(line)
             if not isinstance(request, dict) or not isinstance(request.get("verb"), str):
                 raise UsageError("a request must be an object with a verb")
+            if (paged := request.pop("paged", None)) not in {None, PAGED}:
+                raise UsageError(
+                    f"honed does not know the protocol {paged!r}: honectl is of another version",
+                    hint="restart honed, or use the honectl that was installed with it",
+                )
+            asking.is_paged = paged is not None
             return self._ask(Request(request.pop("verb"), request, asking.uid, asking.gids))
         except (ValueError, RecursionError) as error:
             raise UsageError(f"not a valid request: {error}") from error
@@ -302,6 +322,13 @@ class Server:
 
 def _line(answer: dict[str, object]) -> bytes:
     return json.dumps(answer).encode() + b"\n"
+
+
+def _failed(error: Exception) -> bytes:
+    # Hide quoted text: it may be about a job that the client's user must not read.
+    words = quote.hide(f"{type(error).__name__}: {said(error)}")
+    failed = InternalError(words, hint="honed's journal has the traceback")
+    return _line({"ok": False, "error": failed.as_dict()})
 
 
 def with_file(num_bytes: int) -> int:

@@ -10,6 +10,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,30 @@ def test_others_jobs_are_a_number_and_a_state(spool: Spool, tmp_path: Path) -> N
         with pytest.raises(NotPermittedError):
             verb(spool, Layout(tmp_path), "3", ANNA)
     assert query.show(spool, Layout(tmp_path), "3", CHIEF)["name"] == "secret"
+
+
+def test_a_list_is_that_of_when_it_was_asked_for_each_job_once(spool: Spool, tmp_path: Path) -> None:
+    spool.recover()
+    jobs = spool.catalog
+    for number in range(10, 3 * query.ROWS_AT_ONCE):
+        jobs.put(Job(id=number, name="a", submitted_at=0.0, source="a.yaml", uid=1000, output_dir="/o"))
+    rows = query.rows(spool, Layout(tmp_path), query.Choice(), ANNA)
+    found = [next(rows)]
+    for number in (20, 150):
+        jobs.put(replace(jobs.get(number) or pytest.fail(), state=State.SUCCEEDED))
+    jobs.drop(160)
+    jobs.put(Job(id=999, name="a", submitted_at=0.0, source="a.yaml", uid=1000, output_dir="/o"))
+    numbers = [row["id"] for row in (*found, *rows) if row is not None]
+    assert numbers == [each for each in (1, 2, 3, *range(10, 3 * query.ROWS_AT_ONCE)) if each != 160]
+
+
+def test_a_name_that_no_job_has_is_looked_for_with_pauses(spool: Spool, tmp_path: Path) -> None:
+    spool.recover()
+    for number in range(10, 10 + 2 * query.LOOKED_AT_ONCE):
+        spool.catalog.put(Job(id=number, name="a", submitted_at=0.0, source="a.yaml", uid=1000, output_dir="/o"))
+    assert list(query.rows(spool, Layout(tmp_path), query.Choice(names=("none",)), ANNA)) == [None, None]
+    some = list(query.rows(spool, Layout(tmp_path), query.Choice(names=("a",), limit=2), ANNA))
+    assert [row["id"] for row in some if row is not None] == [10, 11]
 
 
 def test_a_refusal_is_read_by_who_dropped_the_file(spool: Spool, tmp_path: Path) -> None:

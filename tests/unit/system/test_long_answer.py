@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import selectors
 import socket
 import threading
@@ -13,9 +14,10 @@ import pytest
 
 from honed.system import durable
 from honed.system.client import Client
-from honed.system.control import Request, Rows, Server
+from honed.system.control import PAGE_BYTES, Request, Rows, Server
 from honed.system.durable import Steps
-from honed.system.error import EnvironmentInvalidError
+from honed.system.error import EnvironmentInvalidError, HonedError
+from honed.system.ration import Rations
 
 NUM_ROWS = 5000
 
@@ -32,6 +34,8 @@ def path(tmp_path: Path) -> Iterator[Path]:
             yield {"id": number, "name": "x" * 100}
 
     def answer(request: Request) -> Any:
+        if request.verb == "nothing":
+            return Rows(iter(lambda: None, 0))
         return "quick" if request.verb == "quick" else Rows(rows(is_broken=request.verb == "broken"))
 
     server = Server(tmp_path / "control.sock", selector, answer)
@@ -61,10 +65,76 @@ def test_who_does_not_read_a_long_list_holds_up_nobody(path: Path) -> None:
         assert Client(path).ask("quick") == "quick"
 
 
+def lines(path: Path, request: bytes) -> Iterator[bytes]:
+    with socket.socket(socket.AF_UNIX) as peer, peer.makefile("rb") as stream:
+        peer.connect(str(path))
+        peer.sendall(request + b"\n")
+        yield from stream
+
+
+def test_a_long_list_comes_in_pages_to_who_asks_for_them_and_else_in_one_line(path: Path) -> None:
+    pages = []
+    for line in lines(path, b'{"verb": "list", "paged": 1}'):
+        assert len(line) < 2 * PAGE_BYTES
+        pages.append(json.loads(line))
+        if pages[-1]["is_last"]:
+            break
+    assert len(pages) > 5
+    assert [row["id"] for page in pages for row in page["page"]] == list(range(NUM_ROWS))
+    whole = json.loads(next(lines(path, b'{"verb": "list"}')))
+    assert [row["id"] for row in whole["result"]] == list(range(NUM_ROWS))
+
+
+def test_a_protocol_that_honed_does_not_know_is_refused_with_what_to_do(path: Path) -> None:
+    error = json.loads(next(lines(path, b'{"verb": "list", "paged": 2}')))["error"]
+    assert (error["code"], "another version" in error["message"]) == ("usage", True)
+
+
+def test_an_answer_of_another_protocol_is_said_to_be_one(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "other.sock"))
+        listening.listen()
+
+        def answer() -> None:
+            with listening.accept()[0] as peer:
+                peer.makefile().readline()
+                peer.sendall(b'{"ok": true, "pieces": 3}\n')
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(EnvironmentInvalidError, match="of another version"):
+            Client(tmp_path / "other.sock").ask("list")
+        thread.join()
+
+
 def test_an_answer_that_breaks_off_is_an_error_that_says_so(path: Path) -> None:
-    with pytest.raises(EnvironmentInvalidError, match="response to 'broken' ended"):
+    with pytest.raises(HonedError, match="OSError") as caught:
         Client(path).ask("broken")
+    assert caught.value.code == "error"
+    assert not list(lines(path, b'{"verb": "broken"}'))[-1].endswith(b"\n")
     assert Client(path).ask("quick") == "quick"
+
+
+def test_a_search_that_finds_nothing_for_long_holds_up_nobody(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as searching:
+        searching.connect(str(path))
+        searching.sendall(b'{"verb": "nothing", "paged": 1}\n')
+        assert json.loads(searching.makefile("rb").readline()) == {"ok": True, "page": [], "is_last": False}
+        assert Client(path).ask("quick") == "quick"
+
+
+def test_the_connections_of_one_holder_have_a_limited_time_in_a_pass() -> None:
+    times = iter([0.0, 0.06, 0.06, 0.12, 1.0, 1.01])
+    rations = Rations(0.1, clock=lambda: next(times))
+    for fd in (5, 6):
+        assert rations.is_left(fd, holder=1)
+        with rations.spend(1):
+            pass
+    assert not rations.is_left(7, holder=1)
+    assert rations.is_left(8, holder=2)
+    with rations.spend(2):
+        pass
+    assert rations.is_left(7, holder=1)  # the next pass
 
 
 def test_work_side_by_side_is_synced_once_a_step_and_one_fault_is_its_own(
