@@ -92,6 +92,7 @@ row = {"sample_index": 0, "prompt": "Wie weit?", "ground_truth": "weit", "predic
 tell("predictions", step=3, epoch=1.0, num_failed=0, rows=[row])
 tell("finished", outcome="succeeded", step=3, metrics={})
 os.fsync(events_fd)
+os.makedirs(plan["output_dir"], exist_ok=True)  # noqa: PTH103
 artifacts = {"output_dir": plan["output_dir"], "merged": None}
 write(
     f"{attempt_dir}/result.json",

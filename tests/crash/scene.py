@@ -220,6 +220,12 @@ class Scene:
         found += [f"of no job: {path}" for path in self.layout.jobs_dir.iterdir() if path.name not in known]
         return found + self.counter_faults(jobs, len(refused)) + self.database_faults(spool)
 
+    def costs(self) -> list[str]:
+        """The attempts that faults of honed and its machine have cost; one that dies by itself costs one."""
+        jobs = [job for state in State for job in Spool(self.layout, lock=False).jobs(state)]
+        allowed = {"plain.json": 0, "dies.json": 1}
+        return [f"{job.name}: {job.num_failures} failures" for job in jobs if job.num_failures > allowed[job.source]]
+
     @staticmethod
     def _is_unreadable(spool: Spool, name: str) -> bool:
         return f"{name}: honed cannot read it" in (spool.rejected_dir / f"{name}.reason").read_text()
@@ -306,6 +312,7 @@ def try_hit(
     may_be_unreadable = hit.fault == "EACCES" and hit.point.call == "openat"
     try:
         found += scene.violations(may_be_unreadable=may_be_unreadable)
+        found += [] if shim else scene.costs()
     except Exception as error:  # noqa: BLE001 - a spool that cannot even be read is the gravest violation
         found.append(f"cannot be looked at: {error!r}")
     if found:

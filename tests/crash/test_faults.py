@@ -40,6 +40,21 @@ def test_honed_hit_at_a_file_operation_loses_and_doubles_nothing(
 
 
 @pytest.mark.timeout(20_000)
+def test_honed_hit_between_a_jobs_start_and_its_workers_costs_no_attempt(
+    points: list[Point], tmp_path: Path, is_whole: bool
+) -> None:
+    begun = next(index for index, point in enumerate(points) if point.path.endswith("attempts/1/worker.log"))
+    moved = max(index for index in range(begun) if "/honed/running" in points[index].path)
+    near = points[moved - 6 : begun + 4]
+    assert len(near) < 100
+    hits = [Hit(point, fault) for fault in (KILL, "EMFILE", "ESTALE", "ENOMEM", "ETIMEDOUT") for point in near]
+    chosen = hits if is_whole else [*spread(hits[: len(near)], 6), *spread(hits[len(near) :], 4)]
+    broken = {str(hit): found for hit in chosen if (found := try_hit(tmp_path, hit))}
+    print(f"start: {len(chosen)} points of {len(hits)}, {len(broken)} violations")
+    assert broken == {}
+
+
+@pytest.mark.timeout(20_000)
 def test_a_shim_hit_at_a_file_operation_loses_and_doubles_nothing(strace: None, tmp_path: Path, is_whole: bool) -> None:
     points = points_of(tmp_path, shim=True)
     assert len(points) >= 10
