@@ -24,12 +24,14 @@ from honed.plan import plan
 from honed.spec import spec as specs
 from honed.spec.config import Config
 from honed.system.device import cpu
-from honed.system.error import ModelError, PrecisionError
+from honed.system.error import InterruptedRunError, ModelError, PrecisionError
 from honed.worker import assignment
 from honed.worker.model import likeness, merge, written
 from honed.worker.stop import Stop
 from zoo.vision import FAMILIES, build_vision_checkpoint
 
+#: The beginning of what is said of models that were not compared as a whole.
+LAYERS = "compared with base and adapter, layer by layer: the logits differ by"
 TOKENS = torch.arange(3, 40).reshape(1, -1)
 MIXTRAL = {"template": "mistral", "num_local_experts": 4}
 QWEN3_MOE = {
@@ -217,6 +219,8 @@ def test_a_base_that_is_stored_quantized_is_merged_whole(
     beside = logits(peft.PeftModel.from_pretrained(quantized, adapter))
     tolerance = 1e-4 if bits == 4 else 0.05
     torch.testing.assert_close(whole(tmp_path / "merged"), beside, atol=tolerance, rtol=tolerance)
+    ended = merge_job(tmp_path / "job", tmp_path / "base", adapter, dtype="bfloat16").run()
+    assert any(LAYERS in each for each in ended.messages("info"))
 
 
 def test_what_does_not_belong_together_is_refused_by_name(checkpoint_of: Callable[..., Path], tmp_path: Path) -> None:
@@ -530,16 +534,88 @@ def test_a_merged_model_that_computes_something_else_is_refused(
     assert not (job.output_dir / "merged").exists()
 
 
-def test_models_that_do_not_fit_the_planned_memory_are_not_compared(make_job: MakeJob) -> None:
+@pytest.mark.parametrize("quantization", ["none", "4bit"])
+def test_models_that_do_not_fit_the_planned_memory_are_compared_layer_by_layer(
+    make_job: MakeJob, quantization: str
+) -> None:
+    job = make_job(lora={"r": 4}, save_merged="bfloat16", training={"max_steps": 1}, quantization=quantization)
+    job.change_plan(memory=job.plan["memory"] | {"activation_bytes": 2**20})
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    assert len([each for each in ended.messages("info") if LAYERS in each]) == 1
+    assert LAYERS in (job.output_dir / "README.md").read_text()
+
+
+def test_models_of_which_a_layer_does_not_fit_are_not_compared(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(likeness, "MIN_ROOM_BYTES", 0)
     job = make_job(lora={"r": 4}, save_merged="bfloat16", training={"max_steps": 1})
     job.change_plan(memory=job.plan["memory"] | {"activation_bytes": 2**20})
     ended = job.run()
     assert ended.status == 0, ended.result
     told = [each for each in ended.messages("info") if "not compared with base and adapter" in each]
-    assert told == [
-        "output: merged: not compared with base and adapter: that takes 2 MiB of memory, and 1 MiB is planned"
-    ]
+    assert len(told) == 1 and "that takes 2 MiB of memory, and 1 MiB is planned; layer by layer it takes" in told[0]
     assert "not compared with base and adapter" in (job.output_dir / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("wrong", ["a config", "a tensor", "another adapter"])
+def test_a_merge_that_is_too_large_is_compared_layer_by_layer(
+    family: str, wrong: str, checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = checkpoint_of(family, **(QWEN3_MOE if family == "qwen3_moe" else {}))
+    adapter = adapter_for(base, tmp_path / "adapter", modules_to_save=["norm"])
+    job = merge_job(tmp_path / "job", base, adapter, dtype="bfloat16")
+    job.change_plan(memory=job.plan["memory"] | {"activation_bytes": 0})
+    assert any(LAYERS in each for each in job.run().messages("info"))
+    merged = job.output_dir
+    if wrong == "a config":
+        change_config(merged, **({"hidden_act": "relu"} if family == "llama" else {"rms_norm_eps": 0.02}))
+    elif wrong == "a tensor":
+        tensors = load_file(merged / "model.safetensors")
+        tensors["model.layers.1.self_attn.o_proj.weight"].neg_()
+        save_file(tensors, merged / "model.safetensors", {"format": "pt"})
+    else:
+        weights = load_file(adapter / "adapter_model.safetensors")
+        save_file({name: 2 * each for name, each in weights.items()}, adapter / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="not base plus adapter: its logits differ"):
+        likeness.compare(merged, assignment.read(job.dir, 1))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_kind_of_adapter_is_compared_layer_by_layer(
+    way: str, checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    family, options = WAYS[way]
+    options = dict(options)
+    base = checkpoint_of(family, **options.pop("model", {}))
+    adapter = adapter_for(base, tmp_path / "adapter", **options)
+    job = merge_job(tmp_path / "job", base, adapter, dtype="float32")
+    job.change_plan(memory=job.plan["memory"] | {"activation_bytes": 0})
+    told = job.run().messages("info")[-1]
+    assert (LAYERS in told) == (way not in ("pissa", "olora")), told
+
+
+def test_a_merge_of_a_divided_model_is_compared_layer_by_layer(
+    checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = checkpoint_of("llama")
+    job = merge_job(tmp_path / "job", base, adapter_for(base, tmp_path / "adapter"), dtype="bfloat16")
+    assert job.run().status == 0
+    job.change_plan(parallel={**job.plan["parallel"], "mode": "fsdp"})
+    assert LAYERS in likeness.compare(job.output_dir, assignment.read(job.dir, 1))
+
+
+def test_a_comparison_layer_by_layer_can_be_stopped(checkpoint_of: Callable[..., Path], tmp_path: Path) -> None:
+    base = checkpoint_of("llama")
+    job = merge_job(tmp_path / "job", base, adapter_for(base, tmp_path / "adapter"), dtype="bfloat16")
+    job.change_plan(memory=job.plan["memory"] | {"activation_bytes": 0})
+    assert job.run().status == 0
+    stop = Stop()
+    stop.is_set = True
+    with pytest.raises(InterruptedRunError):
+        likeness.compare(job.output_dir, assignment.read(job.dir, 1), beat=stop.check)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])

@@ -482,7 +482,9 @@ class _Story:
 
         def compare(merged: Path) -> str:
             with prediction.undisturbed(trainer.model):
-                return likeness.compare(merged, job, likeness.rows_of(trainer, data), live=trainer.model)
+                return likeness.compare(
+                    merged, job, likeness.rows_of(trainer, data), live=trainer.model, beat=stop.check
+                )
 
         def merging(number: int, count: int) -> None:
             nonlocal told_at

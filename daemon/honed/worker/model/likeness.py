@@ -13,16 +13,18 @@ and 0.45 to 0.94 in float32; 0.98 was the most in 198 merges of deeper and wilde
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from honed.job.progress import gib
 from honed.plan.memory import COMPARED_ROWS, COMPARED_TOKENS, comparison_bytes
-from honed.system.error import HonedError, ModelError, said
+from honed.system.error import HonedError, InterruptedRunError, ModelError, TimeLimitError, said
 from honed.worker.assignment import Assignment
-from honed.worker.model import adapter, beginning, verify
+from honed.worker.model import adapter, beginning, streamed, verify
 from honed.worker.model.load import is_out_of_memory, load_config
 from honed.worker.rows.data import Data
 
@@ -30,6 +32,8 @@ from honed.worker.rows.data import Data
 MAX_RATIO = 1.5
 #: Logits beyond it are a mask.
 _MAX_LOGIT = 1e4
+#: Numbers in float32 that a merge takes for each of its largest tensor, and bytes that any machine has.
+FLOATS_OF_MERGE, MIN_ROOM_BYTES = 3, 2**28
 _HINT = "this is a bug: please report it; the adapter is kept where a training made it"
 
 #: The arguments of a forward pass of one row.
@@ -38,6 +42,10 @@ Row = Mapping[str, Any]
 
 class _NotComparedError(Exception):
     """The two models cannot be compared, for a reason that is no fault of the merge."""
+
+
+class _NotWholeError(_NotComparedError):
+    """They cannot be compared as a whole."""
 
 
 @dataclass(frozen=True)
@@ -57,25 +65,46 @@ class Likeness:
         return f"by {self.distance:.2g} of their size on {rows}, and rounding moves them by {self.rounding:.2g}"
 
 
-def compare(made: Path, job: Assignment, rows: Sequence[Row] = (), *, live: Any = None) -> str:
+def compare(
+    made: Path,
+    job: Assignment,
+    rows: Sequence[Row] = (),
+    *,
+    live: Any = None,
+    beat: Callable[[], None] = lambda: None,
+) -> str:
     """Compare a merged checkpoint with base plus adapter; return the result, or why there is none, in words.
 
-    `live` is the trained model, in eval mode; if it is missing or quantized, base and adapter are loaded. Without rows,
-    rows of random tokens are compared. Raises ModelError if the logits differ by more than rounding.
+    `live` is the trained model, in eval mode; if it is missing or quantized, base and adapter are loaded. What cannot
+    be compared as a whole is compared layer by layer, from the files; `beat` is called before each, and may raise, to
+    stop. Without rows, rows of random tokens are compared. Raises ModelError if the logits differ by more than
+    rounding.
     """
-    is_held = live is not None and job.precision.quantization == "none"
+    way = ""
     try:
         _check_kind(job)
         rows = rows or _random_rows(load_config(job))
-        _check_room(made, job, rows, is_held=is_held)
-        device = "cpu" if live is None else live.device
-        expected, dtype = _expected(live if is_held else _side_by_side(made, job, device), rows)
-        found = _likeness(_merged(made, job, device), rows, expected, dtype)
+        try:
+            found = _compare_whole(made, job, rows, live)
+        except _NotWholeError as reason:
+            found, way = _compare_by_layers(made, job, rows, str(reason), beat), ", layer by layer"
     except _NotComparedError as reason:
         return f"not compared with base and adapter: {reason}"
     if not found.is_alike:
         raise ModelError(f"the merged model is not base plus adapter: its logits differ {found}", hint=_HINT)
-    return f"compared with base and adapter: the logits differ {found}"
+    return f"compared with base and adapter{way}: the logits differ {found}"
+
+
+def _compare_whole(made: Path, job: Assignment, rows: Sequence[Row], live: Any) -> Likeness:
+    if job.plan.parallel.mode == "fsdp":
+        raise _NotWholeError("the trained model is divided between devices")
+    is_held = live is not None and job.precision.quantization == "none"
+    if not is_held and job.plan.checkpoint.quantization_method:
+        raise _NotWholeError("the base is stored quantized")
+    _check_room(made, job, rows, is_held=is_held)
+    device = "cpu" if live is None else live.device
+    expected, dtype = _expected(live if is_held else _side_by_side(made, job, device), rows)
+    return _likeness(_merged(made, job, device), rows, expected, dtype)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -120,12 +149,10 @@ def _row(ids: Any) -> Row:
 def _check_kind(job: Assignment) -> None:
     if job.backend == "unsloth":
         raise _NotComparedError("Unsloth changes what transformers computes in this process")
-    if job.plan.parallel.mode == "fsdp":
-        raise _NotComparedError("the trained model is divided between devices")
 
 
 def _check_room(made: Path, job: Assignment, rows: Sequence[Row], *, is_held: bool) -> None:
-    """Raise _NotComparedError unless what is loaded fits where the plan has activations, or the whole merge."""
+    """Raise _NotWholeError unless what is loaded fits where the plan has activations, or the whole merge."""
     memory = job.plan.memory
     if memory is None:
         raise _NotComparedError("the plan, of an earlier version, has no estimate of memory")
@@ -136,7 +163,7 @@ def _check_room(made: Path, job: Assignment, rows: Sequence[Row], *, is_held: bo
         needed += model_bytes + (_adapter_dir(made, job) / adapter.FILE).stat().st_size
     planned = memory.total_bytes if job.spec.kind == "merge" else memory.activation_bytes
     if needed > planned:
-        raise _NotComparedError(f"that takes {gib(needed)} of memory, and {gib(planned)} is planned")
+        raise _NotWholeError(f"that takes {gib(needed)} of memory, and {gib(planned)} is planned")
 
 
 def _adapter_dir(made: Path, job: Assignment) -> Path:
@@ -152,8 +179,6 @@ def _side_by_side(made: Path, job: Assignment, device: Any) -> Any:
     import peft
 
     place = _adapter_dir(made, job)
-    if job.plan.checkpoint.quantization_method:
-        raise _NotComparedError("the base is stored quantized")
     dtype = _output_dtype(job)
     if str(peft.PeftConfig.from_pretrained(place).init_lora_weights).lower() in beginning.REPEATED:
         trained = beginning.of_adapter(place) if job.spec.kind == "merge" else job.precision
@@ -178,13 +203,12 @@ def _output_dtype(job: Assignment) -> str:
 def _loaded(directory: Path, job: Assignment, dtype: str, device: Any) -> Any:
     """Load a whole model from its files, and compare it with them."""
     import torch
-    from transformers import AutoConfig
 
     from honed.worker.model.transformers_backend import model_class
 
     attention, with_code = job.precision.attn_implementation, job.spec.trust_remote_code
     is_base = directory == job.base_model_path
-    config = load_config(job) if is_base else AutoConfig.from_pretrained(directory, trust_remote_code=with_code)
+    config = load_config(job) if is_base else _written_config(directory, job)
     model = model_class(config).from_pretrained(
         directory,
         config=config,
@@ -195,6 +219,12 @@ def _loaded(directory: Path, job: Assignment, dtype: str, device: Any) -> Any:
     )
     verify.check(model, directory)
     return model
+
+
+def _written_config(directory: Path, job: Assignment) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(directory, trust_remote_code=job.spec.trust_remote_code)
 
 
 def _expected(model: Any, rows: Sequence[Row]) -> tuple[list[Any], Any]:
@@ -216,12 +246,18 @@ def _likeness(merged: Any, rows: Sequence[Row], expected: list[Any], dtype: Any)
         found = _logits(merged, rows)
         _jog(merged, max(torch.finfo(each).eps for each in (dtype, merged.dtype)))
         jogged = _logits(merged, rows)
+    return _apart(found, expected, jogged)
+
+
+def _apart(found: list[Any], expected: list[Any], jogged: list[Any]) -> Likeness:
+    import torch
+
     size = _typical(torch.cat(expected))
     distance, rounding = (
         _typical(torch.cat([one - other for one, other in zip(found, each, strict=True)])) / size
         for each in (expected, jogged)
     )
-    return Likeness(distance, rounding, len(rows))
+    return Likeness(distance, rounding, len(found))
 
 
 def _logits(model: Any, rows: Sequence[Row]) -> list[Any]:
@@ -250,11 +286,91 @@ def _jog(model: Any, step: float) -> None:
                 parameter.mul_(factors.mul_(2 * step).add_(1 - step))
 
 
+# --- Layer by layer ---------------------------------------------------------------------------------------------------
+
+
+def _compare_by_layers(
+    made: Path, job: Assignment, rows: Sequence[Row], reason: str, beat: Callable[[], None]
+) -> Likeness:
+    """Compare two models that compute from their files, one after the other. Raises _NotComparedError.
+
+    What fails is no fault of the merge: other programs do not open it so.
+    """
+    import torch
+
+    place, config = _adapter_dir(made, job), load_config(job)
+    with _excused():
+        with _streamed(job.base_model_path, config, job, beat) as base:
+            _check_layers(base, config, rows, reason)
+            expected = _streamed_logits(base, _adapted(base.model, place), rows)
+        with _streamed(made, _written_config(made, job), job, beat) as merged:
+            found = _streamed_logits(merged, merged.model, rows)
+            merged.step = float(torch.finfo(getattr(torch, _output_dtype(job))).eps)
+            jogged = _streamed_logits(merged, merged.model, rows)
+    if not all(bool(torch.isfinite(each).all()) for each in (*expected, *found)):
+        raise _NotComparedError("its logits are no numbers")
+    return _apart(found, expected, jogged)
+
+
+def _streamed(
+    directory: Path, config: Any, job: Assignment, beat: Callable[[], None]
+) -> AbstractContextManager[streamed.Streamed]:
+    attention = job.precision.attn_implementation
+    return streamed.opened(
+        directory,
+        config,
+        _output_dtype(job),
+        attn_implementation=attention if attention in ("eager", "sdpa") else None,
+        trust_remote_code=job.spec.trust_remote_code,
+        beat=beat,
+    )
+
+
+def _adapted(model: Any, place: Path) -> Any:
+    """Wrap a streamed model in the adapter, as a load does: low-rank matrices are in float32, copies of modules in the
+    model's dtype. Raises _NotComparedError where the training began with another base.
+    """
+    import peft
+
+    config = peft.PeftConfig.from_pretrained(place)
+    if (init := str(config.init_lora_weights).lower()) in beginning.REPEATED:
+        raise _NotComparedError(f"init_lora_weights: {init} changed the base, and it is too large to repeat that")
+    config.init_lora_weights, config.inference_mode = False, True
+    state = {
+        name: each.to(model.dtype) if each.is_floating_point() and ".lora_" not in name else each
+        for name, each in adapter.read(place).items()
+    }
+    return adapter.wrap(model, config, state, place).eval()
+
+
+def _streamed_logits(base: streamed.Streamed, model: Any, rows: Sequence[Row]) -> list[Any]:
+    import torch
+
+    # The process may have autocast on, which would compute otherwise in the two models.
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), base.streaming(model):
+        return [
+            model(**row, use_cache=False).logits[0].float().clamp(-_MAX_LOGIT, _MAX_LOGIT)
+            for row in ({key: each.cpu() for key, each in row.items()} for row in rows)
+        ]
+
+
+def _check_layers(base: streamed.Streamed, config: Any, rows: Sequence[Row], reason: str) -> None:
+    """Raise _NotComparedError if a layer takes more memory than the merge has just taken for its largest tensor."""
+    largest = max((math.prod(each.shape) for each in base.base.tensors.values()), default=0)
+    room = max(MIN_ROOM_BYTES, FLOATS_OF_MERGE * 4 * largest)
+    num_tokens = sum(row["input_ids"].numel() for row in rows)
+    needed = comparison_bytes(2 * base.largest_bytes, config.to_dict(), num_tokens)
+    if needed > room:
+        raise _NotComparedError(f"{reason}; layer by layer it takes {gib(needed)}, and a merge has {gib(room)}")
+
+
 @contextlib.contextmanager
 def _excused() -> Iterator[None]:
     """Turn a failure of base and adapter, which are not what is written, into _NotComparedError."""
     try:
         yield
+    except (_NotComparedError, InterruptedRunError, TimeLimitError):
+        raise
     except Exception as error:
         raise _NotComparedError(f"{type(error).__name__}: {said(error, is_brief=True)}") from error
 

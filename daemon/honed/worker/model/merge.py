@@ -73,11 +73,14 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
     events.emit("started", pid=os.getpid(), versions=versions(job.backend), backend=job.backend)
     told_at = -TELL_INTERVAL_SEC
 
-    def progress(number: int, count: int) -> None:
-        nonlocal told_at
+    def check() -> None:
         stop.check()
         if limit.is_reached:
             raise TimeLimitError(f"time limit of {job.spec.time_limit_sec:g} s reached", hint="increase time_limit_sec")
+
+    def progress(number: int, count: int) -> None:
+        nonlocal told_at
+        check()
         if time.monotonic() - told_at >= TELL_INTERVAL_SEC or number == count:
             told_at = time.monotonic()
             events.emit("step", step=number, num_steps=count)
@@ -102,7 +105,7 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
             progress=progress,
         )
         events.log("info", str(merged))
-        compared = likeness.compare(place, job)
+        compared = likeness.compare(place, job, beat=check)
         events.log("info", compared)
 
         stop.check()
