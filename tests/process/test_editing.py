@@ -251,6 +251,31 @@ def test_an_edit_that_has_begun_is_completed_before_the_job_starts(tmp_path: Pat
         short.end()
 
 
+def test_the_edit_of_a_job_that_is_cancelled_meanwhile_is_completed(tmp_path: Path) -> None:
+    short = ShortHoned(tmp_path)
+    try:
+        short.start()
+        short.client.ask("pause")
+        short.drop("succeed", name="succeed", training={"learning_rate": 1e-4})
+        job = short.wait_state("succeed", State.QUEUED)
+        data = short.layout.job(job.id).spec_path.read_bytes().replace(b"0.0001", b"0.0005")
+        (tmp_path / "short").write_text(f"EMFILE jobs/{job.id}/spec.json")
+        short.client.ask("edit", id=str(job.id), data=base64.b64encode(data).decode())
+        wait_for(lambda: job_of(short).is_being_edited, what="the edit's begin")
+        short.client.ask("cancel", id=str(job.id))
+        short.kill(signal.SIGKILL)
+        (tmp_path / "short").unlink()
+        short.start()
+        wait_for(lambda: not job_of(short).is_being_edited, what="the edit")
+        short.client.ask("requeue", id=str(job.id))
+        short.client.ask("resume")
+        done = short.wait_state("succeed", State.SUCCEEDED)
+        spec, plan = files_of(short, done)
+        assert (spec, json.loads(plan)["spec"]["training"]["learning_rate"]) == (data, 5e-4)
+    finally:
+        short.end()
+
+
 def test_an_edit_that_honed_ends_before_it_is_settled_is_said_to_be_kept(tmp_path: Path) -> None:
     short = ShortHoned(tmp_path)
     try:

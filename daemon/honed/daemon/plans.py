@@ -77,7 +77,8 @@ class Plans:
         fault: Exception | None = None
         for number, answer in list(self._answers.items()):
             try:
-                if (job := self._backlog.get(number)) is not None and job.state is State.QUEUED:
+                job = self._backlog.get(number)
+                if job is not None and job.state is State.QUEUED and number not in self.editing.numbers:
                     self._settle(job, answer, self._devices.get(number))
             except Exception as problem:
                 fault = fault or problem
