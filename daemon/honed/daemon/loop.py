@@ -49,7 +49,7 @@ from honed.run.fetcher import FetchRunner
 from honed.run.runner import Runner
 from honed.spec import config
 from honed.spec.config import Config
-from honed.system import device, durable, message, python
+from honed.system import device, durable, log_quota, message, python
 from honed.system import layout as layouts
 from honed.system import log as logs
 from honed.system.device import Device
@@ -238,6 +238,7 @@ class Daemon:
     def _recover(self) -> None:
         alive = functools.partial(owning.keep_starting, self._notifier)
         recovery.recover(self._spool, alive)
+        log_quota.begin(self._spool.catalog.uid_of)
         self._publishing.recover()
         self._intake.acceptance.listen(self._publishing.counters.count_rejection)
         self._intake.acceptance.fetches.listen(self._publishing.counters.count_fetched)

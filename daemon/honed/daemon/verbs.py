@@ -163,7 +163,7 @@ def _require_owner(request: Request, asker: Asker, job_id: int, uid: int | None)
             job_id,
             request.verb,
             request.uid,
-            extra=about(job_id, of_error(NotPermittedError.code), code=NotPermittedError.code),
+            extra=about(job_id, of_error(NotPermittedError.code), code=NotPermittedError.code, uid=request.uid),
         )
         raise NotPermittedError(
             f"job {job_id} belongs to another user",

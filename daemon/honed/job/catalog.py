@@ -101,6 +101,9 @@ class Catalog:
     def get(self, job_id: int) -> Job | None:
         return self._jobs.get(job_id)
 
+    def uid_of(self, job_id: int) -> int | None:
+        return job.uid if (job := self._jobs.get(job_id)) is not None else None
+
     def num(self, state: State) -> int:
         return self._num[state]
 

@@ -148,9 +148,13 @@ class JournalHandler(logging.Handler):
             "CODE_LINE": record.lineno,
             "CODE_FUNC": record.funcName or "",
             "HONED_LOGGER": record.name,
-            **_job_of(record),
-            **getattr(record, FIELDS, {}),
+            **fields_of(record),
         }
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, str]:
+    """Return the fields of an entry that name its subject."""
+    return {**_job_of(record), **getattr(record, FIELDS, {})}
 
 
 def _job_of(record: logging.LogRecord) -> dict[str, str]:

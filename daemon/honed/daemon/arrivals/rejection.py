@@ -44,6 +44,7 @@ class Rejection:
         )
 
     def _reject(self, claim: Claim, error: HonedError) -> None:
+        uid = claim.uid
         reason_path = self._arrivals.reject(claim, error, when=timestamp(time.time()))
         for told in self.listeners:
             told(claim.id, error.code, claim.arrived_at)
@@ -63,5 +64,6 @@ class Rejection:
                 code=error.code,
                 file=claim.name,
                 hint=error.hint,
+                uid=uid,
             ),
         )

@@ -28,7 +28,7 @@ def submit(incoming_dir: Path, incoming: Incoming, request: Request, _asker: Ask
             "submit refused for user %d: no write permission for %s",
             request.uid,
             incoming_dir,
-            extra=about(None, of_error(NotPermittedError.code), code=NotPermittedError.code),
+            extra=about(None, of_error(NotPermittedError.code), code=NotPermittedError.code, uid=request.uid),
         )
         raise NotPermittedError(
             f"you may not submit jobs: you have no write permission for {incoming_dir}",
