@@ -286,9 +286,18 @@ def test_the_files_of_one_user_that_wait_are_limited(tmp_path: Path, monkeypatch
     taking = Acceptance(spool, Arrivals(spool), nothing, nothing, Config(), nothing)
     for _ in range(2):
         taking.incoming.submit("a.json", b"{}", UID)
-    with pytest.raises(EnvironmentInvalidError, match="you already have 2 job files waiting"):
+    with pytest.raises(EnvironmentInvalidError, match="at most 2 of 64 MiB"):
         taking.incoming.submit("a.json", b"{}", UID)
     assert taking.incoming.submit("a.json", b"{}", UID + 1).submitter == UID + 1
+    monkeypatch.setattr(incoming, "MAX_SUBMITTED", 10)
+    monkeypatch.setattr(incoming, "MAX_SUBMITTED_BYTES", 0)  # one largest file
+    largest = bytes(Config().spool.max_spec_bytes)
+    claim = taking.incoming.submit("a.json", largest, UID + 2)
+    for again in (taking, Acceptance(spool, Arrivals(spool), nothing, nothing, Config(), nothing)):
+        with pytest.raises(EnvironmentInvalidError, match="too many job files"):
+            again.incoming.submit("a.json", b"{}", UID + 2)
+    shutil.rmtree(claim.place)
+    assert taking.incoming.submit("a.json", largest, UID + 2).submitter == UID + 2
     with pytest.raises(SpecError, match="larger than"):
         taking.incoming.submit("a.json", bytes(Config().spool.max_spec_bytes + 1), UID)
     spool.close()

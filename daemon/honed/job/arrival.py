@@ -30,6 +30,7 @@ from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.refusals import MAX_NAME_BYTES, shown
 from honed.job.spool import Spool, names_in
+from honed.job.submitted import Submitted
 from honed.system import access, durable, rename, untrusted
 from honed.system.durable import Steps, finish
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, SpecError
@@ -161,6 +162,7 @@ class Arrivals:
         self._spool = spool
         self._numbers = Numbers(spool)
         self._leftovers = _Leftovers(spool.claimed_dir)
+        self.submitted = Submitted(lambda: _places(spool.claimed_dir))
         #: True if workers run as another user; files must then be shared with that user explicitly.
         self._has_workers_user = access.has_workers_user(spool.layout.root)
 
@@ -239,11 +241,8 @@ class Arrivals:
             with contextlib.suppress(OSError):
                 durable.remove_flat(place)  # the submitter gets an error: nothing was accepted
             raise
+        self.submitted.add(uid, job_id, len(data))
         return Claim(job_id, PersonPath(place, (name,)), uid, time.time())
-
-    def num_submitted(self, uid: int) -> int:
-        """Count one user's files from the control socket that are neither jobs nor rejected yet."""
-        return sum(submitter == uid for _, submitter, _ in _places(self._spool.claimed_dir))
 
     def num_queued(self, uid: int) -> int:
         """Return the number of one user's queued jobs."""

@@ -343,7 +343,9 @@ def test_a_submitted_file_is_its_submitters_whoever_owns_it(spool: Spool) -> Non
     assert (claim.title, claim.is_held) == ("a", True)
     arrivals = recovered(spool)
     assert arrivals.claims() == [claim]
-    assert arrivals.num_submitted(SUBMITTER) == 1
+    assert not arrivals.submitted.has_room(SUBMITTER, 1, max_files=1, max_bytes=100)
+    assert not arrivals.submitted.has_room(SUBMITTER, 9, max_files=9, max_bytes=10)
+    assert arrivals.submitted.has_room(SUBMITTER, 8, max_files=2, max_bytes=10)
     copy = arrivals.copy(claim, max_bytes=MAX_BYTES, drops=False)
     assert (copy.uid, Path(str(copy.path)).read_text()) == (SUBMITTER, "{}")
     arrivals.admit(job_of(claim), claim, PlanFile({}))

@@ -45,9 +45,9 @@ LOOK_AGAIN_SEC = 0.25
 EVENT_SEC = 1.0
 #: Failed attempts to take an arrival, after which it is left in incoming/.
 MAX_DENIALS = 3
-#: Unchecked files of one user that came over the control socket: they count on honed's disk, and not in the user's
-#: quota.
-MAX_SUBMITTED = 10_000
+#: Unchecked files of one user that came over the control socket, and their bytes: they are on honed's disk, and not in
+#: the user's quota. One file of the largest size has room.
+MAX_SUBMITTED, MAX_SUBMITTED_BYTES = 10_000, 64 * 1024 * 1024
 
 
 @dataclass
@@ -313,9 +313,11 @@ class Incoming:
         prevents it."""
         if len(data) > (limit := self._config().spool.max_spec_bytes):
             raise too_large(name, limit)
-        if self._arrivals.num_submitted(uid) >= MAX_SUBMITTED:
+        max_bytes = max(MAX_SUBMITTED_BYTES, limit)
+        if not self._arrivals.submitted.has_room(uid, len(data), max_files=MAX_SUBMITTED, max_bytes=max_bytes):
             raise EnvironmentInvalidError(
-                f"{shown(name)}: you already have {MAX_SUBMITTED} job files waiting for their check",
+                f"{shown(name)}: you already have too many job files waiting for their check: at most {MAX_SUBMITTED}"
+                f" of {max_bytes // 2**20} MiB together are kept",
                 hint="submit it again later; honectl list shows them",
             )
         claim = self._arrivals.submit(name, data, uid)
