@@ -97,8 +97,7 @@ class Daemon:
             systemd,
             fetch_runner,
             failures=self._health.failures,
-            wake=self._wake.wake,
-            helper_changed=self._wake.follow,
+            follow=self._wake.follow,
             clock=clock,
         )
         self._database = Database(layout.database_path)

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from watchdog.events import FileMovedEvent
 
 from honed.daemon.arrivals.checkers import Checkers
 from honed.daemon.arrivals.checks import MAX_TOGETHER, Checks
@@ -36,7 +35,7 @@ class Door:
         layout = Layout(path)
         self.spool = Spool(layout)
         self.spool.recover()
-        self.watcher = Watcher(self.spool.incoming_dir, settle_sec=0, wake=lambda: None)
+        self.watcher = Watcher(self.spool.incoming_dir, settle_sec=0)
         self.checkers = Checkers(children(layout, ["sleep", "600"]))
         arrivals = arrivals_of(self.spool)
         self.checks = Checks(self.checkers, Config)
@@ -68,8 +67,7 @@ class Door:
 
     def tell(self, name: str) -> None:
         """Let the event of a file that was renamed in come."""
-        path = self.spool.incoming_dir / name
-        self.watcher.hint(FileMovedEvent(str(path.with_name(f".{name}")), str(path)))
+        self.watcher.arrived(name, is_move=True)
 
     def order(self) -> list[str]:
         """Scan once, and return the names of all that are being checked, by their numbers."""
@@ -88,7 +86,7 @@ class Door:
 
     def watch(self) -> None:
         """Let the watcher be one that watches, and that has done so at the last listing."""
-        self.watcher._observer = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]
+        self.watcher._events = SimpleNamespace(read=lambda: ())  # type: ignore[assignment]
         assert self.order() == []
         self.now += LISTING_REST
 
@@ -119,31 +117,27 @@ def test_a_file_that_is_hinted_at_again_is_taken_once(door: Door) -> None:
     assert len(door.taken()) == MAX_TOGETHER
     door.drop("new.json")
     for name in (f"{MAX_TOGETHER}.json", "new.json"):
-        path = str(door.spool.incoming_dir / name)
-        door.watcher.hint(FileMovedEvent(path, path))
+        door.watcher.arrived(name, is_move=True)
     assert len(door.taken()) == MAX_TOGETHER + 3
     assert list(door.spool.incoming_dir.glob("*.json")) == []
 
 
 def test_a_file_whose_event_comes_after_a_listing_has_seen_it_does_not_wait_for_the_next_one(door: Door) -> None:
-    """Beside a flood the next listing is seconds away, and watchdog behind."""
+    """Beside a flood the next listing is seconds away, and the reading of events behind."""
     door.watcher.settle_sec = 1e6
-    hints: list[FileMovedEvent] = []
-    door.watcher.hint, hint = hints.append, door.watcher.hint  # type: ignore[method-assign, assignment]
-    door.drop("late.json")
+    door.place("late.json")
     assert door.taken() == []  # listed, looked at, and not known to be whole
     assert door.taken() == []
-    hint(hints[0])
+    door.tell("late.json")
     assert door.now < LISTING_REST / 2
     assert door.taken() == ["late.json"]
 
 
 def test_a_file_that_is_whole_after_a_while_does_not_wait_for_the_next_listing(door: Door) -> None:
-    door.watcher.hint = lambda _event: None  # type: ignore[method-assign]
     now = [0.0]
     door.watcher.settle_sec, door.watcher._clock = 1.0, lambda: now[0]
     door.watcher._made_at = (0.0, 0.0)  # so that it is not older than the daemon
-    door.drop("copied.json")
+    door.place("copied.json")
     assert door.taken() == []
     now[0] = 2.0
     assert door.now < LISTING_REST / 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+import select
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,15 +18,16 @@ SETTLE_SEC = 1000.0
 
 
 @pytest.fixture
-def woken() -> threading.Event:
-    return threading.Event()
+def followed() -> list[int | None]:
+    """The descriptors that the loop was told to follow, the last one being the present one."""
+    return []
 
 
 @pytest.fixture
-def watcher(tmp_path: Path, woken: threading.Event) -> Iterator[Watcher]:
+def watcher(tmp_path: Path, followed: list[int | None]) -> Iterator[Watcher]:
     directory = tmp_path / "incoming"
     directory.mkdir()
-    made = Watcher(directory, settle_sec=SETTLE_SEC, wake=woken.set)
+    made = Watcher(directory, settle_sec=SETTLE_SEC, follow=lambda _old, new: followed.append(new))
     made.start()
     assert made.is_watching
     yield made
@@ -60,7 +61,7 @@ def test_a_file_moved_in_from_elsewhere_is_whole_at_once(watcher: Watcher, tmp_p
     path = outside.rename(tmp_path / "incoming/a.json")
     wait_for(lambda: is_whole(watcher, path), what="a whole file")
     path.rename(outside)
-    wait_for(lambda: not watcher._moved, what="nothing is moving")
+    wait_for(lambda: watcher.read() or not watcher._moved, what="nothing is moving")
     with path.open("w") as file:  # another file of that name
         file.write("{")
         assert not becomes(lambda: is_whole(watcher, path), within_sec=2 * CLOSED_SETTLE_SEC)
@@ -85,14 +86,14 @@ def test_a_file_written_under_the_name_of_one_that_was_moved_aside_is_not_whole_
     path.rename(path.with_name(aside))
     with path.open("w") as file:
         file.write("{")
-        wait_for(lambda: "a.json" not in watcher._moved, what="the event")
+        wait_for(lambda: watcher.read() and "a.json" not in watcher._moved, what="the event")
         assert not becomes(lambda: is_whole(watcher, path), within_sec=2 * CLOSED_SETTLE_SEC)
 
 
 @pytest.mark.parametrize("jump_sec", [86400.0, -86400.0])
 def test_a_clock_that_is_set_makes_no_file_whole(tmp_path: Path, jump_sec: float) -> None:
     jumps = [0.0]
-    blind = Watcher(tmp_path, settle_sec=1000, wake=lambda: None, now=lambda: time.time() + jumps[0])
+    blind = Watcher(tmp_path, settle_sec=1000, now=lambda: time.time() + jumps[0])
     path, old = tmp_path / "a.json", tmp_path / "old.json"
     for each in (path, old):
         each.write_text("{}")
@@ -120,10 +121,10 @@ def test_a_file_that_is_open_for_writing_is_never_whole(watcher: Watcher, tmp_pa
     wait_for(lambda: is_whole(watcher, path), what="a whole file")
 
 
-def test_a_file_written_on_after_it_was_closed_must_lie_still_again(tmp_path: Path, woken: threading.Event) -> None:
+def test_a_file_written_on_after_it_was_closed_must_lie_still_again(tmp_path: Path) -> None:
     now = [0.0]
     path = tmp_path / "a.json"
-    watcher = Watcher(tmp_path, settle_sec=SETTLE_SEC, wake=woken.set, clock=lambda: now[0])
+    watcher = Watcher(tmp_path, settle_sec=SETTLE_SEC, clock=lambda: now[0])
     watcher.start()
     for _ in range(40):
         with path.open("a") as file:
@@ -137,23 +138,65 @@ def test_a_file_written_on_after_it_was_closed_must_lie_still_again(tmp_path: Pa
     watcher.stop()
 
 
-def test_every_drop_wakes_the_loop(watcher: Watcher, tmp_path: Path, woken: threading.Event) -> None:
+def is_readable(followed: list[int | None]) -> bool:
+    fd = followed[-1]
+    assert fd is not None
+    return bool(select.select([fd], [], [], DEADLINE_SEC)[0])
+
+
+def test_every_drop_wakes_the_loop(watcher: Watcher, tmp_path: Path, followed: list[int | None]) -> None:
+    assert not watcher.read()
     (tmp_path / "incoming/a.json").write_text("{}")
-    assert woken.wait(DEADLINE_SEC)
+    assert is_readable(followed)
+    assert watcher.read()
+    assert watcher.take_hinted() == ["a.json"]
+    (tmp_path / "incoming/.hidden").write_text("{}")
+    assert is_readable(followed)
+    assert not watcher.read()
 
 
-def test_a_replaced_directory_is_watched_again(watcher: Watcher, tmp_path: Path, woken: threading.Event) -> None:
+def test_of_a_flood_a_part_is_read_at_once_and_what_was_lost_is_known(watcher: Watcher, tmp_path: Path) -> None:
+    one = tmp_path / "incoming/.one"
+    one.write_text("{}")
+    path = tmp_path / "incoming/moved.json"
+    one.rename(path)
+    assert watcher.take_hinted() == ["moved.json"]
+    assert is_whole(watcher, path)
+    limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
+    for number in range(limit + 10):
+        os.link(path, tmp_path / f"incoming/{number}")
+        (tmp_path / f"incoming/{number}").unlink()
+        if number == 100:
+            assert watcher.read()
+    num_reads = 1
+    while watcher.read():
+        num_reads += 1
+    assert num_reads > 5
+    assert not watcher._moved  # it may be written again: the event was lost
+    assert watcher.is_watching
+
+
+def test_a_replaced_directory_is_watched_again(watcher: Watcher, tmp_path: Path, followed: list[int | None]) -> None:
     (tmp_path / "incoming").rename(tmp_path / "old")
     (tmp_path / "incoming").mkdir()
-    time.sleep(0.2)
     watcher.rearm()
-    woken.clear()
+    assert not watcher.read()
     (tmp_path / "incoming/a.json").write_text("{}")
-    assert woken.wait(DEADLINE_SEC)
+    assert is_readable(followed)
+    assert watcher.take_hinted() == ["a.json"]
+
+
+def test_one_that_ends_leaves_no_descriptor(watcher: Watcher, followed: list[int | None]) -> None:
+    fd = followed[-1]
+    watcher.stop()
+    assert followed[-1] is None
+    assert not watcher.is_watching
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd or -1)
 
 
 def test_without_inotify_a_file_that_lies_still_is_whole(tmp_path: Path) -> None:
-    blind = Watcher(tmp_path / "nowhere", settle_sec=0.2, wake=lambda: None)
+    blind = Watcher(tmp_path / "nowhere", settle_sec=0.2)
     blind.start()
     assert not blind.is_watching
     path = tmp_path / "a.json"

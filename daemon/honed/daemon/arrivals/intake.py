@@ -30,8 +30,8 @@ def _files_wait(num: int) -> str:
 
 
 class Intake:
-    """Takes what arrives. `systemd` is set where checks and fetches are units; `helper_changed` follows the start and
-    the end of a preflight helper."""
+    """Takes what arrives. `systemd` is set where checks and fetches are units; `follow` is told of
+    descriptors to be watched: of preflight helpers, and of the events of incoming/."""
 
     def __init__(
         self,
@@ -42,21 +42,20 @@ class Intake:
         fetch_runner: FetchRunner | None,
         *,
         failures: Failures,
-        wake: Callable[[], None],
-        helper_changed: Watch,
+        follow: Watch,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._clock = clock
         self._rescan_at = 0.0
         self._arrivals = Arrivals(spool)
-        self._watcher = Watcher(spool.incoming_dir, settle_sec=config().spool.settle_sec, wake=wake)
+        self._watcher = Watcher(spool.incoming_dir, settle_sec=config().spool.settle_sec, follow=follow)
         start_as = CheckUnits(layout, systemd, clock=clock).of if systemd is not None else None
         num_helpers = config().spool.preflight_helpers or default_num_helpers()
         self._checkers = Checkers(
             children(layout),
             start_as,
-            helper_changed,
+            follow,
             clock=clock,
             num_helpers=num_helpers,
             weight=Entitlements(config).weight,
@@ -137,7 +136,9 @@ class Intake:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> list[Job]:
-        """Take the results of fetches and checks. Returns the accepted jobs."""
+        """Take the events of incoming/ and the results of fetches and checks. Returns the accepted jobs."""
+        if self._watcher.read():
+            self.rescan()
         self.acceptance.fetches.settle()
         return self.acceptance.settle()
 

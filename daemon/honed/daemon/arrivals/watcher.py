@@ -1,34 +1,24 @@
 """Watches incoming/ and tells which arrivals are complete.
 
-inotify (through watchdog) only wakes the loop and gives hints: it loses events in an overflow without reporting it. The
-scan is authoritative. A file is complete if it was renamed in, or was closed and then unchanged for a moment, or
-unchanged for `settle_sec` with no writer.
+inotify only wakes the loop and gives hints: a flood makes it lose events. The scan is authoritative. A file is complete
+if it was renamed in, or was closed and then unchanged for a moment, or unchanged for `settle_sec` with no writer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import logging
 import os
 import stat
-import threading
+import struct
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from watchdog.events import (
-    FileClosedEvent,
-    FileCreatedEvent,
-    FileDeletedEvent,
-    FileModifiedEvent,
-    FileMovedEvent,
-    FileSystemEvent,
-    FileSystemEventHandler,
-)
-from watchdog.observers.api import BaseObserver
-from watchdog.observers.inotify import InotifyObserver
+from watchdog.observers.inotify_c import InotifyConstants, inotify_add_watch, inotify_init
 
 from honed.system import untrusted
 from honed.system.personpath import PersonPath
@@ -40,13 +30,49 @@ CLOSED_SETTLE_SEC = 0.25
 
 
 #: Kinds of events that are asked for. Files that are opened, read and closed are not: honed itself opens each arrival.
-_KINDS: list[type[FileSystemEvent]] = [
-    FileClosedEvent,
-    FileMovedEvent,
-    FileCreatedEvent,
-    FileModifiedEvent,
-    FileDeletedEvent,
-]
+_ARRIVED = InotifyConstants.IN_CLOSE_WRITE | InotifyConstants.IN_MOVED_TO
+_GONE = InotifyConstants.IN_CREATE | InotifyConstants.IN_DELETE | InotifyConstants.IN_MOVED_FROM
+_MASK = _ARRIVED | _GONE | InotifyConstants.IN_MODIFY | InotifyConstants.IN_ONLYDIR
+#: Bytes of events that are read at once: one or two thousand events, some milliseconds of work.
+_READ_BYTES = 64 * 1024
+_HEADER = struct.Struct("iIII")  # watch, mask, cookie, length of the name; see inotify(7)
+
+
+class _Events:
+    """The inotify events of one directory, through watchdog's bindings. Its observers read them in a thread, event by
+    event: a flood would take the interpreter from the loop. Raises OSError."""
+
+    def __init__(self, directory: Path) -> None:
+        self.fd: int = inotify_init()
+        if self.fd == -1:
+            raise _last_error()
+        os.set_blocking(self.fd, False)
+        os.set_inheritable(self.fd, False)
+        if inotify_add_watch(self.fd, os.fsencode(directory), _MASK) == -1:
+            error = _last_error()
+            os.close(self.fd)
+            raise error
+
+    def read(self) -> Iterator[tuple[int, str]]:
+        """Yield the mask and the name of the next events: none if there are none, and not all of a flood."""
+        try:
+            data = os.read(self.fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        place = 0
+        while place < len(data):
+            _, mask, _, length = _HEADER.unpack_from(data, place)
+            place += _HEADER.size
+            yield mask, os.fsdecode(data[place : place + length].rstrip(b"\0"))
+            place += length
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
 
 
 @dataclass(frozen=True)
@@ -58,49 +84,43 @@ class _Sighting:
 
 
 class Watcher:
-    """A watched directory. `wake` is called from another thread: it may only write to a pipe."""
+    """A watched directory. `follow` is told of the descriptor that becomes readable when there are events: the old one,
+    and the new one."""
 
     def __init__(
         self,
         directory: Path,
         *,
         settle_sec: float,
-        wake: Callable[[], None],
+        follow: Callable[[int | None, int | None], None] = lambda _old, _new: None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
         self.settle_sec = settle_sec
-        self._wake = wake
+        self._follow = follow
         self._now = now
         self._clock = clock
         self._made_at = (clock(), now())
-        self._lock = threading.Lock()
         self._closed: set[str] = set()
         self._moved: set[str] = set()
         self._hinted: dict[str, None] = {}  # closed or moved in since `take_hinted`, in the order of the last events
         self._sightings: dict[str, _Sighting] = {}
-        self._observer: BaseObserver | None = None
+        self._events: _Events | None = None
         self._inode: tuple[int, int] | None = None
         self._fault = ""  # why it cannot be watched; logged once
         self._absent: set[str] = set()  # named by a hint, and absent at the last listing
 
     @property
     def is_watching(self) -> bool:
-        return self._observer is not None and self._observer.is_alive()
+        return self._events is not None
 
     def start(self) -> None:
         """Start watching, or log once why that fails: then the rescan works alone."""
         self._inode = self._identity()
-        observer: BaseObserver | None = None
         try:
-            # Otherwise a file that is moved in from another directory is one that was created.
-            observer = InotifyObserver(generate_full_events=True)  # an inotify instance is already taken here
-            observer.schedule(_Hints(self), str(self._directory), event_filter=_KINDS)
-            observer.start()
+            self._events = _Events(self._directory)
         except OSError as error:
-            if observer is not None:
-                _give_up(observer)
             # inotify(7): ENOSPC and EMFILE are limits of a user's, fs.inotify.max_user_watches and _instances.
             fault = error.strerror or str(error)
             if fault != self._fault:
@@ -110,12 +130,13 @@ class Watcher:
         if self._fault:
             log.info("%s: watching it again", self._directory)
         self._fault = ""
-        self._observer = observer
+        self._follow(None, self._events.fd)
 
     def stop(self) -> None:
-        if self._observer is not None:
-            self._observer.stop()
-            self._observer = None
+        if self._events is not None:
+            self._follow(self._events.fd, None)
+            self._events.close()
+            self._events = None
 
     def rearm(self) -> None:
         """Watch again if the directory was replaced, which inotify does not report."""
@@ -123,7 +144,7 @@ class Watcher:
             log.warning("%s was replaced; watching it again", self._directory)
             self.stop()
             self.start()
-        elif not self.is_watching:  # a limit that was reached, or a thread that died
+        elif not self.is_watching:  # a limit that was reached
             self.stop()
             self.start()
 
@@ -133,43 +154,53 @@ class Watcher:
             return info.st_dev, info.st_ino
         return None
 
-    def hint(self, event: FileSystemEvent) -> None:
-        """Record one event, in watchdog's thread."""
-        is_move = isinstance(event, FileMovedEvent)
-        arrived = event.dest_path if is_move else event.src_path if isinstance(event, FileClosedEvent) else ""
-        changed = event.src_path if event.event_type in ("moved", "created", "modified", "deleted") else ""
-        arrived_name, changed_name = (Path(os.fsdecode(each)).name for each in (arrived, changed))
-        with self._lock:
-            if _is_shown(changed_name):
-                self._closed.discard(changed_name)
-                if event.event_type != "modified":
-                    self._moved.discard(changed_name)
-                    self._hinted.pop(changed_name, None)
-            if _is_shown(arrived_name):
-                (self._moved if is_move else self._closed).add(arrived_name)
-                self._hinted.pop(arrived_name, None)
-                self._hinted[arrived_name] = None
-        if _is_shown(changed_name) or _is_shown(arrived_name):
-            self._wake()
+    def read(self) -> bool:
+        """Record the next events, of a flood some of them. Returns True if one concerned an arrival."""
+        is_told = False
+        for mask, name in self._events.read() if self._events is not None else ():
+            if mask & InotifyConstants.IN_Q_OVERFLOW:
+                self._closed.clear()  # what was lost may have been the event of a file that is written again
+                self._moved.clear()
+                is_told = True
+            elif _is_shown(name):
+                if mask & _ARRIVED:
+                    self.arrived(name, is_move=bool(mask & InotifyConstants.IN_MOVED_TO))
+                else:
+                    self.changed(name, is_other=bool(mask & _GONE))
+                is_told = True
+        return is_told
+
+    def arrived(self, name: str, *, is_move: bool) -> None:
+        """Record that a file was closed after it was written, or moved in (`is_move`)."""
+        if is_move:
+            self.changed(name, is_other=True)
+        (self._moved if is_move else self._closed).add(name)
+        self._hinted.pop(name, None)
+        self._hinted[name] = None
+
+    def changed(self, name: str, *, is_other: bool) -> None:
+        """Record that a file is written, or that its name is gone or another file's (`is_other`)."""
+        self._closed.discard(name)
+        if is_other:
+            self._moved.discard(name)
+            self._hinted.pop(name, None)
 
     def take_hinted(self) -> list[str]:
         """Return the files that were closed or moved in since the last call, in the order of their last events."""
-        with self._lock:
-            hinted, self._hinted = self._hinted, {}
+        self.read()
+        hinted, self._hinted = self._hinted, {}
         return list(hinted)
 
     def forget(self, name: str) -> None:
         """Forget an arrival that has left the directory. An event since `take_hinted` may be of a new one."""
         self._sightings.pop(name, None)
-        with self._lock:
-            if name not in self._hinted:
-                self._closed.discard(name)
-                self._moved.discard(name)
+        if name not in self._hinted:
+            self._closed.discard(name)
+            self._moved.discard(name)
 
     def keep(self, names: Set[str]) -> None:
         """Forget all arrivals but these, so that the records do not grow for ever."""
-        with self._lock:
-            hinted = (self._closed | self._moved) - self._hinted.keys()
+        hinted = (self._closed | self._moved) - self._hinted.keys()
         # The event of a removed file can be lost, too. A file that came a moment ago may be hinted and not listed yet.
         absent = hinted - names
         for name in [*(self._sightings.keys() - names), *(absent & self._absent)]:
@@ -187,9 +218,8 @@ class Watcher:
             return False
         if not stat.S_ISREG(info.st_mode):
             return True  # it will be refused: no need to wait
-        with self._lock:
-            is_told = path.name not in self._hinted
-            was_moved, was_closed = is_told and path.name in self._moved, is_told and path.name in self._closed
+        is_told = path.name not in self._hinted
+        was_moved, was_closed = is_told and path.name in self._moved, is_told and path.name in self._closed
         if was_moved:
             return True
         key, now = (info.st_ino, info.st_size, info.st_mtime_ns), self._clock()
@@ -206,20 +236,6 @@ class Watcher:
 
 def _is_shown(name: str) -> bool:
     return bool(name) and not name.startswith(".")
-
-
-def _give_up(observer: BaseObserver) -> None:
-    """Stop an observer that cannot watch, or each new try would leak a thread and a descriptor."""
-    with contextlib.suppress(OSError, RuntimeError, AttributeError):
-        observer.stop()
-
-
-class _Hints(FileSystemEventHandler):
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-
-    def dispatch(self, event: FileSystemEvent) -> None:
-        self._watcher.hint(event)
 
 
 def _has_writer(path: PersonPath) -> bool:
