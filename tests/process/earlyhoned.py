@@ -1,4 +1,5 @@
-"""The `honed` command, which gets a signal (HONED_TEST_SIGNAL) while it imports its loop."""
+"""The `honed` command, which gets a signal (HONED_TEST_SIGNAL) while it imports its loop, or as it opens the file that
+HONED_TEST_OPENS names."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from honed.daemon import starting
 
 
 def interrupt(name: str, arguments: tuple[object, ...]) -> None:
-    if name == "import" and arguments[0] == "honed.daemon.dispatch" and "HONED_TEST_SIGNAL" in os.environ:
+    opens = os.environ.get("HONED_TEST_OPENS")
+    is_time = name == "open" and arguments[0] == opens if opens else arguments[:1] == ("honed.daemon.dispatch",)
+    if is_time and "HONED_TEST_SIGNAL" in os.environ:
         os.kill(os.getpid(), signal.Signals[os.environ.pop("HONED_TEST_SIGNAL")])
 
 

@@ -16,6 +16,7 @@ import pytest
 from harness import DEADLINE_SEC, HERE, Instance
 
 from honed.job import lock
+from honed.job.job import State
 from waiting import wait_for
 
 
@@ -91,6 +92,23 @@ def test_a_sighup_while_honed_imports_is_heeded_once_it_runs(early: EarlyHoned) 
     early.start()
     wait_for(lambda: "configuration reloaded" in early.log, what="the reload")
     early.stop()
+
+
+def test_reading_entries_extends_the_start_and_heeds_a_signal(early: EarlyHoned, systemd: Systemd) -> None:
+    early.drop("succeed.hold")
+    early.start()
+    job = early.wait_state("succeed", State.HELD)
+    early.stop()
+    early.environment |= {"NOTIFY_SOCKET": str(systemd.path)}
+    early.start()
+    early.stop()
+    assert "EXTEND_TIMEOUT_USEC=" in systemd.said().partition("READY=1")[0]
+    num_ready = early.log.count(" ready: ")
+    opens = str(early.spool.entries.path(job.id, State.HELD))
+    early.environment |= {"HONED_TEST_SIGNAL": "SIGTERM", "HONED_TEST_OPENS": opens}
+    early.start()
+    assert early.wait() == 0
+    assert (early.log.count(" ready: "), "asked to stop before" in early.log) == (num_ready, True)
 
 
 def test_a_lock_that_no_daemon_has_is_waited_for(instance: Instance, lock_fd: int, systemd: Systemd) -> None:

@@ -90,6 +90,8 @@ def _late_end(ended: Exit) -> str:
     """Return the remark on how a worker ended after its result; empty if it exited with 0, or nobody saw it end."""
     if ended.signal is not None:
         return f"its worker was killed by {_signal_name(ended.signal)} after it had finished"
+    if ended.status is None and ended.service_result is not None:
+        return f"its worker's end was recorded as {ended.service_result} after it had finished"
     return f"its worker exited with status {ended.status} after it had finished" if ended.status else ""
 
 

@@ -73,6 +73,10 @@ def test_the_outcome_of_result_and_exit(tmp_path: Path, result: Any, ended: Exit
         (Exit(0, None), "the loss rose"),
         (Exit(None, None), "the loss rose"),
         (Exit(None, 11), "the loss rose; its worker was killed by SIGSEGV after it had finished"),
+        (
+            Exit(None, None, service_result="node-lost"),
+            "the loss rose; its worker's end was recorded as node-lost after it had finished",
+        ),
         (Exit(3, None), "the loss rose; its worker exited with status 3 after it had finished"),
     ],
 )
