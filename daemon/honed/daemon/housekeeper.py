@@ -80,7 +80,7 @@ class Pruning:
         try:
             self._spool.prune(*jobs)
         except OSError as error:
-            done = [job for job in jobs if self._spool.job(job.id) is None and self._spool.pruned.has(job.id)]
+            done = [job for job in jobs if self._spool.job(job.id) is None]  # the disk may fail again
             self._half_pruned += done
             self._half_due = 0.0  # in the next turn
             self._forget(done, why)

@@ -350,15 +350,27 @@ class Arrivals:
         return reason_path
 
     def accepted(self, claim: Claim) -> Job | None:
-        """Return the job that a claimed arrival became, if its entry was renamed before a later step failed."""
-        job = self._spool.entries.get(claim.id)
+        """Return the job that a claimed arrival became, if its entry was renamed before a later step failed. Raises
+        OSError where its entry cannot be read: the arrival would be accepted a second time."""
+        if (known := self._spool.job(claim.id)) is not None:  # it may have begun since, or a move of it have failed
+            job: Job | None = known
+        elif (job := self._spool.entries.get(claim.id)) is None:
+            self._require_no_entry(claim.id)
         if job is not None:
             if untrusted.exists(claim.path):  # otherwise the entry was already durable when the file was removed
                 durable.sync_dir(self._spool.state_dir(job.state))
             with contextlib.suppress(OSError):  # the next start removes what is left
                 _drop(claim)
-            self._spool.note(job)
+            if known is None:
+                self._spool.note(job)
         return job
+
+    def _require_no_entry(self, number: int) -> None:
+        """Raise OSError if a job has an entry, which was not readable then."""
+        for state in State:
+            with contextlib.suppress(FileNotFoundError):
+                (path := self._spool.entries.path(number, state)).lstat()
+                raise OSError(errno.EIO, "an entry that cannot be read", str(path))
 
     def claims(self, *, but: Container[int] = (), limit: int | None = None) -> list[Claim]:
         """Return up to `limit` arrivals that are claimed but neither accepted nor rejected, skipping those in `but`."""

@@ -161,7 +161,12 @@ def write(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 def writing(path: Path, data: bytes, *, mode: int = 0o644) -> Steps[None]:
     """Yield the steps of `write`."""
     temporary = yield from writing_beside(path, data, mode=mode)
-    temporary.rename(path)
+    try:
+        temporary.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     yield [path.parent]
 
 

@@ -207,10 +207,25 @@ def make_dirs(path: PersonPath) -> None:
     there is something else."""
     if not path.names:
         durable.make_dir(path.root)
-    elif not is_dir(path):
+    elif not _is_dir_there(path):
         make_dirs(path.parent)
-        make_dir(path)
+        try:
+            make_dir(path)
+        except FileExistsError:
+            if not _is_dir_there(path):
+                raise
         sync_dir(path.parent)
+
+
+def _is_dir_there(path: PersonPath) -> bool:
+    """Return True for a directory. Raises OSError where the machine, and not the owner, keeps it from being seen: it is
+    not taken for something else."""
+    try:
+        return stat.S_ISDIR(info(path).st_mode)
+    except OSError as error:
+        if durable.machine_fault(error) and error.errno not in durable.OWNERS_ERRNOS:
+            raise
+        return False
 
 
 def rename(old: PersonPath, new: PersonPath) -> None:

@@ -689,3 +689,30 @@ def test_a_submission_hit_at_any_file_operation_is_there_whole_with_its_submitte
         assert not list(again.dir.rglob(".*"))
         again.close()
     assert point > 10, "the faults were really met"
+
+
+def test_an_arrival_whose_entry_cannot_be_read_is_not_taken_for_one_that_was_not_accepted(spool: Spool) -> None:
+    job = accept(spool)
+    claim = Claim(job.id, PersonPath(spool.claimed_dir / str(job.id), (job.source,)), None)
+    entry = spool.entries.path(job.id, State.QUEUED)
+    beside = Arrivals(Spool(spool.layout, lock=False))  # it has no catalog
+    assert beside.accepted(claim) == job
+    text = entry.read_bytes()
+    entry.unlink()
+    assert beside.accepted(claim) is None
+    entry.mkdir()
+    with pytest.raises(OSError, match="cannot be read"):
+        beside.accepted(claim)
+    entry.rmdir()
+    entry.write_bytes(text)
+
+
+def test_an_arrival_that_has_begun_since_is_the_job_that_honed_knows(spool: Spool) -> None:
+    """A move that failed half-way leaves a copy of the entry, which is not what the job is."""
+    spool.recover()
+    job = accept(spool)
+    half = spool.entries.path(job.id, State.RUNNING)
+    half.write_bytes(dataclasses.replace(job, state=State.RUNNING, revision=job.revision + 1).to_json())
+    claim = Claim(job.id, PersonPath(spool.claimed_dir / str(job.id), (job.source,)), None)
+    assert Arrivals(spool).accepted(claim) == job
+    assert spool.job(job.id) == job

@@ -88,6 +88,8 @@ def test_without_descriptors_nobody_takes_a_worker_for_one_that_left_no_record(t
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):
+            untrusted.make_dirs(attempt.dir)  # and not that it exists, which would fail its job
+        with pytest.raises(OSError, match="Too many open files"):
             read_exit_record(attempt, 1)
         is_over = has_ended(attempt, 1)
     finally:
