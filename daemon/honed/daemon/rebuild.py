@@ -16,10 +16,9 @@ from honed.job.event import Event, Reading
 from honed.job.job import Job, State
 from honed.job.spool import Spool, names_in
 from honed.send.outbox import Outbox
-from honed.system import durable, untrusted
+from honed.system import durable
 from honed.system.failures import Failures
 from honed.system.layout import Layout
-from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
@@ -186,16 +185,8 @@ def _readings(job: Job, layout: Layout, end: int | None, *, start: int = 0) -> I
             return
         yield reading
         offset = reading.offset
-        if end is None and _ends_at(path, offset):  # of thousands of short files, each is opened once
+        if reading.is_last:  # of thousands of short files, each is opened once
             return
-
-
-def _ends_at(path: PersonPath, offset: int) -> bool:
-    """Return True if a file certainly has no more bytes than these."""
-    try:
-        return untrusted.info(path).st_size <= offset
-    except OSError:
-        return False
 
 
 def _with_fallback(job: Job, readings: Iterator[Reading]) -> Iterator[Reading]:

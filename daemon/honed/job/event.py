@@ -191,6 +191,7 @@ class Reading:
     events: list[Event]
     offset: int  #: bytes; start of the next pass
     num_bad: int  #: lines that are not events
+    is_last: bool = False  #: the file had no more bytes
 
 
 def read(path: PersonPath, offset: int, *, end: int | None = None, num_bytes: int = MAX_READ_BYTES) -> Reading:
@@ -204,6 +205,7 @@ def read(path: PersonPath, offset: int, *, end: int | None = None, num_bytes: in
             file.seek(offset)
             limit = MAX_READ_BYTES if end is None else min(MAX_READ_BYTES, end - offset)
             data = file.read(min(num_bytes, limit))
+            is_last = len(data) < min(num_bytes, limit)
             if b"\n" not in data and len(data) == num_bytes < limit:
                 data += file.read(limit - num_bytes)
     except FileNotFoundError:
@@ -215,7 +217,7 @@ def read(path: PersonPath, offset: int, *, end: int | None = None, num_bytes: in
         return Reading([], offset + len(data) if too_long else offset, int(too_long))
     parsed = [_parse(line) for line in data[:num_bytes].split(b"\n") if line.strip()]
     events = [event for event in parsed if event is not None]
-    return Reading(events, offset + num_bytes, num_bad=len(parsed) - len(events))
+    return Reading(events, offset + num_bytes, num_bad=len(parsed) - len(events), is_last=is_last)
 
 
 def _parse(line: bytes) -> Event | None:

@@ -329,7 +329,7 @@ class Job:
 
 
 #: Keys whose few values many attempts share; in memory each value is there once.
-_SHARED = frozenset({"backend", "outcome", "device", "boot_id"})
+_SHARED = ("backend", "outcome", "device", "boot_id")
 
 
 def _attempt(raw: dict[str, Any]) -> Attempt:
@@ -339,8 +339,8 @@ def _attempt(raw: dict[str, Any]) -> Attempt:
     if made.get("preemption") is not None:
         made["preemption"] = Preemption(**known(Preemption, made["preemption"]))
     made["passed"] = tuple(made.get("passed") or ())
-    for key in _SHARED & made.keys():
-        if type(value := made[key]) is str:
+    for key in _SHARED:
+        if type(value := made.get(key)) is str:
             made[key] = sys.intern(value)
     return Attempt(**made)
 
