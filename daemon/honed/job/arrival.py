@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import re
@@ -45,6 +46,10 @@ UNFINISHED_SUFFIXES = (".tmp", ".part", ".partial", ".filepart", ".swp", ".swx",
 HOLD_SUFFIX = ".hold"
 #: A claim's directory: its number and, for files from the control socket, the user who submitted it.
 PLACE = re.compile(r"([0-9]+)(?:\.([0-9]+))?")
+
+
+#: Names that are listed at once.
+MAX_NAMES = 500
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,12 @@ class Arrivals:
         nothing but the listing: ten thousand names take some milliseconds."""
         with os.scandir(self._spool.incoming_dir) as entries:
             return {entry.name: entry.inode() for entry in entries if _is_finished(entry.name)}
+
+    def listing(self) -> Iterator[dict[str, int]]:
+        """Yield the names of `listed`, a few hundred at a time."""
+        with os.scandir(self._spool.incoming_dir) as entries:
+            while some := list(itertools.islice(entries, MAX_NAMES)):
+                yield {entry.name: entry.inode() for entry in some if _is_finished(entry.name)}
 
     def dropped(self) -> list[Dropped]:
         """Return the files in incoming/ that are ready to be claimed, in order of arrival."""

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from honed.daemon.arrivals import incoming
 from honed.daemon.arrivals.checkers import Checkers
 from honed.daemon.arrivals.checks import MAX_TOGETHER, Checks
 from honed.daemon.arrivals.incoming import LISTING_REST, MAX_DENIALS, Incoming
@@ -197,12 +198,11 @@ class Partial(Arrivals):
 
     missed = "first.json"
 
-    def listed(self) -> dict[str, int]:
-        found = super().listed()
-        if found:
+    def listing(self) -> Iterator[dict[str, int]]:
+        for found in super().listing():
             found.pop(self.missed, None)
             self.missed = ""
-        return found
+            yield found
 
 
 @pytest.mark.parametrize("has_events", [True, False])
@@ -234,8 +234,9 @@ class Overlay(Arrivals):
 
     num_faults = 0
 
-    def listed(self) -> dict[str, int]:
-        return {name: inode + 1_000_000 for name, inode in super().listed().items()}
+    def listing(self) -> Iterator[dict[str, int]]:
+        for found in super().listing():
+            yield {name: inode + 1_000_000 for name, inode in found.items()}
 
     def claim_all(self, arrivals: Sequence[PersonPath]) -> list[Claim | Exception | None]:
         if not (self.num_faults and arrivals):
@@ -396,3 +397,39 @@ def test_an_only_file_is_taken_in_the_next_pass_beside_a_flood_of_a_user_of_a_gr
     door.num_taken()
     door.drop("only.json", BERTA)
     assert door.num_taken()[BERTA] == 1
+
+
+def test_a_long_listing_goes_on_over_passes_and_holds_up_nobody_elses_file(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incoming, "LISTING_SEC", 0.0)
+    door.watch()
+    for number in range(5000):
+        (door.spool.incoming_dir / f"{number}.txt").write_text("{}")
+    assert door.order() == []  # a part is listed
+    door.place("theirs.json", uid=4711)
+    door.tell("theirs.json")
+    assert door.order() == ["theirs.json"]
+    assert door.incoming.num_unsettled  # it goes on
+    names = set[str]()
+    for _ in range(100):
+        door.now += LISTING_REST
+        names = {name for own in door.incoming._listing.not_looked_at.values() for name in own}
+        if len(names) > 4000:
+            break
+        door.order()
+    assert len(names) > 4000
+
+
+def test_of_a_users_flood_a_part_is_known_and_the_rest_is_taken_after_it(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incoming, "MAX_LISTED", 5)
+    for number in range(20):
+        door.drop(f"{number:02}.json")
+    assert len(door.taken()) == 5
+    assert door.incoming.num_unsettled
+    for _ in range(20):
+        door.now += LISTING_REST
+        door.taken()
+    assert len(door.taken()) == 20

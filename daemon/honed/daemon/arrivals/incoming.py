@@ -38,6 +38,13 @@ MAX_PENDING = 64
 #: duration.
 MAX_LOOKS_PER_PASS = 200
 LISTING_REST = 20
+#: Seconds of a pass in which incoming/ is listed, and the names that are looked at before the next look at the clock.
+LISTING_SEC = 0.02
+MAX_TOGETHER_LISTED = 500
+#: Files of one user that are known and not looked at, at most: the rest of a flood is added by later listings.
+MAX_LISTED = 20_000
+#: Files of which a listing awaits the events, at most: in a flood of more, the others do not wait.
+MAX_UNNAMED = 20_000
 #: Seconds between two looks at a file that was not whole, unless an event comes for it.
 LOOK_AGAIN_SEC = 0.25
 #: Seconds in which the event of a file comes that a listing has found: watchdog holds events back for half a second
@@ -79,37 +86,66 @@ class Listing:
         self._left: dict[str, int] = {}  # name → inode
         self._num_denials: dict[str, int] = {}
         self._was_watching = False  # at the last listing
+        self._listing: Iterator[None] | None = None  # under way
+        self.took_sec = 0.0  #: the time that it took so far
+        self.has_more = False  #: a user has more files than are known
 
     @property
     def num_unsettled(self) -> int:
         """Number of files that were seen and not claimed, such as files that are still being written."""
-        return len(self._looked_at) + len(self._unnamed)
+        return len(self._looked_at) + len(self._unnamed) + self.has_more
 
-    def refresh(self, now: float) -> None:
-        """List incoming/."""
+    def refresh(self, now: float) -> bool:
+        """List incoming/, or go on with it for a moment. Returns True once it is listed; meanwhile, `add_hinted` adds
+        what comes."""
+        until = time.monotonic() + LISTING_SEC
+        listing = self._listing = self._listing or self._list(now)
+        try:
+            for _ in listing:
+                if time.monotonic() >= until:
+                    return False
+        except BaseException:
+            self._listing = None  # begun anew
+            raise
+        self._listing = None
+        return True
+
+    def _list(self, now: float) -> Iterator[None]:
+        """List incoming/, and yield after each few hundred names."""
         hinted = self._watcher.take_hinted()
-        present = self._arrivals.listed()
+        before, present = dict(self._known), dict[str, int]()
+        for names in self._arrivals.listing():
+            present.update(names)
+            yield
         self._watcher.keep(present.keys())
-        for name in self._known.keys() - present.keys():
-            self._forget(name)
-            self._left.pop(name, None)
-            self._num_denials.pop(name, None)
+        for name, known in before.items():
+            if name not in present and self._known.get(name) is known:  # else it came, or was claimed, meanwhile
+                self._forget(name)
+                self._left.pop(name, None)
+                self._num_denials.pop(name, None)
         self._look_again(now)
         was_watching, self._was_watching = self._was_watching, self._watcher.is_watching
         if was_watching:  # else what was there before has no event
             self._add(hinted)
-        new = []
-        for name, inode in present.items():
-            known = self._known.get(name)
-            if known is not None and known.inode is None:
-                known.inode = inode
-            elif known is None or known.inode != inode:
-                new.append(name)
-        self._unnamed = {name: self._unnamed.get(name, now) for name in new} if was_watching else {}
-        due = [name for name in new if not was_watching or now >= self._unnamed[name] + EVENT_SEC]
-        seen_at = dict(self._unnamed)
-        for each in sorted(self._arrivals.dropped_of(due), key=lambda file: seen_at.get(file.path.name, now)):
-            self._append(each, present[each.path.name])
+        due, unnamed = list[str](), dict[str, float]()
+        for number, (name, inode) in enumerate(present.items(), 1):
+            known_now = self._known.get(name)
+            if known_now is not None and known_now.inode is None:
+                known_now.inode = inode
+            elif known_now is None or known_now.inode != inode:
+                seen = self._unnamed.get(name, now)
+                if was_watching and len(unnamed) < MAX_UNNAMED:
+                    unnamed[name] = seen
+                if name not in unnamed or now >= seen + EVENT_SEC:
+                    due.append(name)
+            if number % MAX_TOGETHER_LISTED == 0:
+                yield
+        seen_at, self._unnamed, self.has_more = dict(unnamed), unnamed, False
+        for place in range(0, len(due), MAX_TOGETHER_LISTED):
+            some = self._arrivals.dropped_of(due[place : place + MAX_TOGETHER_LISTED])
+            for each in sorted(some, key=lambda file: seen_at.get(file.path.name, now)):
+                self._append(each, present[each.path.name])
+            yield
 
     def add_hinted(self, now: float) -> None:
         """Add what has come since the last listing, and what was not whole when it was looked at: beside a flood, the
@@ -158,6 +194,9 @@ class Listing:
         if name in self._known:
             self._forget(name)
         self._unnamed.pop(name, None)
+        if len(self.not_looked_at.get(uid, ())) >= MAX_LISTED:
+            self.has_more = True  # a later listing adds it
+            return
         self._known[name] = _Known(file, inode)
         self.not_looked_at.setdefault(uid, OrderedDict())[name] = None
 
@@ -339,8 +378,13 @@ class Incoming:
         if self._must_list:
             self._listing.add_hinted(now)
         else:
-            self._listing.refresh(now)
-            self._list_at = now + LISTING_REST * (self._clock() - now)
+            is_listed = self._listing.refresh(now)
+            self._listing.took_sec += self._clock() - now
+            if is_listed:
+                self._list_at, self._listing.took_sec = now + LISTING_REST * self._listing.took_sec, 0.0
+            else:
+                self._must_list = True
+                self._listing.add_hinted(now)
         self._take_earlier(known)
         submitted, whole = self._take_by_turns()
         self._copy(submitted)
