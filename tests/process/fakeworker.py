@@ -184,6 +184,14 @@ def main() -> int:
             events.emit("memory", when="built", weights_bytes=3 * 2**20, adapter_bytes=2**20)
             events.emit("memory", when="trained", weights_bytes=3 * 2**20, adapter_bytes=2**20, optimizer_bytes=2**21)
             result("succeeded", steps(int(argument or 5)))
+        case "flood":  # events as fast as it can
+            until, step = time.monotonic() + float(argument), 0
+            while time.monotonic() < until and not asked:
+                pulse.beat()
+                for step in range(step + 1, step + 1001):  # noqa: B020
+                    events.emit("step", step=step, num_steps=10**9, epoch=0.1, loss=1.0, learning_rate=0.1, grad_norm=1)
+                events.emit("evaluation", step=step, epoch=0.1, metrics={"eval_loss": 1.0})
+            result("succeeded", step)
         case "late":
             layout.output_dir.mkdir()
             result("succeeded", steps(5))

@@ -143,7 +143,6 @@ def test_a_job_whose_event_is_lost_in_an_overflow_is_found_all_the_same(instance
     instance.drop("succeed")
     instance.process.send_signal(signal.SIGCONT)
     instance.wait_state("succeed", State.SUCCEEDED)
-    # watchdog's own word; it hands on no event of it.
     wait_for(lambda: "queue overflowed" in instance.log, what="the overflow")
     instance.drop("succeed-2")
     instance.wait_state("succeed-2", State.SUCCEEDED)

@@ -109,6 +109,7 @@ class Watcher:
         self._events: _Events | None = None
         self._inode: tuple[int, int] | None = None
         self._fault = ""  # why it cannot be watched; logged once
+        self._has_overflowed = False  # since the last listing; logged once
         self._absent: set[str] = set()  # named by a hint, and absent at the last listing
 
     @property
@@ -159,6 +160,9 @@ class Watcher:
         is_told = False
         for mask, name in self._events.read() if self._events is not None else ():
             if mask & InotifyConstants.IN_Q_OVERFLOW:
+                if not self._has_overflowed:
+                    log.warning("%s: inotify's queue overflowed: a listing finds what was lost", self._directory)
+                self._has_overflowed = True
                 self._closed.clear()  # what was lost may have been the event of a file that is written again
                 self._moved.clear()
                 is_told = True
@@ -200,6 +204,7 @@ class Watcher:
 
     def keep(self, names: Set[str]) -> None:
         """Forget all arrivals but these, so that the records do not grow for ever."""
+        self._has_overflowed = False
         hinted = (self._closed | self._moved) - self._hinted.keys()
         # The event of a removed file can be lost, too. A file that came a moment ago may be hinted and not listed yet.
         absent = hinted - names
