@@ -17,9 +17,11 @@ from honed.plan import pace, precision
 from honed.plan.plan import Plan
 from honed.plan.row_needs import ROW_MEMORY_BYTES
 from honed.spec.spec import JobSpec
+from honed.system import untrusted
 from honed.system.device import cpu
 from honed.system.error import DiskShortError, MemoryShortError, SpecError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 #: Checkpoints that are kept if save_total_limit is not set.
 NUM_CHECKPOINTS = 2
@@ -88,7 +90,7 @@ def _check_output_dir(path: Path, layout: Layout, job_id: int | None, rights: Po
 def _is_own_output(path: Path, layout: Layout, job_id: int | None) -> bool:
     """Return True if the manifest in an output directory names this very job of this very instance."""
     try:
-        manifest = json.loads((path / MANIFEST_NAME).read_bytes())
+        manifest = json.loads(untrusted.read_plain(PersonPath.own(path / MANIFEST_NAME)))
         owner = (manifest["job"]["id"], manifest["job"]["instance"])
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from honed.spec import problem
+from honed.system import untrusted
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 #: Pattern of their names.
 _PLACE = re.compile(r"[0-9a-f]{16}")
@@ -19,11 +21,11 @@ _PLACE = re.compile(r"[0-9a-f]{16}")
 def places(job_spec: Mapping[str, Any], layout: Layout, uid: int) -> list[Path]:
     """Return the directories of copies named in a job that its submitter owns: a spec may name anybody's."""
     found = []
-    for place in sorted(filter(None, {place_of(Path(text), layout) for _, text in problem.texts(job_spec)})):
-        with contextlib.suppress(OSError):
-            info = place.lstat()
+    names = {place.name for _, text in problem.texts(job_spec) if (place := place_of(Path(text), layout)) is not None}
+    with contextlib.suppress(OSError):
+        for name, info in untrusted.infos(PersonPath(layout.staged_dir), sorted(names)):
             if stat.S_ISDIR(info.st_mode) and info.st_uid == uid:
-                found.append(place)
+                found.append(layout.staged_dir / name)
     return found
 
 

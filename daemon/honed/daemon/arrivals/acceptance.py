@@ -232,7 +232,8 @@ class Acceptance:
 
     def check_against_others(self, job: Job) -> None:
         """Raise SpecError if a job's output directory is that of another unfinished job."""
-        ours = Path(os.path.realpath(job.output_dir))  # Path.resolve raises where a link leads to itself
+        # Without a look at it: the check has resolved its links, and a file system of the submitter's may never answer.
+        ours = Path(os.path.normpath(job.output_dir))
         other = self._spool.catalog.owner_of(str(ours))
         if other is not None and other.id != job.id:  # itself, where its entry's last sync has failed
             named = "that of another user's job"
