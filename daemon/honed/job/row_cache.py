@@ -162,11 +162,8 @@ class RowCache:
 
     def _is_of(self, entry: Entry, infos: Iterable[os.stat_result]) -> bool:
         """Return True if an entry has these very files."""
-        try:
-            mine = [(self._place(entry) / each).lstat() for each in FILES]
-        except FileNotFoundError:
-            return False
-        return all(os.path.samestat(one, other) for one, other in zip(mine, infos, strict=True))
+        mine = _infos(self._place(entry))
+        return len(mine) == len(FILES) and all(map(os.path.samestat, mine, infos))
 
     def _link(self, uid: int, name: str, fd: int) -> None:
         """Link the files in an open directory, which a worker can change, and put them in place of the entry."""
@@ -178,7 +175,7 @@ class RowCache:
         try:
             for each in FILES:
                 os.link(each, new / each, src_dir_fd=fd, follow_symlinks=False)
-                if not stat.S_ISREG((new / each).lstat().st_mode):
+                if not stat.S_ISREG(untrusted.info(PersonPath(new) / each).st_mode):
                     raise OSError(f"{each} is not a regular file")
         except BaseException:
             tree.remove(new)
@@ -338,6 +335,12 @@ def _names_in(rows_dir: PersonPath) -> list[str]:
     return []
 
 
+def _infos(place: Path) -> list[os.stat_result]:
+    """Return what lstat(2) tells of an entry's files that are there: the inodes are a worker's, which may have mounted
+    something over one."""
+    return [info for _, info in untrusted.infos(PersonPath(place), FILES)]
+
+
 def _taken(info: os.stat_result) -> int:
     """Return the bytes of disk space that a file takes: one with holes takes less than its size."""
     return min(info.st_size, info.st_blocks * 512)
@@ -373,7 +376,10 @@ def _read(uid: int, path: Path) -> Entry | None:
     try:
         used = json.loads((path / _USED).read_bytes())
         jobs = frozenset(int(each) for each in used["jobs"])
-        num_bytes = sum(_taken((path / each).lstat()) for each in FILES)
-        return Entry(uid, path.name, num_bytes, (path / _USED).stat().st_mtime, jobs) if jobs else None
+        infos = _infos(path)
+        is_whole = jobs and len(infos) == len(FILES)
+        return (
+            Entry(uid, path.name, sum(map(_taken, infos)), (path / _USED).stat().st_mtime, jobs) if is_whole else None
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
