@@ -30,9 +30,11 @@ REASONS = {
         "job/counters.py": "Counters.recover read",
         "job/editing.py": "Edits._is_made Edits.make",
         "job/fence.py": "require_current",
+        "job/leftover.py": "listed",
         "job/lock.py": "_note holder take",
         "job/row_cache.py": "RowCache._found RowCache._note _read",
         "job/spool.py": "Entries._paths Pruned._paths Spool.recover _content",
+        "job/submitted.py": "_num_bytes",
         "job/sweeping.py": "Sweeps._drop _remove",
         "job/usage.py": "Usage._read Usage.flush",
         "page/metrics.py": "Figures._outbox",
@@ -111,7 +113,7 @@ REASONS = {
     },
     "runs as the job's worker, in its own unit": {
         "job/event.py": "EventWriter.__init__ has_begun",
-        "run/jobunit.py": "end open_up start",
+        "run/jobunit.py": "end start",
         "run/shim.py": (
             "Nodes.orders Relay.__init__ Watch._note_pause append become boot_id end_of_nodes has_ended main "
             "make_shared out_of_memory_kills write_exit write_once"
@@ -119,7 +121,7 @@ REASONS = {
     },
     "the openers and deleters themselves, which follow no link": {
         "job/event.py": "read",
-        "job/tree.py": "_Walk._enter _Walk._leave _walk",
+        "job/tree.py": "_Walk._enter _Walk._is_mount _Walk._leave _Walk._open _mounts_below _walk",
         "system/layout.py": "JobLayout.spec_path",
         "system/untrusted.py": "_create_beside _look_up _looked_up_all _opened names_in open_plain",
     },

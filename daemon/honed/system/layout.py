@@ -19,11 +19,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from honed.system import untrusted
 from honed.system.personpath import PersonPath
 
 #: Suffixes of job files.
@@ -221,8 +219,22 @@ def _xdg(variable: str, default: str) -> Path:
 P = TypeVar("P", Path, PersonPath)
 
 
-@dataclass(frozen=True)
-class _Job(Generic[P]):
+class _Place(Generic[P]):
+    """A directory with files of known names."""
+
+    dir: P
+
+    def __init__(self, dir: P) -> None:  # noqa: A002 - as the attribute
+        self.dir = dir
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Place) and bool(self.dir == other.dir)
+
+    def __hash__(self) -> int:
+        return hash(self.dir)
+
+
+class _Job(_Place[P]):
     """One job's directory; it never moves.
 
     spec.<suffix>              the job file as submitted                     (written by the daemon)
@@ -241,8 +253,6 @@ class _Job(Generic[P]):
     report.html                the report                                    (written by a child of the daemon)
     attempts/<n>/              events.jsonl, worker.log, result.json, and exit.json from the shim
     """
-
-    dir: P
 
     @property
     def plan_path(self) -> P:
@@ -292,11 +302,8 @@ class _Job(Generic[P]):
         return self.dir / "attempts"
 
 
-@dataclass(frozen=True)
-class _Attempt(Generic[P]):
+class _Attempt(_Place[P]):
     """One attempt's directory: one worker start, or two with a fallback (then events continue in the same file)."""
-
-    dir: P
 
     @property
     def events_path(self) -> P:
@@ -376,6 +383,8 @@ class JobFiles(_Job[PersonPath]):
     @property
     def owner(self) -> int:
         """The user whose files in it are honed's. Raises OSError."""
+        from honed.system import untrusted  # noqa: PLC0415 - completion of a command line needs no more than the paths
+
         return untrusted.info(self.dir).st_uid
 
     @property
@@ -384,6 +393,8 @@ class JobFiles(_Job[PersonPath]):
 
         Only files of the directory's owner count: a worker of another user can write there, too.
         """
+        from honed.system import untrusted  # noqa: PLC0415 - completion of a command line needs no more than the paths
+
         owner = self.owner
         for suffix in SPEC_SUFFIXES:  # not by a listing: it can have any number of names
             with contextlib.suppress(FileNotFoundError):

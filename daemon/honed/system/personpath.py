@@ -6,18 +6,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 
-@dataclass(frozen=True, order=True, slots=True)
 class PersonPath:
-    """A directory that only honed or the administrator can replace, and the names below it that others can."""
+    """A directory that only honed or the administrator can replace, and the names below it that others can.
 
-    root: Path
-    names: tuple[str, ...] = ()
-    #: True for a program that runs as the person: it may enter what the person has mounted, and the owner is not asked.
-    is_own: bool = field(default=False, compare=False)
+    With `is_own` it is a path of a program that runs as the person: it may enter what the person has mounted, and the
+    owner is not asked.
+    """
+
+    # Not a dataclass: the completion of a command line loads this module, and has no time for `dataclasses`.
+    __slots__ = ("is_own", "names", "root")
+
+    def __init__(self, root: Path, names: tuple[str, ...] = (), *, is_own: bool = False) -> None:
+        self.root = root
+        self.names = names
+        self.is_own = is_own
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PersonPath) and (self.root, self.names) == (other.root, other.names)
+
+    def __hash__(self) -> int:
+        return hash((self.root, self.names))
+
+    def __lt__(self, other: PersonPath) -> bool:
+        return (self.root, self.names) < (other.root, other.names)
+
+    def __repr__(self) -> str:
+        return f"PersonPath({str(self)!r})"
 
     @classmethod
     def own(cls, path: Path) -> PersonPath:
@@ -34,7 +51,7 @@ class PersonPath:
         added = tuple(names.split("/"))
         if not {"", ".", ".."}.isdisjoint(added):
             raise ValueError(f"{names!r}: not a name below {self}")
-        return PersonPath(self.root, self.names + added, self.is_own)
+        return PersonPath(self.root, self.names + added, is_own=self.is_own)
 
     def __str__(self) -> str:
         return str(self.root.joinpath(*self.names))
@@ -56,7 +73,7 @@ class PersonPath:
         """The directory that it is in. Raises ValueError for the root, whose parent is not a person's."""
         if not self.names:
             raise ValueError(f"{self}: the directory above it is not a person's")
-        return PersonPath(self.root, self.names[:-1], self.is_own)
+        return PersonPath(self.root, self.names[:-1], is_own=self.is_own)
 
     def with_name(self, name: str) -> PersonPath:
         return self.parent / name
