@@ -110,17 +110,16 @@ def _walk(path: Path, action: _Action, tick: Callable[[], None] = no_tick) -> Co
     return count
 
 
-def _mounts_below(path: Path) -> frozenset[str]:
-    """Return the names of the places below a directory where something is mounted, a file or a directory."""
+def mounts_below(path: Path) -> list[Path]:
+    """Return the places below a directory where something is mounted, a file or a directory, each as often as that was
+    done. Nothing that is mounted is asked."""
     above = os.path.realpath(path.parent).rstrip("/") + f"/{path.name}/"
     try:
         lines = MOUNTS_PATH.read_bytes().splitlines()
     except OSError:  # other file systems are told by their device, where they answer
-        return frozenset()
-    places = (
-        os.fsdecode(re.sub(rb"\\(\d{3})", lambda found: bytes([int(found[1], 8)]), line.split()[4])) for line in lines
-    )
-    return frozenset(place.rpartition("/")[2] for place in places if place.startswith(above))
+        return []
+    found = [re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), line.split()[4]) for line in lines]
+    return [Path(place) for place in map(os.fsdecode, found) if place.startswith(above)]
 
 
 @dataclass
@@ -143,7 +142,7 @@ class _Walk:
         self._action = action
         self._levels = [_Level(os.fstat(fd), "", [path.name])]
         self._device = device
-        self._mounts = _mounts_below(path)
+        self._mounts = frozenset(place.name for place in mounts_below(path))
         self._num_seen = 0
 
     def __enter__(self) -> _Walk:

@@ -20,20 +20,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
 import pwd
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from honed.job import tree
 from honed.job.plan_file import PlanFile
 from honed.job.row_cache import has_code
-from honed.run import jobunit
+from honed.run import jobunit, viewmount
 from honed.run.runner import RANKS_VARIABLE
+from honed.run.viewmount import ViewError
 from honed.system import access
 from honed.system.access import Person
 from honed.system.dbus import BusError, Systemd
@@ -49,12 +50,6 @@ LOOPBACK = """\
 RestrictAddressFamilies=AF_INET AF_INET6 AF_NETLINK
 IPAddressAllow=localhost
 """
-#: mount(2) and umount2(2).
-_MS_BIND, _MNT_DETACH, _NOFOLLOW = 0x1000, 2, 8
-
-
-class ViewError(Exception):
-    """A job's view cannot be created; the message is one sentence."""
 
 
 def user_name(job_id: int) -> str:
@@ -76,34 +71,45 @@ def worker(job: JobFiles) -> Person:
 
 
 def add(layout: Layout, job_id: int) -> None:
-    """Create a job's view, replacing a leftover one. Raises ViewError or OSError."""
+    """Create a job's view, replacing a leftover one. Raises ViewError or OSError.
+
+    The lock is held for the mounts alone: what people can delay is done before.
+    """
     remove(job_id)
+    job = layout.files(job_id)
+    who, num_ranks = worker(job), _num_ranks(job)
     try:
-        with _locked():
-            _add(layout, job_id)
+        with contextlib.ExitStack() as stack:
+            shown = list(_opened(layout, job_id, who, stack))
+            with _locked():
+                _register(job_id, who)
+                view = VIEW_DIR / str(job_id)
+                (view / "jobs" / str(job_id)).mkdir(parents=True)
+                for place, fd in shown:
+                    target = view / place.relative_to(layout.state_dir)
+                    target.mkdir(parents=True, exist_ok=True)
+                    viewmount.mount(fd, target)
+        _check_registered(job_id, who)
+        if num_ranks > 1:
+            _open_loopback(job_id)
     except BaseException:
         remove(job_id)
         raise
 
 
-def _add(layout: Layout, job_id: int) -> None:
-    job = layout.files(job_id)
-    who = worker(job)
-    _register(job_id, who)
-    _check_registered(job_id, who)
-    if _num_ranks(job) > 1:
-        _open_loopback(job_id)
+def _opened(layout: Layout, job_id: int, who: Person, stack: contextlib.ExitStack) -> Iterator[tuple[Path, int]]:
+    """Yield the directories that a job's view shows, and their descriptors. Raises ViewError if one is closed to the
+    submitter, or does not answer."""
+    job, until = layout.files(job_id), time.monotonic() + viewmount.OPEN_SEC
     submitter = access.submitter_of(job.place)
     # For a system account, whose worker runs as honed-job, inputs are opened with the account's own permissions.
     opener = who if submitter in {None, 0} else access.person(submitter) or who
-    view = VIEW_DIR / str(job_id)
-    (view / "jobs" / str(job_id)).mkdir(parents=True)
     for place in _inputs(layout, job):
-        _show(layout, view, opener, place)
+        yield place, stack.enter_context(viewmount.opened_as(opener, place, until=until))
     rows_dir = layout.rows_dir / str(submitter)
     if submitter is not None and rows_dir.is_dir() and not has_code(layout, job_id):
         try:
-            _show(layout, view, opener, rows_dir)
+            yield rows_dir, stack.enter_context(viewmount.opened_as(opener, rows_dir, until=until))
         except ViewError as error:  # e.g. restored from a backup without its ACL
             print(f"<4>the job encodes its rows itself: {error}", file=sys.stderr)
 
@@ -132,14 +138,6 @@ def _open_loopback(job_id: int) -> None:
         raise ViewError(f"systemd did not read the unit of several ranks: {error}") from error
 
 
-def _show(layout: Layout, view: Path, opener: Person, place: Path) -> None:
-    """Add a directory to a view. Raises ViewError if it is closed to the submitter."""
-    with _opened_as(opener, place) as fd:
-        target = view / place.relative_to(layout.state_dir)
-        target.mkdir(parents=True, exist_ok=True)
-        _mount(f"/proc/self/fd/{fd}", target)
-
-
 def remove(job_id: int) -> None:
     """Remove a job's view and the groups that only it used; other views' mounts are kept."""
     with _locked():
@@ -153,11 +151,8 @@ def _remove(job_id: int) -> None:
             _dropin(job_id).parent.rmdir()
         # systemd forgets the settings with the unit, and reads the units again for the next job of several ranks.
     view = VIEW_DIR / str(job_id)
-    for path in sorted([*view.glob("jobs/*"), *view.glob("staged/*"), *view.glob("rows/*")]):
-        while os.path.ismount(path):
-            _unmount(path)
-    with contextlib.suppress(FileNotFoundError):
-        tree.clear(view)
+    viewmount.unmount_below(view)
+    tree.clear(view)
     for path in [*USERDB_DIR.glob(f"{user_name(job_id)}.user"), *USERDB_DIR.glob(f"{user_name(job_id)}:*")]:
         path.unlink(missing_ok=True)
     used = {path.stem.partition(":")[2] for path in USERDB_DIR.glob(f"{user_name(0)[:-1]}*:*.membership")}
@@ -231,45 +226,6 @@ def _check_registered(job_id: int, who: Person) -> None:
             "the user database does not read /run/userdb: install libnss-systemd, and add `systemd` to the lines "
             "passwd: and group: in /etc/nsswitch.conf"
         )
-
-
-# -- the directories ---------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _opened_as(who: Person, path: Path) -> Iterator[int]:
-    """Open a directory with a user's own permissions, so that the view exposes nothing that is closed to them."""
-    groups = os.getgroups()
-    os.setgroups(sorted(who.gids))
-    os.setegid(min(who.gids))
-    os.seteuid(who.uid)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise ViewError(f"{path}: {error.strerror}, for the user {who.name}") from error
-    finally:
-        os.seteuid(0)
-        os.setegid(0)
-        os.setgroups(groups)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _mount(source: str, target: Path) -> None:
-    if _libc.mount(source.encode(), os.fsencode(target), None, ctypes.c_ulong(_MS_BIND), None):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(target))
-
-
-def _unmount(target: Path) -> None:
-    if _libc.umount2(os.fsencode(target), _MNT_DETACH | _NOFOLLOW):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(target))
 
 
 def main() -> int:
