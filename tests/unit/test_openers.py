@@ -41,7 +41,7 @@ REASONS = {
         "page/session.py": "begin find",
         "page/source.py": "_stamped",
         "run/fetcher.py": "Fetcher.recover ProcessFetchRunner.stop _read is_locked",
-        "run/jobview.py": "_locked _open_loopback _opened_as _remove _write",
+        "run/jobview.py": "_locked _open_loopback _remove _write",
         "run/rehearsed.py": "_prune read write",
         "run/slurm.py": "_instance",
         "send/notice_sender.py": "Messenger._read Messenger.reload",
@@ -57,7 +57,7 @@ REASONS = {
     },
     "the names of a directory of honed's own; what bears them is not opened": {
         "daemon/housekeeper.py": "Pruning.find_leftovers",
-        "job/arrival.py": "Arrivals.listed Numbers._max_id",
+        "job/arrival.py": "Arrivals.listed Arrivals.listing Numbers._max_id",
         "job/counters.py": "Counters._refused",
         "job/query.py": "refusal",
         "job/removal.py": "remove_checkpoints",
@@ -110,6 +110,7 @@ REASONS = {
         "check/preflight.py": "main",
         "check/rehearsal.py": "_seen",
         "check/templatecheck.py": "_read",
+        "run/viewmount.py": "_open",
     },
     "runs as the job's worker, in its own unit": {
         "job/event.py": "EventWriter.__init__ has_begun",
@@ -121,7 +122,7 @@ REASONS = {
     },
     "the openers and deleters themselves, which follow no link": {
         "job/event.py": "read",
-        "job/tree.py": "_Walk._enter _Walk._is_mount _Walk._leave _Walk._open _mounts_below _walk",
+        "job/tree.py": "_Walk._enter _Walk._is_mount _Walk._leave _Walk._open _walk mounts_below",
         "system/layout.py": "JobLayout.spec_path",
         "system/untrusted.py": "_create_beside _look_up _looked_up_all _opened names_in open_plain",
     },
