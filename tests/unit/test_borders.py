@@ -33,6 +33,11 @@ def test_the_daemon_and_honectl_load_no_training_library() -> None:
     assert {name.split(".")[0] for name in loaded}.isdisjoint({"torch", "transformers", "trl", "numpy"})
 
 
+def test_a_worker_begins_without_the_libraries_of_which_it_hides_parts() -> None:
+    loaded = modules_of("import honed.worker.__main__, honed.worker.run")
+    assert {name.split(".")[0] for name in loaded}.isdisjoint({"torch", "transformers", "trl", "peft"})
+
+
 def test_the_daemon_and_honectl_load_no_web_server_and_no_templates() -> None:
     web = {"jinja2", "markupsafe", "starlette", "fastapi", "uvicorn", "prometheus_client"}
     assert modules_of("import honed.daemon.loop, honed.send.sender").isdisjoint(web)

@@ -37,7 +37,6 @@ from honed.worker.model import (
     dtypes,
     leftover,
     names,
-    published,
     tokenizer_files,
     written,
 )
@@ -538,12 +537,16 @@ def _wrappers(part: Any) -> list[Any]:
 def _saved(part: Any) -> dict[str, Any]:
     """Return the adapter's parameters and buffers of a module in modules_to_save, by their names in it."""
     module = part.modules_to_save["default"]
+    from honed.worker.model import published  # not before the worker has hidden packages: it imports transformers
+
     return {**dict(module.named_parameters()), **dict(published.buffers(module))}
 
 
 def _saved_buffers(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the buffers of the modules in modules_to_save, such as the statistics of batch norms."""
     from peft.utils.other import ModulesToSaveWrapper
+
+    from honed.worker.model import published
 
     for place, part in parts.items():
         if isinstance(part, ModulesToSaveWrapper):
