@@ -42,6 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="run what takes two minutes")
     parser.addoption("--costs", metavar="FILE", help="write each test's CPU time, and tell of the dearest")
     parser.addoption("--races", type=int, default=35, help="races of each kind for another user's files")
+    parser.addoption("--errnos", type=int, default=240, help="file operations that fail")
+    parser.addoption("--seed", type=int, default=1, help="of what fails")
     parser.addoption("--preemptions", type=int, default=3, help="preemptions of one training job")
 
 

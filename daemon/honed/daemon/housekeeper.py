@@ -165,9 +165,10 @@ class Pruning:
         except sqlite3.Error as error:
             log.error("job %d: its rows in %s were not removed: %s", number, self._database.path, error)  # noqa: TRY400
             self._retry[number] = now + RETRY_SEC
+        is_pruned = self._spool.pruned.has(number)  # an error leaves the job to the next turn
         self._rows.pop(0)
         self._database.moved.add(number)  # the index no longer lists it
-        if number not in self._retry and self._spool.pruned.has(number):
+        if number not in self._retry and is_pruned:
             self._removals.want(f"job:{number}")
 
 

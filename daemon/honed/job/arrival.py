@@ -366,7 +366,7 @@ class Arrivals:
         if (known := self._spool.job(claim.id)) is not None:  # it may have begun since, or a move of it have failed
             job: Job | None = known
         elif (job := self._spool.entries.get(claim.id)) is None:
-            self._require_no_entry(claim.id)
+            _require_no_entry(self._spool, claim.id)
         if job is not None:
             if untrusted.exists(claim.path):  # otherwise the entry was already durable when the file was removed
                 durable.sync_dir(self._spool.state_dir(job.state))
@@ -375,13 +375,6 @@ class Arrivals:
             if known is None:
                 self._spool.note(job)
         return job
-
-    def _require_no_entry(self, number: int) -> None:
-        """Raise OSError if a job has an entry, which was not readable then."""
-        for state in State:
-            with contextlib.suppress(FileNotFoundError):
-                (path := self._spool.entries.path(number, state)).lstat()
-                raise OSError(errno.EIO, "an entry that cannot be read", str(path))
 
     def claims(self, *, but: Container[int] = (), limit: int | None = None) -> list[Claim]:
         """Return up to `limit` arrivals that are claimed but neither accepted nor rejected, skipping those in `but`."""
@@ -416,6 +409,14 @@ class Arrivals:
                 _recover_claim(self._spool, Claim(number, PersonPath(place, (name,)), submitter))
         _drop_refused(self._spool)
         self._numbers.check()
+
+
+def _require_no_entry(spool: Spool, number: int) -> None:
+    """Raise OSError if a job has an entry, which was not readable then."""
+    for state in State:
+        with contextlib.suppress(FileNotFoundError):
+            (path := spool.entries.path(number, state)).lstat()
+            raise OSError(errno.EIO, "an entry that cannot be read", str(path))
 
 
 def _places(claimed_dir: Path) -> Iterator[tuple[int, int | None, Path]]:

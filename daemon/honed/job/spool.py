@@ -352,8 +352,9 @@ class Spool:
     def recover(self, alive: Callable[[], None] = lambda: None) -> list[tuple[Path, ValueError | OSError]]:
         """Finish what a crash interrupted: unfinished moves and temporary files. Returns the entries that cannot be
         read, and why; recovery.py deals with them. `alive` is called on the way."""
-        for path in self.dir.glob(".*.tmp"):
-            path.unlink(missing_ok=True)
+        for place in (".", "edits", "corrupt"):
+            for path in self.dir.glob(f"{place}/.*.tmp"):
+                path.unlink(missing_ok=True)
         self._catalog = None
         self._drop_pruned_copies()
         damaged: list[tuple[Path, ValueError | OSError]] = []

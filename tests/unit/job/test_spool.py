@@ -716,3 +716,11 @@ def test_an_arrival_that_has_begun_since_is_the_job_that_honed_knows(spool: Spoo
     claim = Claim(job.id, PersonPath(spool.claimed_dir / str(job.id), (job.source,)), None)
     assert Arrivals(spool).accepted(claim) == job
     assert spool.job(job.id) == job
+
+
+def test_a_start_removes_the_hidden_files_that_could_not_be_removed_before(spool: Spool) -> None:
+    for place in ("edits", "corrupt", "queued", "."):
+        (spool.dir / place).mkdir(exist_ok=True)
+        (spool.dir / place / ".1.json.tmp").touch()
+    spool.recover()
+    assert list(spool.dir.rglob(".*.tmp")) == []
