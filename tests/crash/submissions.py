@@ -15,6 +15,7 @@ from crash import traced
 from crash.scene import Point, counted
 from honed.job.arrival import Arrivals, Claim
 from honed.job.spool import Spool
+from honed.system import untrusted
 from honed.system.layout import Layout
 
 CALLS = ("openat", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "close")
@@ -53,7 +54,7 @@ def violations(root: Path, num_done: int, *, was_told: bool = False) -> list[str
     arrivals = Arrivals(spool)
     arrivals.recover()
     found = [(claim.name, arrivals.copy(claim, max_bytes=10**6, drops=False)) for claim in arrivals.claims()]
-    told = [(name, copy.uid, copy.path.read_bytes()) for name, copy in found]
+    told = [(name, copy.uid, untrusted.read_plain(copy.path)) for name, copy in found]
     allowed = [list(FILES[:num_done])] + ([] if was_told else [list(FILES[: num_done + 1])])
     wrong = [] if told in allowed else [f"after {num_done} there are {[each[:2] for each in told]}"]
     wrong += [f"left in claimed/: {path.name}" for path in spool.claimed_dir.iterdir() if not any(path.iterdir())]

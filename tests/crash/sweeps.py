@@ -17,6 +17,7 @@ from crash.scene import Point, counted
 from honed.job.arrival import Arrivals
 from honed.job.spool import Spool
 from honed.job.sweeping import Sweeps
+from honed.system import untrusted
 from honed.system.layout import Layout
 
 CALLS = ("openat", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "close")
@@ -64,7 +65,7 @@ def violations(root: Path) -> list[str]:
         if len(before) not in (1, 3):
             return [f"{len(before)} arrivals"]
         found = arrivals.claims()
-        told = [(each.name, each.uid, json.loads(each.path.read_bytes())) for each in found]
+        told = [(each.name, each.uid, json.loads(untrusted.read_plain(each.path))) for each in found]
     finally:
         spool.close()
     wrong = []

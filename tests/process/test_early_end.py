@@ -12,6 +12,7 @@ from honed.job.event import read
 from honed.job.job import Job, State
 from honed.page import comparison
 from honed.page.report import gather
+from honed.system.personpath import PersonPath
 from waiting import wait_for
 
 RATES = [3e-4, 1e-4, 2e-4, 4e-4, 5e-4]
@@ -27,7 +28,7 @@ def num_evaluations(instance: Instance, number: int) -> int:
     path = instance.layout.job(member(instance, number).id).attempt(1).events_path
     if not path.exists():
         return 0
-    return sum(event.kind == "evaluation" for event in read(path, 0).events)
+    return sum(event.kind == "evaluation" for event in read(PersonPath.own(path), 0).events)
 
 
 def test_jobs_that_are_not_among_the_best_at_a_rung_end_early_and_can_be_continued(instance: Instance) -> None:

@@ -10,6 +10,7 @@ from PIL import Image
 
 from honed.inputs.media import Media
 from honed.job.event import EventWriter, read
+from honed.system.personpath import PersonPath
 from honed.worker.rows import thumbnail
 from honed.worker.train.prediction import Question
 
@@ -18,7 +19,7 @@ def told(questions: list[Question], path: Path) -> list[dict[str, object]]:
     events = EventWriter(path)
     thumbnail.tell(questions, events)
     events.close()
-    return [event.data for event in read(path, 0).events]
+    return [event.data for event in read(PersonPath.own(path), 0).events]
 
 
 def test_pictures_become_small_ones_and_broken_files_none(tmp_path: Path) -> None:

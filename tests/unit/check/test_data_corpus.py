@@ -27,6 +27,7 @@ from honed.system import quote
 from honed.system.device import Device
 from honed.system.error import HonedError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 from waiting import wait_for
 from zoo import plain
 
@@ -267,7 +268,7 @@ def dropped(layout: Layout, paths: dict[int, Path]) -> dict[int, Any]:
     checker = Checker(children(layout), follow)
     try:
         for number, path in paths.items():
-            checker.submit(number, path, Config(), CPU)
+            checker.submit(number, PersonPath.own(path), Config(), CPU)
         found: dict[int, Any] = {}
 
         def turn(_sec: float) -> None:

@@ -42,6 +42,7 @@ from honed.system.error import (
     SpecError,
 )
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 from told import refused
 from waiting import wait_for
 from zoo import plain
@@ -715,6 +716,9 @@ class Daemon:
             self.num_starts += 1
             self.selector.register(new, selectors.EVENT_READ)
 
+    def submit(self, number: int, spec_path: Path, config: Config, device: Device) -> None:
+        self.client.submit(number, PersonPath.own(spec_path), config, device)
+
     def answers(self, count: int) -> list[Answer]:
         found: list[Answer] = []
 
@@ -765,7 +769,7 @@ def daemon(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
 
 
 def test_the_helper_answers_in_order(desk: Desk, daemon: Daemon) -> None:
-    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
     first = daemon.answers(1)[0]
     assert isinstance(first, Passed), first
     assert first.id == 1
@@ -773,7 +777,7 @@ def test_the_helper_answers_in_order(desk: Desk, daemon: Daemon) -> None:
     assert first.plan.base_model_path == desk.model
     assert first.output_dir == str(desk.layout.job(1).output_dir)
     for number in range(2, 22):
-        daemon.client.submit(number, desk.write(), Config(), CPU)
+        daemon.submit(number, desk.write(), Config(), CPU)
     answers = daemon.answers(20)
     assert [answer.id for answer in answers] == list(range(2, 22))
     assert daemon.num_starts == 1
@@ -781,7 +785,7 @@ def test_the_helper_answers_in_order(desk: Desk, daemon: Daemon) -> None:
 
 def test_a_spec_survives_the_way_through_the_helper(desk: Desk, daemon: Daemon) -> None:
     path = desk.write(training={"learning_rate": 2e-4, "num_train_epochs": 3}, eval_split=0.1)
-    daemon.client.submit(1, path, Config(), CPU)
+    daemon.submit(1, path, Config(), CPU)
     answer = daemon.answers(1)[0]
     sent = preflight.check(path, layout=desk.layout, config=Config(), device=CPU).spec
     assert isinstance(answer, Passed), answer
@@ -814,10 +818,10 @@ def test_the_helper_reads_the_rows_of_a_sweep_once(desk: Desk, daemon: Daemon) -
         (told,) = [line for line in Path(f"/proc/{daemon.helper_pid()}/io").read_text().splitlines() if "rchar" in line]
         return int(told.split()[1])
 
-    daemon.client.submit(1, desk.write("a.json"), Config(), CPU)
+    daemon.submit(1, desk.write("a.json"), Config(), CPU)
     assert isinstance(daemon.answers(1)[0], Passed)
     first = num_read()
-    daemon.client.submit(2, desk.write("b.json", priority=7), Config(), CPU)
+    daemon.submit(2, desk.write("b.json", priority=7), Config(), CPU)
     assert isinstance(daemon.answers(1)[0], Passed)
     assert first > 200 * len(text)
     assert num_read() - first < 50 * len(text)
@@ -825,7 +829,7 @@ def test_the_helper_reads_the_rows_of_a_sweep_once(desk: Desk, daemon: Daemon) -
 
 def test_a_refusal_keeps_its_code_and_remedy(desk: Desk, daemon: Daemon) -> None:
     (desk.model / "model.safetensors").unlink()
-    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
     error = error_of(daemon.answers(1)[0])
     assert error.code == "model_invalid"
     assert "no weights" in error.message
@@ -833,7 +837,7 @@ def test_a_refusal_keeps_its_code_and_remedy(desk: Desk, daemon: Daemon) -> None
 
 
 def test_the_helper_imports_no_torch_and_has_limits(desk: Desk, daemon: Daemon) -> None:
-    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
     daemon.answers(1)
     process = Path(f"/proc/{daemon.helper_pid()}")
     assert "libtorch" not in (process / "maps").read_text()
@@ -860,9 +864,9 @@ def test_pipes_and_endless_files_cost_only_their_own_job(desk: Desk, monkeypatch
         file.truncate(2**40)  # one line of a terabyte
     endless = (str(desk.path / "pipe.jsonl"), "/dev/zero", str(desk.path / "huge.jsonl"))
     for number, path in enumerate(endless, start=1):
-        daemon.client.submit(number, desk.write(f"{number}.json", datasets=[{"path": path}]), Config(), CPU)
-    daemon.client.submit(4, desk.path / "pipe.json", Config(), CPU)
-    daemon.client.submit(5, desk.write("5.json"), Config(), CPU)
+        daemon.submit(number, desk.write(f"{number}.json", datasets=[{"path": path}]), Config(), CPU)
+    daemon.submit(4, desk.path / "pipe.json", Config(), CPU)
+    daemon.submit(5, desk.write("5.json"), Config(), CPU)
     answers = daemon.answers(5)
     daemon.close()
     codes = [isinstance(answer, Passed) or answer.error.code for answer in answers]
@@ -889,8 +893,8 @@ def test_what_takes_too_long_is_refused_with_the_stage_it_was_in(desk: Desk, dae
     slow.write_text('{"text": "a"}\n')
     with held(slow):
         job = desk.write("slow.json", datasets=[{"path": str(slow)}])
-        daemon.client.submit(1, job, Config(spool=SpoolConfig(preflight_timeout_sec=600)), CPU)
-        daemon.client.submit(2, desk.write(), Config(), CPU)
+        daemon.submit(1, job, Config(spool=SpoolConfig(preflight_timeout_sec=600)), CPU)
+        daemon.submit(2, desk.write(), Config(), CPU)
         daemon.wait_stage("datasets")
         daemon.clock.ahead = 601
         answers = daemon.answers(2)
@@ -901,7 +905,7 @@ def test_what_takes_too_long_is_refused_with_the_stage_it_was_in(desk: Desk, dae
 
 
 def test_a_deadline_that_passes_in_silence_is_noticed_by_the_clock(desk: Desk, daemon: Daemon) -> None:
-    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
     daemon.wait_sent()
     os.kill(daemon.helper_pid(), signal.SIGSTOP)
     assert daemon.client.poll() == []
@@ -913,7 +917,7 @@ def test_a_deadline_that_passes_in_silence_is_noticed_by_the_clock(desk: Desk, d
 
 
 def test_a_helper_killed_in_the_middle_is_started_again_once(desk: Desk, daemon: Daemon) -> None:
-    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
     daemon.wait_sent()
     os.kill(daemon.helper_pid(), signal.SIGKILL)
     assert isinstance(daemon.answers(1)[0], Passed)
@@ -921,8 +925,8 @@ def test_a_helper_killed_in_the_middle_is_started_again_once(desk: Desk, daemon:
 
 
 def test_a_job_that_kills_two_helpers_is_refused_and_the_next_one_checked(desk: Desk, daemon: Daemon) -> None:
-    daemon.client.submit(1, desk.write(), Config(), CPU)
-    daemon.client.submit(2, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(2, desk.write(), Config(), CPU)
     for number in (1, 2):
         daemon.wait_sent(number)
         os.kill(daemon.helper_pid(), signal.SIGKILL)
@@ -933,10 +937,10 @@ def test_a_job_that_kills_two_helpers_is_refused_and_the_next_one_checked(desk: 
 
 
 def test_a_helper_that_dies_in_idleness_is_replaced(desk: Desk, daemon: Daemon) -> None:
-    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
     daemon.answers(1)
     os.kill(daemon.helper_pid(), signal.SIGKILL)
-    daemon.client.submit(2, desk.write(), Config(), CPU)
+    daemon.submit(2, desk.write(), Config(), CPU)
     assert isinstance(daemon.answers(1)[0], Passed)
 
 
@@ -976,7 +980,7 @@ def but_spec(**keys: Any) -> str:
 
 def test_an_answer_of_the_right_shape_is_taken(desk: Desk) -> None:
     daemon = Daemon(desk.layout, speaking(f"print({but()!r}, flush=True)"))
-    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
     assert [json.loads(answer.to_line()) for answer in daemon.answers(1)] == [ACCEPTED]
     daemon.close()
 
@@ -1008,7 +1012,7 @@ NONSENSE = {
 def test_a_helper_that_talks_nonsense_is_no_helper(desk: Desk, what: str, tmp_path: Path) -> None:
     (tmp_path / "said").write_text(NONSENSE[what])
     daemon = Daemon(desk.layout, speaking(f"print(open({str(tmp_path / 'said')!r}).read(), flush=True)"))
-    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
     assert "died 2 times" in error_of(daemon.answers(1)[0]).message
     daemon.close()
 
@@ -1023,8 +1027,8 @@ def test_a_helper_that_never_becomes_ready_costs_no_job(desk: Desk, caplog: pyte
         "from honed.check import preflight",
     )
     daemon = Daemon(desk.layout, [sys.executable, "-c", "\n".join([*lines, "preflight.main()"])])
-    daemon.client.submit(1, desk.write(), Config(), CPU)
-    daemon.client.submit(2, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(2, desk.write(), Config(), CPU)
     until = time.monotonic() + 120
     while daemon.num_starts < 3:
         assert time.monotonic() < until
@@ -1042,7 +1046,7 @@ def test_a_helper_that_never_becomes_ready_costs_no_job(desk: Desk, caplog: pyte
 
 def test_a_helper_that_is_not_ready_in_time_is_tried_again(desk: Desk) -> None:
     daemon = Daemon(desk.layout, [sys.executable, "-c", "import sys; sys.stdin.read()"])
-    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
     daemon.clock.ahead = START_TIMEOUT_SEC + 1
     assert daemon.client.poll() == []
     assert daemon.client.stuck() == {1}
@@ -1054,7 +1058,7 @@ def test_a_helper_that_is_not_ready_in_time_is_tried_again(desk: Desk) -> None:
 
 
 def test_a_job_file_that_is_gone_is_refused(desk: Desk, daemon: Daemon) -> None:
-    daemon.client.submit(1, desk.path / "gone.json", Config(), CPU)
+    daemon.submit(1, desk.path / "gone.json", Config(), CPU)
     error = error_of(daemon.answers(1)[0])
     assert error.code == "spec_invalid"
     assert error.message == "gone.json cannot be read: No such file or directory"
@@ -1064,12 +1068,12 @@ def test_a_helper_that_does_not_read_holds_nobody_up(desk: Desk) -> None:
     """The job file is larger than a socket's buffer; the user who dropped it may also have stopped the helper."""
     large = desk.write("large.json", chat_template_kwargs={"note": "x" * 250_000})
     daemon = Daemon(desk.layout)
-    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
     daemon.answers(1)
     os.kill(daemon.helper_pid(), signal.SIGSTOP)
     began = time.monotonic()
     for number in range(2, 6):
-        daemon.client.submit(number, large, Config(), CPU)
+        daemon.submit(number, large, Config(), CPU)
     assert daemon.client.poll() == []
     assert time.monotonic() - began < 5
     os.kill(daemon.helper_pid(), signal.SIGCONT)
@@ -1132,7 +1136,7 @@ def test_a_template_without_an_end_costs_its_own_job_and_is_told(desk: Desk, dae
     endless = desk.path / "endless.jinja"
     loops = "".join(f"{{% for a{n} in range(99999) %}}" for n in range(4))
     endless.write_text(f"{loops}{'{% endfor %}' * 4}{{{{ messages[0].content }}}}")
-    daemon.client.submit(1, desk.write("endless.json", chat_template=str(endless)), Config(), CPU)
+    daemon.submit(1, desk.write("endless.json", chat_template=str(endless)), Config(), CPU)
     daemon.wait_stage("rows in the chat template")
     daemon.clock.ahead = 1e6
     [answer] = daemon.answers(1)
@@ -1141,7 +1145,7 @@ def test_a_template_without_an_end_costs_its_own_job_and_is_told(desk: Desk, dae
 
 
 def test_closing_ends_the_helper(desk: Desk, daemon: Daemon) -> None:
-    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.submit(1, desk.write(), Config(), CPU)
     pid = daemon.helper_pid()
     daemon.client.close()
     with pytest.raises(ProcessLookupError):
