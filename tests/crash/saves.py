@@ -269,7 +269,10 @@ def calls_of(directory: Path, *, mutant: str | None = None) -> list[Call]:
     found = []
     for line in trace_path.read_text(errors="replace").splitlines():
         if (match := re.match(r"(\d+) +(\w+)\((.*)", line)) is not None:
-            paths = re.findall(rf"[\"<]{re.escape(str(root))}(?:/([^\"<>]*))?[\">]", match[3])
+            text = match[3]
+            if match[2] == "unlinkat":  # a name in a directory that is open
+                text = re.sub(r'\d+<([^<>]*)>, "([^"/][^"]*)"', r'"\1/\2"', text)
+            paths = re.findall(rf"[\"<]{re.escape(str(root))}(?:/([^\"<>]*))?[\">]", text)
             found.append(Call(match[1], match[2], tuple(paths), match[3]))
     return found
 
@@ -294,7 +297,7 @@ def unsynced(calls: Sequence[Call]) -> set[str]:
                 dirty |= {path, os.path.dirname(path)}  # noqa: PTH120 - text
             case "mkdir" if each.paths and each.text.endswith("= 0"):
                 dirty |= {path, os.path.dirname(path)}  # noqa: PTH120
-            case "rmdir":
+            case "rmdir" | "unlinkat":
                 dirty.discard(path)
             case "rename" | "renameat2" if each.paths and not each.paths[1].endswith(".old"):
                 moved = {other for other in dirty if f"{other}/".startswith(f"{path}/")}
