@@ -249,8 +249,11 @@ class Sweep:
 
     def _refused(self, config: RetentionConfig) -> Iterator[None]:
         limits = retention.refused_limits(config)
+        reasons: list[Item] = []
+        files: list[Item] = []
+        yield from retention.look_at_refused(self._spool, reasons, files)
         num_removed = 0  # files and their reasons are of one number
-        for found in retention.refused_files(self._spool):
+        for found in (reasons, files):
             beyond = retention.excess(map(self._as_of_now, found), limits, now=self._now())
             yield
             num = 0

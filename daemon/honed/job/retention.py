@@ -11,8 +11,9 @@ import contextlib
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from honed.spec.config import RetentionConfig
 from honed.system import untrusted
 from honed.system.error import NotPermittedError, UsageError
 from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
 DAY_SEC = 86400.0
-#: Files in rejected/; the oldest are removed.
+#: Files in rejected/; beyond it, the oldest of those users are removed who have the most.
 MAX_REJECTED = 10_000
 
 
@@ -44,6 +46,7 @@ class Limits:
     max_age_sec: float | None = None
     max_count: int | None = None
     max_bytes: int | None = None
+    is_divided: bool = False  #: `max_count` is divided among the users: nobody's items push out those of one with fewer
 
     def __bool__(self) -> bool:
         return any(limit is not None for limit in (self.max_age_sec, self.max_count, self.max_bytes))
@@ -56,11 +59,14 @@ class Item:
     key: int | str
     changed_at: float  #: seconds since the epoch
     num_bytes: int = 0
+    uid: int | None = None  #: whose it is; None if that is not known, or makes no difference
 
 
 def excess(items: Iterable[Item], limits: Limits, *, now: float) -> list[Item]:
-    """Return the items beyond the limits, oldest first."""
+    """Return the items beyond the limits, oldest first; with `is_divided`, first those of who has the most."""
     newest_first = sorted(items, key=lambda item: (item.changed_at, _number(item.key)), reverse=True)
+    if limits.is_divided:
+        newest_first = _in_turns(newest_first)
     beyond, total = [], 0
     for rank, item in enumerate(newest_first):
         total += item.num_bytes
@@ -69,6 +75,16 @@ def excess(items: Iterable[Item], limits: Limits, *, now: float) -> list[Item]:
         if is_old or is_one_too_many or (limits.max_bytes is not None and total > limits.max_bytes):
             beyond.append(item)
     return beyond[::-1]
+
+
+def _in_turns(items: Iterable[Item]) -> list[Item]:
+    """Return the items so that each user's first one precedes anybody's second one, and so on."""
+    num_of: Counter[int | None] = Counter()
+    ranked = []
+    for item in items:
+        ranked.append((num_of[item.uid], item))
+        num_of[item.uid] += 1
+    return [item for _, item in sorted(ranked, key=lambda each: each[0])]
 
 
 def _number(key: int | str) -> int:
@@ -264,15 +280,32 @@ def report(chosen: Choice, sizes: dict[int, int], *, is_measured: bool) -> Prune
 # -- refused files ----------------------------------------------------------------------------------------------------
 
 
-def refused_files(spool: Spool) -> tuple[list[Item], list[Item]]:
-    """Return what is in rejected/: the reasons; and the files that were refused, with what else is there. A file and
-    its reason are of about the same time, so that the limits of both remove both, without a look into any."""
-    reasons: list[Item] = []
-    files: list[Item] = []
-    for name, info in untrusted.infos(spool.rejected, untrusted.names_in(spool.rejected, limit=None)):
-        item = Item(name, info.st_ctime, info.st_size)
-        (reasons if name.endswith(refusals.SUFFIX) else files).append(item)
-    return reasons, files
+def look_at_refused(spool: Spool, reasons: list[Item], files: list[Item]) -> Iterator[None]:
+    """Find what is in rejected/, a piece at a time: the reasons; and the files that were refused, with what else is
+    there. A file and its reason are of about the same time and of one user, so that the limits of both remove both."""
+    names = untrusted.names_in(spool.rejected, limit=None)
+    is_full = len(names) > MAX_REJECTED  # only then it matters whose they are, which a reason says in its text
+    submitters: dict[str, int | None] = {}
+    for name, info in untrusted.infos(spool.rejected, names):
+        item = Item(name, info.st_ctime, info.st_size, info.st_uid)
+        if not name.endswith(refusals.SUFFIX):
+            files.append(item)
+        elif is_full and (reason := _readable(spool.rejected / name)) is not None:
+            reasons.append(replace(item, uid=reason.uid))
+            if reason.kept_path is not None:
+                submitters[reason.kept_path.name] = reason.uid
+        else:
+            reasons.append(item)
+        yield
+    # A file that was submitted, and not dropped, is ours.
+    files[:] = [replace(item, uid=submitters.get(str(item.key), item.uid)) for item in files]
+
+
+def _readable(path: PersonPath) -> Reason | None:
+    """Return the reason in a file; None if it is none, or the disk does not give it."""
+    with contextlib.suppress(OSError):
+        return refusals.read(path)
+    return None
 
 
 def remove_refused(spool: Spool, name: str) -> bool:
@@ -320,7 +353,10 @@ def _refused_of(spool: Spool, uid: int | None) -> Iterator[Reason]:
 def _remove_unexplained(spool: Spool, wish: Wish, now: float) -> None:
     """Remove refused files beyond the limits whose reasons are gone."""
     known = {str(reason.kept_path) for reason in _refused_of(spool, None)}
-    lost = [item for item in refused_files(spool)[1] if str(spool.rejected_dir / str(item.key)) not in known]
+    files: list[Item] = []
+    for _ in look_at_refused(spool, [], files):
+        pass
+    lost = [item for item in files if str(spool.rejected_dir / str(item.key)) not in known]
     for item in excess(lost, wish.limits, now=now):
         if remove_refused(spool, str(item.key)):
             log.info("%s: removed %s, whose reason is gone", spool.rejected_dir, item.key)
@@ -364,7 +400,7 @@ def checkpoint_limits(config: RetentionConfig) -> Limits:
 
 
 def refused_limits(config: RetentionConfig) -> Limits:
-    return Limits(_days(config.max_rejected_age_days), MAX_REJECTED)
+    return Limits(_days(config.max_rejected_age_days), MAX_REJECTED, is_divided=True)
 
 
 def _days(value: float | None) -> float | None:

@@ -340,8 +340,8 @@ class RetentionConfig(_Section):
     quarter of the free space. Beyond that, those of the user who has the most, and that were not used for the longest
     time, are removed. 0: jobs share no rows."""
     max_rejected_age_days: Annotated[float, Field(ge=0)] | None = 30.0
-    """Days after which a rejected file is removed from rejected/, with its reason. The newest 10,000 are kept at
-    most."""
+    """Days after which a rejected file is removed from rejected/, with its reason. At most 10,000
+    are kept: beyond that, the oldest files of the users who have the most are removed."""
 
 
 class NotifyConfig(_Section):

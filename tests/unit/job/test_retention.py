@@ -16,7 +16,7 @@ from test_spool import Crash, Faults
 from honed.cli import pruning
 from honed.daemon import housekeeper
 from honed.daemon.housekeeper import Housekeeper
-from honed.job import removal, retention
+from honed.job import refusals, removal, retention
 from honed.job import tree as trees
 from honed.job.arrival import Arrivals
 from honed.job.database import Database
@@ -24,6 +24,7 @@ from honed.job.job import Job, State
 from honed.job.retention import DAY_SEC, Item, Limits, Needs
 from honed.job.spool import Spool
 from honed.spec.config import Config, RetentionConfig
+from honed.system.error import SpecError
 from honed.system.layout import Layout
 from honed.system.personpath import PersonPath
 
@@ -263,6 +264,60 @@ def test_a_flood_of_refused_files_is_removed_after_a_while(spool: Spool, monkeyp
     assert len(list(spool.rejected_dir.iterdir())) == 2
     keeper.close()
     database.close()
+
+
+def refusal_of(spool: Spool, number: int, uid: int, *, is_submission: bool) -> None:
+    """Leave a refused file of a user, one second younger than that of the number before, with its reason."""
+    kept = spool.rejected_dir / f"{number}.yaml"
+    kept.touch()
+    if not is_submission:
+        os.chown(kept, uid, -1)
+    text = refusals.text_of(
+        f"job{number}.yaml",
+        number,
+        uid,
+        SpecError("no"),
+        when="now",
+        fate=f"The file is kept as rejected/{kept.name}.",
+        is_submission=is_submission,
+    )
+    (spool.rejected_dir / f"job{number}.yaml.reason").write_text(text)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
+@pytest.mark.parametrize("is_submission", [False, True])
+def test_refused_files_of_one_user_push_out_none_of_another(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch, is_submission: bool
+) -> None:
+    """Somebody who has many files refused, the newest of all, loses the oldest of them; the others keep theirs."""
+    monkeypatch.setattr(retention, "MAX_REJECTED", 5)
+    alice, mallory = 12345, 12346
+    for number in (1, 2):
+        refusal_of(spool, number, alice, is_submission=is_submission)
+    for number in range(3, 20):
+        refusal_of(spool, number, mallory, is_submission=is_submission)
+    database = Database(spool.layout.database_path)
+    keeper = Housekeeper(spool.layout, Config(), spool, database, list)
+    keeper.reload(Config())
+    for _ in range(20):
+        keeper.tend()
+    left = [reason for path in refusals.listed(spool.rejected) if (reason := refusals.read(path)) is not None]
+    kept = {path.name for path in spool.rejected_dir.iterdir() if path.suffix == ".yaml"}
+    assert [reason.uid for reason in left].count(alice) == 2
+    assert {"1.yaml", "2.yaml"} <= kept
+    assert (len(left), len(kept)) == (5, 5)
+    keeper.close()
+    database.close()
+
+
+def test_a_number_of_items_is_divided_among_their_users() -> None:
+    """The greedy lose their oldest; who has no more than a share loses none, however old."""
+    items = [Item(number, NOW + number, uid=uid) for number, uid in enumerate([1, 2, 2, 3, 3, 3, 3, 3, 3])]
+    limits = Limits(max_count=6, is_divided=True)
+    assert sorted(item.key for item in retention.excess(items, limits, now=NOW)) == [3, 4, 5]
+    assert retention.excess(items, replace(limits, max_count=9), now=NOW) == []
+    many = [Item(uid, NOW + uid, uid=uid) for uid in range(9)]
+    assert [item.key for item in retention.excess(many, limits, now=NOW)] == [0, 1, 2]
 
 
 def test_a_clock_that_was_set_ages_nothing(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
