@@ -126,3 +126,26 @@ def test_the_overview_has_the_queue_in_the_order_that_is_given_and_the_rest_by_p
         assert listed(2, [6, 4]) == [2, 6, 4, 3, 1]
         assert listed(3, [6, 4]) == [2, 6, 4, 9, 3, 1]
         assert reader.overview(2, [6])[1]["queued"] == 6
+
+
+def test_the_score_of_a_long_run_is_read_without_its_steps(tmp_path: Path) -> None:
+    database = Database(tmp_path / "honed.db")
+    database.put_job(JOB)
+    for attempt, steps in ((1, range(5000)), (2, range(100, 5000))):
+        job = replace(JOB, attempts=(*JOB.attempts[:1], Attempt(number=attempt, backend="transformers", started_at=0)))
+        events = [Event("step", 1.0, {"step": step, "loss": 1.0, "grad_norm": 1.0}) for step in steps]
+        scores = Event("predictions", 1.0, {"step": 50 // attempt, "rows": [], "scores": {"exact_match": attempt / 4}})
+        losses = [Event("evaluation", 1.0, {"step": 50 // attempt, "metrics": {"eval_loss": 1.0}}), scores]
+        database.apply(job, Reading([*events, *losses], 10, 0))
+    num_bites = 0
+
+    def count() -> None:
+        nonlocal num_bites
+        num_bites += 1
+
+    with contextlib.closing(Reader(database.path)) as reader:
+        assert reader._db is not None
+        reader._db.set_progress_handler(count, 1000)
+        assert reader.scores([1, 2]) == {1: {"name": "exact_match", "value": 0.5}}  # of the last attempt
+    assert num_bites < 2  # a thousand instructions of SQLite each
+    database.close()
