@@ -106,3 +106,30 @@ def test_a_hundred_bad_files_do_not_keep_a_good_one_waiting_for_ever(instance: I
     job = instance.job("succeed")
     assert job is not None
     assert job.state is State.SUCCEEDED
+
+
+def test_damaged_leftovers_of_a_crash_keep_neither_honed_from_starting_nor_others_jobs(instance: Instance) -> None:
+    """One thing of each kind that a start recovers is not what honed leaves there: it is named in the journal."""
+    spool_dir = instance.layout.spool_dir
+    damaged = [
+        spool_dir / "queued/.9001.json.tmp",
+        spool_dir / "queued/9002.json",
+        spool_dir / "edits/.9003.yaml.tmp",
+        spool_dir / "edits/9004.yaml",
+        spool_dir / "sweeps/9005/not-a-number",
+        spool_dir / "claimed/9006/.a.yaml.tmp",
+        spool_dir / "rejected/.a.yaml.reason.tmp",
+        spool_dir / "ended/9007",
+    ]
+    for path in damaged:
+        path.mkdir(parents=True)
+    (spool_dir / "sweeps/.9008.new").touch()
+    instance.layout.jobs_dir.mkdir(parents=True, exist_ok=True)
+    (instance.layout.jobs_dir / "9009").touch()
+    instance.drop("succeed")
+    instance.start()
+    instance.wait_state("succeed", State.SUCCEEDED)
+    for path in damaged:
+        known = path.parent if path.parent.name.isdecimal() else path  # a sweep and a claim are one item
+        assert f"{known}: " in instance.log, path
+        assert path.is_dir() or path.suffix == ".json", path  # a damaged entry goes into corrupt/

@@ -25,7 +25,7 @@ REASONS = {
     "honed's own: a directory where no person and no worker can write": {
         "daemon/availability.py": "Availability._read",
         "daemon/placement.py": "Placement.tell",
-        "job/arrival.py": "Arrivals.recover Numbers.check Numbers.reserve",
+        "job/arrival.py": "_recover_place Numbers.check Numbers.reserve",
         "job/corrupt.py": "Corrupt.names",
         "job/counters.py": "Counters.recover read",
         "job/editing.py": "Edits._is_made Edits.make",

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.job import refusals
+from honed.job.damaged import passed_over
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.refusals import MAX_NAME_BYTES, shown
@@ -167,6 +168,7 @@ class Arrivals:
         self._spool = spool
         self._numbers = Numbers(spool)
         self._leftovers = _Leftovers(spool.claimed_dir)
+        self._damaged: set[int] = set()  # claims that could not be recovered: the next start tries again
         self.submitted = Submitted(lambda: _places(spool.claimed_dir))
         #: True if workers run as another user; files must then be shared with that user explicitly.
         self._has_workers_user = access.has_workers_user(spool.layout.root)
@@ -382,7 +384,7 @@ class Arrivals:
         for number, submitter, place in sorted(_places(self._spool.claimed_dir), key=lambda each: each[0]):
             if limit is not None and len(found) >= limit:
                 break
-            if number not in but and place.is_dir():
+            if number not in but and number not in self._damaged and place.is_dir():
                 names = [name for name in names_in(place) if not name.startswith(".")]
                 found += [Claim(number, PersonPath(place, (name,)), submitter, place.stat().st_mtime) for name in names]
         return found
@@ -391,24 +393,38 @@ class Arrivals:
 
     def recover(self) -> None:
         """Finish what a crash interrupted: unfinished claims and rejections. The spool must have recovered before."""
-        for name in names_in(self._spool.rejected_dir):
-            if name.startswith(".") and name.endswith(f"{refusals.SUFFIX}.tmp"):
-                untrusted.remove(self._spool.rejected / name)
-        for name in names_in(self._spool.claimed_dir):
-            if not PLACE.fullmatch(name) or not (self._spool.claimed_dir / name).is_dir():
-                log.warning("%s: not created by honed; left alone", self._spool.claimed_dir / name)
-        for number, submitter, place in _places(self._spool.claimed_dir):
-            if not place.is_dir():
-                continue
-            for path in place.glob(".*.tmp"):  # its submitter never got a success reply
-                path.unlink()
-            names = names_in(place)
-            if not names:
-                place.rmdir()
-            for name in names:
-                _recover_claim(self._spool, Claim(number, PersonPath(place, (name,)), submitter))
+        self._damaged = _recover_claims(self._spool)
         _drop_refused(self._spool)
         self._numbers.check()
+
+
+def _recover_claims(spool: Spool) -> set[int]:
+    """Finish the claims and rejections that a crash interrupted. Returns the numbers of those that are damaged."""
+    for name in names_in(spool.rejected_dir):
+        if name.startswith(".") and name.endswith(f"{refusals.SUFFIX}.tmp"):
+            with passed_over(spool.rejected_dir / name):
+                untrusted.remove(spool.rejected / name)
+    for name in names_in(spool.claimed_dir):
+        if not PLACE.fullmatch(name) or not (spool.claimed_dir / name).is_dir():
+            log.warning("%s: not created by honed; left alone", spool.claimed_dir / name)
+    damaged = set()
+    for number, submitter, place in _places(spool.claimed_dir):
+        damaged.add(number)
+        with passed_over(place):
+            if place.is_dir():
+                _recover_place(spool, number, submitter, place)
+            damaged.remove(number)
+    return damaged
+
+
+def _recover_place(spool: Spool, number: int, submitter: int | None, place: Path) -> None:
+    for path in place.glob(".*.tmp"):  # its submitter never got a success reply
+        path.unlink()
+    names = names_in(place)
+    if not names:
+        place.rmdir()
+    for name in names:
+        _recover_claim(spool, Claim(number, PersonPath(place, (name,)), submitter))
 
 
 def _require_no_entry(spool: Spool, number: int) -> None:
@@ -465,8 +481,8 @@ def _drop_refused(spool: Spool) -> None:
     kept |= {str(number) for number, _, _ in _places(spool.claimed_dir)} | set(map(str, spool.pruned.ids()))
     jobs_dir = spool.layout.jobs_dir
     for name in set(names_in(jobs_dir)) - kept:
-        if name.isdecimal() and all(each.startswith(("spec.", ".spec.")) for each in names_in(jobs_dir / name)):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if name.isdecimal() and all(each.startswith(("spec.", ".spec.")) for each in names_in(jobs_dir / name)):
                 durable.remove_flat(jobs_dir / name)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from honed.job.damaged import passed_over
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool, names_in
@@ -100,16 +101,24 @@ class Edits:
     def take_up(self) -> Iterator[tuple[Job, Path]]:
         """Yield the jobs whose edits a crash has interrupted, with their new files; other files are removed."""
         for name in names_in(self._dir) if self._dir.is_dir() else ():
-            path = self._dir / name
-            job = self._spool.job(int(path.stem)) if path.stem.isdecimal() else None
-            if job is not None and job.is_being_edited and has_run_since(job):
-                log.error("job %d (%s): it has run before its edit was complete, and keeps its files", job.id, job.name)
-                path.unlink()
-                self._spool.annotate(job, is_being_edited=False)
-            elif job is not None and (job.is_being_edited or (job.is_editable and not self._is_made(job, path))):
-                yield job, path
-            else:
-                path.unlink(missing_ok=True)
+            job = None
+            with passed_over(self._dir / name):
+                job = self._interrupted(self._dir / name)
+            if job is not None:
+                yield job, self._dir / name
+
+    def _interrupted(self, path: Path) -> Job | None:
+        """Return the job of which this edit was interrupted. Of any other, the file is removed."""
+        job = self._spool.job(int(path.stem)) if path.stem.isdecimal() else None
+        if job is not None and job.is_being_edited and has_run_since(job):
+            log.error("job %d (%s): it has run before its edit was complete, and keeps its files", job.id, job.name)
+            path.unlink()
+            self._spool.annotate(job, is_being_edited=False)
+        elif job is not None and (job.is_being_edited or (job.is_editable and not self._is_made(job, path))):
+            return job
+        else:
+            path.unlink(missing_ok=True)
+        return None
 
     def give_up(self, job: Job) -> None:
         """Let go of an edit whose new file is gone. The job has one file of the two, and a person decides."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from honed.job.corrupt import copy_of
+from honed.job.damaged import passed_over
 from honed.job.job import Job, State
 from honed.job.spool import Spool, read_entry
 from honed.system import durable
@@ -23,7 +24,8 @@ def recover(spool: Spool, alive: Callable[[], None] = lambda: None) -> None:
     """Recover the spool. A damaged entry goes into corrupt/; that of a job that was running is rebuilt. `alive` is
     called on the way."""
     for path, problem in spool.recover(alive):
-        _set_aside(spool, path, problem)
+        with passed_over(path):
+            _set_aside(spool, path, problem)
 
 
 def _set_aside(spool: Spool, path: Path, problem: ValueError | OSError) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 from honed.job import lock as locks
 from honed.job.catalog import Catalog
 from honed.job.corrupt import Corrupt, keep_copy
+from honed.job.damaged import UNREADABLE, passed_over
 from honed.job.job import MOVES, Job, State
 from honed.system import durable
 from honed.system.durable import Steps
@@ -119,7 +120,8 @@ class Entries:
         directory = self.directory(state)
         for name in names_in(directory):
             if name.startswith(".") and name.endswith(".tmp"):
-                (directory / name).unlink(missing_ok=True)
+                with passed_over(directory / name):
+                    (directory / name).unlink(missing_ok=True)
             elif name.endswith(".json") and name[:-5].isdecimal():
                 job = _read(str(directory), name, state, damaged)
                 if job is not None:
@@ -354,7 +356,8 @@ class Spool:
         read, and why; recovery.py deals with them. `alive` is called on the way."""
         for place in (".", "edits", "corrupt"):
             for path in self.dir.glob(f"{place}/.*.tmp"):
-                path.unlink(missing_ok=True)
+                with passed_over(path):
+                    path.unlink(missing_ok=True)
         self._catalog = None
         self._drop_pruned_copies()
         damaged: list[tuple[Path, ValueError | OSError]] = []
@@ -366,8 +369,9 @@ class Spool:
         pruned = {f"{number}.json" for number in self.pruned.ids()}
         for directory in map(self.state_dir, State) if pruned else ():
             for name in pruned.intersection(names_in(directory)):
-                (directory / name).unlink()
-                durable.sync_dir(directory)
+                with passed_over(directory / name):
+                    (directory / name).unlink()
+                    durable.sync_dir(directory)
 
     def files(self, job_id: int) -> JobFiles:
         return self.layout.files(job_id)
@@ -390,8 +394,6 @@ def names_in(directory: Path) -> list[str]:
 
 #: Bytes read at once; most entries have less.
 _ENTRY_BYTES = 65536
-#: Errors that say of a file that it will not be read the next time either.
-_UNREADABLE = {errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.EUCLEAN, errno.EBADMSG}
 
 
 def _log_damaged(path: Path, problem: ValueError | OSError) -> None:
@@ -416,7 +418,7 @@ def _read(directory: str, name: str, state: State, damaged: Damaged) -> Job | No
     except ValueError as error:
         damaged(Path(directory, name), error)
     except OSError as error:
-        if error.errno in _UNREADABLE:
+        if error.errno in UNREADABLE:
             damaged(Path(directory, name), error)
         elif error.errno != errno.ENAMETOOLONG:  # a user made up the name
             _log_damaged(Path(directory, name), error)

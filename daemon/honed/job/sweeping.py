@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.job.arrival import HOLD_SUFFIX, PLACE, Claim, Numbers
+from honed.job.damaged import passed_over
 from honed.job.spool import Spool, names_in
 from honed.system import durable
 from honed.system.personpath import PersonPath
@@ -48,10 +49,11 @@ class Sweeps:
     def recover(self) -> None:
         """Finish what a crash interrupted. Call it before the recovery of the arrivals."""
         for name in names_in(self._dir) if self._dir.is_dir() else ():
-            if name.isdecimal():
-                self._finish(self._dir / name)
-            elif name.endswith(".new"):
-                _remove(self._dir / name)
+            with passed_over(self._dir / name):
+                if name.isdecimal():
+                    self._finish(self._dir / name)
+                elif name.endswith(".new"):
+                    _remove(self._dir / name)
 
     def _write(self, claim: Claim, uid: int, members: Sequence[Mapping[str, Any]], place: Path) -> None:
         durable.make_dir(self._dir, mode=0o700)

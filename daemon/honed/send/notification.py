@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from honed.job import query
+from honed.job.damaged import is_of_item
 from honed.job.database import timestamp
 from honed.job.job import Job, Notify
 from honed.job.shape import Shown
 from honed.job.spool import Spool
 from honed.spec.config import NotifyConfig
 from honed.system import durable
+from honed.system.failures import Failures
 from honed.system.layout import Layout
 from honed.system.log import about
 from honed.system.message import NOTICE_REFUSED
@@ -123,6 +125,7 @@ class Notices:
     ) -> None:
         self._layout = layout
         self._spool = spool
+        self._failures = Failures(log)
         self._now = now
         self._words: list[tuple[str, str, float]] = []
         self._has_complained = False
@@ -159,7 +162,16 @@ class Notices:
             self._words.pop(0)
         for mark in sorted(self._spool.ended_dir.iterdir()):
             if mark.name.isdecimal():
-                self._tell_end(int(mark.name), mark)
+                self._tell_end_alone(int(mark.name), mark)
+
+    def _tell_end_alone(self, job_id: int, mark: Path) -> None:
+        """Write the notices of one job's end: a mark that is damaged holds up no other's."""
+        try:
+            self._tell_end(job_id, mark)
+        except Exception as error:
+            if not is_of_item(error):
+                raise
+            self._failures.note(str(mark), error)
 
     def _tell_end(self, job_id: int, mark: Path) -> None:
         job = self._spool.job(job_id)
