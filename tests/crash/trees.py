@@ -227,8 +227,8 @@ class Scene(Instance):
         wait_for(accepted, PATIENCE_SEC, what=f"{name} accepted", account=self.account)
         return time.monotonic() - began
 
-    def prune_all(self) -> float:
-        """Let the job that runs end, and prune all. Returns the seconds until each is removed or left."""
+    def end_all(self) -> list[str]:
+        """Let the job that runs end. Returns what is wrong with the jobs."""
         self.go(_LIVE)
         jobs = self.spool.all_jobs
 
@@ -236,8 +236,13 @@ class Scene(Instance):
             return not self.is_up or all(job.state.is_final for job in jobs().values())
 
         wait_for(ended, self.patience_sec, what="all jobs ended", account=self.account)
+        bad = [job for job in jobs().values() if job.state is not State.SUCCEEDED or len(job.attempts) != 1]
+        return [f"{job.name} is {job.state} after {len(job.attempts)} attempts: {job.error}" for job in bad]
+
+    def prune_all(self) -> float:
+        """Prune all jobs. Returns the seconds until each is removed or left."""
         began = time.monotonic()
-        numbers = [str(job.id) for job in jobs().values()]
+        numbers = [str(job.id) for job in self.spool.all_jobs().values()]
         with contextlib.suppress(HonedError):
             self.client.ask("prune", ids=numbers, dry_run=False)
         wait_for(
@@ -251,11 +256,6 @@ class Scene(Instance):
     def job_dirs(self) -> list[str]:
         """Return the directories of jobs that are neither removed nor left under another name."""
         return [path.name for path in self.layout.jobs_dir.iterdir() if path.name.isdecimal()]
-
-    def faults(self) -> list[str]:
-        """What is wrong before the jobs are pruned."""
-        found = [f"{job.name} is {job.state}: {job.error}" for job in self.spool.all_jobs().values() if job.error]
-        return found + ([] if self.is_up else [f"honed ended: {self.process and self.process.poll()}"])
 
     def left(self) -> list[str]:
         """Return what is left: what is tried again, then each place beside the jobs that still has something."""
@@ -286,8 +286,10 @@ def started_on(kind: str, root: Path, size: Size) -> Found:
         scene.start_on(found)
         found.accept_sec = scene.accept_another("other.json")
         found.next_accept_sec = scene.accept_another("next.json")
-        found.prune_sec = scene.prune_all()
-        found.broken, found.left = scene.faults(), scene.left()
+        found.broken = scene.end_all()
+        found.prune_sec, found.left = scene.prune_all(), scene.left()
+        if not scene.is_up:
+            found.broken.append("honed ended")
         scene.stop()
         if scene.wait() != 0:
             found.broken.append(f"honed ends with {scene.wait()}")
