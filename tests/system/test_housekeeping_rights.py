@@ -82,11 +82,14 @@ def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine
     short = machine.try_run("honectl", "prune", "2", user="anna")
     assert short.returncode == 1
     assert "Permission denied" in short.stdout
-    machine.wait_message("as root, rm -r", "--unit=honed")
+    machine.wait_message("honectl doctor says what is left", "--unit=honed")
     assert json.loads(machine.run("honectl", "list", "--json")) == []
-    machine.run("rm", "-r", closed)
+    assert not machine.exists(f"{JOBS}/2")
+    left = f"{JOBS}/.2.left"
+    assert f"{left}: " in machine.try_run("honectl", "doctor", "--json").stdout
+    machine.run("rm", "-r", f"{left}/output/closed")
     machine.run("systemctl", "restart", "honed")
-    wait_for(lambda: not machine.exists(f"{JOBS}/2"), what="the rest of it")
+    wait_for(lambda: not machine.exists(left), what="the rest of it")
 
 
 def test_ends_are_told_from_the_sandbox_of_honed_send_once_somebody_listens(machine: Machine) -> None:

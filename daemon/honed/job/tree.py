@@ -100,7 +100,8 @@ def _walk(path: Path, action: _Action, tick: Callable[[], None] = no_tick) -> Co
     count = Count()
     try:
         device = path.lstat().st_dev
-        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # A name in it is all that is asked: who may only pass through it may remove what it has.
+        fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         with _Walk(fd, path, device, count, action) as walk:
             walk.run(tick)
     except FileNotFoundError:
@@ -222,7 +223,7 @@ class _Walk:
     def _leave(self) -> None:
         """Return to the directory above, and remove the one that was left. Raises OSError if it was moved meanwhile."""
         left = self._levels.pop()
-        fd = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+        fd = os.open("..", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
         os.close(self._fd)
         self._fd = fd
         level = self._levels[-1]

@@ -53,6 +53,28 @@ def test_a_file_system_that_hangs_is_not_even_asked(tmp_path: Path) -> None:
 
 
 @needs_root
+def test_a_tree_below_a_directory_that_may_only_be_passed_through_is_opened_up_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """jobs/ is such a directory to the users of jobs."""
+    top = made(tmp_path / "jobs" / "tree", "private/file")
+    (top / "private").chmod(0o700)
+    for path in (tmp_path, top, *top.rglob("*")):
+        os.chown(path, 65534, 65534)
+    (tmp_path / "jobs").chmod(0o711)
+    monkeypatch.chdir(tmp_path)
+    os.seteuid(65534)
+    try:
+        tree.open_up(Path("jobs/tree"))
+        mode = Path("jobs/tree/private").stat().st_mode
+        count = tree.remove(Path("jobs/tree/private"))
+    finally:
+        os.seteuid(0)
+    assert mode & 0o770 == 0o770
+    assert count == Count(1, 1)
+
+
+@needs_root
 def test_a_directory_of_our_own_that_is_closed_to_us_is_opened_and_anothers_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
