@@ -33,6 +33,7 @@ class _Rest:
 
     since: float
     num_bytes: int = 0
+    is_over: bool = False  #: there is more than is read
 
 
 class Following:
@@ -137,6 +138,8 @@ class Following:
         Events that cannot be counted now are logged and block nothing; a reader's lock on the database is waited for.
         """
         rest = self._rest = self._rest or _Rest(self._clock())
+        if rest.is_over:
+            return not self._fault
         try:
             rest.num_bytes += self.read(job, sec=sec)
         except Exception as problem:
@@ -148,6 +151,7 @@ class Following:
         if self.has_more and rest.num_bytes < MAX_REST_BYTES:
             return None
         if self.has_more:
+            rest.is_over, self.has_more = True, False
             log.warning(
                 "job %d (%s): some of its last events were not counted: there are more than %d MiB of them",
                 job.id,
@@ -182,6 +186,7 @@ class Following:
 
     def tell_fallback(self, job: Job) -> None:
         """Record the fallback of the latest attempt in the database, once."""
+        self._rest = None  # another worker goes on with the attempt
         if (told := rebuild.fallback_event(job)) is not None and not self._database.has_event(job, told.kind):
             offset = self._database.offset(job.id, job.attempt.number)
             self._database.apply(job, event.Reading([told], offset, 0))

@@ -335,10 +335,11 @@ class Database:
                 " DO UPDATE SET offset = excluded.offset, num_bad = num_bad + excluded.num_bad",
                 (job.id, attempt, reading.offset, reading.num_bad),
             )
-            if any(event.kind in {"resumed", "started_over"} for event in reading.events):
-                self._thinnings.pop(job.id, None)  # rows were removed
-            thinning = self._thinnings[job.id] = self._thinnings.pop(job.id, Thinning(job.id))
-            thinning.note(self._db, Added(*map(sum, zip(*added, strict=True))) if added else Added())
+        if any(event.kind in {"resumed", "started_over"} for event in reading.events):
+            self._thinnings.pop(job.id, None)  # rows were removed
+        # After the commit: rows that it could not write, as on a full disk, are not there.
+        thinning = self._thinnings[job.id] = self._thinnings.pop(job.id, Thinning(job.id))
+        thinning.note(self._db, Added(*map(sum, zip(*added, strict=True))) if added else Added())
         if len(self._thinnings) > MAX_THINNED:
             del self._thinnings[next(iter(self._thinnings))]
 

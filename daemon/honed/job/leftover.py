@@ -80,6 +80,10 @@ def _leave(layout: Layout, path: Path, problem: str) -> None:
 
 def _write(layout: Layout, leftovers: Sequence[Leftover]) -> None:
     if leftovers:
-        durable.write_json(layout.left_path, [asdict(each) for each in leftovers], mode=0o640)
+        # People made up the names: in ASCII, as some are no UTF-8.
+        durable.write(layout.left_path, json.dumps([asdict(each) for each in leftovers]).encode(), mode=0o640)
+        if os.geteuid() == 0:  # honed must read what `honectl prune` has left
+            owner = layout.state_dir.stat()
+            os.chown(layout.left_path, owner.st_uid, owner.st_gid)
     else:
         layout.left_path.unlink(missing_ok=True)

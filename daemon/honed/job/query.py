@@ -162,9 +162,10 @@ class Choice:
         limit, after = arguments.get("limit"), arguments.get("after")
         if any(value is not None and (not isinstance(value, int) or value < 0) for value in (limit, after)):
             raise UsageError("limit and after must be numbers", hint="honectl list --limit 50 --after 7")
-        return cls(
-            tuple(map(str, arguments.get("states") or ())), tuple(map(str, arguments.get("names") or ())), limit, after
-        )
+        states, names = arguments.get("states") or [], arguments.get("names") or []
+        if not isinstance(states, list | tuple) or not isinstance(names, list | tuple):
+            raise UsageError("states and names must be lists", hint="honectl list --state running qa facts")
+        return cls(tuple(map(str, states)), tuple(map(str, names)), limit, after)
 
     def has(self, job: Job, asker: Asker) -> bool:
         if self.states and job.state not in self.states:

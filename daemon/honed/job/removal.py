@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -65,7 +66,7 @@ def _copies(spool: Spool, layout: Layout, job: Job, tick: Callable[[], None]) ->
 def set_aside_checkpoints(layout: Layout, job_id: int) -> bool:
     """Take a job's checkpoints away atomically with one rename; `remove_checkpoints` deletes them later.
 
-    Returns False if there are none. The checkpoints directory belongs to the workers, but its parent belongs to honed.
+    Returns False if there are none, or a person has mounted something on them. The checkpoints directory belongs to the workers, but its parent belongs to honed.
     """
     directory = layout.files(job_id).place / "checkpoints"
     number = 1
@@ -73,7 +74,9 @@ def set_aside_checkpoints(layout: Layout, job_id: int) -> bool:
         number += 1
     try:
         directory.rename(aside)
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.EBUSY}:
+            raise
         return False
     durable.sync_dir(directory.parent)
     return True

@@ -116,7 +116,10 @@ class Thinning:
         """Remove every second row of the older half of the steps' metrics; of all metrics, if that is not enough."""
         rows = "SELECT name, count(*) FROM metrics WHERE job_id = ? GROUP BY name"
         counts: dict[str, int] = dict(db.execute(rows, (self._job_id,)).fetchall())
+        sizes.metric_rows = sum(counts.values())  # a transaction around these may have been taken back
         yield
+        if sizes.metric_rows <= MAX_METRIC_ROWS - MARGIN_ROWS:
+            return
         steps = {name: num for name, num in counts.items() if name in STEP_METRICS}
         are_enough = sum(steps.values()) > sizes.metric_rows // 4
         num_gone = 0
@@ -131,6 +134,8 @@ class Thinning:
             )
             while sizes.metric_rows > MAX_METRIC_ROWS // 2:
                 gone = db.execute(sql, (self._job_id, BITE_ROWS)).rowcount
+                if not gone:
+                    break
                 sizes.metric_rows -= gone
                 num_gone += gone
                 yield
@@ -206,8 +211,13 @@ class Thinning:
             "SELECT kind, count(*) FROM events WHERE job_id = ? GROUP BY kind"
             " ORDER BY sum(length(data)) + 100 * count(*)"
         )
-        kind, num = db.execute(sql, (self._job_id,)).fetchall()[-1]
+        kinds = db.execute(sql, (self._job_id,)).fetchall()
+        real = self._counted(db)
+        sizes.event_rows, sizes.event_bytes = real.event_rows, real.event_bytes
         yield
+        if not kinds or (sizes.event_rows <= MAX_EVENT_ROWS and sizes.event_bytes <= MAX_EVENT_BYTES):
+            return
+        kind, num = kinds[-1]
         first = "SELECT min(rowid) FROM events WHERE job_id = ?1 AND kind = ?2"
         sql = (
             f"SELECT rowid, {_SIZE_OF_DATA} FROM events WHERE job_id = ?1 AND kind = ?2 AND rowid > ({first}) LIMIT ?3"

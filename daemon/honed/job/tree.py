@@ -53,8 +53,8 @@ class Count:
 
     def add(self, info: os.stat_result) -> None:
         self.num_files += 1
-        # A file with another hard link frees no space.
-        self.num_bytes += info.st_size if info.st_nlink == 1 else 0
+        # A file with another hard link frees no space, and a hole takes none.
+        self.num_bytes += min(info.st_size, info.st_blocks * 512) if info.st_nlink == 1 else 0
 
     def as_dict(self) -> Removed:
         return {"num_bytes": self.num_bytes, "num_files": self.num_files, "problem": self.problem}
@@ -209,6 +209,8 @@ class _Walk:
             return
         fd = self._open(name, info)
         try:
+            # What may be listed and not entered has no way back.
+            os.close(os.open("..", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd))
             with os.scandir(fd) as entries:
                 names = [entry.name for entry in entries]
             # plan.json last: it names the job's staged copies, and an interrupted removal still needs it.

@@ -287,7 +287,7 @@ class Server:
             request = json.loads(line)
             if not isinstance(request, dict) or not isinstance(request.get("verb"), str):
                 raise UsageError("a request must be an object with a verb")
-            if (paged := request.pop("paged", None)) not in {None, PAGED}:
+            if (paged := request.pop("paged", None)) not in (None, PAGED):
                 raise UsageError(
                     f"honed does not know the protocol {paged!r}: honectl is of another version",
                     hint="restart honed, or use the honectl that was installed with it",

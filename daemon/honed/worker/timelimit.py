@@ -40,7 +40,7 @@ class TimeLimit:
         self._started_at = clock()
         self._paused_before = paused_sec(paused_path)
         self._looked = (clock(), cpu())
-        self._unsure_until = -math.inf  # whether the last silence was a pause
+        self._over_at: float | None = None  # when the time was over first, right after a silence
 
     def elapsed_sec(self) -> float:
         return self._unpaused_sec() - (paused_sec(self._paused_path) - self._paused_before)
@@ -54,10 +54,15 @@ class TimeLimit:
             return False
         (before, cpu_before), self._looked = self._looked, (self._clock(), self._cpu())
         now, cpu = self._looked
-        if now - before - (cpu - cpu_before) >= MIN_PAUSE_SEC:
-            self._unsure_until = now + NOTED_SEC
         # Each step asks: the file is read only at the end.
-        return self._unpaused_sec() > self._seconds and now >= self._unsure_until and self.elapsed_sec() > self._seconds
+        if self._unpaused_sec() <= self._seconds or self.elapsed_sec() <= self._seconds:
+            self._over_at = None
+            return False
+        if self._over_at is None:
+            # The silence before may have been a pause that is not noted yet; steps that wait for data are silent, too.
+            was_silent = now - before - (cpu - cpu_before) >= MIN_PAUSE_SEC
+            self._over_at = now if was_silent else -math.inf
+        return now >= self._over_at + NOTED_SEC
 
     def error(self, step: int) -> TimeLimitError:
         return TimeLimitError(

@@ -80,3 +80,21 @@ def test_what_cannot_be_renamed_either_stays_and_is_not_remembered(layout: Layou
 def test_a_list_that_is_damaged_is_empty(layout: Layout) -> None:
     layout.left_path.write_text('[{"path": 1')
     assert leftover.listed(layout) == []
+
+
+def test_a_name_that_is_no_utf8_is_remembered(layout: Layout, stuck: pytest.MonkeyPatch) -> None:
+    (layout.jobs_dir / "7" / os.fsdecode(b"\xff")).mkdir()
+    (layout.jobs_dir / "7" / os.fsdecode(b"\xff") / "stuck").touch()
+    (layout.jobs_dir / "7" / "output" / "stuck").rename(layout.jobs_dir / "7" / "output" / "other")
+    assert leftover.remove(layout, layout.jobs_dir / "7", no_tick).is_left
+    [left] = leftover.listed(layout)
+    assert os.fsdecode(b"\xff") in left.problem
+    assert leftover.remove_again(layout, no_tick).problem is not None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_what_root_leaves_is_honeds_to_read(layout: Layout, stuck: pytest.MonkeyPatch) -> None:
+    os.chown(layout.state_dir, 4711, 4712)
+    leftover.remove(layout, layout.jobs_dir / "7", no_tick)
+    info = layout.left_path.stat()
+    assert (info.st_uid, info.st_gid) == (4711, 4712)

@@ -159,3 +159,47 @@ def test_the_report_says_what_is_left_out(database: Database) -> None:
     num_gone = 10_000 + 50 - rows(database, "SELECT count(*) FROM metrics")[0][0]
     assert f"Left out here: {num_gone:,} metrics; attempts/*/events.jsonl has them all." in report._thinned(story)
     assert not report._thinned(report.Story(JOB, {}, [], [], [], ""))  # type: ignore[arg-type, typeddict-item]
+
+
+class FullDisk:
+    """A connection to a database on a full disk, which shows when a transaction ends."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._db, name)
+
+    def execute(self, sql: str, *arguments: Any) -> sqlite3.Cursor:
+        if sql == "COMMIT":
+            self._db.execute("ROLLBACK")
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._db.execute(sql, *arguments)
+
+
+def test_rows_that_a_full_disk_did_not_take_count_for_nothing(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses(database, 200, best=50)
+    kept = steps(database, "loss")
+    bite = Reading([Event("step", 1.0, {"step": 1000 + at, "loss": 1.0}) for at in range(100)], 10, 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "_db", FullDisk(database._db))
+        for _ in range(100):
+            with pytest.raises(sqlite3.OperationalError):
+                database.apply(JOB, bite)
+    assert database.thin(JOB)
+    assert steps(database, "loss") == kept
+
+
+def test_what_was_counted_and_is_not_there_ends_no_job(database: Database) -> None:
+    losses(database, 200, best=50)
+    kept = steps(database, "loss")
+    counted = thinning.Thinning(JOB.id)
+    with database._transaction():
+        counted.note(database._db, thinning.Added())
+        for _ in range(3):
+            counted.note(database._db, thinning.Added(metric_rows=10_000, event_rows=10_000))
+    assert counted.tend(database._db, 1, until=float("inf"))
+    assert steps(database, "loss") == kept

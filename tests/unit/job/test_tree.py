@@ -162,3 +162,28 @@ def test_nothing_else_removes_a_tree() -> None:
                     if name in found:
                         found[name].add(str(path.relative_to(SOURCE)))
     assert found == ALLOWED
+
+
+@needs_root
+def test_a_directory_that_may_be_listed_and_not_entered_costs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path / "tree", "a/file", "listed/file", "z/file")
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, 65534, 65534)
+    os.chown(tmp_path / "tree/listed", 1, 1)
+    (tmp_path / "tree/listed").chmod(0o744)
+    monkeypatch.chdir(tmp_path)
+    os.seteuid(65534)
+    try:
+        count = tree.remove(Path("tree"))
+    finally:
+        os.seteuid(0)
+    assert (count.num_files, count.problem) == (2, "tree/listed: Permission denied")
+    assert [path.name for path in (tmp_path / "tree").iterdir()] == ["listed"]
+
+
+def test_a_hole_in_a_file_takes_no_room(tmp_path: Path) -> None:
+    with made(tmp_path / "tree", "file").joinpath("file").open("r+b") as file:
+        file.truncate(2**50)
+    assert tree.measure(tmp_path / "tree").num_bytes < 2**20

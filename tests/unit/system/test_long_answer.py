@@ -85,8 +85,9 @@ def test_a_long_list_comes_in_pages_to_who_asks_for_them_and_else_in_one_line(pa
     assert [row["id"] for row in whole["result"]] == list(range(NUM_ROWS))
 
 
-def test_a_protocol_that_honed_does_not_know_is_refused_with_what_to_do(path: Path) -> None:
-    error = json.loads(next(lines(path, b'{"verb": "list", "paged": 2}')))["error"]
+@pytest.mark.parametrize("paged", [b"2", b"[]"])
+def test_a_protocol_that_honed_does_not_know_is_refused_with_what_to_do(path: Path, paged: bytes) -> None:
+    error = json.loads(next(lines(path, b'{"verb": "list", "paged": ' + paged + b"}")))["error"]
     assert (error["code"], "another version" in error["message"]) == ("usage", True)
 
 

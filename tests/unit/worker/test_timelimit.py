@@ -70,3 +70,16 @@ def test_without_a_limit_none_is_reached(path: Path) -> None:
 def test_what_is_no_number_of_seconds_is_none(path: Path, text: str) -> None:
     path.write_text(text)
     assert paused_sec(path) == 0.0
+
+
+def test_steps_that_wait_for_data_end_at_the_limit(path: Path) -> None:
+    process = Process(path, 100.0)
+    for _ in range(11):
+        process.work(2.0)
+        process.now += MIN_PAUSE_SEC + 1.0
+        assert not process.limit.is_reached
+    for _ in range(2):  # the first one after the limit may have been a pause
+        process.work(2.0)
+        process.now += MIN_PAUSE_SEC + 1.0
+        is_reached = process.limit.is_reached
+    assert is_reached
