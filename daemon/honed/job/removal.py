@@ -66,7 +66,8 @@ def _copies(spool: Spool, layout: Layout, job: Job, tick: Callable[[], None]) ->
 def set_aside_checkpoints(layout: Layout, job_id: int) -> bool:
     """Take a job's checkpoints away atomically with one rename; `remove_checkpoints` deletes them later.
 
-    Returns False if there are none, or a person has mounted something on them. The checkpoints directory belongs to the workers, but its parent belongs to honed.
+    Returns False if there are none, or a person has mounted something on them. The checkpoints directory belongs to the
+    workers, but its parent belongs to honed.
     """
     directory = layout.files(job_id).place / "checkpoints"
     number = 1
