@@ -98,6 +98,9 @@ def has_trained(steps: int) -> Callable[[Job, Path], bool]:
 
 
 def is_saving(job: Job, attempt: Path) -> bool:
+    """Another attempt, killed before, may have left what it was saving."""
+    if "worker_pids" not in json.loads((attempt / "lock").read_bytes()):
+        return False
     return any((attempt.parents[1] / "checkpoints").glob(".new*/*"))
 
 
