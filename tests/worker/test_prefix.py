@@ -14,9 +14,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 
 from honed.inputs.media import Media
 from honed.inputs.row import Example
+from honed.spec import spec as specs
 from honed.spec.media import MediaLimits
+from honed.system.error import DatasetError
 from honed.text.chat import ChatFormat
 from honed.text.maskcheck import IGNORED
+from honed.worker.preview import preview
 from honed.worker.rows import prefix
 from honed.worker.rows.collator import Collator, Source
 from honed.worker.rows.processor import Processor
@@ -167,13 +170,18 @@ def test_a_row_with_two_trained_answers_ends_the_job_before_training(make_job: M
         {"role": "assistant", "content": "No: 4."},
     ]
     rows = [{"messages": messages[:2]}] * 4 + [{"messages": messages}]
-    ended = make_job(model=base, rows=rows, lora={"r": 4}).run()
+    job = make_job(model=base, rows=rows, lora={"r": 4})
+    with pytest.raises(DatasetError, match="row 5: 2 turns of the assistant are trained on"):
+        preview(specs.validate(job.plan["spec"]), num_rows=1)
+    ended = job.run()
     assert ended.result["outcome"] != "succeeded"
     assert "row 5: 2 turns of the assistant are trained on" in ended.result["error"]["message"]
     assert not ended.losses
 
     rows[-1] = {"messages": [messages[0], {**messages[1], "weight": 0}, *messages[2:]]}  # as the hint says
-    ended = make_job(model=base, rows=rows, lora={"r": 4}, training={"max_steps": 1}).run()
+    job = make_job(model=base, rows=rows, lora={"r": 4}, training={"max_steps": 1})
+    assert len(preview(specs.validate(job.plan["spec"]), num_rows=5)) == 5
+    ended = job.run()
     assert ended.status == 0, ended.result
 
 

@@ -202,8 +202,8 @@ def inspect(path: Path, *, model_type: str | None = None, allow_pickle: bool = F
     Raises ModelError, with the file and the remedy, for anything that would keep the model from loading.
     """
     config = _config(path)
-    model_type = model_type or config.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
+    model_type = model_type or _model_type(config)
+    if model_type is None:
         raise ModelError(
             f"{path / 'config.json'}: no model_type, so the architecture is unknown",
             hint="set it in the job file, as in `model_type: qwen3`, or add it to config.json",
@@ -233,6 +233,16 @@ def inspect(path: Path, *, model_type: str | None = None, allow_pickle: bool = F
         has_audio=has_audio,
         is_pickled=is_pickled,
     )
+
+
+def read_model_type(path: Path) -> str | None:
+    """Return the `model_type` of a checkpoint's config.json, None if it has none. Raises ModelError."""
+    return _model_type(_config(path))
+
+
+def _model_type(config: dict[str, Any]) -> str | None:
+    model_type = config.get("model_type")
+    return model_type if isinstance(model_type, str) and model_type else None
 
 
 def inspect_adapter(path: Path) -> AdapterInfo:

@@ -23,6 +23,7 @@ from typing import Any, cast
 from honed.inputs import basemodel, dataset, hubdata
 from honed.inputs.row import Example
 from honed.job.needs import IMPORT_ALL_VARIABLE
+from honed.plan import prefix
 from honed.spec import spec
 from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import quote
@@ -76,6 +77,9 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
     # With the date as if the job were accepted now.
     chat = ChatFormat.of(job_spec, _load_tokenizer(_Asked(job_spec, path)), date=datetime.now(UTC).astimezone())
     examples = _examples(job_spec, num_rows, has_chat_template=bool(chat.tokenizer.chat_template))
+    model_type = job_spec.model_type or basemodel.read_model_type(path)
+    for example in examples:
+        prefix.check_row(model_type, where(example), len(example.trained_turns))
     if any(example.media for example in examples):
         processor = _load_processor(_Asked(job_spec, path), chat.tokenizer)
         chat.places.expand_with(processor.expand, prompt_end=processor.prompt_end)
