@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import selectors
@@ -584,3 +585,48 @@ def test_the_words_of_the_log_name_whose_files_wait(desk: Desk, caplog: pytest.L
     desk.submit(1, uid)
     desk.wait(lambda: desk.checkers.is_stuck(uid))
     assert f"the checking process for the user {uid} cannot be started, so job files wait" in caplog.text
+
+
+@contextlib.contextmanager
+def closed_to_us(path: Path) -> Iterator[None]:
+    """Take our permission to read a file, which root has of every file."""
+    path.chmod(0)
+    if is_root := os.geteuid() == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        path.chmod(0o644)
+
+
+def test_a_copy_that_cannot_be_read_waits_and_holds_up_nobody(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    desk.submit(1, 0)
+    desk.wait_answers(1)
+    with closed_to_us(desk.path / "plain.json"):
+        desk.submit(2, 0)
+        desk.submit(3, 998)
+    assert desk.checkers.stuck() == {2, 3}
+    assert "Permission denied" in desk.checkers.fault
+    assert desk.checkers.deadline is not None
+    assert desk.checkers.deadline > desk.clock()  # it is no reason to try again and again
+    desk.submit(4, 0, "rehearse")
+    (desk.path / "go").touch()
+    desk.wait(lambda: 4 in desk.whose())
+    desk.ahead += MAX_PAUSE_SEC
+    desk.wait_answers(4)
+    assert desk.whose().keys() == {1, 2, 3, 4}
+    assert (desk.checkers.stuck(), desk.checkers.fault, desk.num_starts) == (set(), "", 1)
+    assert caplog.text.count("not checked yet") == 1
+
+
+def test_a_person_whose_copy_cannot_be_read_has_a_unit_again_for_it(desk: Desk) -> None:
+    desk.submit(1, 1000)
+    desk.wait_answers(1)
+    with closed_to_us(desk.path / "plain.json"):
+        desk.submit(2, 1000)
+    desk.checkers._people[1000].rest()
+    desk.ahead += MAX_PAUSE_SEC
+    desk.wait_answers(2)
+    assert desk.whose() == {1: "1000", 2: "1000"}

@@ -60,7 +60,8 @@ class Checker:
         starts = [seat.slot.deadline(is_wanted=bool(self._line)) for seat in self._seats if seat.current is None]
         ends = [seat.idle_since + IDLE_SEC for seat in self._seats[1:] if seat.is_free]
         looks = [self._clock() + LOOK_SEC] if self._line and not self.is_between and not self.is_rehearsing else []
-        return min((each for each in (*deadlines, *starts, *ends, *looks) if each is not None), default=None)
+        times = (*deadlines, *starts, *ends, *looks, self._line.due_at)
+        return min((each for each in times if each is not None), default=None)
 
     @property
     def is_busy(self) -> bool:
@@ -93,16 +94,21 @@ class Checker:
     @property
     def wants_helper(self) -> bool:
         """True if a helper has to be started now, as there is none."""
-        return bool(self._line) and not self.has_helper and self._may_start(self._seats[0])
+        return self._line.num_takeable > 0 and not self.has_helper and self._may_start(self._seats[0])
 
     @property
     def fault(self) -> str:
         """Reason why no helper can be started; empty if one can, or works."""
         return "" if self.is_ready else next((seat.slot.fault for seat in self._seats if seat.slot.fault), "")
 
+    @property
+    def why_stuck(self) -> str:
+        """Reason why some requests cannot be checked now; empty if all can."""
+        return self.fault or self._line.fault
+
     def stuck(self) -> set[int]:
-        """Return the requests for which no helper can be started."""
-        return {request.id for request in self._line} if self.fault else set()
+        """Return the requests for which no helper can be started, or whose files cannot be read."""
+        return {request.id for request in (self._line if self.fault else self._line.aside)}
 
     def submit(
         self,
@@ -156,6 +162,7 @@ class Checker:
 
     def _advance(self) -> None:
         """Begin the next requests, if that is possible now, and start the helpers that they need."""
+        self._line.bring_back(self._clock())
         if not self._may_go_on:
             return
         for seat in self._seats:

@@ -89,7 +89,7 @@ class Checkers:
     @property
     def fault(self) -> str:
         """Reason why some job files cannot be checked; empty if all can."""
-        return next((checker.fault for checker in (self._common, *self._people.values()) if checker.fault), "")
+        return next((each.why_stuck for each in (self._common, *self._people.values()) if each.why_stuck), "")
 
     def stuck(self) -> set[int]:
         """Return the numbers of the job files that cannot be checked."""

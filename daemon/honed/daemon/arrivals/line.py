@@ -2,7 +2,8 @@
 
     waiting ── take ──► under check ── end ──► answered, as soon as all earlier ones of the same user are
        ▲                     │
-       └───── put_back ◄─────┘ its helper has died
+       ├───── put_back ◄─────┤ its helper has died
+       └ bring_back ◄─ aside ┘ the machine keeps its file from being read: it is tried again after a pause
 
 With several helpers, users who wait are served before anybody has two of them, the others are shared by weight, and
 nobody has all: one is left for whoever comes. So slow data sets of one user delay nobody else by more than the check
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,10 +26,15 @@ from honed.daemon.arrivals.turns import Turns, alike
 from honed.run.reply import Answer
 from honed.spec.config import Config
 from honed.system import untrusted
+from honed.system.log import about
 from honed.system.personpath import PersonPath
+
+log = logging.getLogger(__name__)
 
 #: Helpers at a time beside those that rehearse.
 NUM_MORE_HELPERS = 2
+#: Seconds before a file that could not be read is tried again, doubled each time; and the longest.
+FIRST_PAUSE_SEC, MAX_PAUSE_SEC = 0.2, 10.0
 
 
 @dataclass
@@ -42,6 +49,7 @@ class Request:
     deadline: float = 0.0  #: by the client's clock, set when the request is sent
     num_helpers: int = 0  #: helpers that it was sent to
     is_rehearsing: bool = False  #: it is at its rehearsal, which has a limit of its own
+    pause_sec: float = 0.0  #: for which it was set aside last
 
     @property
     def timeout_sec(self) -> float:
@@ -70,13 +78,31 @@ class Line:
         self._taken: dict[int | None, deque[int]] = {}  # not answered yet, in order
         self._answers: dict[int, Answer] = {}  # of requests with earlier ones of the same user under check
         self._late: set[int | None] = set()
+        self._aside: list[tuple[float, Request]] = []  # when each is tried again
+        self._fault = ""  # what kept the last one of them from being read
 
     def __len__(self) -> int:
-        """Return the number of waiting requests."""
-        return sum(map(len, self._waiting.values()))
+        """Return the number of waiting requests, with those that are set aside."""
+        return sum(map(len, self._waiting.values())) + len(self._aside)
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for waiting in self._waiting.values() for request in waiting)
+        yield from self.aside
+        yield from (request for waiting in self._waiting.values() for request in waiting)
+
+    @property
+    def fault(self) -> str:
+        """Reason why job files cannot be read; empty if none is set aside."""
+        return self._fault if self._aside else ""
+
+    @property
+    def aside(self) -> list[Request]:
+        """The requests whose job files could not be read."""
+        return [request for _, request in self._aside]
+
+    @property
+    def due_at(self) -> float | None:
+        """Time at which the first of those that are set aside is tried again; None without one."""
+        return min((due for due, _ in self._aside), default=None)
 
     @property
     def is_late(self) -> bool:
@@ -130,6 +156,26 @@ class Line:
         self._waiting = {request.uid: waiting, **self._waiting}
         self._turns.give_back(request.uid)
 
+    def set_aside(self, request: Request, problem: str, now: float) -> list[Answer]:
+        """Let a request that was taken wait for a while, as its job file cannot be read. Returns its user's answers
+        that it has held up."""
+        self._leave(request)
+        self._turns.give_back(request.uid)
+        if not self._aside and not request.pause_sec:
+            log.error("job %d: not checked yet: %s", request.id, problem, extra=about(request.id, uid=request.uid))
+        self._fault = problem
+        request.pause_sec = min(2 * request.pause_sec or FIRST_PAUSE_SEC, MAX_PAUSE_SEC)
+        self._aside.append((now + request.pause_sec, request))
+        self._taken[request.uid].remove(request.id)
+        return self._free(request.uid)
+
+    def bring_back(self, now: float) -> None:
+        """Let the requests whose pause is over be the next ones of their users."""
+        due = [request for due_at, request in self._aside if due_at <= now]
+        self._aside = [each for each in self._aside if each[0] > now]
+        for request in reversed(due):
+            self._waiting.setdefault(request.uid, deque()).appendleft(request)
+
     def end(self, request: Request, answer: Answer, *, is_late: bool | None = None) -> list[Answer]:
         """End a request's check; `is_late` is None if it tells nothing of the user's data. Returns the answers of its
         user that no earlier request holds up any more."""
@@ -137,11 +183,15 @@ class Line:
         if is_late is not None:
             (self._late.add if is_late else self._late.discard)(request.uid)
         self._answers[request.id] = answer
-        taken, found = self._taken[request.uid], []
+        return self._free(request.uid)
+
+    def _free(self, uid: int | None) -> list[Answer]:
+        """Remove and return a user's answers that no request under check holds up."""
+        taken, found = self._taken[uid], []
         while taken and taken[0] in self._answers:
             found.append(self._answers.pop(taken.popleft()))
         if not taken:
-            del self._taken[request.uid]
+            del self._taken[uid]
         return found
 
     def _leave(self, request: Request) -> None:

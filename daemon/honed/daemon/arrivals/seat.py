@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ from honed.run import reply
 from honed.run.helper_slot import HelperSlot
 from honed.run.rehearsed import STAGE
 from honed.run.reply import Answer, Refused
+from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, SpecError
 from honed.system.log import about
 
@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 
 #: Helpers that one job file may crash; after the second it is refused.
 MAX_HELPERS_PER_REQUEST = 2
-#: Errors of reading that are a fault of the job file; any other is the machine's.
-_FILE_FAULTS = {errno.ENOENT, errno.EACCES, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.ENXIO}
 
 
 class Seat:
@@ -42,16 +40,15 @@ class Seat:
         return self.current is not None and self.current.is_rehearsing
 
     def send(self, request: Request) -> list[Answer]:
-        """Hand a request to the helper. Returns the answers to a job file that cannot be read. A failure that is not
-        the job file's does not count against it."""
+        """Hand a request to the helper. Returns the answers to a job file whose copy is not there or is not a file. One
+        that the machine keeps from being read waits, and holds up no other."""
         try:
             line = request.line()
-        except OSError as error:
-            if error.errno not in _FILE_FAULTS:  # e.g. no free descriptor
-                self._line.put_back(request)
-                self.slot.fail(str(error))
-                return []
-            fault = SpecError(f"{request.spec_path.name} cannot be read: {error.strerror}", hint="submit it again")
+        except (OSError, MemoryError) as error:
+            if (problem := durable.machine_fault(error)) is not None:  # no free descriptor, a server that is gone
+                return self._line.set_aside(request, problem, self._clock())
+            why = getattr(error, "strerror", error)
+            fault = SpecError(f"{request.spec_path.name} cannot be read: {why}", hint="submit it again")
             return self._line.end(request, Refused(request.id, fault))
         self.current = request
         request.num_helpers += 1
