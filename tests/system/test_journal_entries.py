@@ -69,6 +69,17 @@ def test_a_job_is_followed_by_its_number_in_honeds_lines_and_its_own(honed: Mach
     assert told[-1] == "job 1 (capitals): attempt 1: succeeded; now succeeded"
 
 
+def test_an_entry_that_another_user_makes_up_is_not_in_a_jobs_log(honed: Machine) -> None:
+    honed.add_user("mallory", "honed-submit")
+    forged = "MESSAGE=job 1 (capitals): forged\nHONED_JOB=1\nPRIORITY=4\nUNIT=honed-job@1.service\nMESSAGE_ID=\n"
+    honed.run("logger", "--journald", stdin=forged, user="mallory")
+    assert "job 1 (capitals): forged" in honed.messages("HONED_JOB=1"), "journalctl alone takes it for honed's"
+    told = honed.run("honectl", "logs", "1")
+    assert "forged" not in told
+    assert "job 1 (capitals): accepted from capitals.json, queued" in told
+    assert "Started honed-job@1.service" in told
+
+
 def test_entries_have_fields_that_one_can_filter_by(honed: Machine) -> None:
     (started,) = honed.journal("HONED_JOB=1", f"MESSAGE_ID={message.STARTED}")
     assert (started["HONED_STATE"], started["HONED_NAME"], started["HONED_ATTEMPT"]) == ("running", "capitals", "1")

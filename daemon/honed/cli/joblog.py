@@ -26,7 +26,7 @@ from honed.job import event
 from honed.job.narration import example_text, row_counts
 from honed.job.progress import gib, progress_text
 from honed.job.shape import Shown
-from honed.system import untrusted
+from honed.system import access, untrusted
 from honed.system.error import EnvironmentInvalidError, UsageError
 
 
@@ -62,6 +62,12 @@ def logs(instance: Instance, options: argparse.Namespace) -> int:
         job = instance.show(options.id)
 
 
+#: The users whose programs write entries about jobs: of the daemon and what it starts, and of the helpers.
+_WRITERS = (access.DAEMON_USER, "root")
+#: Bytes of a worker's output that are read at once.
+_BITE_BYTES = 1024 * 1024
+
+
 def _has_journal(instance: Instance) -> bool:
     """Return True if this is the system's own instance, and its journal is readable to us."""
     if instance.layout.root != Path("/") or not Path("/run/systemd/system").is_dir():
@@ -73,9 +79,11 @@ def _has_journal(instance: Instance) -> bool:
 
 
 def journal_command(job_id: int, *, explain: bool = False, follow: bool = False) -> list[str]:
-    """Return the call of journalctl for a job."""
-    # systemd's own messages about the unit have its name in the field UNIT.
-    command = ["journalctl", f"HONED_JOB={job_id}", "--priority=info", "+", f"UNIT=honed-job@{job_id}.service"]
+    """Return the call of journalctl for a job: honed's entries about it, and systemd's about its unit."""
+    # Any program can write an entry with any field, and only those that begin with _ are journald's own.
+    writers = [f"_UID={uid}" for uid in dict.fromkeys(each.uid for each in map(access.person, _WRITERS) if each)]
+    command = ["journalctl", "--priority=info", f"HONED_JOB={job_id}", *writers]
+    command += ["+", f"UNIT=honed-job@{job_id}.service", "_PID=1"]
     return [*command, *(["--catalog"] if explain else []), *(["--follow", "--lines=all"] if follow else [])]
 
 
@@ -100,24 +108,31 @@ def _say_quotes(instance: Instance, job: Shown) -> None:
     """Print in full the messages that quote the job's files: the journal has them without the quotes."""
     files = instance.layout.files(job["id"])
     for attempt in job["attempts"]:
-        told = [item for item in _events(files.attempt(attempt["number"])) if item.data.get("evidence")]
-        if told:
-            print(f"-- attempt {attempt['number']}: text that the journal does not contain")
-        for item in told:
+        told = (item for item in _events(files.attempt(attempt["number"])) if item.data.get("evidence"))
+        for number, item in enumerate(told):
+            if number == 0:
+                print(f"-- attempt {attempt['number']}: text that the journal does not contain")
             _say(item)
 
 
 def _read_raw(attempt: Any, offset: int) -> int:
+    """Print the lines of a worker's output from `offset` on, a piece at a time: its owner chooses its size. Returns
+    where the next call goes on. A line that is longer than a piece is printed as several."""
     try:
-        with os.fdopen(untrusted.open_plain(attempt.log_path), "rb") as file:
-            file.seek(offset)
-            data: bytes = file.read()
+        file = os.fdopen(untrusted.open_plain(attempt.log_path), "rb")
     except FileNotFoundError:
         return offset
-    end = data.rfind(b"\n") + 1
-    for line in data[:end].decode(errors="replace").splitlines():
-        print(terminal.plain(line))
-    return offset + end
+    with file:
+        file.seek(offset)
+        while data := file.read(_BITE_BYTES):
+            end = data.rfind(b"\n") + 1 or (len(data) if len(data) == _BITE_BYTES else 0)
+            if not end:
+                break
+            for line in data[:end].decode(errors="replace").splitlines():
+                print(terminal.plain(line))
+            offset += end
+            file.seek(offset)
+    return offset
 
 
 def _read(say: Callable[[event.Event], None], attempt: Any, offset: int) -> int:

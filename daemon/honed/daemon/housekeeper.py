@@ -129,7 +129,7 @@ class Pruning:
         self._row_cache.trim()
         yield
         for name in known:
-            if name.isdecimal() and any((self._layout.jobs_dir / name).glob(removal.OLD_CHECKPOINTS)):
+            if name.isdecimal() and removal.may_have_set_aside(self._layout, int(name)):
                 self._removals.want(f"checkpoints:{name}")
             yield
         gone = sorted(number for number in pruned if str(number) not in known)

@@ -58,6 +58,9 @@ Queue = Callable[[], Iterator[Job]]
 ROWS_AT_ONCE, LOOKED_AT_ONCE = 64, 500
 #: Rows of a list that are chosen at once.
 MAX_FEW = 1000
+#: Bytes of what a job's worker left that an answer reads: some milliseconds of work for any JSON. Ours have some
+#: kilobytes.
+MAX_TOLD_BYTES = 64 * 1024
 #: Refused files that are looked at, the newest.
 MAX_REFUSED = 200
 #: Jobs per group in an overview.
@@ -151,8 +154,8 @@ def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
 class Choice:
     """A filter on the list of jobs; the default selects all."""
 
-    states: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()  #: names or numbers
+    states: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()  #: names or numbers; sets, since a request has room for 60,000
     limit: int | None = None
     after: int | None = None  #: only jobs listed after this one
 
@@ -165,7 +168,7 @@ class Choice:
         states, names = arguments.get("states") or [], arguments.get("names") or []
         if not isinstance(states, list | tuple) or not isinstance(names, list | tuple):
             raise UsageError("states and names must be lists", hint="honectl list --state running qa facts")
-        return cls(tuple(map(str, states)), tuple(map(str, names)), limit, after)
+        return cls(frozenset(map(str, states)), frozenset(map(str, names)), limit, after)
 
     def has(self, job: Job, asker: Asker) -> bool:
         if self.states and job.state not in self.states:
@@ -347,7 +350,7 @@ def _group_job(layout: Layout, reader: Reader, job: Job) -> GroupJob:
     assert job.group is not None
     metrics: dict[str, float] = reader.latest_metrics(job.id)
     if job.state.is_final and job.attempts:
-        result = _read_json(layout.files(job.id).attempt(job.attempt.number).result_path)
+        result = _result(layout.files(job.id), job)
         metrics |= figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))
     return {
         "id": job.id,
@@ -441,7 +444,7 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         events = [event for event in reader.events(job.id) if event["event"] in SHOWN_EVENTS]
     plan = dict(_plan(files).document)
     spec = plan.pop("spec", {})
-    result = _read_json(files.attempt(job.attempt.number).result_path) if job.attempts else {}
+    result = _result(files, job) if job.attempts else {}
     artifacts = value if isinstance(value := result.get("artifacts"), dict) else {}
     final = figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))
     report = str(files.report_path) if untrusted.exists(files.report_path) else None
@@ -630,5 +633,10 @@ def _plan(files: JobFiles) -> PlanFile:
         return PlanFile({})
 
 
+def _result(files: JobFiles, job: Job) -> dict[str, Any]:
+    """Return the result of a job's last attempt; empty if it is larger than an answer has time for."""
+    return _read_json(files.attempt(job.attempt.number).result_path)
+
+
 def _read_json(path: PersonPath) -> dict[str, Any]:
-    return durable.json_object(lambda: untrusted.read_plain(path))
+    return durable.json_object(lambda: untrusted.read_plain(path, max_bytes=MAX_TOLD_BYTES))

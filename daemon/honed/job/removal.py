@@ -6,7 +6,7 @@
     weigh:7           the size of job 7's checkpoints
     job:7             remove job 7 (its entry must be in pruned/) and the copies that `submit --stage` made for it
     copies:7          remove the copies that `submit --stage` made for job 7
-    checkpoints:7     remove job 7's checkpoints that were set aside: `.checkpoints.<n>.old`
+    checkpoints:7     remove job 7's checkpoints that were set aside: `.checkpoints.<random>.old`
     rows:0            remove the encoded rows that were set aside, of all users
     left:0            remove what could not be removed before (leftover.py)
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import fnmatch
 import json
 import os
 import sys
@@ -30,12 +31,14 @@ from honed.job import leftover, row_cache, unstage
 from honed.job.job import Job, State
 from honed.job.spool import Spool
 from honed.job.tree import Count, measure, no_tick
-from honed.system import durable
+from honed.system import durable, untrusted
 from honed.system import layout as layouts
 from honed.system.layout import Layout
 
 #: Name pattern of checkpoints that are being removed.
 OLD_CHECKPOINTS = ".checkpoints.*.old"
+#: Names of a job's directory that the daemon looks at; honed and its workers make some tens.
+MAX_SEARCHED = 1000
 
 
 # -- a job's ----------------------------------------------------------------------------------------------------------
@@ -70,9 +73,8 @@ def set_aside_checkpoints(layout: Layout, job_id: int) -> bool:
     workers, but its parent belongs to honed.
     """
     directory = layout.files(job_id).place / "checkpoints"
-    number = 1
-    while os.path.lexists(aside := directory.with_name(OLD_CHECKPOINTS.replace("*", str(number)))):
-        number += 1
+    # Workers write beside it, too: a name that none of them can foresee, since a search among theirs may take long.
+    aside = directory.with_name(OLD_CHECKPOINTS.replace("*", os.urandom(8).hex()))
     try:
         directory.rename(aside)
     except OSError as error:
@@ -81,6 +83,16 @@ def set_aside_checkpoints(layout: Layout, job_id: int) -> bool:
         return False
     durable.sync_dir(directory.parent)
     return True
+
+
+def may_have_set_aside(layout: Layout, job_id: int) -> bool:
+    """Return True if a job may have checkpoints that were set aside. A directory with many names is not searched for
+    them: `remove_checkpoints` does that, in a process of its own."""
+    try:
+        names = untrusted.names_in(layout.files(job_id).dir, limit=MAX_SEARCHED)
+    except OSError:
+        return False
+    return len(names) == MAX_SEARCHED or any(fnmatch.fnmatchcase(name, OLD_CHECKPOINTS) for name in names)
 
 
 def remove_checkpoints(layout: Layout, job_id: int, tick: Callable[[], None] = no_tick) -> Count:

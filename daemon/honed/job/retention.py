@@ -164,7 +164,7 @@ class Wish:
 
     references: tuple[str, ...] = ()
     limits: Limits = Limits()
-    states: tuple[State, ...] = ()
+    states: frozenset[State] = frozenset()
     checkpoints: bool = False  #: only checkpoints; the jobs stay
     rejected: bool = False  #: rejected files instead of jobs
     rows: bool = False  #: cached rows instead of jobs
@@ -175,9 +175,9 @@ class Wish:
         try:
             limits = Limits(*(_figure(arguments.get(key)) for key in ("older_than_sec", "keep", "max_bytes")))
             return cls(
-                tuple(str(each) for each in arguments.get("ids") or ()),
+                tuple(dict.fromkeys(str(each) for each in arguments.get("ids") or ())),  # each is looked up
                 limits,
-                tuple(State(each) for each in arguments.get("states") or ()),
+                frozenset(State(each) for each in arguments.get("states") or ()),
                 bool(arguments.get("checkpoints")),
                 bool(arguments.get("rejected")),
                 bool(arguments.get("rows")),

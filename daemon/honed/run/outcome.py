@@ -19,6 +19,8 @@ from honed.system.layout import JobFiles
 from honed.system.personpath import PersonPath
 
 SUCCEEDED = "succeeded"
+#: Bytes of a result. Ours have some kilobytes, with a long error some hundred; JSON of 16 MiB can take ten seconds.
+MAX_RESULT_BYTES = 1024 * 1024
 #: Maximum number of characters of a remark.
 MAX_REMARK = 400
 
@@ -117,7 +119,7 @@ def _of(problem: error.HonedError, told: Outcome) -> Outcome:
 def _read(path: PersonPath) -> dict[str, Any] | str | None:
     """Return the worker's result; None if it left none, and what it left instead if that is not one."""
     try:
-        result = event.encodable(json.loads(untrusted.read_plain(path)))
+        result = event.encodable(json.loads(untrusted.read_plain(path, max_bytes=MAX_RESULT_BYTES)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as problem:

@@ -27,6 +27,8 @@ from honed.system.personpath import PersonPath
 
 #: The number of workers that the shim starts on this machine; unset for one.
 RANKS_VARIABLE = "HONED_NUM_RANKS"
+#: Bytes of what a shim tells of its worker.
+MAX_RECORD_BYTES = 64 * 1024
 #: The number of machines of a cluster that a worker runs on, with so many ranks on each; unset for one.
 NODES_VARIABLE = "HONED_NUM_NODES"
 #: The time that is left to a worker of a cluster, and its profile, in what its runner gets as its environment.
@@ -199,7 +201,7 @@ def is_staged(job: JobFiles, number: int, start: int, environment: Mapping[str, 
 
 def _read_record(path: PersonPath, start: int) -> dict[str, Any] | None:
     try:
-        record = json.loads(untrusted.read_plain(path))
+        record = json.loads(untrusted.read_plain(path, max_bytes=MAX_RECORD_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         # Its owner can have closed it.
         if durable.machine_fault(error) and getattr(error, "errno", None) not in durable.OWNERS_ERRNOS:

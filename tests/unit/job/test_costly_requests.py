@@ -1,0 +1,139 @@
+"""Requests and files that would keep honed busy for everybody: their cost does not depend on who makes them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from honed.cli import joblog
+from honed.job import query, removal
+from honed.job.job import Attempt, Job, State
+from honed.job.query import ANYBODY, Choice
+from honed.job.retention import Wish
+from honed.job.spool import Spool
+from honed.run.outcome import MAX_RESULT_BYTES, judge
+from honed.run.runner import Exit
+from honed.system import access, durable
+from honed.system.layout import Layout
+from honed.system.personpath import PersonPath
+
+JOB = Job(
+    7, "capitals", 0.0, "a.json", os.getuid(), "/o", state=State.FAILED, attempts=(Attempt(1, "transformers", 0),)
+)
+MANY = [f"no-{number}" for number in range(60_000)]
+
+
+class Compared(str):
+    """A text that counts its comparisons."""
+
+    __slots__ = ()
+    num = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Compared.num += 1
+        return str.__eq__(self, other)
+
+
+def test_a_request_that_names_all_it_has_room_for_costs_a_job_no_more_than_one_name() -> None:
+    Compared.num = 0
+    choice = Choice.of({"names": MANY})
+    assert not choice.has(replace(JOB, name=Compared("capitals")), ANYBODY)
+    assert not Choice.of({"states": MANY}).has(JOB, ANYBODY)
+    assert isinstance(Choice.of({"states": MANY}).states, frozenset)
+    assert Compared.num < 10
+    assert Choice.of({"names": [*MANY, "capitals"]}).has(JOB, ANYBODY)
+
+
+def test_jobs_and_states_that_a_request_repeats_are_looked_up_once() -> None:
+    wish = Wish.of({"ids": ["7", "qa", "7"] * 1000, "states": ["failed"] * 1000})
+    assert (wish.references, len(wish.states)) == (("7", "qa"), 1)
+
+
+def left(layout: Layout, num_bytes: int) -> PersonPath:
+    """A result of job 7 of so many bytes."""
+    path = layout.job(7).attempt(1).result_path
+    path.parent.mkdir(parents=True)
+    told = {"outcome": "failed", "metrics": {"eval_loss": 4.5}, "artifacts": {"output_dir": "/elsewhere"}, "fill": ""}
+    told["fill"] = "x" * (num_bytes - len(json.dumps(told)))
+    path.write_text(json.dumps(told))
+    return PersonPath.of(path, 3)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_large_result_is_not_read_for_an_answer(tmp_path: Path, is_large: bool) -> None:
+    """Its owner could have each answer take ten seconds, with 16 MiB of brackets."""
+    spool = Spool(Layout(tmp_path))
+    left(spool.layout, query.MAX_TOLD_BYTES + is_large)
+    durable.finish(spool.adding(JOB))
+    shown = query.show(spool, spool.layout, "7")
+    assert shown["metrics"].get("eval_loss") == (None if is_large else 4.5)
+    assert shown["artifacts"]["output_dir"] == ("/o" if is_large else "/elsewhere")
+
+
+def test_a_result_is_judged_up_to_a_size(tmp_path: Path) -> None:
+    path = left(Layout(tmp_path), MAX_RESULT_BYTES + 1)
+    error = judge(path, Exit(0, None)).error
+    assert error is not None
+    assert "File too large" in error.message
+
+
+def test_checkpoints_are_set_aside_under_a_name_that_nobody_can_take_before(tmp_path: Path) -> None:
+    """A search for a free name among those that a worker has made may take seconds."""
+    layout = Layout(tmp_path)
+    files = layout.job(7)
+    files.checkpoints_dir.mkdir(parents=True)
+    taken = [files.dir / f".checkpoints.{number}.old" for number in range(1, 100)]
+    for path in taken:
+        path.symlink_to("/")
+    assert removal.set_aside_checkpoints(layout, 7)
+    (made,) = set(files.dir.glob(removal.OLD_CHECKPOINTS)) - set(taken)
+    assert made.is_dir()
+    assert len(made.name) > 20
+    assert removal.remove_checkpoints(layout, 7).problem is None
+    assert not list(files.dir.iterdir())
+
+
+def test_a_directory_of_many_names_is_not_searched_for_checkpoints_by_the_daemon(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    (directory := layout.job(7).dir).mkdir(parents=True)
+    assert not removal.may_have_set_aside(layout, 7)
+    assert not removal.may_have_set_aside(layout, 8)
+    (directory / ".checkpoints.3.old").mkdir()
+    assert removal.may_have_set_aside(layout, 7)
+    (directory / ".checkpoints.3.old").rmdir()
+    for number in range(removal.MAX_SEARCHED):
+        (directory / str(number)).touch()
+    assert removal.may_have_set_aside(layout, 7), "the removal process looks"
+
+
+def test_a_workers_output_is_printed_a_piece_at_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner chooses its size: 1 TiB of a sparse file, say, for root to read."""
+    monkeypatch.setattr(joblog, "_BITE_BYTES", 8)
+    files = Layout(tmp_path).files(7).attempt(1)
+    log = Path(str(files.log_path))
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"one\ntwo\nthree\n" + b"x" * 20 + b"\nlast\nhal")
+    read = joblog._read_raw(files, 0)
+    assert capsys.readouterr().out.split("\n") == ["one", "two", "three", "x" * 8, "x" * 8, "x" * 4, "last", ""]
+    with log.open("ab") as file:
+        file.write(b"f\n")
+    assert joblog._read_raw(files, read) == log.stat().st_size
+    assert capsys.readouterr().out == "half\n"
+
+
+def test_only_honeds_and_systemds_entries_are_a_jobs_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any user can write HONED_JOB=7 into the journal, but not the fields that begin with _."""
+    monkeypatch.setattr(joblog, "_WRITERS", ("nobody", "root", "no-such-user"))
+    words = joblog.journal_command(7)
+    of_honed, of_systemd = words[: words.index("+")], words[words.index("+") + 1 :]
+    nobody = access.person("nobody")
+    assert nobody is not None
+    assert {word for word in of_honed if word.startswith("_")} == {f"_UID={nobody.uid}", "_UID=0"}
+    assert [word for word in of_systemd if word.startswith("_")] == ["_PID=1"]
