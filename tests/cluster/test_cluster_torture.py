@@ -18,8 +18,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts/torture_slurm.py"
 def test_whatever_fails_on_a_cluster_each_file_is_one_job_and_each_start_begins_once() -> None:
     command = [sys.executable, str(SCRIPT), "--short", "--faults", "11", "--seed", "1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, text=True, env=environment, **pipes) as torture:
+    with subprocess.Popen(
+        command, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as torture:
         try:
             told, _ = torture.communicate(timeout=480)
         except subprocess.TimeoutExpired:

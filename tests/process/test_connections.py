@@ -103,5 +103,5 @@ def test_one_user_cannot_take_the_places_of_others(instance: Instance) -> None:
         assert "no free place" in json.loads(eve.stdout.readline())["error"]["message"]
         assert json.loads(alice.stdout.readline())["ok"]
         assert "idle" in instance.client.ask("status")["status"]
-        for each in (eve, alice):
-            each.communicate(b"\n")
+        for holder in (eve, alice):
+            holder.communicate(b"\n")

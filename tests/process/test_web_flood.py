@@ -99,12 +99,18 @@ class Activated(Web):
                 made += (_patient(socket.socket(fileno=number)) for number in numbers)
         return made
 
-    def ask_as(self, kind: Kind, path: str = "/api/jobs", *, uid: int = FIRST_UID) -> http.client.HTTPResponse:
-        """Return the response to a new connection, which is closed, and has been read: `told` has its body."""
+    def ask_as(self, kind: Kind, path: str = "/api/jobs", *, uid: int = FIRST_UID) -> Response:
+        """Return the response to a new connection, which is closed."""
         (connection,) = self.connect(kind, uid=uid)
         with connection:
             connection.sendall(head(kind, path))
             return read(connection)
+
+
+class Response(http.client.HTTPResponse):
+    """One that has been read."""
+
+    told: Any  #: its body
 
 
 def _patient(connection: socket.socket) -> socket.socket:
@@ -117,14 +123,14 @@ def head(kind: Kind, path: str) -> bytes:
     return request_head(path).removesuffix(b"\r\n") + f"{told}\r\n".encode()
 
 
-def read(connection: socket.socket) -> Any:
-    response = http.client.HTTPResponse(connection)
+def read(connection: socket.socket) -> Response:
+    response = Response(connection)
     response.begin()
-    response.told = json.loads(response.read())  # type: ignore[attr-defined]
+    response.told = json.loads(response.read())
     return response
 
 
-def is_refusal(response: Any) -> bool:
+def is_refusal(response: Response) -> bool:
     """Tell whether this is a 503 for want of a place."""
     if (response.status, response.getheader("Retry-After")) != (503, "5"):
         return False

@@ -130,9 +130,9 @@ def test_what_cannot_be_served_is_said(instance: Instance) -> None:
     told = instance.honectl("--root", "/", "web", "--no-open").stderr
     assert "for an instance in a directory (--root DIR)" in " ".join(told.split())
     instance.root = instance.root / "empty"
-    told = instance.honectl("web", "--no-open")
-    assert told.returncode != 0
-    assert "the spool does not exist" in " ".join(told.stderr.split())
+    done = instance.honectl("web", "--no-open")
+    assert done.returncode != 0
+    assert "the spool does not exist" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"address": 1}'])

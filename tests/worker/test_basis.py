@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import Ended, MakeJob, WorkerJob
+from worker.conftest import Ended, MakeJob, WorkerJob
 from zoo.model import build_checkpoint
 
 RUN = {"training": {"max_steps": 3, "save_steps": 1}, "predictions": {"sample_frequency": "off"}}

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSpeechSeq2Seq
 
-from conftest import Ended, MakeJob, WorkerJob
 from honed.spec.spec import JobSpec
 from honed.worker.model import load
+from worker.conftest import Ended, MakeJob, WorkerJob
 from zoo.model import build_checkpoint
 
 RUN: dict[str, Any] = {

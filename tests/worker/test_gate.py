@@ -148,7 +148,13 @@ def test_no_spare_initialises_cuda(tmp_path: Path, model_type: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("gatedworker.py")), "--spare", needs.to_json()]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            command, stdin=theirs, stdout=log, stderr=log, cwd=tmp_path, env=environment, start_new_session=True
+            command,
+            stdin=theirs.fileno(),
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+            env=environment,
+            start_new_session=True,
         )
     theirs.close()
     with ours:

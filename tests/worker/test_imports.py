@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from conftest import MakeJob
 from honed.worker import assignment as assignments
 from honed.worker import imports
+from worker.conftest import MakeJob
 from zoo.vision import build_vision_checkpoint
 
 BNB = "bitsandbytes"

@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer
 
-from conftest import INSTALLED, MakeJob, WorkerJob
 from honed.inputs import basemodel
 from honed.job.plan_file import Precision
 from honed.plan import plan
@@ -28,6 +27,7 @@ from honed.system.error import InterruptedRunError, ModelError, PrecisionError
 from honed.worker import assignment
 from honed.worker.model import likeness, merge, written
 from honed.worker.stop import Stop
+from worker.conftest import INSTALLED, MakeJob, WorkerJob
 from zoo.vision import FAMILIES, build_vision_checkpoint
 
 #: The beginning of what is said of models that were not compared as a whole.

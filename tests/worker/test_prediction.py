@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from worker.conftest import MakeJob
@@ -81,7 +83,7 @@ def test_one_prompt_that_fails_does_not_cost_the_others(make_job: MakeJob, monke
 
     generate = Qwen3ForCausalLM.generate
 
-    def choosy(self: Qwen3ForCausalLM, *args: object, **kwargs: object) -> object:
+    def choosy(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -> Any:
         if (kwargs["attention_mask"].sum(dim=1) > 60).any():
             raise RuntimeError("expected scalar type Float but found BFloat16")
         return generate(self, *args, **kwargs)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, Kosmos2Config, LlamaForCausalLM
 
-from conftest import MakeJob
 from honed.system.error import Fix
 from honed.worker import rehearsal
 from honed.worker.model import merge
+from worker.conftest import MakeJob
 
 TOKENS = torch.arange(3, 40).reshape(1, -1)
 

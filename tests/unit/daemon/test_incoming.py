@@ -174,7 +174,6 @@ def test_a_file_whose_event_comes_in_the_middle_of_a_scan_is_not_ahead_of_those_
 
 
 def test_time_that_passes_within_a_scan_lets_no_file_pass_another(door: Door) -> None:
-    door.watcher.hint = lambda _event: None  # type: ignore[method-assign]
     steps = itertools.cycle([0.01] * 20 + [1.0] * 20)  # some looks take long
 
     def clock() -> float:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_shares import House
 
 from honed.daemon.arrivals.replanning import Replanned
 from honed.daemon.plans import Plans
 from honed.job.plan_file import PlanFile
 from honed.run.reply import Passed
+from unit.daemon.test_shares import House
 
 MADE = Passed(1, {}, PlanFile({}), "/o", (), {}, {}, {}, None)
 

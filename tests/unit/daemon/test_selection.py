@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_shares import House
 
 from honed.daemon.availability import Availability
 from honed.daemon.dispatch import MAX_LOOKS, Selection
@@ -17,6 +16,7 @@ from honed.daemon.plans import Plans
 from honed.job.job import Job, State
 from honed.spec.config import Config
 from honed.system.device import Device
+from unit.daemon.test_shares import House
 
 #: One GPU, which is taken.
 GPU = Device("cuda", "GPU 0", 0, "GPU-0", (9, 0), 80 * 2**30, 80 * 2**30)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_backlog import Desk
 
 from honed.daemon import backlog
 from honed.daemon.shares import Shares, Use
@@ -17,6 +16,7 @@ from honed.job.job import Job, State
 from honed.job.usage import Usage
 from honed.spec.config import Config
 from honed.system import access
+from unit.daemon.test_backlog import Desk
 
 Fair = Callable[..., "House"]
 

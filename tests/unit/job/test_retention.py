@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_spool import Crash, Faults
 
 from honed.cli import pruning
 from honed.daemon import housekeeper
@@ -27,6 +26,7 @@ from honed.spec.config import Config, RetentionConfig
 from honed.system.error import SpecError
 from honed.system.layout import Layout
 from honed.system.personpath import PersonPath
+from unit.job.test_spool import Crash, Faults
 
 NOW = 1_000_000_000.0
 ITEMS = [Item(number, NOW - number * DAY_SEC, 100) for number in range(5)]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_server import Clock
 
 from honed.job.job import Job, State
 from honed.page.app import MAX_READERS, Rules, Web
@@ -19,6 +18,7 @@ from honed.page.source import Source
 from honed.spec.config import PolicyConfig
 from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
+from unit.page.test_server import Clock
 
 
 class Holder:

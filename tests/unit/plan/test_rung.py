@@ -137,7 +137,7 @@ def test_a_gpu_without_bfloat16_has_float32_weights_under_float16_autocast_and_n
 
 
 def test_the_plan_has_each_rung_with_its_bytes_and_says_why_the_better_ones_were_passed() -> None:
-    made = make(model("8B"), H100).as_dict()
+    made: dict[str, Any] = make(model("8B"), H100).as_dict()
     assert [(each["master_weights"], each["optim"], each["bytes_per_parameter"]) for each in made["rungs"]] == [
         ("float32", ADAMW, 16.0),
         ("float32", ADAMW_8BIT, 10.0),

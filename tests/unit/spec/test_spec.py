@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from honed.cli import reference
 from honed.spec import rule, setting, spec
 from honed.spec.config import ClassConfig, Config
+from honed.spec.problem import InvalidSpecError
 from honed.spec.spec import JobSpec
 from honed.system import quote
 from honed.system.error import SpecError
@@ -42,7 +43,7 @@ def refusal(data: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("path", BAD_SPECS, ids=lambda path: path.name)
 def test_a_bad_spec_is_refused_in_these_words(path: Path) -> None:
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(InvalidSpecError) as caught:
         spec.load(path)
     assert caught.value.told + "\n" == path.with_name(f"{path.name}.expected").read_text(encoding="utf-8")
     assert caught.value.told.splitlines() == [quote.show(str(problem)) for problem in caught.value.problems]
@@ -418,7 +419,7 @@ _anything = st.recursive(
 def test_any_mapping_loads_or_is_refused_key_by_key(data: dict[str, Any]) -> None:
     try:
         loads(data)
-    except SpecError as error:
+    except InvalidSpecError as error:
         assert all(problem.key for problem in error.problems)
         assert len({problem.key for problem in error.problems}) <= len(error.problems)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,6 +189,7 @@ def test_a_file_of_another_user_does_not_count_where_the_owner_does(tmp_path: Pa
 MOUNTS = """
 import ctypes, os, sys
 from pathlib import Path
+from typing import Any
 from honed.system import untrusted
 from honed.system.personpath import PersonPath
 
@@ -241,9 +243,10 @@ def test_what_a_person_has_mounted_is_neither_entered_nor_asked(tmp_path: Path) 
 def test_no_function_of_python_opens_it(tmp_path: Path) -> None:
     path = PersonPath(tmp_path) / "a"
     (tmp_path / "a").touch()
-    for act in (open, os.stat, os.open, Path, os.listdir, os.unlink):
+    acts: tuple[Any, ...] = (open, os.stat, os.open, Path, os.listdir, os.unlink)
+    for act in acts:
         with pytest.raises(TypeError):
-            act(path)  # type: ignore[operator]
+            act(path)
 
 
 @pytest.mark.parametrize("names", ["..", "a/../b", "/etc", "", ".", "a//b"])
