@@ -15,6 +15,7 @@ import os
 from datetime import datetime
 from pathlib import Path
 
+from honed.job.damaged import is_of_item
 from honed.job.job import Job, State
 from honed.system import durable, untrusted
 from honed.system.layout import JobFiles
@@ -35,10 +36,13 @@ def keep_copy(files: JobFiles, job: Job) -> None:
 
 
 def copy_of(files: JobFiles) -> Job | None:
-    """Return the kept copy; None if there is no whole one. Only the directory's owner's counts: workers write there."""
+    """Return the kept copy; None if there is no whole one. Only the directory's owner's counts: workers write there.
+    Raises OSError if the machine prevents reading it."""
     try:
         job = Job.from_json(untrusted.read_plain(files.entry_path, owners={files.owner}), State.RUNNING)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if not is_of_item(error):
+            raise
         return None
     return job if files.dir.name == str(job.id) else None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from honed.job.corrupt import copy_of
-from honed.job.damaged import passed_over
+from honed.job.damaged import is_of_item, passed_over
 from honed.job.job import Job, State
 from honed.job.spool import Spool, read_entry
 from honed.system import durable
@@ -52,9 +52,11 @@ def _set_aside(spool: Spool, path: Path, problem: ValueError | OSError) -> None:
 
 def renewed(spool: Spool, job: Job) -> Job:
     """Return a running job of this daemon. If its entry was removed, damaged or replaced by an older one, that is set
-    aside, and the entry is written again."""
+    aside, and the entry is written again. Raises OSError if the machine prevents reading it."""
     path, problems = spool.entries.path(job.id, State.RUNNING), list[ValueError | OSError]()
     found = read_entry(path, State.RUNNING, lambda _path, problem: problems.append(problem))
+    if problems and not is_of_item(problems[0]):
+        raise problems[0]
     if (found is not None and found.revision >= job.revision) or spool.is_changing(job.id):
         return job
     problem = problems[0] if problems else _lost("it is gone") if found is None else ValueError("it is an older one")

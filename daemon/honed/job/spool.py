@@ -28,7 +28,7 @@ from typing import Any
 from honed.job import lock as locks
 from honed.job.catalog import Catalog
 from honed.job.corrupt import Corrupt, keep_copy
-from honed.job.damaged import UNREADABLE, passed_over
+from honed.job.damaged import is_of_item, passed_over
 from honed.job.job import MOVES, Job, State
 from honed.system import durable
 from honed.system.durable import Steps
@@ -353,7 +353,8 @@ class Spool:
 
     def recover(self, alive: Callable[[], None] = lambda: None) -> list[tuple[Path, ValueError | OSError]]:
         """Finish what a crash interrupted: unfinished moves and temporary files. Returns the entries that cannot be
-        read, and why; recovery.py deals with them. `alive` is called on the way."""
+        read, and why; recovery.py deals with them. `alive` is called on the way. Raises OSError for a fault of the
+        machine: an entry that is passed over would be a job that is lost until the next start."""
         for place in (".", "edits", "corrupt"):
             for path in self.dir.glob(f"{place}/.*.tmp"):
                 with passed_over(path):
@@ -361,7 +362,13 @@ class Spool:
         self._catalog = None
         self._drop_pruned_copies()
         damaged: list[tuple[Path, ValueError | OSError]] = []
-        self._catalog = Catalog(self.entries.recovered(lambda path, problem: damaged.append((path, problem)), alive))
+
+        def note(path: Path, problem: ValueError | OSError) -> None:
+            if not is_of_item(problem):
+                raise problem
+            damaged.append((path, problem))
+
+        self._catalog = Catalog(self.entries.recovered(note, alive))
         return damaged
 
     def _drop_pruned_copies(self) -> None:
@@ -403,7 +410,7 @@ def _log_damaged(path: Path, problem: ValueError | OSError) -> None:
 
 
 def read_entry(path: Path, state: State, damaged: Damaged = _log_damaged) -> Job | None:
-    """Read an entry; None if it is gone, or damaged, of which `damaged` is told."""
+    """Read an entry; None if it is gone, or cannot be read, of which `damaged` is told."""
     return _read(str(path.parent), path.name, state, damaged)
 
 
@@ -418,10 +425,8 @@ def _read(directory: str, name: str, state: State, damaged: Damaged) -> Job | No
     except ValueError as error:
         damaged(Path(directory, name), error)
     except OSError as error:
-        if error.errno in UNREADABLE:
+        if error.errno != errno.ENAMETOOLONG:  # a user made up the name
             damaged(Path(directory, name), error)
-        elif error.errno != errno.ENAMETOOLONG:  # a user made up the name
-            _log_damaged(Path(directory, name), error)
     else:
         return job
     return None

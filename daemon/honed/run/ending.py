@@ -11,13 +11,15 @@ from honed.job import out_of_memory, preemption
 from honed.job.job import STOPPED_EARLY, Adjustment, Job, State, Stop
 from honed.job.plan_file import PlanFile
 from honed.run.outcome import Outcome
-from honed.system import error, message
+from honed.system import durable, error, message
 from honed.system.layout import Layout
 from honed.system.log import about
 from honed.system.message import of_error
 
 log = logging.getLogger(__name__)
 
+#: What a plan raises that a worker has removed, damaged or closed.
+UNREADABLE_PLAN = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _NO_STEP_HINT = (
     "use quantization: 4bit, a smaller max_length, a smaller model, or a device with more memory; honectl requeue "
     "retries from the first step of the ladder"
@@ -35,15 +37,28 @@ class Remedy:
 
 
 def may_fall_back(layout: Layout, job: Job, outcome: Outcome) -> bool:
-    """Return True if the attempt may continue without Unsloth. Raises OSError or ValueError for an unreadable plan."""
+    """Return True if the attempt may continue without Unsloth; False for a plan that cannot be read, as its worker may
+    have left it. Raises OSError if the machine prevents reading it."""
     attempt = job.attempt
     if not outcome.is_worth_another_backend or attempt.backend != "unsloth" or attempt.num_starts > 1:
         return False
-    return bool(PlanFile.read(layout.files(job.id).plan_path).spec.get("backend") != "unsloth")
+    try:
+        return bool(PlanFile.read(layout.files(job.id).plan_path).spec.get("backend") != "unsloth")
+    except UNREADABLE_PLAN as fault:
+        _tell_unreadable(job, fault)
+        return False
+
+
+def _tell_unreadable(job: Job, fault: Exception) -> None:
+    """Log that a job's plan cannot be read. Raises the error again if it is a fault of the machine."""
+    if durable.machine_fault(fault) and getattr(fault, "errno", None) not in durable.OWNERS_ERRNOS:
+        raise fault
+    log.warning("job %d (%s): its plan cannot be read: %s", job.id, job.name, error.said(fault))
 
 
 def remedy_for(layout: Layout, job: Job, outcome: Outcome, phase: str) -> Remedy:
-    """Return what a job that ran out of memory or disk space changes from now on. `phase`: its last known one."""
+    """Return what a job that ran out of memory or disk space changes from now on. `phase`: its last known one. Raises
+    OSError if the machine prevents reading its plan."""
     match outcome.code:
         case error.OutOfMemoryError.code:
             return _smaller(layout, job, outcome, phase)
@@ -62,8 +77,8 @@ def _smaller(layout: Layout, job: Job, outcome: Outcome, last_phase: str) -> Rem
         plan = PlanFile.read(layout.files(job.id).plan_path)
         spec = out_of_memory.adjusted(plan.spec, job.adjustments)
         media = out_of_memory.Media.of(plan.memory)
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        log.warning("job %d (%s): its plan cannot be read: %s", job.id, job.name, error.said(fault))
+    except UNREADABLE_PLAN as fault:
+        _tell_unreadable(job, fault)
         return Remedy()
     wish = (spec.get("retry") or {}).get("on_out_of_memory", "adjust")
     if wish != "adjust":

@@ -230,11 +230,15 @@ def _settle(child: _Child) -> bool:
 
 
 def _has_not_begun(child: _Child) -> bool:
-    """Return True if no worker has begun for a start, and none will: an end is recorded, by which a late shim ends."""
+    """Return True if no worker has begun for a start, and none will: an end is recorded, by which a late shim ends.
+    Raises OSError if the machine prevents finding out."""
     try:
         if not _settle(child) or read_lock_record(child.layout, child.start):
             return False
-    except OSError:  # its worker has put something there; its end tells more
+    except OSError as error:
+        # Its worker has put something there, and its end tells more. A fault of the machine tells nothing.
+        if durable.machine_fault(error) and error.errno not in durable.OWNERS_ERRNOS:
+            raise
         return False
     ended = exit_of(read_exit_record(child.layout, child.start))
     return ended.status is None and ended.signal is None

@@ -293,8 +293,16 @@ def _parse(line: bytes, end: Position) -> Row | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a file that the other side writes; empty if it does not exist or was lost by the disk."""
-    return durable.json_object(path.read_bytes)
+    """Return the content of a file that the other side writes; empty if it does not exist or was lost by the disk.
+    Raises OSError if the machine prevents reading it: by a cursor that seems to be at the start, the next file would
+    get a number before the real one, and nobody would send its rows."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        if durable.machine_fault(error) and error.errno not in durable.OWNERS_ERRNOS:
+            raise
+        return {}
+    return durable.json_object(lambda: data)
 
 
 def _count(value: Any) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -133,6 +135,62 @@ def test_an_entry_that_cannot_be_read_is_damaged_too(spool: Spool) -> None:
     found = spool.job(1)
     assert found is not None
     assert found.attempts == job.attempts
+
+
+#: What a machine says while it cannot read: it can in a moment.
+OF_THE_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT, errno.ENOLINK)
+
+
+@pytest.fixture(params=OF_THE_MACHINE, ids=lambda number: errno.errorcode[number])
+def failing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The names of files that cannot be opened now."""
+    names, real = set[str](), os.open
+
+    def fail(path: object, *arguments: object, **keys: object) -> int:
+        if os.fspath(path).rpartition("/")[2] in names:  # type: ignore[call-overload]
+            raise OSError(request.param, os.strerror(request.param), path)
+        return real(path, *arguments, **keys)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(os, "open", fail)
+    yield names
+    names.clear()
+
+
+@pytest.mark.parametrize("state", [State.QUEUED, State.HELD, State.RUNNING, State.SUCCEEDED])
+def test_an_entry_that_the_machine_does_not_return_at_a_start_is_passed_over_by_none(
+    spool: Spool, failing: set[str], state: State
+) -> None:
+    job = add(spool, 1, state)
+    failing.add("1.json")
+    with pytest.raises(OSError, match=re.escape("1.json")):
+        recover(spool)
+    failing.clear()
+    recover(spool)
+    assert spool.job(1) == job
+    assert spool.corrupt.names() == []
+
+
+def test_a_copy_that_the_machine_does_not_return_is_waited_for(spool: Spool, failing: set[str]) -> None:
+    job = add(spool, 1, State.RUNNING)
+    spool.entries.path(1, State.RUNNING).write_bytes(b"")
+    failing.add(job_copy := spool.files(1).entry_path.name)
+    with pytest.raises(OSError, match=re.escape(job_copy)):
+        recover(spool)
+    failing.clear()
+    recover(spool)
+    found = spool.job(1)
+    assert found is not None
+    assert found.attempts == job.attempts
+
+
+def test_a_running_jobs_entry_that_the_machine_does_not_return_is_no_damage(spool: Spool, failing: set[str]) -> None:
+    job = add(spool, 7, State.RUNNING)
+    failing.add("7.json")
+    with pytest.raises(OSError, match=re.escape("7.json")):
+        renewed(spool, job)
+    failing.clear()
+    assert renewed(spool, job) is job
+    assert spool.corrupt.names() == []
 
 
 def test_the_rows_of_a_job_whose_entry_is_damaged_are_kept_until_it_is_removed(spool: Spool) -> None:

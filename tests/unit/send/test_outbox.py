@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import resource
 from pathlib import Path
@@ -98,6 +100,29 @@ def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
         assert read_all(tmp_path) == [0]
         file.write(line[50:])
     assert read_all(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_cursor_that_the_machine_does_not_return_is_not_one_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Else the next file would have a number before the cursor: nobody would send its rows."""
+    box = Outbox(tmp_path, max_bytes=1 << 20)
+    box.put(JOB, reading(1))
+    outbox.write_cursor(tmp_path, Position(40, 0))
+    (tmp_path / "1.jsonl").unlink()
+    real = Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path.name == "cursor.json":
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        assert Outbox(tmp_path, max_bytes=1 << 20).put(JOB, reading(2)) == 1, "counted as lost, and logged"
+    assert Outbox(tmp_path, max_bytes=1 << 20).put(JOB, reading(3)) == 0
+    assert read_all(tmp_path) == [3]
 
 
 def test_a_batch_keeps_its_limits_and_a_large_row_goes_alone(tmp_path: Path) -> None:
