@@ -52,20 +52,23 @@ class Halvings:
             own, num_steps = self._database.evaluations([job.id])[job.id], self._database.num_steps(job.id)
             if num_steps is None:  # told with the loss of the first steps
                 return
-            cut = self._cut(job, halving, num_steps) if len(own) > num_known else None
+            ours = self._sweep_of(job) if len(own) > num_known else []
+            if any(number in self._database.pending for number in ours):  # not all that it is compared with is there
+                return
+            evaluations = self._database.evaluations(ours)
+            cut = cut_of(job.id, evaluations, halving, num_steps=num_steps) if ours else None
         except sqlite3.Error:  # it is built again, and the job is looked at again with its next event
             return
         if cut is not None:
             running.stop(Stop.HALVE, cut=cut)
         self._seen[job.id] = running.following.offset, len(own)
 
-    def _cut(self, job: Job, halving: Halving, num_steps: float) -> Cut | None:
+    def _sweep_of(self, job: Job) -> list[int]:
+        """Return the jobs of its sweep, itself included, of its user: anybody may write a group into a file."""
         assert job.group is not None
         number = job.group["id"]
-        # Of the same user: anybody may write a group into a job file.
         in_sweep = (each for each in self._spool.catalog if each.group and each.group["id"] == number)
-        ours = [each.id for each in in_sweep if each.uid == job.uid]
-        return cut_of(job.id, self._database.evaluations(ours), halving, num_steps=num_steps)
+        return [each.id for each in in_sweep if each.uid == job.uid]
 
 
 def _halving(job: Job) -> Halving | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import replace
 
 from honed.job import event
@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 
 #: Bytes of one attempt's events that are counted at all: a file can be endless.
 MAX_EVENT_BYTES = 512 * 2**20
-#: Seconds of a turn in which the loop updates the database after a failed write.
+#: Seconds of a turn in which the loop updates the database after a failed write, or makes rows again.
 BITE_SEC = 0.1
+#: Seconds of the start for rows that are made again: where there are few jobs, all are there before honed is ready.
+START_SEC = 0.5
 
 
 def rebuild(
@@ -36,46 +38,122 @@ def rebuild(
     outbox: Outbox | None = None,
     followed: Mapping[int, int] | None = None,
     alive: Callable[[], None] = lambda: None,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Make every row again, in one transaction. `alive` is called on the way: thousands of trained jobs take minutes.
+    """Make every row again: in one transaction what the entries say and the events of running jobs, then the events of
+    all others, which are left to `fill` once `is_late`. `alive` is called on the way.
 
     `followed`: the offset up to which the events of each running job were read; their rows are made up to there, and
     the loop continues from it. Without it nobody has followed them, and running jobs' events go to the outbox, too.
     """
     with database.made_again():
-        jobs, kept = spool.all_jobs(), frozenset(names_in(layout.jobs_dir))
-        database.put_jobs(jobs.values())
+        jobs = spool.all_jobs()
+        _put(database, layout, jobs.values())
         for job in jobs.values():
             alive()
-            if job.edited_at:
-                database.put_edits(job)
-            has_files = str(job.id) in kept
-            for index, attempt in enumerate(job.attempts):
-                if not (has_files or attempt.fallback):
-                    continue
-                then = replace(job, attempts=job.attempts[: index + 1])
-                is_running = job.state is State.RUNNING and attempt == job.attempt
-                end = followed.get(job.id) if followed is not None and is_running else None
-                try:
-                    for reading in _with_fallback(then, _readings(then, layout, end)):
-                        alive()
-                        if outbox is not None and is_running and followed is None:
-                            outbox.lose(outbox.put(then, reading))  # rows that were already sent keep their old keys
-                        database.apply(then, reading)
-                        database.thin(then)
-                except OSError as error:  # a damaged disk, for one: the other jobs' rows are made all the same
-                    log.error("job %d (%s): its events were not read whole: %s", job.id, job.name, error)  # noqa: TRY400
+            if job.state is State.RUNNING:
+                _make(database, layout, job, outbox, followed, alive)
+    fill(database, spool, layout, alive=alive, is_late=is_late)
+
+
+def _put(database: Database, layout: Layout, jobs: Collection[Job]) -> None:
+    """Write what the entries of jobs without rows say; what else there is of them is pending, but for running jobs."""
+    kept = frozenset(names_in(layout.jobs_dir))
+    database.pending.add(job.id for job in jobs if job.state is not State.RUNNING and _has_events(job, kept))
+    database.put_jobs(jobs)
+
+
+def _has_events(job: Job, kept: Container[str]) -> bool:
+    """Return True if there can be events of a job; `kept` are the names of the directories that are there."""
+    has_files = bool(job.attempts) and str(job.id) in kept
+    return has_files or bool(job.edited_at) or any(attempt.fallback for attempt in job.attempts)
+
+
+def _make(
+    database: Database,
+    layout: Layout,
+    job: Job,
+    outbox: Outbox | None,
+    followed: Mapping[int, int] | None,
+    alive: Callable[[], None],
+) -> None:
+    """Make the rows of a running job's events; see `rebuild`."""
+    if job.edited_at:
+        database.put_edits(job)
+    for index, attempt in enumerate(job.attempts):
+        then = replace(job, attempts=job.attempts[: index + 1])
+        is_running = attempt == job.attempt
+        end = followed.get(job.id) if followed is not None and is_running else None
+        try:
+            for reading in _with_fallback(then, _readings(then, layout, end)):
+                alive()
+                if outbox is not None and is_running and followed is None:
+                    outbox.lose(outbox.put(then, reading))  # rows that were already sent keep their old keys
+                database.apply(then, reading)
+                database.thin(then)
+        except OSError as error:  # a damaged disk, for one: the other jobs' rows are made all the same
+            _tell_unread(job, error)
+
+
+def _tell_unread(job: Job, error: OSError) -> None:
+    log.error("job %d (%s): its events were not read whole: %s", job.id, job.name, error)
+
+
+def fill(
+    database: Database,
+    spool: Spool,
+    layout: Layout,
+    *,
+    alive: Callable[[], None] = lambda: None,
+    is_late: Callable[[], bool] = lambda: False,
+) -> None:
+    """Make the rows of pending jobs again, the newest job's first, until `is_late`."""
+    while (number := database.pending.last()) is not None:
+        alive()
+        job = spool.job(number)
+        if job is None or _is_filled(database, layout, job, is_late):
+            database.pending.drop(number)
+            database.moved.add(number)
+            if not database.pending:
+                log.info("%s: the rows of all jobs are made again", database.path)
+        if is_late():
+            return
+
+
+def _is_filled(database: Database, layout: Layout, job: Job, is_late: Callable[[], bool]) -> bool:
+    """Make a pending job's rows again; False if some are left. A running job's latest attempt is followed elsewhere."""
+    if job.edited_at:
+        database.put_edits(job)
+    try:
+        return count(database, layout, job, len(job.attempts) - (job.state is State.RUNNING), is_late=is_late)
+    except OSError as error:
+        _tell_unread(job, error)
+        return True
 
 
 def begin(
     database: Database, spool: Spool, *, outbox: Outbox | None, failures: Failures, alive: Callable[[], None]
 ) -> None:
-    """Rebuild or update the database at the start of honed; what an error prevents is done in the loop."""
+    """Rebuild or update the database at the start of honed; what an error prevents is done in the loop, and so is what
+    takes long."""
+    until = time.monotonic() + START_SEC
     with failures.alone("the database"):
         database.is_behind = True
         if database.is_new:
-            rebuild(database, spool, spool.layout, outbox=outbox, alive=alive)
+            rebuild(
+                database,
+                spool,
+                spool.layout,
+                outbox=outbox,
+                alive=alive,
+                is_late=lambda: time.monotonic() >= until,
+            )
+        known = database.job_ids()
+        _put(database, spool.layout, [job for job in spool.all_jobs().values() if job.id not in known])
         catch_up(database, spool, spool.layout, failures=failures)
+        fill(database, spool, spool.layout, alive=alive, is_late=lambda: time.monotonic() >= until)
+        if database.pending:
+            log.info("%s: rows of %d jobs are made again while honed runs", database.path, len(database.pending))
 
 
 def catch_up(
@@ -122,15 +200,21 @@ def tend(
     failures: Failures | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """Rebuild the database if somebody has removed it, or a disk has damaged it; update it after a failed write, a bite
+    """Rebuild the database if somebody has removed it, or a disk has damaged it; update it after a failed write; a bite
     at a time. `alive`: as in `rebuild`."""
+    until = time.monotonic() + BITE_SEC
+
+    def is_late() -> bool:
+        return time.monotonic() >= until
+
     if database.is_lost:
         database.renew()
     if database.is_new:
-        rebuild(database, spool, spool.layout, followed=followed(), alive=alive)
+        rebuild(database, spool, spool.layout, followed=followed(), alive=alive, is_late=is_late)
     if database.is_behind:
-        until = time.monotonic() + BITE_SEC
-        catch_up(database, spool, spool.layout, failures=failures, is_late=lambda: time.monotonic() >= until)
+        catch_up(database, spool, spool.layout, failures=failures, is_late=is_late)
+    if not is_late():
+        fill(database, spool, spool.layout, alive=alive, is_late=is_late)
 
 
 def count(
@@ -145,10 +229,15 @@ def count(
     are left, once `is_late`."""
     for index in range(num_attempts):
         then = replace(job, attempts=job.attempts[: index + 1])
+        offset = database.offset(then.id, then.attempt.number)
+        readings = _readings(then, layout, None, start=offset)
         told = fallback_event(then)
         if told is not None and not database.has_event(then, told.kind):
-            database.apply(then, Reading([told], database.offset(then.id, then.attempt.number), 0))
-        for reading in _readings(then, layout, None, start=database.offset(then.id, then.attempt.number)):
+            if offset:
+                database.apply(then, Reading([told], offset, 0))
+            else:
+                readings = _with_fallback(then, readings)
+        for reading in readings:
             database.apply(then, reading)
             database.thin(then)
             if is_late():

@@ -4,7 +4,7 @@
     metrics                one row per value: loss, learning_rate, grad_norm, eval_loss, predictions/exact_match, …
     training_predictions   the model's answer for a held-out example, and the reference
     events                 all other events of workers
-    offsets                bytes of each attempt's events.jsonl that were read
+    offsets                bytes of each attempt's events.jsonl that were read; of attempt 0, see pending.py
     *_v1                   views for other tools, see views.py
 
 An attempt's events and its offset change in one transaction, so each line counts once even if the daemon crashes.
@@ -27,6 +27,7 @@ from urllib.parse import quote
 from honed.job import views
 from honed.job.event import Event, Reading, Written, written_bytes
 from honed.job.job import Job, State
+from honed.job.pending import Pending
 from honed.job.shape import Answer, LastPrediction, Prediction, Progress, Score
 from honed.job.thinning import STEP_METRICS, Added, Thinning
 from honed.system.error import EnvironmentInvalidError
@@ -152,6 +153,7 @@ class Database:
         self.is_behind = False  #: a write failed; see rebuild.catch_up
         self.is_catching_up = False  #: with what is behind, over several turns
         self._thinnings: dict[int, Thinning] = {}
+        self.pending: Pending  #: jobs with rows that are made later; set when it is opened
         self.uncounted: set[int] = set()  #: jobs with ended attempts whose events are not all in; see `put_job`
         self._is_damaged = False
         self._files = _Files(path)
@@ -179,6 +181,7 @@ class Database:
             db.executescript(SCHEMA)
             _make_views(db)
             db.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MSEC}")
+            self.pending = Pending(db)
         except BaseException:
             db.close()
             raise
@@ -214,6 +217,7 @@ class Database:
                 self._db.execute(f"DELETE FROM {table}")
             self.uncounted.clear()
             self._thinnings.clear()
+            self.pending = Pending(self._db)
             yield
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self.is_new = False
@@ -272,7 +276,7 @@ class Database:
             known = {row[0]: row for row in self._db.execute("SELECT id, name, state, outcome, priority FROM jobs")}
             rows = [_job_row(job) for job in jobs if job.id not in self.uncounted]
             rows = [row for row in rows if known.get(row[0]) != row[:5]]
-            self.moved |= {row[0] for row in rows}
+            self.moved |= {row[0] for row in rows if row[0] not in self.pending}
             with self._transaction():
                 self._db.executemany(PUT_JOB, rows)
 

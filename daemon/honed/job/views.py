@@ -111,7 +111,8 @@ sqlite3 -readonly /var/lib/honed/honed.db \\
 
 The views below are for other tools: their names and columns are stable. A later version may add views, and columns at
 the end. The database is derived from the spool and the jobs' directories: if it is deleted, honed rebuilds it, within
-seconds while it runs. So do not store your own data in it.
+seconds while it runs. Beside many thousands of jobs, metrics and predictions of the older ones follow within minutes.
+So do not store your own data in it.
 
 Its size is bounded: of one job it has at most 500,000 rows of metrics, 64 MiB of predictions, and 64 MiB of
 other events. Beyond that, half of the rows of the older steps go, so that the others lie evenly; the first, the last

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from honed.daemon.halving import cut_of, rungs
-from honed.job.database import Evaluation
-from honed.job.job import Cut, Halving
+from honed.daemon.halving import Halvings, cut_of, rungs
+from honed.daemon.rebuild import fill, rebuild
+from honed.job.database import Database, Evaluation
+from honed.job.job import Attempt, Cut, Group, Halving, Job, State, Stop
+from honed.job.spool import Spool
+from honed.system.failures import Failures
+from honed.system.layout import Layout
 
 HALF: Halving = {"min_steps": 10, "eta": 2}
 
@@ -89,3 +99,49 @@ def test_an_evaluation_that_is_repeated_after_a_resume_counts_as_it_was_first(ag
     cut = cut_of(2, ran, HALF, num_steps=80)
     assert cut is not None
     assert cut.eval_loss == 2.0
+
+
+@dataclass
+class Reporting:
+    """What halving asks of a running job."""
+
+    job: Job
+    following: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(offset=100))
+    cuts: list[Cut] = field(default_factory=list)
+
+    def stop(self, _why: Stop, *, cut: Cut) -> None:
+        self.cuts.append(cut)
+
+
+@pytest.mark.parametrize(("own", "is_ended"), [(2.0, False), (6.0, True)])
+def test_no_job_is_ended_while_rows_of_its_sweep_are_still_made(tmp_path: Path, own: float, is_ended: bool) -> None:
+    """The second best of four goes on; of the two whose rows are there it would be the worse one, and end."""
+    spool = Spool(Layout(tmp_path))
+    group: Group = {"id": 9, "name": "s", "file": "s.yaml", "values": {}, "halving": HALF}
+    for number in (1, 2, 3, 4):
+        state = State.RUNNING if number == 4 else State.SUCCEEDED
+        attempt = Attempt(1, "transformers", 10.0, ended_at=None if number == 4 else 20.0)
+        job = Job(number, f"n{number}", 1.0, "s.yaml", 0, f"/o/{number}", attempts=(attempt,), group=group, state=state)
+        spool.entries.path(number, state).write_bytes(job.to_json())
+        path = spool.layout.job(number).attempt(1).events_path
+        path.parent.mkdir(parents=True)
+        step = {"event": "step", "time": 11.0, "step": 1, "num_steps": 80, "loss": 1.0}
+        loss = {1: 5.0, 2: 4.0, 3: 1.0, 4: own}[number]
+        evaluation = {"event": "evaluation", "time": 12.0 + number, "step": 10, "metrics": {"eval_loss": loss}}
+        path.write_text("".join(json.dumps(each) + "\n" for each in (step, evaluation)))
+    spool.recover()
+    spool.layout.database_path.parent.mkdir(parents=True, exist_ok=True)
+    database = Database(spool.layout.database_path)
+    rebuild(database, spool, spool.layout, is_late=lambda: True)
+    assert [number in database.pending for number in (1, 2, 3, 4)] == [True, True, True, False]
+    assert [len(each) for each in database.evaluations((1, 2, 3, 4)).values()] == [0, 0, 1, 1]
+    running = Reporting(next(spool.jobs(State.RUNNING)))
+    attempts: Any = SimpleNamespace(running={4: running}, failures=Failures(logging.getLogger("test")))
+    halvings = Halvings(spool, database, attempts)
+    halvings.tend()
+    assert running.cuts == []
+    fill(database, spool, spool.layout)
+    halvings.tend()
+    assert len(running.cuts) == is_ended
+    database.close()
+    spool.close()

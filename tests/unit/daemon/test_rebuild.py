@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from honed.daemon.rebuild import rebuild
+from honed.daemon.rebuild import begin, fill, rebuild, tend
 from honed.job.database import Database
 from honed.job.job import Attempt, Fallback, Job, State
 from honed.job.spool import Spool
+from honed.system.failures import Failures
 from honed.system.layout import Layout
 
 
@@ -50,7 +53,103 @@ def test_each_job_has_its_row_and_its_events_whether_its_directory_is_there_or_n
     rebuild(database, spool, spool.layout)
     assert database.states() == dict.fromkeys((1, 2, 3), "succeeded")
     assert [database.offset(3, attempt) > 0 for attempt in (1, 2)] == [True, True]
+    assert not database.pending
     first = {job.id: replace(job, attempts=job.attempts[:1]) for job in spool.all_jobs().values()}
     assert [number for number, job in first.items() if database.has_event(job, "fallback")] == [2]
     assert database.num_steps(3) == 9
+    database.close()
+
+
+def tell(spool: Spool, number: int, attempt: int, *kinds: str) -> None:
+    """Write an attempt's events: a step each second, or events of these kinds."""
+    path = spool.layout.job(number).attempt(attempt).events_path
+    path.parent.mkdir(parents=True)
+    events = [{"event": kind, "time": 11.0 + at, "step": at, "num_steps": 9} for at, kind in enumerate(kinds)]
+    path.write_text("".join(json.dumps(each) + "\n" for each in events))
+
+
+def opened(spool: Spool) -> Database:
+    spool.layout.database_path.parent.mkdir(parents=True, exist_ok=True)
+    return Database(spool.layout.database_path)
+
+
+def test_what_is_not_made_in_time_is_made_later_also_by_the_next_daemon(spool: Spool) -> None:
+    for number in (1, 2, 3):
+        put(spool, number)
+        tell(spool, number, 1, "step", "step")
+    put(spool, 4)  # has no files
+    spool.recover()
+    database = opened(spool)
+    rebuild(database, spool, spool.layout, is_late=lambda: True)
+    assert not database.is_new
+    assert database.states() == dict.fromkeys((1, 2, 3, 4), "succeeded")  # what the entries say is there at once
+    assert 4 not in database.pending
+    assert [number for number in (1, 2, 3) if number in database.pending] == [1, 2, 3]
+    assert database.moved == {4}  # the pages of the others are not made without their figures
+    fill(database, spool, spool.layout, is_late=lambda: True)
+    assert [database.num_steps(number) for number in (1, 2, 3)] == [None, None, 9]
+    assert database.moved == {3, 4}
+    database.close()
+    database = opened(spool)
+    assert len(database.pending) == 2
+    spool.prune(*[job for job in spool.all_jobs().values() if job.id == 2])
+    while database.pending:
+        tend(database, spool, dict)
+    assert [database.num_steps(number) for number in (1, 2, 3)] == [9, None, 9]
+    database.close()
+    database = opened(spool)
+    assert not database.pending
+    database.close()
+
+
+def test_a_job_that_runs_again_before_its_rows_are_made_has_each_event_once(spool: Spool) -> None:
+    job = put(spool, 1)
+    tell(spool, 1, 1, "step", "log")
+    tell(spool, 1, 2, "step", "log")
+    tell(spool, 1, 3, "step", "log")
+    spool.recover()
+    database = opened(spool)
+    rebuild(database, spool, spool.layout, is_late=lambda: True)
+    database.pending.add([1])
+    queued = spool.move(job, State.QUEUED)
+    attempts = (*queued.attempts, Attempt(3, "transformers", 50.0))
+    spool.move(queued, State.RUNNING, attempts=attempts)
+    fill(database, spool, spool.layout)
+    assert not database.pending
+    assert [database.offset(1, attempt) > 0 for attempt in (1, 2, 3)] == [True, True, False]  # it is followed
+    rows = sqlite3.connect(database.path).execute("SELECT attempt FROM events WHERE kind = 'log'").fetchall()
+    assert rows == [(1,), (2,)]
+    database.close()
+
+
+def test_a_fallback_stands_between_its_two_workers_whenever_the_rows_are_made(spool: Spool) -> None:
+    put(spool, 1, fallback=Fallback(15.0, "no kernel"))
+    tell(spool, 1, 1, "started", "log", "started", "log")
+    put(spool, 2)
+    tell(spool, 2, 1, "step")
+    spool.recover()
+    database = opened(spool)
+    rebuild(database, spool, spool.layout, is_late=lambda: True)
+    assert 1 in database.pending
+    fill(database, spool, spool.layout)
+    rows = sqlite3.connect(database.path).execute("SELECT kind FROM events WHERE job_id = 1 ORDER BY rowid")
+    assert [kind for (kind,) in rows] == ["started", "log", "fallback", "started", "log"]
+    database.close()
+
+
+def test_a_start_makes_the_rows_of_jobs_that_the_database_does_not_know(spool: Spool) -> None:
+    """As those of an older copy of honed.db: with their progress, which is a part of the row."""
+    database = opened(spool)
+    with database.made_again():
+        pass
+    for number in (1, 2):
+        put(spool, number)
+        tell(spool, number, 1, "step")
+    spool.recover()
+    begin(database, spool, outbox=None, failures=Failures(logging.getLogger("test")), alive=lambda: None)
+    while database.pending:
+        tend(database, spool, dict)
+    assert database.states() == {1: "succeeded", 2: "succeeded"}
+    assert [database.num_steps(number) for number in (1, 2)] == [9, 9]
+    assert not database.is_behind
     database.close()
