@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import Instance
+from harness import HERE, Instance
 
 from honed.system.place import MAX_OWN, MAX_PER_HOLDER
 from waiting import DEADLINE_SEC, wait_for
@@ -105,3 +105,18 @@ def test_one_user_cannot_take_the_places_of_others(instance: Instance) -> None:
         assert "idle" in instance.client.ask("status")["status"]
         for holder in (eve, alice):
             holder.communicate(b"\n")
+
+
+def test_an_answer_comes_between_the_steps_of_a_turn(instance: Instance) -> None:
+    instance.command = (sys.executable, str(HERE / "heldhoned.py"))
+    instance.start()
+    (instance.root / "hold").touch()
+    assert instance.client.is_up  # wakes the loop
+    wait_for((instance.root / "at-1").exists, what="the end of a turn")
+    with connect(instance) as peer, peer.makefile("rwb") as stream:
+        stream.write(b'{"verb": "numbers"}\n')
+        stream.flush()
+        (instance.root / "go-1").touch()
+        assert json.loads(stream.readline())["ok"]
+    (instance.root / "hold").unlink()
+    (instance.root / "go-2").touch()

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from honed.daemon.following import Following
+from honed.daemon.pace import Pace
 from honed.daemon.running import Running, clear, gpu_of, keys_of, names_of, next_number
 from honed.daemon.settling import Settling
 from honed.daemon.shares import Use
@@ -38,10 +40,6 @@ from honed.system.layout import Layout
 from honed.system.log import about
 
 log = logging.getLogger(__name__)
-
-#: Seconds of a turn in which the events of one job are read, and those of all jobs.
-FOLLOW_JOB_SEC = 0.02
-FOLLOW_SEC = 0.1
 
 
 class Attempts:
@@ -72,7 +70,16 @@ class Attempts:
         self._settling = Settling(layout, lambda: self.config, spool, database, self.rows, self.spares, self.running)
         self.failures = failures or Failures(log)  #: of single jobs' steps
         self._unadopted: dict[int, Job] = {}  # not taken over yet, for an error
-        self.is_stopping = False  #: honed itself was asked to stop
+        self._pace = Pace()
+
+    @property
+    def is_stopping(self) -> bool:
+        """True if honed itself was asked to stop."""
+        return self._settling.is_stopping
+
+    @is_stopping.setter
+    def is_stopping(self, is_so: bool) -> None:
+        self._settling.is_stopping = is_so
 
     def is_left(self, job_id: int) -> bool:
         """Return True if a running job continues while honed is down."""
@@ -215,22 +222,26 @@ class Attempts:
     def follow(self) -> None:
         """Read the events that the workers have reported since the last pass, by turns: those of one job, which writes
         them as fast as it can, hold up neither the others' nor the loop."""
-        until = time.monotonic() + FOLLOW_SEC
         order, num_read = list(self.running), 0
-        for number in order:
-            running = self.running[number]
-            with self._alone(running.job):
-                running.following.read(running.job, sec=FOLLOW_JOB_SEC)
-            num_read += 1
-            if time.monotonic() >= until:
-                break
+        with self._pace.step():
+            for number in order:
+                running = self.running[number]
+                if self._may_read(running):
+                    with self._alone(running.job):
+                        running.following.read(running.job, sec=self._pace.left_sec)
+                num_read += 1
+                if self._pace.is_over:
+                    break
         for number in order[: num_read % len(order)] if order else ():  # the others first in the next pass
             self.running[number] = self.running.pop(number)
 
-    @property
-    def has_more(self) -> bool:
-        """True if events can be read at once."""
-        return any(running.following.has_more for running in self.running.values())
+    def _may_read(self, running: Running) -> bool:
+        return not (running.following.has_more and self._pace.is_resting)
+
+    def patience(self) -> float:
+        """Return the seconds until more events can be read; infinite if there are none."""
+        rest_sec = self._pace.rest()
+        return rest_sec if any(running.following.has_more for running in self.running.values()) else math.inf
 
     def _alone(self, job: Job) -> contextlib.AbstractContextManager[None]:
         """Run one job's step, which is tried again after an error; other jobs are not affected."""
@@ -240,14 +251,14 @@ class Attempts:
 
     def reap(self) -> list[Job]:
         """Settle the jobs whose workers have ended. Returns them in their new state."""
-        settled, until = [], time.monotonic() + FOLLOW_SEC
+        settled = list[Job]()
         for unadopted in list(self._unadopted.values()):
             self.adopt(unadopted)
-        for running in list(self.running.values()):
-            sec = max(0.0, min(FOLLOW_JOB_SEC, until - time.monotonic()))
-            with self._alone(running.job):
-                if (job := self._settling.settle(running, is_stopping=self.is_stopping, sec=sec)) is not None:
-                    settled.append(job)
+        with self._pace.step():
+            for running in filter(self._may_read, list(self.running.values())):
+                with self._alone(running.job):
+                    if (job := self._settling.settle(running, sec=self._pace.left_sec)) is not None:
+                        settled.append(job)
         return settled
 
     def put_back(self) -> list[Job]:

@@ -285,11 +285,9 @@ class Dispatch:
 
     def patience(self) -> float:
         """Return the seconds until a step is due."""
-        waits = [self.placement.availability.next_change(self.placement.all())]
+        waits = [self.placement.availability.next_change(self.placement.all()), self._attempts.patience()]
         if self.fence.fault:
             waits.append(RETRY_SEC)
-        if self._attempts.has_more:
-            waits.append(0.0)
         if self._attempts.running or len(self.staged):
             waits.append(self._config().jobs.poll_interval_sec)
         if self.backlog.num_queued and not self._spool.is_paused:

@@ -6,7 +6,8 @@ The loop is a list of named steps. Each does what can be done now, and never blo
     look for workers without entries · vacate closed devices · start what can · stage what is next · tend spares ·
     end what must · notify · have rows sent and pages made · keep house · keep the socket · report
 
-Signals, arrivals, the preflight helpers and the control socket only wake it.
+Signals, arrivals, the preflight helpers and the control socket only wake it. The control socket is served between the
+steps, too, so that no answer waits for a whole turn.
 """
 
 from __future__ import annotations
@@ -182,31 +183,29 @@ class Daemon:
     def _turn(self) -> None:
         if self._wake.sleep(self._health.ask(self._patience, otherwise=UNPLANNED_SEC)):
             self._intake.rescan()
-        fault = self._health.run(
-            [
-                self._tend_database,
-                self._obey_signals,
-                self._dispatch.settle,
-                self._dispatch.settle_staged,
-                self._attempts.follow,
-                self._dispatch.halvings.tend,
-                self._take_arrivals,
-                self._dispatch.plan_deferred,
-                self._dispatch.look_around,
-                self._dispatch.vacate,
-                self._dispatch.start_next,
-                self._dispatch.stage_next,
-                self._dispatch.tend_spares,
-                self._attempts.enforce,
-                self._publishing.notices.tend,
-                self._publishing.tend_sender,
-                self._publishing.tend_reporter,
-                self._publishing.counters.tend,
-                self._housekeeper.tend,
-                self._answers.tend,
-            ]
-        )
-        self._note_fault(fault)
+        steps = [
+            self._tend_database,
+            self._obey_signals,
+            self._dispatch.settle,
+            self._dispatch.settle_staged,
+            self._attempts.follow,
+            self._dispatch.halvings.tend,
+            self._take_arrivals,
+            self._dispatch.plan_deferred,
+            self._dispatch.look_around,
+            self._dispatch.vacate,
+            self._dispatch.start_next,
+            self._dispatch.stage_next,
+            self._dispatch.tend_spares,
+            self._attempts.enforce,
+            self._publishing.notices.tend,
+            self._publishing.tend_sender,
+            self._publishing.tend_reporter,
+            self._publishing.counters.tend,
+            self._housekeeper.tend,
+            self._answers.tend,
+        ]
+        self._note_fault(self._health.run(each for step in steps for each in (step, self._answers.serve)))
         self._status.report()
 
     def _note_fault(self, fault: str) -> None:

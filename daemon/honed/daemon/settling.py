@@ -53,10 +53,11 @@ class Settling:
         self._spares = spares
         self._running = running
         self.put_back: list[Job] = []  #: jobs whose workers could not be started
+        self.is_stopping = False  #: honed itself was asked to stop
 
-    def settle(self, running: Running, *, is_stopping: bool, sec: float) -> Job | None:
-        """Settle a running job if its worker has ended, and return it in its new state, unless it was put back.
-        `is_stopping`: honed ends; `sec`: seconds in which its last events are read, else in a later turn."""
+    def settle(self, running: Running, *, sec: float) -> Job | None:
+        """Settle a running job if its worker has ended, and return it in its new state, unless it was put back. `sec`:
+        seconds in which its last events are read, else in a later turn."""
         if running.not_started is not None:
             return self._unstarted(running, running.not_started)
         if (ended := running.poll()) is None:
@@ -66,7 +67,7 @@ class Settling:
         if running.ended_at_gate(ended):
             self._not_now(running, NotNowError("its staged worker ended before it used the device"), has_run=True)
             return None
-        outcome = running.conclude(ended, is_stopping=is_stopping)
+        outcome = running.conclude(ended, is_stopping=self.is_stopping)
         if outcome is not None and outcome.is_success:
             self._rows.finish(running.job)
         return self._record(running, outcome, is_counted=is_counted) if outcome is not None else None

@@ -126,6 +126,10 @@ class Answers:
         """Listen again where the control socket's file was removed."""
         self._server.tend()
 
+    def serve(self) -> None:
+        """Answer what waits, between two steps of the loop."""
+        self._server.serve()
+
     def close(self) -> None:
         """Close the control socket."""
         self._server.close()

@@ -7,7 +7,7 @@
 
 A request is limited to 64 KiB plus the largest job file in base64; a longer one is read to its end and rejected. A list
 comes in pages, each built in a few milliseconds while the client reads, between the loop's other tasks; it is one line
-for a client that does not ask for pages. In a pass of the loop, all connections of one holder have a limited time.
+for a client that does not ask for pages. In a turn of the loop, all connections of one holder have a limited time.
 
 A fault of the machine, such as a full disk, is answered with the code `degraded`, and logged once per verb.
 
@@ -78,7 +78,7 @@ class Rows:
 
 #: The protocol of pages, as a client asks for it.
 PAGED = 1
-#: Bytes of a page, and seconds in which it is built; and seconds of one holder's answers in a pass of the loop.
+#: Bytes of a page, and seconds in which it is built; and seconds of one holder's answers in a turn of the loop.
 PAGE_BYTES, PAGE_SEC, HOLDER_SEC = 64 * 1024, 0.02, 0.1
 
 
@@ -117,7 +117,8 @@ class _Connection:
 
 
 class Server:
-    """Accepts connections, reads whole lines, and passes each to `answer`."""
+    """Accepts connections, reads whole lines, and passes each to `answer`. `selector` is the loop's, which begins a
+    turn; `serve` answers between the steps of the turn, too."""
 
     def __init__(
         self,
@@ -128,7 +129,8 @@ class Server:
         max_request_bytes: int = MAX_REQUEST_BYTES,
     ) -> None:
         self.max_request_bytes = max_request_bytes
-        self._selector = selector
+        self._loop = selector
+        self._selector = selectors.EpollSelector()  # of the connections: it can be watched itself
         self._answer = answer
         self._connections: dict[int, _Connection] = {}
         self._holders = Holders()
@@ -137,13 +139,24 @@ class Server:
         self._door_fault = ""
         self._shed_until = 0.0
         self._door = Door(path)
-        selector.register(self._door.socket, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._door.socket, selectors.EVENT_READ, self._accept)
+        selector.register(self._selector, selectors.EVENT_READ, self._begin)
 
     def close(self) -> None:
         for connection in list(self._connections.values()):
             self._close(connection)
-        self._selector.unregister(self._door.socket)
+        self._loop.unregister(self._selector)
+        self._selector.close()
         self._door.close()
+
+    def _begin(self, _events: int) -> None:
+        self._rations.begin()
+        self.serve()
+
+    def serve(self) -> None:
+        """Accept, read and answer what can be at once, one request of each connection."""
+        for key, events in self._selector.select(0):
+            key.data(events)
 
     def tend(self) -> None:
         """Listen again where the socket's file was removed."""
@@ -207,7 +220,7 @@ class Server:
         try:
             if events & selectors.EVENT_READ:
                 self._receive(connection)
-            if self._rations.is_left(connection.socket.fileno(), connection.holder):
+            if self._rations.is_left(connection.holder):
                 with self._rations.spend(connection.holder):
                     self._answer_next(connection)
                     self._go_on(connection)
@@ -239,7 +252,7 @@ class Server:
             connection.is_cut = True
 
     def _answer_next(self, connection: _Connection) -> None:
-        """Answer one request per pass of the loop: a thousand requests sent at once block it no longer than one."""
+        """Answer one request at a time: a thousand requests sent at once block it no longer than one."""
         is_idle = not connection.to_send and connection.more is None
         if b"\n" in connection.received and is_idle and connection.socket.fileno() >= 0:
             line, connection.received = connection.received.split(b"\n", 1)

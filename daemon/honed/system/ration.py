@@ -9,20 +9,19 @@ from collections.abc import Callable, Iterator
 
 
 class Rations:
-    """What each holder has had in this pass. A pass ends when a connection comes up for the second time."""
+    """What each holder has had in this pass."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
         self._clock = clock
-        self._seen: set[int] = set()
         self._spent: Counter[int] = Counter()
 
-    def is_left(self, fd: int, holder: int) -> bool:
-        """Return True if a connection may be worked for in this pass."""
-        if fd in self._seen:
-            self._seen.clear()
-            self._spent.clear()
-        self._seen.add(fd)
+    def begin(self) -> None:
+        """Begin a pass."""
+        self._spent.clear()
+
+    def is_left(self, holder: int) -> bool:
+        """Return True if a holder's connections may be worked for in this pass."""
         return self._spent[holder] < self._seconds
 
     @contextlib.contextmanager

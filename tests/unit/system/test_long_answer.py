@@ -6,6 +6,7 @@ import json
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from honed.system import durable
 from honed.system.client import Client
-from honed.system.control import PAGE_BYTES, Request, Rows, Server
+from honed.system.control import HOLDER_SEC, PAGE_BYTES, PAGE_SEC, Request, Rows, Server
 from honed.system.durable import Steps
 from honed.system.error import EnvironmentInvalidError, HonedError
 from honed.system.ration import Rations
@@ -125,17 +126,41 @@ def test_a_search_that_finds_nothing_for_long_holds_up_nobody(path: Path) -> Non
 
 
 def test_the_connections_of_one_holder_have_a_limited_time_in_a_pass() -> None:
-    times = iter([0.0, 0.06, 0.06, 0.12, 1.0, 1.01])
+    times = iter([0.0, 0.06, 0.06, 0.12])
     rations = Rations(0.1, clock=lambda: next(times))
-    for fd in (5, 6):
-        assert rations.is_left(fd, holder=1)
+    for _ in range(2):
+        assert rations.is_left(holder=1)
         with rations.spend(1):
             pass
-    assert not rations.is_left(7, holder=1)
-    assert rations.is_left(8, holder=2)
-    with rations.spend(2):
-        pass
-    assert rations.is_left(7, holder=1)  # the next pass
+    assert not rations.is_left(holder=1)
+    assert rations.is_left(holder=2)
+    rations.begin()
+    assert rations.is_left(holder=1)
+
+
+def test_between_two_turns_of_the_loop_a_holder_has_no_more_than_in_one(tmp_path: Path) -> None:
+    with selectors.DefaultSelector() as selector:
+        server = Server(tmp_path / "control.sock", selector, lambda _: Rows(map(_slow, range(1000))))
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(str(tmp_path / "control.sock"))
+            peer.sendall(b'{"verb": "list", "paged": 1}\n')
+            peer.setblocking(False)
+            num_pages = []
+            for _ in range(2):
+                turn = selector.select(0)
+                for key, events in turn:
+                    key.data(events)
+                for _ in range(50):  # steps
+                    server.serve()
+                assert len(turn) == 1
+                num_pages.append(peer.recv(1 << 20).count(b'"page"'))
+        server.close()
+    assert all(1 <= num <= 1 + HOLDER_SEC / PAGE_SEC for num in num_pages)
+
+
+def _slow(number: int) -> int:
+    time.sleep(PAGE_SEC / 10)
+    return number
 
 
 def test_work_side_by_side_is_synced_once_a_step_and_one_fault_is_its_own(
