@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 
 from honed.job import event
 from honed.job.database import Database
@@ -149,7 +150,7 @@ def begin(
                 is_late=lambda: time.monotonic() >= until,
             )
         known = database.job_ids()
-        _put(database, spool.layout, [job for job in spool.all_jobs().values() if job.id not in known])
+        _put(database, spool.layout, [job for job in spool.all() if job.id not in known])
         catch_up(database, spool, spool.layout, failures=failures)
         fill(database, spool, spool.layout, alive=alive, is_late=lambda: time.monotonic() >= until)
         if database.pending:
@@ -188,8 +189,8 @@ def catch_up(
 
 
 def _not_in(spool: Spool, states: Mapping[int, str]) -> Iterator[Job]:
-    """Yield the jobs whose state differs from `states` or is missing there."""
-    return (job for state in State for job in spool.jobs(state) if states.get(job.id) != state)
+    """Yield the jobs whose state differs from `states` or is missing there, by number."""
+    return iter(sorted((job for job in spool.all() if states.get(job.id) != job.state), key=attrgetter("id")))
 
 
 def tend(

@@ -177,6 +177,8 @@ class Counters:
         """Count what has happened to a job since it was counted last."""
         old = self._marks.get(job.id)
         known, now = old or Mark(), Mark.of(job)
+        if now == old:  # as most jobs at a start
+            return
         if old is None and job.arrived_at is not None:
             self._observe("honed_check_duration_seconds", job.submitted_at - job.arrived_at, "accepted")
         if now.started > known.started:

@@ -274,8 +274,8 @@ class Database:
         """Write the rows of all jobs, skipping rows that are up to date. A failed write is only logged."""
         with self._logging_faults("the rows of all jobs"):
             known = {row[0]: row for row in self._db.execute("SELECT id, name, state, outcome, priority FROM jobs")}
-            rows = [_job_row(job) for job in jobs if job.id not in self.uncounted]
-            rows = [row for row in rows if known.get(row[0]) != row[:5]]
+            changed = (job for job in jobs if known.get(job.id) != _shown(job))
+            rows = [_job_row(job) for job in changed if job.id not in self.uncounted]
             self.moved |= {row[0] for row in rows if row[0] not in self.pending}
             with self._transaction():
                 self._db.executemany(PUT_JOB, rows)
@@ -433,8 +433,13 @@ def _score(metrics: Mapping[str, float]) -> Score:
     return {"name": named[0], "value": scores[named[0]]}
 
 
+def _shown(job: Job) -> tuple[Any, ...]:
+    """Return the columns of a job's row that can change, after its number."""
+    return (job.id, job.name, job.state.value, job.outcome, job.priority)
+
+
 def _job_row(job: Job) -> tuple[Any, ...]:
-    return (job.id, job.name, str(job.state), job.outcome, job.priority, timestamp(job.submitted_at))
+    return (*_shown(job), timestamp(job.submitted_at))
 
 
 def _check(db: sqlite3.Connection) -> None:

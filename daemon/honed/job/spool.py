@@ -22,6 +22,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,7 @@ class Spool:
     def all_jobs(self) -> dict[int, Job]:
         """Return every job once, by number, also while the daemon moves entries beside this reader."""
         if self._catalog is not None:
-            return {job.id: job for job in sorted(self._catalog, key=lambda job: job.id)}
+            return {job.id: job for job in sorted(self._catalog, key=attrgetter("id"))}
         return self.entries.all()
 
     def job(self, job_id: int) -> Job | None:

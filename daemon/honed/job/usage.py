@@ -114,6 +114,8 @@ class Usage:
         level, or else users without a history would come before all others for a long time. Raises OSError."""
         for job in jobs:
             for attempt in job.attempts:
+                if (job.id, attempt.number) in self._counted:  # mostly, and before a weight is looked up
+                    continue
                 self._charge(job, attempt, weight_of(job.uid) if not self._is_new else None)
         if self._is_new:
             self._unwritten.append({"uid": _FLOOR, "level": self.floor})  # so that there is a file
