@@ -36,6 +36,7 @@ from honed.job.submitted import Submitted
 from honed.system import access, durable, rename, untrusted
 from honed.system.durable import Steps, finish
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, SpecError
+from honed.system.holder import Holders
 from honed.system.layout import SPEC_SUFFIXES
 from honed.system.personpath import PersonPath
 
@@ -58,7 +59,7 @@ class Dropped:
     """A file in incoming/ that is ready to be claimed."""
 
     path: PersonPath
-    uid: int  #: its owner
+    uid: int  #: its owner; or whoever that is a subordinate user of, or UNKNOWN (holder.py): their files are as one's
     inode: int
     changed_ns: int  #: its change time
 
@@ -172,6 +173,7 @@ class Arrivals:
         self.submitted = Submitted(lambda: _places(spool.claimed_dir))
         #: True if workers run as another user; files must then be shared with that user explicitly.
         self._has_workers_user = access.has_workers_user(spool.layout.root)
+        self._holders = Holders()
 
     def close(self) -> None:
         """Try once more to remove the directories of rejected arrivals. Call it before the spool is closed."""
@@ -202,7 +204,8 @@ class Arrivals:
         found = []
         for name, info in untrusted.infos(self._spool.incoming, filter(_is_finished, names)):
             # The change time, because a rename updates it and leaves the other times.
-            found.append((info.st_ctime_ns, name, info.st_uid, info.st_ino))
+            uid = self._holders.of(info.st_uid) if self._has_workers_user else info.st_uid
+            found.append((info.st_ctime_ns, name, uid, info.st_ino))
         return [Dropped(self._spool.incoming / name, uid, ino, changed) for changed, name, uid, ino in sorted(found)]
 
     def claim(self, arrival: PersonPath) -> Claim | None:
@@ -239,9 +242,12 @@ class Arrivals:
 
     def submit(self, name: str, data: bytes, uid: int) -> Claim:
         """Store a submitted job file under a new number. The rename to its final name is the commit: a crash before it
-        leaves nothing that counts. Raises SpecError if the name is not a valid job file name.
+        leaves nothing that counts. Raises SpecError if the name is not a valid job file name, and NotPermittedError
+        for a user whom the machine does not know: each of them would have room for as many files as a person.
         """
         _check_name(name)
+        if self._has_workers_user:
+            _require_known(name, uid)
         if "/" in name or name.startswith(".") or len(os.fsencode(name)) > MAX_NAME_BYTES - len("..tmp"):
             raise SpecError(f"{name!r}: not a valid file name, too long, or hidden", hint="rename the file")
         job_id = self._numbers.reserve()
@@ -531,12 +537,17 @@ def _read_claimed(claim: Claim, max_bytes: int, *, has_workers_user: bool) -> tu
     uid = info.st_uid if claim.submitter is None else claim.submitter
     if len(data) > max_bytes:
         raise too_large(claim.name, max_bytes)
-    if has_workers_user and access.is_person(uid) and not access.is_known(uid):
+    if has_workers_user:
+        _require_known(claim.name, uid)
+    return data, uid
+
+
+def _require_known(name: str, uid: int) -> None:
+    if access.is_person(uid) and not access.is_known(uid):
         raise NotPermittedError(
-            f"{claim.name}: its owner, uid {uid}, is not a user of this machine",
+            f"{name}: its owner, uid {uid}, is not a user of this machine",
             hint="submit it as a user that `getent passwd` lists; if a directory service was down, drop it again",
         )
-    return data, uid
 
 
 def _dropper_fault(claim: Claim, error: OSError) -> SpecError | None:

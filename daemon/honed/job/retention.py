@@ -29,6 +29,7 @@ from honed.spec import problem
 from honed.spec.config import RetentionConfig
 from honed.system import untrusted
 from honed.system.error import NotPermittedError, UsageError
+from honed.system.holder import Holders
 from honed.system.layout import Layout
 from honed.system.personpath import PersonPath
 
@@ -285,15 +286,17 @@ def look_at_refused(spool: Spool, reasons: list[Item], files: list[Item]) -> Ite
     there. A file and its reason are of about the same time and of one user, so that the limits of both remove both."""
     names = untrusted.names_in(spool.rejected, limit=None)
     is_full = len(names) > MAX_REJECTED  # only then it matters whose they are, which a reason says in its text
+    holders = Holders()  # thousands of subordinate users count as the one whose they are
     submitters: dict[str, int | None] = {}
     for name, info in untrusted.infos(spool.rejected, names):
-        item = Item(name, info.st_ctime, info.st_size, info.st_uid)
+        item = Item(name, info.st_ctime, info.st_size, holders.of(info.st_uid) if is_full else info.st_uid)
         if not name.endswith(refusals.SUFFIX):
             files.append(item)
         elif is_full and (reason := _readable(spool.rejected / name)) is not None:
-            reasons.append(replace(item, uid=reason.uid))
+            uid = reason.uid if reason.uid is None else holders.of(reason.uid)
+            reasons.append(replace(item, uid=uid))
             if reason.kept_path is not None:
-                submitters[reason.kept_path.name] = reason.uid
+                submitters[reason.kept_path.name] = uid
         else:
             reasons.append(item)
         yield

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from honed.system.holder import UNKNOWN, Holders
 from honed.system.log import about, fields_of
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ class _Period:
 
 
 class LogQuota(logging.Filter):
-    """Lets a line through, or counts it. `owner_of` returns the user of a job."""
+    """Lets a line through, or counts it. `owner_of` returns the user of a job, and `holder_of` whose subordinate a user
+    is (holder.py): together they have the lines of one."""
 
     def __init__(
         self,
@@ -36,8 +38,10 @@ class LogQuota(logging.Filter):
         clock: Callable[[], float] = time.monotonic,
         *,
         is_timed: bool = True,
+        holder_of: Callable[[int], int] = lambda uid: uid,
     ) -> None:
         super().__init__()
+        self._holder_of = holder_of
         self._owner_of = owner_of
         self._clock = clock
         self._is_timed = is_timed
@@ -52,7 +56,7 @@ class LogQuota(logging.Filter):
             return True
         self.tell()
         with self._lock:
-            period = self._periods.setdefault(uid, _Period(self._clock()))
+            period = self._periods.setdefault(self._holder_of(uid), _Period(self._clock()))
             period.num += 1
             if period.num <= MAX_LINES:
                 return True
@@ -73,12 +77,12 @@ class LogQuota(logging.Filter):
         for uid, each in over.items():
             if each.num_left_out:
                 log.warning(
-                    "user %d: %d lines about their jobs and files were left out: more than %d in %d s",
-                    uid,
+                    "%s: %d lines about their jobs and files were left out: more than %d in %d s",
+                    "users whom this machine does not know" if uid == UNKNOWN else f"user {uid}",
                     each.num_left_out,
                     MAX_LINES,
                     PERIOD_SEC,
-                    extra=about(None, uid=uid),
+                    extra=about(None, uid=None if uid == UNKNOWN else uid),
                 )
 
     def _uid(self, record: logging.LogRecord) -> int | None:
@@ -91,6 +95,6 @@ class LogQuota(logging.Filter):
 
 def begin(owner_of: Callable[[int], int | None]) -> None:
     """Limit the lines of this process from now on."""
-    quota = LogQuota(owner_of)
+    quota = LogQuota(owner_of, holder_of=Holders().of)
     for handler in logging.getLogger().handlers:
         handler.addFilter(quota)
