@@ -83,7 +83,7 @@ class Availability:
 
     def _read(self) -> Standing:
         try:
-            return Standing.from_json(self._path.read_bytes())
+            return Standing.from_json(durable.read(self._path))
         except FileNotFoundError:
             return Standing()
         except (OSError, ValueError) as error:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.job import refusals
-from honed.job.damaged import passed_over
+from honed.job.damaged import is_of_item, passed_over
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.refusals import MAX_NAME_BYTES, shown
@@ -116,7 +116,7 @@ class Numbers:
     def reserve(self, count: int = 1) -> int:
         """Reserve `count` numbers that were never used before and return the first. Durable on return."""
         try:
-            last = int(self._path.read_text())
+            last = int(durable.read(self._path))
         except FileNotFoundError:
             last = 0
         except ValueError:
@@ -127,7 +127,15 @@ class Numbers:
 
     def check(self) -> None:
         """Raise EnvironmentInvalidError if the file holds no number."""
-        if self._path.exists() and not self._path.read_text(errors="replace").strip().isdecimal():
+        try:
+            is_whole = durable.read(self._path).strip().isdigit()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if not is_of_item(error):
+                raise
+            is_whole = False
+        if not is_whole:
             raise self._damage()
 
     def _damage(self) -> EnvironmentInvalidError:

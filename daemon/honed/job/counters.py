@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from honed.job import refusals
+from honed.job.damaged import begun_anew
 from honed.job.job import Job
 from honed.job.spool import Spool
 from honed.system import durable
@@ -34,6 +35,12 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two writes of the file, at least, and that as a multiple of a write's duration.
 WRITE_INTERVAL_SEC, WRITE_REST = 5.0, 100
+
+
+#: Numbers in one span, at most: more jobs than any instance has.
+MAX_SPAN = 10_000_000
+#: What the content of another program, or of a broken disk, may raise.
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Counter(NamedTuple):
@@ -121,17 +128,12 @@ class Counters:
         self._write_at = -math.inf
 
     def recover(self) -> None:
-        """Read the file, count what it lacks, and count every change from now on. Raises OSError if it cannot be
-        written where there was none."""
-        try:
-            self._read(json.loads(self._path.read_bytes()))
-        except FileNotFoundError:
-            self._begin()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.error("%s: damaged, all counters start at zero: %s", self._path, error)  # noqa: TRY400
-            self._begin()
-        else:
+        """Read the file, count what it lacks, and count every change from now on. Raises OSError for a fault of the
+        machine."""
+        if begun_anew(self._path, self._read):
             self._catch_up()
+        else:
+            self._begin()
         self._spool.catalog.listen(self._told)
 
     def patience(self) -> float:
@@ -249,8 +251,13 @@ class Counters:
         claimed is not rejected yet."""
         found: dict[int, str] = {}
         are_all = True
-        claimed = {path.parent.name.partition(".")[0] for path in self._spool.claimed_dir.glob("[0-9]*/*")}
-        for path in refusals.listed(self._spool.rejected):
+        try:
+            claimed = {path.parent.name.partition(".")[0] for path in self._spool.claimed_dir.glob("[0-9]*/*")}
+            paths = refusals.listed(self._spool.rejected)
+        except OSError as error:
+            log.warning("%s: the files in it are not counted: %s", self._spool.rejected_dir, error)
+            return found, False
+        for path in paths:
             try:
                 if (reason := refusals.read(path)) is not None and str(reason.number) not in claimed:
                     found[reason.number] = reason.code
@@ -259,12 +266,14 @@ class Counters:
                 are_all = False
         return found, are_all
 
-    def _read(self, data: Mapping[str, Any]) -> None:
-        """Take the file's content. Raises ValueError, KeyError, TypeError or AttributeError if it is damaged."""
+    def _read(self, content: bytes) -> bool:
+        """Take the file's content. Returns True. Raises an exception if it is damaged."""
+        data = json.loads(content)
         values, counted = values_of(data), data["counted"].items()
         self._marks = {number: Mark(*map(int, mark.split("."))) for mark, text in counted for number in _numbers(text)}
         self._pruned, self._rejected = (set(_numbers(data[key])) for key in ("pruned", "rejected"))
         self._values = values
+        return True
 
     def _data(self) -> dict[str, object]:
         by_mark: dict[Mark, list[int]] = {}
@@ -281,14 +290,14 @@ class Counters:
 def read(path: Path) -> Values | None:
     """Return the values in the file; None if there is none, or a damaged one."""
     try:
-        return values_of(json.loads(path.read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return values_of(json.loads(durable.read(path)))
+    except (OSError, *DAMAGE):
         return None
 
 
 def values_of(data: Mapping[str, Any]) -> Values:
-    """Return the values in the file's content, and zero for those that it lacks. Raises ValueError, KeyError, TypeError
-    or AttributeError if it is damaged."""
+    """Return the values in the file's content, and zero for those that it lacks. Raises one of DAMAGE if it is not what
+    honed has written."""
     made = _zero()
     for name, values in made["counters"].items():
         values.update({str(label): float(value) for label, value in data["counters"].get(name, {}).items()})
@@ -326,4 +335,7 @@ def _numbers(text: str) -> Iterator[int]:
     """Yield the numbers that `_spans` has written. Raises ValueError for another text."""
     for span in text.split():
         first, _, last = span.partition("-")
-        yield from range(int(first), int(last or first) + 1)
+        numbers = range(int(first), int(last or first) + 1)
+        if len(numbers) > MAX_SPAN:
+            raise ValueError(f"not a span of numbers: {span}")
+        yield from numbers

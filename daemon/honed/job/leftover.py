@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from honed.job import tree
+from honed.job.damaged import begun_anew
 from honed.job.tree import Count
 from honed.system import durable
 from honed.system.layout import Layout
@@ -33,11 +34,21 @@ class Leftover:
 def listed(layout: Layout) -> list[Leftover]:
     """Return what is left, as it was at the last try. Raises OSError if that cannot be read."""
     try:
-        return [Leftover(**each) for each in json.loads(layout.left_path.read_bytes())]
+        return _parsed(durable.read(layout.left_path))
     except FileNotFoundError:
         return []
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return []  # it is found by its name, by a person
+
+
+def _known(layout: Layout) -> list[Leftover]:
+    """Return what is left; nothing if the list is damaged, which is begun anew then. Raises OSError."""
+    return begun_anew(layout.left_path, _parsed) or []
+
+
+def _parsed(data: bytes) -> list[Leftover]:
+    """Raises an exception for what honed has not written."""
+    return [Leftover(str(each["path"]), str(each["problem"]), float(each["since"])) for each in json.loads(data)]
 
 
 def remove(layout: Layout, path: Path, tick: Callable[[], None]) -> Count:
@@ -53,7 +64,7 @@ def remove(layout: Layout, path: Path, tick: Callable[[], None]) -> Count:
 def remove_again(layout: Layout, tick: Callable[[], None]) -> Count:
     """Try once more to remove all that is left."""
     total, still = Count(), []
-    for each in listed(layout):
+    for each in _known(layout):
         count = tree.remove(Path(each.path), tick)
         total = total.plus(count)
         if count.problem is not None:
@@ -64,7 +75,7 @@ def remove_again(layout: Layout, tick: Callable[[], None]) -> Count:
 
 def _leave(layout: Layout, path: Path, problem: str) -> None:
     """Give it another name, that it is remembered by. Raises OSError if that is not possible: e.g. it is a mount."""
-    known = listed(layout)
+    known = _known(layout)
     number, target = 1, path.with_name(f".{path.name}.left")
     while os.path.lexists(target):
         number += 1

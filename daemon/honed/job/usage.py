@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from honed.job.ahead import NO_DEVICE_KEY
+from honed.job.damaged import begun_anew
 from honed.job.job import Attempt, Job
 from honed.system import durable
 
@@ -168,10 +169,18 @@ class Usage:
             os.close(fd)
         self._unwritten.clear()
 
-    def _read(self) -> None:
+    def _lines(self) -> list[bytes] | None:
+        """Return the file's lines; None if there is none. A damaged one is begun anew, if it is ours."""
+        if self._is_ours:
+            return begun_anew(self._path, _split)
         try:
-            lines = self._path.read_bytes().splitlines(keepends=True)
+            return _split(durable.read(self._path))
         except FileNotFoundError:
+            return None
+
+    def _read(self) -> None:
+        lines = self._lines()
+        if lines is None:
             return
         self._is_new = False
         since, num_bad, kept = self._now() - MAX_AGE_SEC, 0, []
@@ -191,6 +200,10 @@ class Usage:
             durable.write(self._path, b"".join(map(_bytes, [*kept, *last])))
 
 
+def _split(data: bytes) -> list[bytes]:
+    return data.splitlines(keepends=True)
+
+
 def _bytes(line: _Line) -> bytes:
     return (json.dumps(line) + "\n").encode()
 
@@ -201,19 +214,19 @@ def _parsed(lines: list[bytes]) -> Iterator[_Line | None]:
     try:
         whole = json.loads(b"[" + b",".join(lines) + b"]")
         each = whole if len(whole) == len(lines) else map(_loads, lines)
-    except ValueError:
+    except (ValueError, RecursionError):
         each = map(_loads, lines)
     for raw, text in zip(each, lines, strict=True):
         try:
             yield _line(raw, text)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             yield None
 
 
 def _loads(text: bytes) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -297,7 +297,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     Raises OSError if the machine prevents reading it: by a cursor that seems to be at the start, the next file would
     get a number before the real one, and nobody would send its rows."""
     try:
-        data = path.read_bytes()
+        data = durable.read(path)
     except OSError as error:
         if durable.machine_fault(error) and error.errno not in durable.OWNERS_ERRNOS:
             raise

@@ -104,6 +104,24 @@ def _raise(error: OSError) -> None:
     raise error
 
 
+def read(path: Path) -> bytes:
+    """Return the content of a file of honed's own. Raises OSError, also for what is no file, such as a pipe, and for a
+    link that leads nowhere."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, "a link that leads nowhere", str(path)) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(fd)
+
+
 def write_all(fd: int, data: bytes) -> None:
     """Write all of the data to a descriptor: one call may take a part of it."""
     view = memoryview(data)

@@ -244,7 +244,7 @@ def test_without_a_whole_file_all_begin_at_zero_and_nothing_earlier_is_counted(
         made.tend(is_last=True)
     path.unlink() if content is None else path.write_text(content)
     with honed(tmp_path) as (spool, _):
-        assert ("all counters start at zero" in caplog.text) is (content is not None)
+        assert ("begun anew" in caplog.text) is (content is not None)
         assert values(tmp_path)["counters"]["honed_jobs_finished_total"] == {}
         for event in STORY[9:]:
             event(spool)
