@@ -287,6 +287,21 @@ def test_a_link_in_the_place_of_the_spec_is_not_followed(instance: Instance) -> 
     assert "hunter2" not in instance.layout.job(1).report_path.read_text()
 
 
+def test_what_lies_in_the_place_of_a_page_costs_that_page_alone(
+    instance: Instance, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("first", "second"):
+        instance.drop(f"succeed.{name}")
+    assert instance.drain() == 0
+    pages = [instance.layout.job(number).report_path for number in (1, 2)]
+    for page in pages:
+        page.unlink()
+    pages[0].mkdir()
+    assert report.write(instance.layout, [1, 2], is_shared=True, admin_group="") == 0, "it would be tried for ever"
+    assert "job 1: its report: " in capsys.readouterr().err
+    assert "succeed.second" in Page.of(pages[1]).shown
+
+
 def test_honectl_names_the_page(instance: Instance) -> None:
     instance.drop("succeed")
     assert instance.drain() == 0

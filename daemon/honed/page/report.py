@@ -587,7 +587,8 @@ def write(
             untrusted.write_plain(layout.files(job_id).report_path, render(gather(spool, layout, job), now=now))
         except OSError as error:
             print(f"job {job_id}: its report: {error}", file=sys.stderr)
-            num_failed += 1
+            # What its submitter has put in its place costs this page alone, until the job's state changes.
+            num_failed += durable.machine_fault(error) is not None and error.errno not in durable.OWNERS_ERRNOS
         except Exception as error:  # noqa: BLE001 - a worker that tells nonsense costs its own page, and no other's
             print(f"job {job_id}: its report could not be generated:\n{trace(error)}", file=sys.stderr)
     reader = Reader(layout.database_path)

@@ -34,6 +34,7 @@ MAX_NAMES = 10_000
 #: Of statx(2), since Linux 5.8 and glibc 2.28; where they are missing, mounts are not noticed.
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000
 _MOUNT_ROOT = 0x2000
+_MOUNTED = "another file system is mounted there"
 
 
 def open_plain(
@@ -288,7 +289,7 @@ def _look_up(place: int, name: str, path: PersonPath) -> int:
     fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place)
     if not path.is_own and is_mount(fd):
         os.close(fd)
-        raise OSError(errno.EXDEV, "another file system is mounted there")
+        raise OSError(errno.EXDEV, _MOUNTED)
     return fd
 
 
@@ -299,12 +300,23 @@ def _opened(fd: int, flags: int) -> int:
 
 @contextlib.contextmanager
 def _named(path: PersonPath) -> Iterator[None]:
-    """Let errors name the whole path."""
+    """Let errors name the whole path, and what keeps a name from being replaced or removed, if it is a mount."""
     try:
         yield
     except OSError as error:
         error.filename = str(path)
+        if error.errno == errno.EBUSY and _is_mounted(path):
+            raise OSError(errno.EXDEV, _MOUNTED, str(path)) from error
         raise
+
+
+def _is_mounted(path: PersonPath) -> bool:
+    """Return True if a person has mounted something over a path."""
+    try:
+        info(path)
+    except OSError as error:
+        return error.errno == errno.EXDEV
+    return False
 
 
 # -- mounts -----------------------------------------------------------------------------------------------------------

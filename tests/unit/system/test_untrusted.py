@@ -217,6 +217,13 @@ for path in (job / "hangs", job / "file"):
 assert [name for name, _ in untrusted.infos(job, ["hangs", "file", "gone", "plain"])] == ["plain"]
 for act in (untrusted.info, untrusted.read_plain, untrusted.names_in, untrusted.remove, untrusted.make_dir):
     assert fault(lambda: act(job / "hangs/more")) == "another file system is mounted there", act
+for act in (  # the kernel says EBUSY, as of a fault of the machine
+    lambda: untrusted.write_plain(job / "file", b""),
+    lambda: untrusted.remove(job / "file"),
+    lambda: untrusted.remove_dir(job / "hangs"),
+    lambda: untrusted.rename(job / "file", job / "other"),
+):
+    assert fault(act) == "another file system is mounted there"
 assert untrusted.read_plain(PersonPath.own(root / "job/file")) == b"secret"
 assert libc.mount(b"jobs", os.fsencode(root / "job"), b"tmpfs", 0, None) == 0  # by an administrator
 untrusted.write_plain(job / "a", b"a")
