@@ -20,6 +20,8 @@ from honed.job import counters, query
 from honed.job.job import State
 from honed.run import snapshot
 from honed.run.fetcher import ProcessFetchRunner
+from honed.system.clock import awake_time
+from honed.system.pauses import MIN_PAUSE_SEC
 from waiting import wait_for
 from zoo import plain
 
@@ -187,6 +189,26 @@ def test_a_daemon_that_ends_during_a_fetch_goes_on_with_it(
     ranges = [wanted for path, wanted, _ in hub.requests if path.endswith("model.safetensors")]
     assert len(ranges) == (1 if number == signal.SIGKILL else 2), "adopted, or gone on with"
     assert all(ranges[1:])
+
+
+def test_a_pause_of_honed_and_a_fetch_brings_no_deadline_nearer(fetching: Instance, hub: Hub) -> None:
+    """As `systemctl freeze honed.slice` makes it. The fetch goes on last."""
+    timeout_sec = 3 * MIN_PAUSE_SEC
+    fetching.configure(f"[policy]\nhub = true\n[hub]\nfetch_timeout_sec = {timeout_sec}\n")
+    hub.repositories[REPO].held_at = HELD_AT
+    fetching.start()
+    fetching.drop("succeed", base_model=REPO)
+    wait_for_bytes(fetching)
+    assert fetching.process is not None
+    pids = [fetching.process.pid, fetch_pid(fetching, 1)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    over_at = json.loads(fetching.layout.fetch(1).request_path.read_bytes())["deadline"] + 2.0
+    wait_for(lambda: awake_time() > over_at, what="the end of the pause")
+    hub.repositories[REPO].held_at = None
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    fetching.wait_state("succeed", State.SUCCEEDED)
 
 
 def test_a_fetch_that_is_killed_or_cut_off_is_started_again(fetching: Instance, hub: Hub) -> None:

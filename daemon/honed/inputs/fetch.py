@@ -63,6 +63,7 @@ from honed.system.error import (
     said,
 )
 from honed.system.layout import Layout
+from honed.system.pauses import LOOK_SEC, Lookout
 
 log = logging.getLogger("honed.inputs.fetch")
 
@@ -132,9 +133,12 @@ Tell = Callable[[FetchProgress], None]
 
 
 class Download:
-    """The download of a repository's files into blobs/: progress, retries, and the deadline."""
+    """The download of a repository's files into blobs/: progress, retries, and the deadline, which no pause brings
+    nearer."""
 
     def __init__(self, request: Request, hub: Hub, blobs_dir: Path, tell: Tell) -> None:
+        self._lookout = Lookout()
+        self._lookout.start()
         self._request = request
         self._hub = hub
         self._blobs_dir = blobs_dir
@@ -227,13 +231,19 @@ class Download:
                 if str(error) != self.progress["problem"]:
                     log.warning("%s: %s; retrying until hub.fetch_timeout_sec", self._hub.where, error)
                 self.say(problem=str(error), at_once=True)
-                time.sleep(max(0.0, min(self._backoff.next_sec(), self._request.deadline - awake_time())))
+                time.sleep(max(0.0, min(self._backoff.next_sec(), self._left_sec())))
             else:
                 self.progress["problem"] = None
                 return done
 
+    def _left_sec(self) -> float:
+        return self._request.deadline + self._lookout.paused_sec - awake_time()
+
     def _check_deadline(self) -> None:
-        if awake_time() < self._request.deadline:
+        if self._left_sec() > 0:
+            return
+        time.sleep(2 * LOOK_SEC)  # what has just passed may be a pause that was not seen yet
+        if self._left_sec() > 0:
             return
         problem = f": {self.progress['problem']}" if self.progress["problem"] else ""
         raise EnvironmentInvalidError(
@@ -243,6 +253,7 @@ class Download:
 
     def say(self, *, at_once: bool = False, **changes: Unpack[FetchProgress]) -> None:
         self.progress |= changes
+        self.progress["paused_sec"] = self._lookout.paused_sec
         now = time.monotonic()
         if at_once or now - self._told_at >= PROGRESS_INTERVAL_SEC:
             self._told_at = now

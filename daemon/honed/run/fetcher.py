@@ -39,7 +39,7 @@ FIRST_DELAY_SEC = 1.0
 MAX_DELAY_SEC = 60.0
 #: Consecutive deaths without progress after which a fetch fails.
 MAX_DEATHS = 5
-#: Seconds after its deadline before a fetch that does not end by itself is killed.
+#: Seconds for which a fetch is seen to go on after its deadline before it is killed.
 DEADLINE_GRACE_SEC = 120.0
 #: Seconds between two log lines about one fetch.
 LOG_INTERVAL_SEC = 60.0
@@ -126,6 +126,13 @@ class _Fetch:
     backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_DELAY_SEC, MAX_DELAY_SEC))
     progress: FetchProgress = field(default_factory=FetchProgress)
     logged_at: float = 0.0
+    over_since: float | None = None  #: when its deadline was first seen to be over, by the daemon's clock
+
+    @property
+    def is_over(self) -> bool:
+        """True after its deadline: what did not pass for its process does not count."""
+        deadline: float = self.request["deadline"]
+        return awake_time() > deadline + self.progress.get("paused_sec", 0.0)
 
     @property
     def name(self) -> str:
@@ -286,7 +293,11 @@ class Fetcher:
             fetch.logged_at = now
             done, of = progress["bytes"] / 2**30, progress["of"] / 2**30
             log.info("fetching %s: %.1f of %.1f GiB", fetch.name, done, of)
-        if awake_time() > fetch.request["deadline"] + DEADLINE_GRACE_SEC:
+        if not fetch.is_over:
+            fetch.over_since = None
+        elif fetch.over_since is None:
+            fetch.over_since = now
+        elif now - fetch.over_since > DEADLINE_GRACE_SEC:
             self._runner.stop(fetch.number, at_once=True)
 
     def _died(self, fetch: _Fetch) -> HonedError | None:
@@ -297,13 +308,15 @@ class Fetcher:
             fetch.backoff.reset()
         fetch.num_deaths += 1
         fetch.num_bytes_at_death = num_bytes
-        if awake_time() > fetch.request["deadline"] or fetch.num_deaths >= MAX_DEATHS:
+        if fetch.is_over or fetch.num_deaths >= MAX_DEATHS:
             return EnvironmentInvalidError(
                 f"{fetch.missing.key}: {fetch.name} could not be fetched: the fetch process died {fetch.num_deaths} "
                 "times",
                 hint="see the journal; submit the job again to continue: files fetched so far are kept",
             )
         self._count(fetch.number, fetch.missing.repo_type)
+        fetch.request["deadline"] += fetch.progress.pop("paused_sec", 0.0)  # the next process counts its own
+        durable.write_json(self._layout.fetch(fetch.number).request_path, fetch.request)
         delay = fetch.backoff.next_sec()
         log.warning("the fetch of %s died without an error message; retrying in %.0f s", fetch.name, delay)
         fetch.is_started, fetch.not_before = False, self._clock() + delay

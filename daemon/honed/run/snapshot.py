@@ -69,6 +69,7 @@ class FetchProgress(TypedDict, total=False):
     of_files: int
     file: str | None
     problem: str | None  #: that delays it
+    paused_sec: float  #: that did not pass for this process: its deadline is as much later
 
 
 @dataclass(frozen=True)

@@ -309,8 +309,8 @@ class HubConfig(_Section):
     """[hub]: fetching of models and data sets, if policy.hub allows it."""
 
     fetch_timeout_sec: Annotated[float, Field(gt=0)] = 86400.0
-    """Maximum seconds to fetch one model or data set, all interruptions and retries together; then its jobs are
-    rejected."""
+    """Maximum seconds to fetch one model or data set, all interruptions and retries together, without the time in which
+    honed and the fetch were frozen; then its jobs are rejected."""
     max_fetches: Annotated[int, Field(ge=1)] = 2
     """Maximum number of models and data sets fetched at a time."""
 

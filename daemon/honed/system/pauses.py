@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds. A shorter pause is what a busy machine makes, and moves no deadline.
 MIN_PAUSE_SEC = 5.0
+#: Seconds between two looks for a pause.
+LOOK_SEC = 1.0
 #: The pauses that are remembered one by one.
 MAX_PAUSES = 1000
 
@@ -36,6 +38,32 @@ def noted_sec(path: PersonPath) -> float:
     except (OSError, ValueError):
         return 0.0
     return seconds if 0.0 <= seconds < math.inf else 0.0
+
+
+class Lookout:
+    """Looks for the pauses of a process that waits for others, e.g. for the network: in a thread of its own, since it
+    does not know how long each wait may take. `sleep` takes seconds."""
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self.paused_sec = 0.0  #: in all; the last one after up to LOOK_SEC
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="pauses", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self.look()
+
+    def look(self) -> None:
+        """Sleep, and note by how much it took too long."""
+        before = self._clock()
+        self._sleep(LOOK_SEC)
+        if (pause_sec := self._clock() - before - LOOK_SEC) >= MIN_PAUSE_SEC:
+            self.paused_sec += pause_sec
 
 
 class Pauses:

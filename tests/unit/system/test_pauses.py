@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from honed.system.pauses import MIN_PAUSE_SEC, Pauses
+from honed.system.pauses import LOOK_SEC, MIN_PAUSE_SEC, Lookout, Pauses
 
 
 class Process:
@@ -72,3 +72,16 @@ def test_before_the_first_sleep_a_disk_may_take_its_time() -> None:
     clock = Pauses(clock=lambda: now, cpu=lambda: 0.0)
     now = 100.0
     assert clock() == 100.0
+
+
+def test_a_lookout_sees_each_pause_of_its_process_and_no_load() -> None:
+    now, late = 0.0, iter([0.0, MIN_PAUSE_SEC - LOOK_SEC, 600.0, 0.0, 60.0])
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds + next(late)
+
+    lookout = Lookout(clock=lambda: now, sleep=sleep)
+    for _ in range(5):
+        lookout.look()
+    assert lookout.paused_sec == 660.0
