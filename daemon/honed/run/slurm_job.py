@@ -49,6 +49,8 @@ WORD_SEC = 60.0
 NODE_FAIL = "NODE_FAIL"
 #: States in which a job that has begun does not run: it was suspended, or put back into the queue.
 NOT_RUNNING = frozenset({"SUSPENDED", "STOPPED", "PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
+#: Those of them in which it will run again by itself.
+PUT_BACK = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED"})
 #: States of jobs that Slurm itself has stopped: honed queues them again. Without a state, the reason of a lost node.
 STOPPED_BY_SLURM, NODE_DOWN = frozenset({NODE_FAIL, "BOOT_FAIL", "PREEMPTED", "TIMEOUT"}), "NodeDown"
 
@@ -235,7 +237,8 @@ class SlurmJob:
             return True
         if snapshot is None or snapshot.began < self._recorded_at:
             return False
-        return all(each.is_over or each.reason == NODE_DOWN for each in snapshot.jobs.get(self.handed.name, ()))
+        seen = snapshot.jobs.get(self.handed.name, ())
+        return _was_put_back(seen) or all(each.is_over or each.reason == NODE_DOWN for each in seen)
 
     def _settled(self, seen: Sequence[Seen], *, end: Mapping[str, str], waits: bool) -> Exit | None:
         """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
@@ -270,7 +273,9 @@ class SlurmJob:
         self._write(replace(self.handed, is_over=True))
         by_slurm = any(each.state in STOPPED_BY_SLURM or each.reason == NODE_DOWN for each in seen)
         found = exit_of(record)
-        is_going_down = by_slurm and not self._wish.is_there and found.was_asked
+        is_going_down = (by_slurm or _was_put_back(seen)) and not self._wish.is_there and found.was_asked
+        if is_going_down and _was_put_back(seen):
+            self.end("withdraw")  # a start that has begun never begins again
         return replace(found, began=began, is_machine_going_down=is_going_down)
 
     def _note(self, seen: Seen) -> None:
@@ -294,6 +299,11 @@ class SlurmJob:
             if durable.machine_fault(error):
                 raise
             log.warning("job %d: start.json cannot be written: %s", self.id, error)
+
+
+def _was_put_back(seen: Sequence[Seen]) -> bool:
+    """Tell whether Slurm has put a job that had begun back into its queue (`scontrol requeue`), not as held."""
+    return bool(seen) and all(each.state in PUT_BACK and not each.reason.startswith("JobHeld") for each in seen)
 
 
 def tag(job_id: int, handed: Handed) -> str:

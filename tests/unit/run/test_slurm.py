@@ -215,13 +215,15 @@ class FakeDesk:
         self.now = 0.0
         self.fault = ""
         self.submits = True
-        self.state = "CANCELLED"
+        self.state, self.reason = "CANCELLED", "None"
+        self.commands: list[list[str]] = []
         self.launched: dict[str, float] = {}  #: ids, and when
         self.lanes: list[int] = []
         self.name = ""
 
-    def run(self, name: str, _commands: list[list[str]], *, environment: object, lane: int) -> None:  # noqa: ARG002
+    def run(self, name: str, commands: list[list[str]], *, environment: object, lane: int) -> None:  # noqa: ARG002
         self.name = name
+        self.commands += commands
         self.lanes.append(lane)
         if self.submits:
             self.launched[str(100 + len(self.launched))] = self.now
@@ -235,7 +237,7 @@ class FakeDesk:
     @property
     def snapshot(self) -> Snapshot:
         listed = [each for each, at in self.launched.items() if self.now - at < self.keeps_sec]
-        return Snapshot(self.now, {self.name: tuple(Seen(each, self.state, "None", "node7") for each in listed)})
+        return Snapshot(self.now, {self.name: tuple(Seen(each, self.state, self.reason, "node7") for each in listed)})
 
 
 @pytest.fixture
@@ -287,6 +289,34 @@ def test_a_job_that_slurm_suspends_or_queues_again_does_not_run(
     runner.start(7, 1, 1, backend="transformers", environment={})
     desk.state = state
     assert runner.is_suspended(7) is is_suspended
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "is_again"),
+    [
+        ("PENDING", "BeginTime", True),
+        ("REQUEUED", "None", True),
+        ("PENDING", "JobHeldAdmin", False),  # scontrol requeuehold
+        ("REQUEUE_HOLD", "None", False),
+        ("CANCELLED", "None", False),
+    ],
+)
+def test_a_job_that_an_administrator_of_slurm_requeues_is_queued_again(
+    of_fake_desk: MakeDesk, tmp_path: Path, state: str, reason: str, is_again: bool
+) -> None:
+    desk, runner = of_fake_desk(3_600.0)
+    runner.start(7, 1, 1, backend="transformers", environment={})
+    attempt = Layout(tmp_path).job(7).attempt(1)
+    attempt.dir.mkdir(parents=True, exist_ok=True)
+    attempt.exit_path.write_text(json.dumps({"start": 1, "status": 75, "signal": None, "was_asked": True}))
+    desk.state, desk.reason = state, reason
+    ended = None
+    while ended is None:
+        desk.now += 1
+        ended = runner.poll(7)
+    assert ended.is_machine_going_down is is_again
+    assert (desk.now < slurm_job.WORD_SEC) is (is_again or state == "CANCELLED")
+    assert any("--state=PENDING" in command for command in desk.commands) is is_again
 
 
 def test_a_failing_sbatch_is_no_launch_that_was_cancelled(of_fake_desk: MakeDesk, tmp_path: Path) -> None:
