@@ -198,7 +198,13 @@ KINDS: dict[str, tuple[str, Callable[[str], None]]] = {
     "YAML whose aliases make 10^9 values": ("#.yaml", write(BOMB)),
     "YAML that names Python objects": ("#.yaml", write("!!python/object/apply:os.system ['touch /srv/mallorys/ran']")),
     "YAML that holds itself": ("#.yaml", write("a: &a [*a]\n")),
+    "directory with a file system that never answers": ("#.json", open_dir),
+    "directory with a file system that lies": ("#.json", open_dir),
+    "file with a file system that never answers": ("#.json", write("{}")),
+    "file with a file system that lies": ("#.json", write("{}")),
 }
+#: Over these, fuse_mounts.py mounts one; True: its server answers.
+MOUNTED = {kind: kind.endswith("lies") for kind in KINDS if "file system" in kind}
 
 
 def main() -> None:

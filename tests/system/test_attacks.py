@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from machine import CHECKOUT, Machine
-from planted import ALICES, KINDS, OVER, ROOTS
+from planted import ALICES, KINDS, MOUNTED, OVER, ROOTS
 from tables import holds
 
 from honed.job import refusals
@@ -84,6 +85,7 @@ class Attack:
     reasons: dict[str, str] = field(default_factory=dict)  #: by kind
     left: set[str] = field(default_factory=set)  #: kinds that are still in incoming/
     worst_sec: float = 0.0
+    mounts: subprocess.Popen[bytes] | None = None  #: serves what is mounted
     rows: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -125,6 +127,18 @@ def ask(attack: Attack, user: str) -> None:
     for request, (answer, seconds) in zip(requests + about, said, strict=True):
         attack.asked.setdefault(user, {})[f"{request['verb']} {request.get('id', '')}".strip()] = answer
         attack.worst_sec = max(attack.worst_sec, seconds)
+
+
+def mount(attack: Attack, order: list[tuple[str, list[str]]]) -> None:
+    """Mount mallory's file systems over what she made for them."""
+    machine = attack.machine
+    places = [(path, MOUNTED[kind]) for kind, paths in order for path in paths]
+    words = ("/usr/bin/python3", f"{CHECKOUT}/tests/system/fuse_mounts.py", machine.run("id", "-u", "mallory").strip())
+    attack.mounts = machine.popen(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert attack.mounts.stdin is not None and attack.mounts.stdout is not None
+    attack.mounts.stdin.write(json.dumps(places).encode() + b"\n")
+    attack.mounts.stdin.flush()
+    assert attack.mounts.stdout.readline() == b"mounted\n"
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +191,17 @@ def attack(machine: Machine) -> Attack:
             )
         )
     words = ("/usr/bin/python3", f"{CHECKOUT}/tests/system/planted.py")
-    found.failed = json.loads(machine.run(*words, user="mallory", stdin=json.dumps(order)))
+    found.failed = json.loads(
+        machine.run(*words, user="mallory", stdin=json.dumps([each for each in order if each[0] not in MOUNTED]))
+    )
+    machine.run("systemctl", "kill", "--signal=STOP", "honed")  # or it takes the files before they are mounted over
+    mounted = [each for each in order if each[0] in MOUNTED]
+    assert json.loads(machine.run(*words, user="mallory", stdin=json.dumps(mounted))) == {}
     of_eve = json.loads(machine.run(*words, user="eve", stdin=json.dumps(order)))
     made = {kind for kind, paths in order if len(of_eve.get(kind, ())) < len(paths)}
     assert made == set(), f"eve has made {made}"
+    mount(found, mounted)
+    machine.run("systemctl", "kill", "--signal=CONT", "honed")
     accepted(machine, "alices-second")
     wait_for(lambda: settled(found), what="incoming/ settled", deadline_sec=60.0, account=lambda: found.left)
     for user in ("alice", "mallory", "eve", "root"):
@@ -196,7 +217,7 @@ def attack(machine: Machine) -> Attack:
 
 #: These wait in incoming/ for as long as the attack lasts; and these honed overlooks there.
 WAITING = {"file that grows", "file with a lease"}
-OVERLOOKED = {kind for kind in KINDS if kind.startswith("directory")}
+OVERLOOKED = {*MOUNTED, *(kind for kind in KINDS if kind.startswith("directory"))}
 
 
 def settled(attack: Attack) -> bool:
@@ -275,8 +296,18 @@ def test_what_is_planted_in_a_job_goes_with_it(attack: Attack) -> None:
     names = {*machine.sh(f"ls {JOBS}").split()}
     stubborn = {str(attack.jobs[kind]) for kind in CLOSED}
     assert names - stubborn == {str(entry["id"]) for entry in machine.entries().values()}
+    mounted = {f".{attack.jobs[kind]}.left" for kind in MOUNTED}
+    assert mounted <= left_in_jobs(machine)
+    assert attack.mounts is not None and attack.mounts.stdin is not None
+    attack.mounts.stdin.close()
+    attack.mounts.wait(60)
     machine.run("systemctl", "restart", "honed")
     accepted(machine, "alices-last")
+    wait_for(lambda: not mounted & left_in_jobs(machine), what="what was mounted removed")
+
+
+def left_in_jobs(machine: Machine) -> set[str]:
+    return {*machine.sh(f"ls -A {JOBS}").split()}
 
 
 def test_the_page_says_what_each_kind_gives(attack: Attack) -> None:
