@@ -6,7 +6,8 @@
 
 One thread per receiver with queued notices: a receiver that is down or slow delays neither the others nor the metrics.
 A notice is removed after the response, so it arrives at least once; a duplicate has the same Idempotency-Key or
-Message-ID.
+Message-ID. One that was answered and cannot be removed, as on a file system that became read-only, is not sent again by
+this process: its removal is tried again.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from honed.system import durable
 from honed.system.backoff import Backoff
 from honed.system.clock import Calendar
 from honed.system.error import EnvironmentInvalidError
+from honed.system.failures import Failures
 from honed.system.layout import Layout
 from honed.system.log import about
 from honed.system.message import NOTICE_REFUSED, NOTICE_TROUBLE
@@ -77,6 +79,8 @@ class Messenger:
         self._is_loaded = False
         self._lines: dict[str, _Line] = {}
         self._receivers: dict[str, str] = {}  #: of each queued notice, by its file name
+        self._answered: dict[str, tuple[Verdict, str]] = {}  #: notices whose files are still to be moved, by these
+        self._failures = Failures(log)  #: of reading single notices
         self._stop = threading.Event()
 
     def reload(self, config: NotifyConfig) -> None:
@@ -86,9 +90,10 @@ class Messenger:
         """
         is_first, self._config, self._is_loaded = not self._is_loaded, config, True
         self._lines = {to: self._new_line(line.thread) for to, line in self._lines.items()}
+        self._answered = {name: each for name, each in self._answered.items() if each[0] is Verdict.TAKEN}
         if not is_first:
             for path in notification.refused_dir(self._layout).glob("*.json"):
-                with contextlib.suppress(OSError, ValueError, KeyError):
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
                     notice = json.loads(path.read_bytes())["notice"] | {"created_at": time.time()}
                     durable.write_json(notification.notices_dir(self._layout) / path.name, notice, mode=0o640)
                     path.unlink()
@@ -128,8 +133,9 @@ class Messenger:
         known, self._receivers = self._receivers, {}
         for path in waiting:
             to = known.get(path.name)
-            if to is None and (notice := self._read(path)) is not None:
-                to = json.dumps(notice.to, sort_keys=True)
+            if to is None:
+                with self._failures.alone(str(path)):
+                    to = json.dumps(notice.to, sort_keys=True) if (notice := self._read(path)) is not None else None
             if to is not None:
                 self._receivers[path.name] = to
                 by_receiver.setdefault(to, []).append(path)
@@ -142,11 +148,15 @@ class Messenger:
                 line.thread.start()
 
     def _read(self, path: Path) -> Notice | None:
+        """Return a notice; None if there is none, and for a damaged one, which is set aside. Raises OSError if the
+        machine prevents reading it."""
         try:
             return Notice.from_json(json.loads(path.read_bytes()))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
+            if durable.machine_fault(error):
+                raise
             log.error("%s: not a valid notification: %s", path, error)  # noqa: TRY400
             with contextlib.suppress(OSError):
                 path.rename(notification.refused_dir(self._layout) / f"{path.name}.damaged")
@@ -154,22 +164,45 @@ class Messenger:
 
     def _deliver_all(self, line: _Line, paths: list[Path]) -> None:
         """Deliver one receiver's notices in order, until one must be retried later."""
+        fault = False
         for path in paths:
-            if self._stop.is_set() or (notice := self._read(path)) is None:
-                continue
-            verdict, said = self._deliver(notice)
-            if verdict is Verdict.LATER and self._is_too_old(notice):
-                verdict, said = Verdict.REFUSED, f"gave up after {self._config.give_up_days:g} days: {said}"
-            match verdict:
-                case Verdict.TAKEN:
-                    path.unlink(missing_ok=True)
-                    line.backoff.reset()
-                    line.complained_at = None
-                case Verdict.REFUSED:
-                    self._set_aside(path, notice, said)
-                case Verdict.LATER:
-                    self._wait(line, notice, said)
+            if self._stop.is_set():
+                return
+            try:
+                if not self._deliver_one(line, path):
                     return
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others go on
+                self._complain(line, path, error)
+                fault = True
+        if fault:
+            line.not_before = self._clock() + line.backoff.next_sec()
+
+    def _deliver_one(self, line: _Line, path: Path) -> bool:
+        """Deliver a notice, and remove or set aside its file. Returns False if it must be retried later."""
+        if (notice := self._read(path)) is None:
+            return True
+        verdict, said = self._answered.get(path.name) or self._deliver(notice)
+        if verdict is Verdict.LATER and self._is_too_old(notice):
+            verdict, said = Verdict.REFUSED, f"gave up after {self._config.give_up_days:g} days: {said}"
+        if verdict is Verdict.LATER:
+            self._wait(line, notice, said)
+            return False
+        self._answered[path.name] = verdict, said
+        if verdict is Verdict.REFUSED:
+            self._set_aside(path, notice, said)
+        path.unlink(missing_ok=True)
+        self._answered.pop(path.name, None)
+        if verdict is Verdict.TAKEN:
+            line.backoff.reset()
+            line.complained_at = None
+        return True
+
+    def _complain(self, line: _Line, path: Path, error: Exception) -> None:
+        """Log, from time to time, that a notice cannot be read or removed."""
+        now = self._clock()
+        if line.complained_at is None or now - line.complained_at >= COMPLAIN_EVERY_SEC:
+            line.complained_at = now
+            log.error("%s: a notification cannot be read or removed; retrying: %s", path, error, exc_info=error)
 
     def _new_line(self, thread: threading.Thread | None = None) -> _Line:
         config = self._config
@@ -193,6 +226,8 @@ class Messenger:
             )
 
     def _set_aside(self, path: Path, notice: Notice, said: str) -> None:
+        record = {"answer": said, "notice": asdict(notice)}
+        durable.write_json(notification.refused_dir(self._layout) / path.name, record, mode=0o640)
         log.error(
             "a notification to %s was rejected and moved to %s: %s",
             _shown(notice),
@@ -200,9 +235,6 @@ class Messenger:
             said,
             extra=about(notice.payload.get("job_id"), NOTICE_REFUSED),
         )
-        record = {"answer": said, "notice": asdict(notice)}
-        durable.write_json(notification.refused_dir(self._layout) / path.name, record, mode=0o640)
-        path.unlink(missing_ok=True)
 
     # -- one notice ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -87,9 +88,16 @@ class Notice:
     def from_json(cls, data: Any) -> Notice:
         """Parse a notice. Raises ValueError if it is invalid."""
         try:
-            return cls(**data)
+            made = cls(**data)
         except TypeError as error:
             raise ValueError(str(error)) from error
+        if not (isinstance(made.to, dict) and all(isinstance(each, str) for each in made.to.values())):
+            raise ValueError("its receiver is none")
+        if not (isinstance(made.key, str) and isinstance(made.payload, dict)):
+            raise ValueError("it has no key or no content")
+        if not isinstance(made.created_at, int | float) or not math.isfinite(made.created_at):
+            raise ValueError("its date is none")
+        return made
 
 
 def notices_dir(layout: Layout) -> Path:
