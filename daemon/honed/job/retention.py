@@ -27,7 +27,7 @@ from honed.job.shape import PruneAnswer, PrunedRow
 from honed.job.spool import Spool
 from honed.spec import problem
 from honed.spec.config import RetentionConfig
-from honed.system import untrusted
+from honed.system import access, untrusted
 from honed.system.error import NotPermittedError, UsageError
 from honed.system.holder import Holders
 from honed.system.layout import Layout
@@ -286,14 +286,15 @@ def look_at_refused(spool: Spool, reasons: list[Item], files: list[Item]) -> Ite
     there. A file and its reason are of about the same time and of one user, so that the limits of both remove both."""
     names = untrusted.names_in(spool.rejected, limit=None)
     is_full = len(names) > MAX_REJECTED  # only then it matters whose they are, which a reason says in its text
-    holders = Holders()  # thousands of subordinate users count as the one whose they are
+    # Thousands of subordinate users count as the one whose they are.
+    holder_of = Holders().of if is_full and access.has_workers_user(spool.layout.root) else _oneself
     submitters: dict[str, int | None] = {}
     for name, info in untrusted.infos(spool.rejected, names):
-        item = Item(name, info.st_ctime, info.st_size, holders.of(info.st_uid) if is_full else info.st_uid)
+        item = Item(name, info.st_ctime, info.st_size, holder_of(info.st_uid))
         if not name.endswith(refusals.SUFFIX):
             files.append(item)
         elif is_full and (reason := _readable(spool.rejected / name)) is not None:
-            uid = reason.uid if reason.uid is None else holders.of(reason.uid)
+            uid = reason.uid if reason.uid is None else holder_of(reason.uid)
             reasons.append(replace(item, uid=uid))
             if reason.kept_path is not None:
                 submitters[reason.kept_path.name] = uid
@@ -302,6 +303,10 @@ def look_at_refused(spool: Spool, reasons: list[Item], files: list[Item]) -> Ite
         yield
     # A file that was submitted, and not dropped, is ours.
     files[:] = [replace(item, uid=submitters.get(str(item.key), item.uid)) for item in files]
+
+
+def _oneself(uid: int) -> int:
+    return uid
 
 
 def _readable(path: PersonPath) -> Reason | None:

@@ -13,6 +13,7 @@ from honed.job import retention
 from honed.job.arrival import Arrivals
 from honed.job.retention import Item
 from honed.job.spool import Spool
+from honed.system import access
 from honed.system.error import NotPermittedError
 from honed.system.holder import UNKNOWN, Holders
 from honed.system.layout import Layout
@@ -70,6 +71,7 @@ def test_their_refused_files_push_out_nobody_elses(
 ) -> None:
     monkeypatch.setattr(retention, "MAX_REJECTED", 3)
     monkeypatch.setattr(retention, "Holders", lambda: holders)
+    monkeypatch.setattr(access, "has_workers_user", lambda _: True)
     for number, uid in enumerate([0, 0, *range(FIRST, FIRST + 6)]):
         path = spool.rejected_dir / f"{number}.json"
         path.write_text("{}")
