@@ -17,7 +17,7 @@ import pytest
 
 from crash.scene import dump
 from honed.daemon.rebuild import rebuild
-from honed.job import database, event
+from honed.job import database, event, history
 from honed.job.database import Database, Reader
 from honed.job.event import Event, Reading
 from honed.job.job import Attempt, Job, State
@@ -249,9 +249,9 @@ def test_a_database_of_the_first_schema_keeps_its_rows(tmp_path: Path) -> None:
     assert not made.is_new
     assert dump(path) == before
     made.apply(JOB, Reading([Event("log", 1.0, {"message": "new"})], 10, 0))
-    reader = Reader(path)
-    assert reader.metrics(1, "loss") == [(step, 3 / step) for step in range(1, 7)]
-    assert [row["prediction"] for row in reader.predictions(2)] == ["Wien", "Lima"]
+    losses = list(history.present(history.metric(path, 1, "loss")))
+    assert losses == [(step, 3 / step) for step in range(1, 7)]
+    assert [row["prediction"] for row in history.present(history.predictions(path, 2))] == ["Wien", "Lima"]
     db = sqlite3.connect(path)
     assert db.execute("PRAGMA user_version").fetchone() == (database.SCHEMA_VERSION,)
     assert database.SCHEMA_VERSION > 2  # the last honed that took several devices for one supports 2

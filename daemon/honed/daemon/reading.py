@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from honed.daemon.arrivals.fetches import Fetches
 from honed.job import query
 from honed.job.job import State
 from honed.job.query import Asker
-from honed.job.shape import Glance, Overview, Refusal, Refused, Row, Shown, Wait
+from honed.job.shape import Glance, Overview, Refusal, Refused, Row, Wait
 from honed.job.spool import Spool
-from honed.system.control import Request, Rows
+from honed.system.control import Parts, Request, Rows
 from honed.system.error import UsageError
 from honed.system.layout import Layout
 
@@ -48,20 +49,29 @@ class Reading:
         found = query.overview(self.spool, self.layout, query.Choice.of(request.arguments), asker, self.queue)
         return {**found, "jobs": list(self.with_reasons(found["jobs"], asker))}
 
-    def show(self, request: Request, asker: Asker) -> Shown:
+    def show(self, request: Request, asker: Asker) -> Parts:
         """Answer `show`. Raises UsageError for an arrival whose model is fetched first."""
         if (found := self.fetches.arrival(request.reference, asker)) is not None:
             fetched = f"{found.repo_id} at {found.revision}"
             raise UsageError(f"{request.reference!r} is not a job yet: {fetched} is fetched first", hint="honectl list")
-        return self.row(query.show(self.spool, self.layout, request.reference, asker), asker)
+        explain = partial(self.row, asker=asker)
+        return Parts(query.shown(self.spool, self.layout, request.reference, asker, explain=explain))
 
     def glance(self, request: Request, asker: Asker) -> Glance:
         """Answer `glance`."""
         return self.row(query.glance(self.spool, self.layout, request.reference, asker), asker)
 
-    def read(self, request: Request, asker: Asker) -> Any:
-        """Answer a verb with what the files and the database hold."""
-        return query.READING_VERBS[request.verb](self.spool, self.layout, request.reference, asker)
+    def predictions(self, request: Request, asker: Asker) -> Rows:
+        """Answer `predictions`."""
+        return Rows(query.iter_predictions(self.spool, self.layout, request.reference, asker))
+
+    def losses(self, request: Request, asker: Asker) -> Rows:
+        """Answer `losses`."""
+        return Rows(query.iter_losses(self.spool, self.layout, request.reference, asker))
+
+    def group(self, request: Request, asker: Asker) -> Parts:
+        """Answer `group`."""
+        return Parts(query.grouped(self.spool, self.layout, request.reference, asker))
 
     def accepted(self, request: Request, asker: Asker) -> Row | None:
         """Return the job that an arrival became; None if there is none."""

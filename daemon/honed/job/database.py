@@ -78,6 +78,8 @@ BUSY_TIMEOUT_MSEC = 100
 #: Metrics of one event, characters of one's name, and of an event's kind, at most: ours have some dozen.
 MAX_METRICS = 1000
 MAX_NAME = 256
+#: Rows of a stretch of a metric that are averaged.
+MAX_AVERAGED = 250
 #: Jobs whose numbers of rows are remembered.
 MAX_THINNED = 1000
 
@@ -573,25 +575,21 @@ class Reader:
             found.setdefault(number, {})[name.removeprefix("predictions/")] = value
         return {number: _score(each) for number, each in found.items()}
 
-    def latest_metrics(self, job_id: int) -> dict[str, float]:
-        """Return the last value of each metric."""
-        return dict(
-            self._rows("SELECT name, value FROM metrics WHERE job_id = ? ORDER BY attempt, step, rowid", job_id)
-        )
-
-    def metrics(self, job_id: int, name: str) -> list[tuple[int, float]]:
-        """Return (step, value) of one metric in the order of arrival."""
-        sql = "SELECT step, value FROM metrics WHERE job_id = ? AND name = ? ORDER BY attempt, step, rowid"
-        return list(self._rows(sql, job_id, name))
-
     def course(self, job_id: int, name: str, *, num_points: int = 40) -> list[float]:
-        """Return one metric over the steps, averaged to at most `num_points` values."""
-        sql = (
-            "SELECT avg(value) FROM metrics, (SELECT max(step) + 1 AS num_steps FROM metrics WHERE job_id = ?1"
-            " AND name = ?2) WHERE job_id = ?1 AND name = ?2 AND value IS NOT NULL"
-            " GROUP BY CASE WHEN num_steps > ?3 THEN step * ?3 / num_steps ELSE step END ORDER BY step"
-        )
-        return [value for (value,) in self._rows(sql, job_id, name, num_points)]
+        """Return one metric over the steps, averaged to at most `num_points` values: each is the mean of the first
+        MAX_AVERAGED rows of a stretch of steps."""
+        last = "SELECT step FROM metrics WHERE job_id = ? AND name = ? ORDER BY step DESC LIMIT 1"
+        num_steps = next((step + 1 for (step,) in self._rows(last, job_id, name)), 0)
+        if num_steps < 1:
+            return []
+        sql = f"""
+            WITH RECURSIVE stretch (n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM stretch WHERE n + 1 < ?3)
+            SELECT (SELECT avg(value) FROM (
+                SELECT value FROM metrics WHERE job_id = ?1 AND name = ?2 AND value IS NOT NULL
+                    AND step >= (n * ?4 + ?3 - 1) / ?3 AND step < ((n + 1) * ?4 + ?3 - 1) / ?3
+                ORDER BY step LIMIT {MAX_AVERAGED})) FROM stretch"""
+        rows = self._rows(sql, job_id, name, min(num_points, num_steps), num_steps)
+        return [value for (value,) in rows if value is not None]
 
     def stage(self, job_id: int) -> str | None:
         """Return the last reported stage."""
@@ -626,6 +624,23 @@ class Reader:
             {**json.loads(data), "attempt": attempt, "event": kind, "created_at": when}
             for attempt, kind, data, when in self._rows(sql, job_id)
         ]
+
+    def page(self, sql: str, *arguments: Any, max_chars: float = math.inf) -> list[Any]:
+        """Return the rows of a query, up to the one with which their texts have so many characters. Raises
+        sqlite3.Error, where other readings find nothing: an answer of several pages is whole, or an error."""
+        if self._db is None:
+            return []
+        found, num_chars = list[Any](), 0
+        try:
+            for row in self._db.execute(sql, arguments):
+                found.append(row)
+                num_chars += sum(len(each) for each in row if isinstance(each, str)) if max_chars < math.inf else 0
+                if num_chars >= max_chars:
+                    break
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", 0) != sqlite3.SQLITE_ERROR:  # that is: there is no such table yet
+                raise
+        return found
 
     def _rows(self, sql: str, *arguments: Any) -> list[Any]:
         if self._db is None:

@@ -16,11 +16,11 @@ from datetime import datetime
 from functools import partial
 from itertools import chain, dropwhile, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from honed.job import preemption, refusals
+from honed.job import history, preemption, refusals
 from honed.job.catalog import Catalog
-from honed.job.database import Reader, figures, progress_of, timestamp
+from honed.job.database import MAX_METRICS, Reader, figures, progress_of, timestamp
 from honed.job.event import Event
 from honed.job.job import Attempt, Job, State
 from honed.job.plan_file import PlanFile
@@ -46,6 +46,7 @@ from honed.job.spool import Spool
 from honed.system import durable, untrusted
 from honed.system.error import NotPermittedError, TimeLimitError, UsageError, plain
 from honed.system.layout import JobFiles, Layout
+from honed.system.part import Part, joined
 from honed.system.personpath import PersonPath
 
 #: Digits of a job's number.
@@ -310,6 +311,11 @@ def _made_by(spool: Spool, number: int, asker: Asker) -> Job | None:
 
 def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> GroupShown:
     """Return the jobs of a sweep, by its number, or by its name if the asker may read one sweep of that name."""
+    return cast("GroupShown", joined(grouped(spool, layout, reference, asker)))
+
+
+def grouped(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> Iterator[Part]:
+    """Return the same in parts. Raises UsageError and NotPermittedError at once."""
     found: dict[int, list[Job]] = {}
     is_others = False
     for job in spool.all():
@@ -329,38 +335,47 @@ def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) 
     if len(found) > 1:
         numbers = ", ".join(map(str, sorted(found)))
         raise UsageError(f"{len(found)} sweeps are named {reference!r}", hint=f"use its number: {numbers}")
-    [(number, jobs)] = found.items()
-    with contextlib.closing(Reader(layout.database_path)) as reader:
-        made = [_group_job(layout, reader, job) for job in sorted(jobs, key=lambda job: job.id)]
-    ended = [job for job in made if job["state"] == State.SUCCEEDED and job["eval_loss"] is not None]
-    best = min(ended, key=lambda job: job["eval_loss"] or 0.0, default=None)
-    first = jobs[0].group
-    assert first is not None
-    return {
-        "id": number,
-        "name": first["name"],
-        "file": first["file"],
-        "jobs": made,
-        "best": best["id"] if best is not None else None,
-        "halving": first.get("halving"),
-    }
+    [jobs] = found.values()
+    return _members(layout, sorted(jobs, key=lambda job: job.id))
+
+
+def _members(layout: Layout, jobs: Sequence[Job]) -> Iterator[Part]:
+    group = jobs[0].group
+    assert group is not None
+    yield {"id": group["id"], "name": group["name"], "file": group["file"], "jobs": []}
+    best: GroupJob | None = None
+    for first in range(0, len(jobs), ROWS_AT_ONCE):
+        with contextlib.closing(Reader(layout.database_path)) as reader:
+            made = [_group_job(layout, reader, job) for job in jobs[first : first + ROWS_AT_ONCE]]
+        for job in made:
+            loss, least = job["eval_loss"], best["eval_loss"] if best is not None else None
+            if job["state"] == State.SUCCEEDED and loss is not None and (least is None or loss < least):
+                best = job
+        yield {"jobs": made}
+    yield {"best": best["id"] if best is not None else None, "halving": group.get("halving")}
 
 
 def _group_job(layout: Layout, reader: Reader, job: Job) -> GroupJob:
     assert job.group is not None
-    metrics: dict[str, float] = reader.latest_metrics(job.id)
+    eval_loss = _eval_loss(reader, job)
     if job.state.is_final and job.attempts:
         result = _result(layout.files(job.id), job)
-        metrics |= figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))
+        final = figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))
+        eval_loss = final.get("eval_loss", eval_loss)
     return {
         "id": job.id,
         "name": job.name,
         "state": job.state.value,
         "outcome": job.outcome,
         "values": job.group["values"],
-        "eval_loss": metrics.get("eval_loss"),
+        "eval_loss": eval_loss,
         "stopped_early": _stopped_early(job),
     }
+
+
+def _eval_loss(reader: Reader, job: Job) -> float | None:
+    """Return the last evaluation loss that a job has reported."""
+    return history.last_metric(reader, job.id, "eval_loss", job.attempt.number if job.attempts else 0)
 
 
 def _stopped_early(job: Job) -> StoppedEarly | None:
@@ -436,20 +451,31 @@ def _waiting_for(job: Job) -> Wait | None:
 
 def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> Shown:
     """Return a job's details."""
+    return cast("Shown", joined(shown(spool, layout, reference, asker)))
+
+
+def shown(
+    spool: Spool,
+    layout: Layout,
+    reference: str,
+    asker: Asker = ANYBODY,
+    *,
+    explain: Callable[[Row], Row] = lambda row: row,
+    has_events: bool = True,
+) -> Iterator[Part]:
+    """Return a job's details in parts, each read in a few milliseconds: first those of a limited length, with their row
+    as `explain` returns it. Without `has_events` there are none. Raises UsageError and NotPermittedError at once."""
     job = _readable(spool, reference, asker)
     files = layout.files(job.id)
     with contextlib.closing(Reader(layout.database_path)) as reader:
-        progress, metrics = reader.progress([job.id]).get(job.id, NO_PROGRESS), reader.latest_metrics(job.id)
-        score = reader.scores([job.id]).get(job.id)
-        events = [event for event in reader.events(job.id) if event["event"] in SHOWN_EVENTS]
+        progress, score = reader.progress([job.id]).get(job.id, NO_PROGRESS), reader.scores([job.id]).get(job.id)
     plan = dict(_plan(files).document)
     spec = plan.pop("spec", {})
     result = _result(files, job) if job.attempts else {}
     artifacts = value if isinstance(value := result.get("artifacts"), dict) else {}
-    final = figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))
     report = str(files.report_path) if untrusted.exists(files.report_path) else None
-    return {
-        **summary(_with_inputs(job, layout), progress, score),
+    head = {
+        **explain(summary(_with_inputs(job, layout), progress, score)),
         "spec": spec,
         "plan": plan,
         "attempts": [_attempt(attempt) for attempt in job.attempts],
@@ -464,15 +490,31 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
             "report": report,
             "merged": _text(artifacts.get("merged")),
         },
-        "metrics": {**metrics, **final},
-        "memory": {"estimated": plan.get("memory") or {}, "used": _memory_used(events)},
         "depends_on": list(job.depends_on),
         "stopped_early": _stopped_early(job),
         "edited_at": [timestamp(when) for when in job.edited_at],
         "job_dir": str(files.dir),
-        "events": events,
-        **_slurm(layout, job),  # type: ignore[typeddict-item]
+        **_slurm(layout, job),
     }
+    return chain([head], _reported(layout, job, plan.get("memory") or {}, result, has_events=has_events))
+
+
+def _reported(
+    layout: Layout, job: Job, estimated: dict[str, Any], result: dict[str, Any], *, has_events: bool
+) -> Iterator[Part]:
+    """Yield the parts of a job's details that have any length, those of a key one after the other."""
+    path, attempt = layout.database_path, job.attempt.number if job.attempts else 0
+    yield {"metrics": {}}
+    for metric in history.last_metrics(path, job.id, attempt):
+        yield {"metrics": dict([metric])} if metric is not None else None
+    yield {"metrics": figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))}
+    used: dict[str, int] = {}
+    yield {"events": []}
+    for event in history.events(path, job.id, SHOWN_EVENTS if has_events else ("memory",)):
+        if event is not None and event["event"] == "memory":
+            used = dict(itertools.islice((used | _memory_used(event)).items(), MAX_METRICS))
+        yield {"events": [event]} if event is not None and has_events else None
+    yield {"memory": {"estimated": estimated, "used": used}}
 
 
 def _slurm(layout: Layout, job: Job) -> dict[str, SlurmRow]:
@@ -489,12 +531,10 @@ def _text(value: Any) -> str | None:
     return plain(value) if isinstance(value, str) else None
 
 
-def _memory_used(events: list[dict[str, Any]]) -> dict[str, int]:
-    """Return the worker's memory use, each part as last reported."""
-    told = [event for event in events if event["event"] == "memory"]
+def _memory_used(event: dict[str, Any]) -> dict[str, int]:
+    """Return the worker's memory use in a `memory` event; a later one replaces what it reports again."""
     return {
         key: value
-        for event in told
         for key, value in event.items()
         if key.endswith("_bytes") and type(value) is int and abs(value) < 2**63
     }
@@ -517,33 +557,42 @@ def _attempt(attempt: Attempt) -> AttemptRow:
 
 def predictions(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[Prediction]:
     """Return the predictions for each held-out example, by step."""
-    job = _readable(spool, reference, asker)
-    with contextlib.closing(Reader(layout.database_path)) as reader:
-        return reader.predictions(job.id)
+    return list(history.present(iter_predictions(spool, layout, reference, asker)))
+
+
+def iter_predictions(
+    spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY
+) -> Iterator[Prediction | None]:
+    """Iterate over the predictions, with None after each page. Raises UsageError and NotPermittedError at once."""
+    return history.predictions(layout.database_path, _readable(spool, reference, asker).id)
 
 
 def losses(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[tuple[int, float]]:
-    """Return the reported (step, loss) pairs of one job."""
-    job = _readable(spool, reference, asker)
-    with contextlib.closing(Reader(layout.database_path)) as reader:
-        return reader.metrics(job.id, "loss")
+    """Return the reported (step, loss) pairs of one job, by step; those of a repeated step in their order."""
+    return list(history.present(iter_losses(spool, layout, reference, asker)))
+
+
+def iter_losses(
+    spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY
+) -> Iterator[tuple[int, float] | None]:
+    """Iterate over the losses, with None after each page. Raises UsageError and NotPermittedError at once."""
+    return history.metric(layout.database_path, _readable(spool, reference, asker).id, "loss")
 
 
 def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> Glance:
     """Return a short summary for watching a job: its loss curve, its memory, its last predictions."""
     job = _readable(spool, reference, asker)
     with contextlib.closing(Reader(layout.database_path)) as reader:
-        progress, metrics = reader.progress([job.id]).get(job.id, NO_PROGRESS), reader.latest_metrics(job.id)
+        progress, score = reader.progress([job.id]).get(job.id, NO_PROGRESS), reader.scores([job.id]).get(job.id)
         stage, course = reader.stage(job.id), reader.course(job.id, "loss")
-        score = reader.scores([job.id]).get(job.id)
-        last_predictions = reader.last_predictions(job.id)
+        eval_loss, last_predictions = _eval_loss(reader, job), reader.last_predictions(job.id)
     resident_bytes, cpu_sec = _worker(layout, job) if job.state is State.RUNNING and job.attempts else (None, None)
     return {
         **summary(_with_inputs(job, layout), progress, score),
         "stage": stage,
         "course": course,
         "predictions": last_predictions,
-        "eval_loss": metrics.get("eval_loss"),
+        "eval_loss": eval_loss,
         "resident_bytes": resident_bytes,
         "cpu_sec": cpu_sec,
         "estimated_bytes": _estimated_bytes(layout, job),

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from honed.job import keyset
+
 #: Rows of one job's metrics, at most. Thinning begins a little earlier, by what one bite of events can add.
 MAX_METRIC_ROWS = 500_000
 MARGIN_ROWS = 20_000
@@ -149,10 +151,7 @@ class Thinning:
         sql = "SELECT step FROM metrics WHERE job_id = ? AND name = ? ORDER BY step, rowid LIMIT 1 OFFSET ?"
         first, last = (db.execute(sql, (self._job_id, name, place)).fetchone()[0] for place in (0, num_older - 1))
         kept_step, gap = first, 2 * (last - first) / num_older
-        sql = (
-            "SELECT step, rowid, value FROM metrics WHERE job_id = ? AND name = ? AND (step, rowid) > (?, ?)"
-            " ORDER BY step, rowid LIMIT ?"
-        )
+        sql = keyset.after("step, rowid, value")
         step, rowid, num_left = first - 1, -1, num_older
         while num_left > 0:
             found = db.execute(sql, (self._job_id, name, step, rowid, min(num_left, BITE_ROWS))).fetchall()

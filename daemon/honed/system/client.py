@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
+from honed.system.part import join
 
 #: Seconds that honectl waits for a reply.
 TIMEOUT_SEC = 30.0
@@ -49,8 +50,8 @@ class Client:
         return peer
 
     def ask(self, verb: str, **arguments: Any) -> Any:
-        """Return the daemon's answer; of a list, all pages."""
-        rows: list[Any] = []
+        """Return the daemon's answer; of a long one, all pages joined."""
+        whole: dict[str, Any] = {}
         try:
             with self.connect() as peer, peer.makefile("rwb") as stream:
                 stream.write(json.dumps({"verb": verb, "paged": 1, **arguments}).encode() + b"\n")
@@ -59,11 +60,12 @@ class Client:
                     answer = self._parse(stream.readline(), verb)
                     if not answer.get("ok"):
                         raise _remote(answer.get("error") or {})
-                    if "page" not in answer:
+                    if "result" in answer:
                         return answer["result"]
-                    rows += answer["page"]
+                    is_list = "page" in answer
+                    join(whole, {"page": answer["page"]} if is_list else answer["part"])
                     if answer["is_last"]:
-                        return rows
+                        return whole["page"] if is_list else whole
         except (TimeoutError, BlockingIOError) as error:  # the second if the daemon's backlog is full
             raise EnvironmentInvalidError(
                 f"honed is running, but did not respond at {self._path} within {self._timeout_sec:g} s",

@@ -5,9 +5,12 @@
 
     {"verb": "list", "paged": 1}       →   {"ok": true, "page": […], "is_last": false}, …, and one with "is_last": true
 
+    {"verb": "show", "paged": 1, …}    →   {"ok": true, "part": {…}, "is_last": false}, …, likewise; see part.py
+
 A request is limited to 64 KiB plus the largest job file in base64; a longer one is read to its end and rejected. A list
-comes in pages, each built in a few milliseconds while the client reads, between the loop's other tasks; it is one line
-for a client that does not ask for pages. In a turn of the loop, all connections of one holder have a limited time.
+or an object of any length comes in pages, each built in a few milliseconds while the client reads, between the loop's
+other tasks; it is one line for a client that does not ask for pages. In a turn of the loop, all connections of one
+holder have a limited time.
 
 A fault of the machine, such as a full disk, is answered with the code `degraded`, and logged once per verb.
 
@@ -24,7 +27,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from honed.system.door import Door
 from honed.system.error import DegradedError, HonedError, InternalError, UsageError, said
 from honed.system.holder import UNKNOWN, Holders
 from honed.system.log import about
+from honed.system.part import Part
 from honed.system.ration import Rations
 
 log = logging.getLogger(__name__)
@@ -76,26 +80,74 @@ class Rows:
     rows: Iterator[object]
 
 
+@dataclass(frozen=True)
+class Parts:
+    """A reply that is an object of any length. Parts of one key follow one another."""
+
+    parts: Iterator[Part]
+
+
 #: The protocol of pages, as a client asks for it.
 PAGED = 1
 #: Bytes of a page, and seconds in which it is built; and seconds of one holder's answers in a turn of the loop.
 PAGE_BYTES, PAGE_SEC, HOLDER_SEC = 64 * 1024, 0.02, 0.1
 
 
-def _pages(rows: Rows, *, is_paged: bool) -> Iterator[bytes]:
-    """Yield the reply's pages, each a line; or the parts of one line, some of them empty."""
-    first, end, last = b'{"ok": true, "page": [', b'], "is_last": false}\n', b'], "is_last": true}\n'
-    if not is_paged:
-        first, end, last = b'{"ok": true, "result": [', b"", b"]}\n"
-    page, comma, began = first, b"", time.monotonic()
-    for row in rows.rows:
-        if row is not None:
-            page += comma + json.dumps(row).encode()
-            comma = b", "
+class _List:
+    """A list as JSON, row by row."""
+
+    def __init__(self) -> None:
+        self._comma = b""
+
+    begin, end = b"[", b"]"
+
+    def add(self, row: object) -> bytes:
+        text, self._comma = self._comma + json.dumps(row).encode(), b", "
+        return text
+
+
+class _Object:
+    """An object as JSON, part by part."""
+
+    def __init__(self) -> None:
+        self._key = ""
+        self._last = self._comma = b""  # the last byte of the value so far, and what comes before more of it
+
+    begin = b"{"
+
+    @property
+    def end(self) -> bytes:
+        return self._last + b"}"
+
+    def add(self, part: Mapping[str, object]) -> bytes:
+        text = b""
+        for key, value in part.items():
+            added = json.dumps(value).encode()
+            is_empty = added in (b"[]", b"{}")
+            if key != self._key or not self._last:
+                text += self._last + (b", " if self._last else b"") + json.dumps(key).encode() + b": " + added[:-1]
+                self._key, self._last, self._comma = key, added[-1:], b"" if is_empty else b", "
+            elif not is_empty:
+                text, self._comma = text + self._comma + added[1:-1], b", "
+        return text
+
+
+def _pages(answer: Rows | Parts, *, is_paged: bool) -> Iterator[bytes]:
+    """Yield the reply's pages, each a line; or the pieces of one line, some of them empty."""
+    kind, items = (_List, answer.rows) if isinstance(answer, Rows) else (_Object, answer.parts)
+    key = "result" if not is_paged else "page" if isinstance(answer, Rows) else "part"
+    made: Any = kind()
+    begin = f'{{"ok": true, "{key}": '.encode()
+    page, began = begin + made.begin, time.monotonic()
+    for item in items:
+        if item is not None:
+            page += made.add(item)
         if len(page) >= PAGE_BYTES or time.monotonic() - began >= PAGE_SEC:
-            yield page + end
-            page, comma, began = (first, b"", time.monotonic()) if is_paged else (b"", comma, time.monotonic())
-    yield page + last
+            if is_paged:
+                page, made = page + made.end + b', "is_last": false}\n', kind()
+            yield page
+            page, began = begin + made.begin if is_paged else b"", time.monotonic()
+    yield page + made.end + (b', "is_last": true}\n' if is_paged else b"}\n")
 
 
 @dataclass
@@ -258,7 +310,7 @@ class Server:
             line, connection.received = connection.received.split(b"\n", 1)
             is_long, connection.is_cut = connection.is_cut or len(line) > self.max_request_bytes, False
             answer = self._refuse_long() if is_long else self._respond(line, connection)
-            if isinstance(answer, Rows):
+            if isinstance(answer, Rows | Parts):
                 connection.more = _pages(answer, is_paged=connection.is_paged)
             else:
                 connection.to_send = answer
@@ -285,10 +337,10 @@ class Server:
         )
         return _line({"ok": False, "error": error.as_dict()})
 
-    def _respond(self, line: bytearray, asking: _Connection) -> bytes | Rows:
+    def _respond(self, line: bytearray, asking: _Connection) -> bytes | Rows | Parts:
         try:
             result = self._result(line, asking)
-            return result if isinstance(result, Rows) else _line({"ok": True, "result": result})
+            return result if isinstance(result, Rows | Parts) else _line({"ok": True, "result": result})
         except HonedError as error:
             return _line({"ok": False, "error": error.as_dict()})
         except Exception as error:
@@ -338,6 +390,8 @@ def _line(answer: dict[str, object]) -> bytes:
 
 
 def _failed(error: Exception) -> bytes:
+    if (fault := durable.machine_fault(error)) is not None:
+        return _line({"ok": False, "error": DegradedError(fault, hint=DEGRADED_HINT).as_dict()})
     # Hide quoted text: it may be about a job that the client's user must not read.
     words = quote.hide(f"{type(error).__name__}: {said(error)}")
     failed = InternalError(words, hint="honed's journal has the traceback")

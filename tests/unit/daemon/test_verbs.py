@@ -20,9 +20,10 @@ from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.spec.config import Config, JobsConfig, PolicyConfig
 from honed.system import device
-from honed.system.control import Request, Rows
+from honed.system.control import Parts, Request, Rows
 from honed.system.error import NotPermittedError, SpecError, UsageError
 from honed.system.layout import Layout
+from honed.system.part import joined
 from honed.system.personpath import PersonPath
 
 STRANGER, OWNER, ADMINISTRATOR, MEMBER = 4243, 4242, 0, 4244
@@ -116,6 +117,7 @@ def answered(honed: Daemon, verb: str, uid: int, arguments: dict[str, Any]) -> s
     """Return an answer as JSON."""
     gids = frozenset({4000, ADMINISTRATORS} if uid == MEMBER else {4000})
     answer = honed._answers.answer(Request(verb, dict(arguments), uid, gids))
+    answer = joined(answer.parts) if isinstance(answer, Parts) else answer
     return json.dumps(list(answer.rows) if isinstance(answer, Rows) else answer)
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from honed.job import history
 from honed.job.database import Database, Reader
 from honed.job.event import Event, Reading
 from honed.job.job import Attempt, Job, State
@@ -61,7 +62,7 @@ def test_a_prediction_told_twice_stands_once(tmp_path: Path) -> None:
     for text in ("first", "second"):
         event = Event("predictions", 1.0, {"step": 4, "epoch": 0.5, "rows": [{**row, "prediction": text}]})
         database.apply(JOB, Reading([event], 10, 0))
-    (stored,) = Reader(database.path).predictions(1)
+    (stored,) = history.present(history.predictions(database.path, 1))
     assert (stored["prediction"], stored["step"], stored["epoch"]) == ("second", 4, 0.5)
 
 
@@ -73,7 +74,7 @@ def test_what_a_run_that_goes_on_has_not_done_yet_is_no_prediction_of_it(tmp_pat
         row = {"sample_index": 0, "prompt": "p", "ground_truth": "t", "prediction": "x"}
         told = [Event("predictions", 1.0, {"step": step, "epoch": 0.5, "rows": [row]}) for step in (0, 4, 8)]
         database.apply(JOB, Reading([*told, Event(kind, 2.0, data)], 10, 0))
-        return [row["step"] for row in Reader(database.path).predictions(1)]
+        return [row["step"] for row in history.present(history.predictions(database.path, 1))]
 
     assert left_after("checkpoint", step=4) == [0, 4, 8]
     assert left_after("resumed", step=4) == [0, 4]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import selectors
 import socket
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +18,10 @@ import pytest
 
 from honed.system import durable
 from honed.system.client import Client
-from honed.system.control import HOLDER_SEC, PAGE_BYTES, PAGE_SEC, Request, Rows, Server
+from honed.system.control import HOLDER_SEC, PAGE_BYTES, PAGE_SEC, Parts, Request, Rows, Server
 from honed.system.durable import Steps
 from honed.system.error import EnvironmentInvalidError, HonedError
+from honed.system.part import Part
 from honed.system.ration import Rations
 
 NUM_ROWS = 5000
@@ -34,9 +38,27 @@ def path(tmp_path: Path) -> Iterator[Path]:
                 raise OSError("the disk is gone")
             yield {"id": number, "name": "x" * 100}
 
+    def parts() -> Iterator[Part]:
+        yield {"id": 7, "none": None, "metrics": {}}
+        for number in range(NUM_ROWS):
+            yield {"metrics": {f"é{number}": number}} if number % 3 else None
+        yield {"events": []}
+        for number in range(NUM_ROWS):
+            yield {"events": [{"step": number, "words": "x" * 50}] * (number % 2)}
+        yield {"empty": [], "last": {"estimated": {}, "used": [1, 2]}}
+
+    def locked() -> Iterator[int]:
+        yield from range(PAGE_BYTES)
+        with contextlib.closing(sqlite3.connect(tmp_path / "a.db", timeout=0)) as ours:
+            ours.execute("INSERT INTO a VALUES (1)")
+
     def answer(request: Request) -> Any:
         if request.verb == "nothing":
             return Rows(iter(lambda: None, 0))
+        if request.verb == "object":
+            return Parts(parts())
+        if request.verb == "locked":
+            return Rows(locked())
         return "quick" if request.verb == "quick" else Rows(rows(is_broken=request.verb == "broken"))
 
     server = Server(tmp_path / "control.sock", selector, answer)
@@ -84,6 +106,26 @@ def test_a_long_list_comes_in_pages_to_who_asks_for_them_and_else_in_one_line(pa
     assert [row["id"] for page in pages for row in page["page"]] == list(range(NUM_ROWS))
     whole = json.loads(next(lines(path, b'{"verb": "list"}')))
     assert [row["id"] for row in whole["result"]] == list(range(NUM_ROWS))
+
+
+def test_a_long_object_comes_in_parts_and_else_in_one_line(path: Path) -> None:
+    found = Client(path).ask("object")
+    assert list(found) == ["id", "none", "metrics", "events", "empty", "last"]
+    assert found["metrics"] == {f"é{number}": number for number in range(NUM_ROWS) if number % 3}
+    assert [row["step"] for row in found["events"]] == [number for number in range(NUM_ROWS) if number % 2]
+    assert (found["id"], found["none"], found["empty"]) == (7, None, [])
+    assert found["last"] == {"estimated": {}, "used": [1, 2]}
+    assert json.loads(next(lines(path, b'{"verb": "object"}'))) == {"ok": True, "result": found}
+    pages = list(itertools.islice(lines(path, b'{"verb": "object", "paged": 1}'), 3))
+    assert all(len(page) < 2 * PAGE_BYTES and "part" in json.loads(page) for page in pages)
+
+
+def test_a_fault_of_the_machine_between_two_pages_is_one_of_the_machine(path: Path, tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as theirs:
+        theirs.executescript("CREATE TABLE a (b); BEGIN IMMEDIATE;")
+        with pytest.raises(HonedError, match="database is locked") as caught:
+            Client(path).ask("locked")
+    assert caught.value.code == "degraded"
 
 
 @pytest.mark.parametrize("paged", [b"2", b"[]"])
