@@ -8,6 +8,7 @@ import os
 import random
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -111,15 +112,15 @@ def test_a_cursor_that_the_machine_does_not_return_is_not_one_at_the_start(
     box.put(JOB, reading(1))
     outbox.write_cursor(tmp_path, Position(40, 0))
     (tmp_path / "1.jsonl").unlink()
-    real = Path.read_bytes
+    real = os.open
 
-    def fail(path: Path) -> bytes:
-        if path.name == "cursor.json":
+    def fail(path: Path, *arguments: Any, **keys: Any) -> int:
+        if Path(path).name == "cursor.json":
             raise OSError(number, os.strerror(number), str(path))
-        return real(path)
+        return real(path, *arguments, **keys)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", fail)
+        patch.setattr(os, "open", fail)
         assert Outbox(tmp_path, max_bytes=1 << 20).put(JOB, reading(2)) == 1, "counted as lost, and logged"
     assert Outbox(tmp_path, max_bytes=1 << 20).put(JOB, reading(3)) == 0
     assert read_all(tmp_path) == [3]
