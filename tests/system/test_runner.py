@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from machine import CHECKOUT, ENVIRONMENT, Machine
 
+from honed.system.pauses import MIN_PAUSE_SEC
 from waiting import wait_for
 
 pytestmark = pytest.mark.systemd
@@ -253,6 +255,26 @@ def test_a_unit_whose_entry_is_damaged_is_followed_to_its_end(honed: Honed, dama
     assert (entry["outcome"], len(entry["attempts"]), honed.starts(job)) == ("succeeded", 1, 1)
     honed.machine.sh("rm /var/spool/honed/corrupt/*")
     wait_for(lambda: "degraded" not in honed.machine.property("honed", "StatusText"), what="no word of it")
+
+
+def test_a_freeze_of_honed_and_its_jobs_costs_a_job_nothing(honed: Honed) -> None:
+    """The watchdogs of both pass meanwhile: systemd's clock goes on."""
+    job = honed.drop("until-80", time_limit_sec=600.0)
+    honed.wait_step(job)
+    honed.machine.run("systemctl", "freeze", "honed.slice")
+    try:
+        assert honed.machine.property("honed.slice", "FreezerState") == "frozen"
+        until = time.monotonic() + 3 * MIN_PAUSE_SEC
+        wait_for(lambda: time.monotonic() >= until, what="the end of the freeze")
+    finally:
+        honed.machine.run("systemctl", "thaw", "honed.slice")
+    honed.go(job)
+    entry = honed.wait(job, "succeeded", "failed")
+    outcomes = [each["outcome"] for each in entry["attempts"]]
+    assert (entry["outcome"], entry["num_failures"]) == ("succeeded", 0)
+    assert {*outcomes[:-1]} <= {"interrupted"}, outcomes
+    first = entry["attempts"][0]
+    assert first["took_sec"] < first["ended_at"] - first["started_at"] - 2 * MIN_PAUSE_SEC
 
 
 def test_ten_kills_of_honed_cost_a_job_nothing(honed: Honed) -> None:

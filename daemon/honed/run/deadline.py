@@ -63,7 +63,8 @@ class Deadlines:
         self._since = Moment.now()
         self._suspension = _Suspension(clock())
         place = layout.files(job.id).attempt(job.attempt.number)
-        self._paused_path = place.paused_path
+        # What an earlier honed has not seen, the shim has: honed's own watchdog ends it after a freeze.
+        self._unseen_sec = max(0.0, noted_sec(place.paused_path) - job.attempt.paused_sec)
         self._pulses = Pulses(place, max(1, job.num_gpus), clock())
         self._kill_at: float | None = None
         self._was_killed = False
@@ -146,7 +147,7 @@ class Deadlines:
         if isinstance(self._clock, Pauses) and until.is_of_boot(since):
             assert since.monotonic is not None
             seen_sec = self._clock.between(since.monotonic, until.monotonic or 0.0)
-        return self._job.attempt.paused_sec + self._suspension.sec + seen_sec
+        return self._job.attempt.paused_sec + self._unseen_sec + self._suspension.sec + seen_sec
 
     def start_again(self) -> None:
         """Wait for the attempt's second start."""
@@ -209,17 +210,15 @@ class Deadlines:
         elif not until.is_of_boot(began):
             until = self._pulses.first.last_beat() or began
         paused_sec = self.paused_sec(until)
-        if self._is_of_cluster and ended is not None:
-            paused_sec = max(paused_sec, ended.paused_sec)  # its shim is suspended with it
+        if ended is not None and (self._is_of_cluster or ended.is_after_pause):
+            paused_sec = max(paused_sec, ended.paused_sec)  # its shim is suspended, or frozen, with it
         return max(0.0, until.since(began) - paused_sec)
 
     def _when_overdue(self) -> float | None:
         """Return when an attempt, started or taken over now, has used up the time limit and the grace period."""
         if self._job.time_limit_sec is None:
             return None
-        # What an earlier honed has not seen, the shim has: honed's own watchdog ends it after a freeze.
-        paused_sec = max(self.paused_sec(), noted_sec(self._paused_path))
-        ran_sec = Moment.now().since(self._began or self._job.attempt.began) - paused_sec
+        ran_sec = Moment.now().since(self._began or self._job.attempt.began) - self.paused_sec()
         spent = self._spent_before() + max(0.0, ran_sec)
         left = max(0.0, self._job.time_limit_sec - spent)
         return self._clock() + left + self._config().jobs.time_limit_grace_sec

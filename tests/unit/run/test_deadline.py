@@ -150,8 +150,22 @@ def test_a_time_limit_counts_no_pause_that_only_the_shim_has_seen(tmp_path: Path
     deadlines = Deadlines(job(began, time_limit_sec=100.0), layout, runner, Config, clock=lambda: 0.0)
     deadlines.enforce(GRACE_SEC + 1.0, told_at=GRACE_SEC + 1.0, stage="train")
     assert runner.asked == []
+    assert deadlines.paused_sec() == 450.0, "it goes into the entry, for the next honed"
+    assert deadlines.took_sec(Exit(0, None, ended=now)) == pytest.approx(50.0, abs=1.0)
     deadlines.enforce(GRACE_SEC + 60.0, told_at=GRACE_SEC + 60.0, stage="train")
     assert runner.asked == [1]
+
+
+@pytest.mark.parametrize(("is_after_pause", "took_sec"), [(True, 50.0), (False, 500.0)])
+def test_what_a_watchdog_ended_after_a_pause_has_not_taken_it(
+    tmp_path: Path, is_after_pause: bool, took_sec: float
+) -> None:
+    now, layout = Moment.now(), Layout(tmp_path)
+    assert now.monotonic is not None
+    began = Moment(now.wall - 500, now.monotonic - 500, now.boot_id)
+    deadlines = Deadlines(job(began), layout, ProcessRunner(layout), Config, clock=lambda: 0.0)
+    ended = Exit(None, 6, ended=now, paused_sec=450.0, is_after_pause=is_after_pause)
+    assert deadlines.took_sec(ended) == pytest.approx(took_sec, abs=1.0)
 
 
 @pytest.mark.parametrize(("is_after_pause", "code"), [(True, "interrupted"), (False, "stalled")])
