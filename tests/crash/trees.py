@@ -29,6 +29,8 @@ OTHER_UID = 4711
 CLAIMED, STAGED, ROWS = "900", "0123456789abcdef", "0123456789abcdef0123456789abcdef"
 #: Seconds within which each step must be done, however busy the machine is.
 PATIENCE_SEC = 120.0
+#: The kind of tree that is all of them.
+EVERY = "every"
 _LIVE, _ENDED, _PRUNED = "until.live", "make.ended", "make.pruned"
 
 
@@ -133,7 +135,12 @@ def odd(place: Path, name: str, _size: Size) -> int:
     return len(ODD) + len(ODD_NAMES)
 
 
-TREES: Mapping[str, Callable[[Path, str, Size], int]] = {"deep": deep, "wide": wide, "odd": odd}
+def every(place: Path, name: str, size: Size) -> int:
+    """Plant all of these side by side: one start of honed meets each of them in each place."""
+    return sum(plant(place, name, size) for plant in (deep, wide, odd))
+
+
+TREES: Mapping[str, Callable[[Path, str, Size], int]] = {"deep": deep, "wide": wide, "odd": odd, EVERY: every}
 #: A file system that never answers, in each place: only root can mount it, where there is /dev/fuse.
 SLOW = "slow"
 #: Nothing is planted: what the others are compared with.

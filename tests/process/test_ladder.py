@@ -85,7 +85,7 @@ KEYS: dict[str, Any] = {
     "backend": "transformers",
     "predictions": {"sample_frequency": "off"},
     "retry": {"max_attempts": 1},
-    "training": {"max_steps": 2, "per_device_train_batch_size": 8, "max_length": LENGTH, "learning_rate": 1e-2},
+    "training": {"max_steps": 1, "per_device_train_batch_size": 8, "max_length": LENGTH, "learning_rate": 1e-2},
 }
 
 
@@ -124,7 +124,7 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory_goes_down_the_ladder_
 
 
 def seeing_keys(model: Path, rows: Path) -> dict[str, Any]:
-    training = {"max_steps": 2, "per_device_train_batch_size": 1, "max_length": None}
+    training = {"max_steps": 1, "per_device_train_batch_size": 1, "max_length": None}
     media = {"base_model": str(model), "datasets": [{"path": str(rows)}], "media": {"max_pixels": MAX_PIXELS}}
     return {**KEYS, **media, "training": training}
 

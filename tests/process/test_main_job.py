@@ -106,13 +106,13 @@ def test_each_family_format_and_way_of_training_ends_with_output_metrics_and_pre
     assert "Traceback" not in real.log
 
 
-#: It waits in its hundredth step until it is asked to stop, or a file `go` is in its directory.
+#: It waits in its thirty-fifth step until it is asked to stop, or a file `go` is in its directory.
 HOLD = """
 import os, sys, time
 from honed.worker.train.watched import WatchedTrainer
 step = WatchedTrainer.training_step
 def training_step(self, *args, **kwargs):
-    while self.state.global_step == 99 and not (self._stop.is_set or os.path.exists(os.path.join(sys.argv[1], "go"))):
+    while self.state.global_step == 34 and not (self._stop.is_set or os.path.exists(os.path.join(sys.argv[1], "go"))):
         time.sleep(0.02)
     return step(self, *args, **kwargs)
 WatchedTrainer.training_step = training_step
@@ -120,7 +120,7 @@ WatchedTrainer.training_step = training_step
 
 
 def test_a_real_worker_killed_and_a_real_honed_stopped_lose_no_step(real: RealInstance, models: Path) -> None:
-    training = {**TRAINING, "max_steps": 120, "eval_strategy": "no", "save_steps": 5}
+    training = {**TRAINING, "max_steps": 40, "eval_strategy": "no", "save_steps": 5}
     spec = spec_of(models, "lora", training=training, eval_split=None, predictions={"sample_frequency": "off"})
     (real.root / "long.yaml").write_text(yaml.safe_dump(spec))
     real.environment["HONED_TEST_RANK_0"] = HOLD
@@ -138,7 +138,7 @@ def test_a_real_worker_killed_and_a_real_honed_stopped_lose_no_step(real: RealIn
         what="resumed",
         deadline_sec=300,
     )
-    wait_for(lambda: step() >= 30, what="thirty steps", deadline_sec=300)
+    wait_for(lambda: step() >= 20, what="twenty steps", deadline_sec=300)
     real.kill(signal.SIGTERM)
     stopped = real.job("long")
     assert stopped is not None
