@@ -286,6 +286,18 @@ def test_others_read_and_lose_nothing_and_get_their_answers(attack: Attack) -> N
     print(f"the slowest answer took {attack.worst_sec:.2f} s")
 
 
+def test_pages_and_the_doctor_wait_for_no_file_system(attack: Attack) -> None:
+    machine = attack.machine
+    machine.run("systemctl", "start", "honed-web.socket")
+    get = ("curl", "--silent", "--max-time", "60", "--output", "/dev/null", "--write-out", "%{http_code}")
+    for kind in MOUNTED:
+        job = attack.jobs[kind]
+        for path in (f"/jobs/{job}", f"/api/jobs/{job}", f"/api/jobs/{job}/metrics", f"/api/jobs/{job}/predictions"):
+            said = machine.try_run(*get, "--unix-socket", "/run/honed-web.sock", f"http://localhost{path}").stdout
+            assert said == "200", (kind, path, said)
+    assert machine.doctor()["honed.service"]["status"] != "error"
+
+
 def test_what_is_planted_in_a_job_goes_with_it(attack: Attack) -> None:
     machine = attack.machine
     machine.sh(f"touch {OVER}")
