@@ -43,7 +43,7 @@ REASONS = {
         "run/slurm.py": "_instance",
         "send/notice_sender.py": "Messenger._read Messenger.reload",
         "send/notification.py": "Notices._put Notices._tell_end Notices.tend waiting",
-        "send/outbox.py": "Outbox._append Outbox._begin _lines _read_json segments",
+        "send/outbox.py": "Outbox._append Outbox._begin _lines segments",
         "send/refused_rows.py": "RefusedRows.has_any RefusedRows.send_again RefusedRows.set_aside",
         "send/sender.py": "Sender._alone",
         "send/wandb_runs.py": "is_marked waiting",

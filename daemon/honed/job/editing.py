@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -85,7 +86,9 @@ class Edits:
     def begin(self, job: Job, changes: Mapping[str, Any]) -> Job:
         """Commit an edit: from here on it is completed."""
         first = {**changes, "is_deferred": True, "is_being_edited": True, "staged": None}
-        return self._spool.update(job, **first, edited_at=(*job.edited_at, time.time()))
+        # After its last start, though the clock was set back since: `has_run_since` compares the two.
+        now = max(time.time(), math.nextafter(job.attempts[-1].started_at, math.inf) if job.attempts else 0.0)
+        return self._spool.update(job, **first, edited_at=(*job.edited_at, now))
 
     def complete(self, job: Job, path: Path, data: bytes, plan: PlanFile | None, *, is_deferred: bool) -> Job:
         """Replace the files of a job whose edit has begun, and let it start."""

@@ -51,7 +51,7 @@ def may_fall_back(layout: Layout, job: Job, outcome: Outcome) -> bool:
 
 def _tell_unreadable(job: Job, fault: Exception) -> None:
     """Log that a job's plan cannot be read. Raises the error again if it is a fault of the machine."""
-    if durable.machine_fault(fault) and getattr(fault, "errno", None) not in durable.OWNERS_ERRNOS:
+    if durable.fault_at_persons(fault):
         raise fault
     log.warning("job %d (%s): its plan cannot be read: %s", job.id, job.name, error.said(fault))
 

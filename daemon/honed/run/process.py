@@ -237,7 +237,7 @@ def _has_not_begun(child: _Child) -> bool:
             return False
     except OSError as error:
         # Its worker has put something there, and its end tells more. A fault of the machine tells nothing.
-        if durable.machine_fault(error) and error.errno not in durable.OWNERS_ERRNOS:
+        if durable.fault_at_persons(error):
             raise
         return False
     ended = exit_of(read_exit_record(child.layout, child.start))

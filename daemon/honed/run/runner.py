@@ -86,7 +86,7 @@ class Runner(Protocol):
 
     def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:
         """Take over a worker that an earlier daemon started, or was about to; False if it certainly never started.
-        `is_staged`: it waits, or will, at its gate."""
+        `is_staged`: it waits, or will, at its gate. Raises OSError where the machine prevents finding out."""
 
     def live(self) -> list[Live]:
         """Return all workers of this instance that live, whoever started them. Raises OSError if that is not known."""
@@ -203,8 +203,7 @@ def _read_record(path: PersonPath, start: int) -> dict[str, Any] | None:
     try:
         record = json.loads(untrusted.read_plain(path, max_bytes=MAX_RECORD_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        # Its owner can have closed it.
-        if durable.machine_fault(error) and getattr(error, "errno", None) not in durable.OWNERS_ERRNOS:
+        if durable.fault_at_persons(error):
             raise
         return None
     return record if isinstance(record, dict) and record.get("start") == start else None

@@ -126,7 +126,9 @@ class SlurmRunner:
         files = self._layout.files(job_id)
         try:
             handed = read(files)
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if durable.fault_at_persons(error):
+                raise  # it may have started
             handed = None
         name = f"{self._prefix}{job_id}-{number}-{start}"
         if handed is None or (handed.number, handed.start, handed.name) != (number, start, name):

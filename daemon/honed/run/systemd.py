@@ -31,7 +31,7 @@ from honed.run.runner import (
     read_exit_record,
     read_lock_record,
 )
-from honed.system import dbus
+from honed.system import dbus, durable
 from honed.system.clock import Moment
 from honed.system.dbus import BusAwayError, BusError, Systemd
 from honed.system.layout import AttemptFiles, Layout
@@ -103,7 +103,9 @@ class SystemdRunner:
         try:
             wanted = read(job)
             is_ours = (wanted.number, wanted.start) == (number, start)
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if durable.fault_at_persons(error):
+                raise  # it may have started
             is_ours = False
         if not is_ours and self._goes_on(job_id):  # start.json is damaged; the end of the unit needs a whole one
             waits = {STAGED_VARIABLE: str(start)} if is_staged else {}

@@ -299,7 +299,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = durable.read(path)
     except OSError as error:
-        if durable.machine_fault(error) and error.errno not in durable.OWNERS_ERRNOS:
+        if durable.fault_at_persons(error):
             raise
         return {}
     return durable.json_object(lambda: data)

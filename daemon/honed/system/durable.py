@@ -56,6 +56,11 @@ def machine_fault(error: BaseException) -> str | None:
             return None
 
 
+def fault_at_persons(error: BaseException) -> str | None:
+    """Do as `machine_fault`, of a file that its owner can close to honed: that is not the machine's fault."""
+    return None if getattr(error, "errno", None) in OWNERS_ERRNOS else machine_fault(error)
+
+
 def sync_dir(path: Path) -> None:
     """Make the names in a directory durable."""
     sync_and_close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))

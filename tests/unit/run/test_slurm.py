@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -255,6 +256,27 @@ def of_fake_desk(
 
 
 MakeDesk = Callable[[float], tuple[FakeDesk, slurm.SlurmRunner]]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_job_of_slurm_whose_record_a_server_does_not_return_is_not_handed_over_twice(
+    tmp_path: Path, of_fake_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It waits in Slurm's queue, and so has left no other trace."""
+    desk, runner = of_fake_desk(300.0)
+    runner.start(7, 1, 1, backend="transformers", environment={})
+    another, real = slurm.SlurmRunner(Layout(tmp_path), config.SlurmConfig, clock=lambda: desk.now), os.open
+
+    def fail(path: object, *arguments: object, **keys: object) -> int:
+        if path == "start.json":
+            raise OSError(number, os.strerror(number), path)
+        return real(path, *arguments, **keys)  # type: ignore[call-overload, no-any-return]
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"start\.json"):
+        patch.setattr(os, "open", fail)
+        another.adopt(7, 1, 1)
+    assert another.adopt(7, 1, 1)
+    assert len(desk.launched) == 1
 
 
 @pytest.mark.parametrize("keeps_sec", [5.0, 300.0, 3_600.0])

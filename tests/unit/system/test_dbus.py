@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from pathlib import Path
 
@@ -50,6 +52,26 @@ def test_a_start_that_was_never_made_is_known_from_its_files(tmp_path: Path, mon
     runner = SystemdRunner(layout, Systemd(), watchdog_sec=lambda: 60.0, stop_timeout_sec=lambda: 60.0)
     layout.job(3).dir.mkdir(parents=True)
     assert not runner.adopt(3, 1, 1)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_start_that_the_machine_does_not_tell_of_may_have_been_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setenv("DBUS_SYSTEM_BUS_ADDRESS", f"unix:path={tmp_path}/bus")
+    layout = Layout(tmp_path)
+    runner = SystemdRunner(layout, Systemd(), watchdog_sec=lambda: 60.0, stop_timeout_sec=lambda: 60.0)
+    layout.job(3).dir.mkdir(parents=True)
+    real = os.open
+
+    def fail(path: object, *arguments: object, **keys: object) -> int:
+        if path == "start.json":
+            raise OSError(number, os.strerror(number), path)
+        return real(path, *arguments, **keys)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(OSError, match=r"start\.json"):
+        runner.adopt(3, 1, 1)
 
 
 def test_who_asks_for_units_where_there_can_be_none_is_told_why(tmp_path: Path) -> None:
