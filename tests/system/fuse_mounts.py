@@ -1,8 +1,8 @@
 """Mounts file systems of a user, as fusermount3 does for them, in the guest: `fuse_mounts.py UID`, as root.
 
-The first line of its input is JSON: [[path, whether its server answers], ...]. A server that answers lies: each file is
-root's, endless and of another time at each look, each directory has names without end. Everybody is let in
-(allow_other). Prints `mounted`, and goes on until its input ends; then all of it is unmounted.
+The first line of its input is JSON: [[path, whether its server answers, whether others may enter], ...]. A server that
+answers lies: each file is root's, endless and of another time at each look, each directory has names without end.
+Prints `mounted`, and goes on until its input ends; then all of it is unmounted.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ def main() -> None:
     uid, libc = int(sys.argv[1]), ctypes.CDLL(None, use_errno=True)
     servers: dict[int, Lies | None] = {}
     roots = []
-    for path, answers in json.loads(sys.stdin.buffer.readline()):
+    for path, answers, allows_others in json.loads(sys.stdin.buffer.readline()):
         fd, mode = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC), Path(path).stat().st_mode
-        options = f"fd={fd},rootmode={mode & 0o170000:o},user_id={uid},group_id={uid},allow_other"
+        options = f"fd={fd},rootmode={mode & 0o170000:o},user_id={uid},group_id={uid}"
+        options += ",allow_other" if allows_others else ""
         if libc.mount(b"theirs", os.fsencode(path), b"fuse", ctypes.c_ulong(2 | 4), options.encode()):  # nosuid, nodev
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
         servers[fd] = Lies(mode) if answers else None

@@ -200,11 +200,13 @@ KINDS: dict[str, tuple[str, Callable[[str], None]]] = {
     "YAML that holds itself": ("#.yaml", write("a: &a [*a]\n")),
     "directory with a file system that never answers": ("#.json", open_dir),
     "directory with a file system that lies": ("#.json", open_dir),
+    "directory with a file system for its owner alone": ("#.json", open_dir),
     "file with a file system that never answers": ("#.json", write("{}")),
     "file with a file system that lies": ("#.json", write("{}")),
+    "file with a file system for its owner alone": ("#.json", write("{}")),
 }
-#: Over these, fuse_mounts.py mounts one; True: its server answers.
-MOUNTED = {kind: kind.endswith("lies") for kind in KINDS if "file system" in kind}
+#: Over these, fuse_mounts.py mounts one: whether its server answers, and whether others may enter.
+MOUNTED = {kind: (not kind.endswith("answers"), not kind.endswith("alone")) for kind in KINDS if "file system" in kind}
 
 
 def main() -> None:

@@ -132,7 +132,7 @@ def ask(attack: Attack, user: str) -> None:
 def mount(attack: Attack, order: list[tuple[str, list[str]]]) -> None:
     """Mount mallory's file systems over what she made for them."""
     machine = attack.machine
-    places = [(path, MOUNTED[kind]) for kind, paths in order for path in paths]
+    places = [(path, *MOUNTED[kind]) for kind, paths in order for path in paths]
     words = ("/usr/bin/python3", f"{CHECKOUT}/tests/system/fuse_mounts.py", machine.run("id", "-u", "mallory").strip())
     attack.mounts = machine.popen(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert attack.mounts.stdin is not None and attack.mounts.stdout is not None

@@ -90,7 +90,7 @@ def test_a_view_that_hangs_keeps_no_other_users_view_and_job(honed: Machine) -> 
         return honed.property(view, "ActiveState") == "activating"
 
     mounts = (CHECKOUT + "/tests/system/fuse_mounts.py", honed.run("id", "-u", "alice").strip())
-    order = json.dumps([[staged, False]]).encode() + b"\n"
+    order = json.dumps([[staged, False, True]]).encode() + b"\n"
     with going_on(honed, b"mounted\n", "/usr/bin/python3", *mounts, stdin=order):
         wait_for(is_made_meanwhile, what="bob's view, while alice's hangs")
         honed.run("honectl", "resume")
