@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -198,10 +199,10 @@ FIGURES = [record(17, b"run"), record(2, b"x" * 40_000), record(6, record(1, b"r
 def test_a_log_that_names_other_files_than_its_runs_is_not_sent(data: bytes, why: str | None) -> None:
     """wandb sync uploads what a log names, and a worker could have written anything into it."""
     if why is None:
-        wandb_runs.check(data)
+        assert list(wandb_runs.checking(data)) == []
     else:
         with pytest.raises(ValueError, match=why):
-            wandb_runs.check(data)
+            list(wandb_runs.checking(data))
 
 
 def offline(layout: Layout, job_id: int, data: bytes = log_of(*FIGURES)) -> Path:
@@ -214,6 +215,15 @@ def offline(layout: Layout, job_id: int, data: bytes = log_of(*FIGURES)) -> Path
 
 def job(job_id: int, state: State = State.SUCCEEDED) -> Job:
     return Job(id=job_id, name="j", submitted_at=0, source="j", uid=1000, output_dir="/o", state=state)
+
+
+def tend(collector: wandb_runs.Collector, moved: set[int], jobs: dict[int, Job]) -> int:
+    """Let a collector copy all that is due. Returns in how many turns."""
+    num_turns, is_first = 0, True
+    while is_first or collector.is_busy:
+        collector.tend(moved=moved if is_first else set(), job_of=jobs.get, is_wanted=True)
+        num_turns, is_first = num_turns + 1, False
+    return num_turns
 
 
 def test_runs_of_ended_jobs_are_copied_and_nothing_that_a_link_leads_to(tmp_path: Path) -> None:
@@ -230,12 +240,12 @@ def test_runs_of_ended_jobs_are_copied_and_nothing_that_a_link_leads_to(tmp_path
     collector = wandb_runs.Collector(layout)
     collector.tend(moved=set(), job_of=jobs.get, is_wanted=False)
     assert not layout.outbox_dir.exists()
-    collector.tend(moved=set(), job_of=jobs.get, is_wanted=True)
+    tend(collector, set(), jobs)
     assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"1.{RUN}"]
-    collector.tend(moved={4}, job_of=(jobs | {4: job(4)}).get, is_wanted=True)
+    tend(collector, {4}, jobs | {4: job(4)})
     assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"1.{RUN}", f"4.{RUN}"]
     wandb_runs.mark_synced(layout.outbox_dir, f"1.{RUN}", when=0)
-    collector.tend(moved={1}, job_of=jobs.get, is_wanted=True)
+    tend(collector, {1}, jobs)
     assert [path.name for path in wandb_runs.runs_dir(layout.outbox_dir).iterdir()] == [f"4.{RUN}"]
 
 
@@ -245,19 +255,52 @@ def test_a_run_that_the_disk_did_not_take_is_taken_once_there_is_room(tmp_path: 
         offline(layout, number)
     jobs = {number: job(number) for number in (1, 2)}
     collector = wandb_runs.Collector(layout)
-    collector.tend(moved=set(), job_of={}.get, is_wanted=True)
+    tend(collector, set(), {})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # below the 40,000 bytes of a run
     try:
         with pytest.raises(OSError, match="too large"):
-            collector.tend(moved={1, 2}, job_of=jobs.get, is_wanted=True)
+            tend(collector, {1, 2}, jobs)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
     assert list(wandb_runs.waiting(layout.outbox_dir)) == []
-    collector.tend(moved=set(), job_of=jobs.get, is_wanted=True)
+    tend(collector, set(), jobs)
     assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"1.{RUN}", f"2.{RUN}"]
+
+
+@pytest.mark.parametrize("kind", [1, 3])
+def test_a_log_of_endless_small_parts_is_checked_for_a_moment_at_a_time(tmp_path: Path, kind: int) -> None:
+    """64 MiB of them take Python two minutes."""
+    layout = Layout(tmp_path)
+    parts = struct.pack("<IHB", 0, 0, kind) * 4000
+    offline(layout, 1, b":W&B\xe1\xbe\x00" + (struct.pack("<IHB", 0, 0, 2) if kind == 3 else b"") + parts)
+    offline(layout, 2)
+    jobs = {number: job(number) for number in (1, 2)}
+    times = iter(range(1000))
+    collector = wandb_runs.Collector(layout, clock=lambda: next(times))  # a second passes between two looks
+    num_turns = tend(collector, {1, 2}, jobs)
+    assert num_turns > 4
+    assert len(list(wandb_runs.waiting(layout.outbox_dir))) == 2
+
+
+def test_copies_of_one_users_runs_have_limited_room_until_some_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hard links, ten thousand of 64 MiB cost their author 64 MiB."""
+    monkeypatch.setattr(wandb_runs, "MAX_USER_BYTES", 2 * wandb_runs.MIN_BYTES)
+    layout = Layout(tmp_path)
+    for number in (1, 2, 3, 4):
+        offline(layout, number)
+    jobs = {number: job(number) for number in (1, 2, 3)} | {4: replace(job(4), uid=1001)}
+    collector = wandb_runs.Collector(layout)
+    tend(collector, {1, 2, 3, 4}, jobs)
+    assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"{n}.{RUN}" for n in (1, 2, 4)]
+    wandb_runs.mark_synced(layout.outbox_dir, f"1.{RUN}", when=0)
+    tend(collector, {4}, jobs)
+    tend(collector, set(), jobs)
+    assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"{n}.{RUN}" for n in (2, 3, 4)]
 
 
 @needs_wandb

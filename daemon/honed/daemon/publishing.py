@@ -85,6 +85,8 @@ class Publishing:
 
     def patience(self) -> float:
         """Return the seconds until a page or the counters are due, or a running child is to be checked."""
+        if self._offline_runs.is_busy:
+            return 0.0
         return min(self._reporter.patience(), self.counters.patience())
 
     def close(self, *, is_last: bool) -> None:

@@ -18,6 +18,7 @@ import json
 import logging
 import re
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,23 +34,43 @@ log = logging.getLogger(__name__)
 
 #: Bytes of a run's log; a step takes some hundred. Larger logs are not sent.
 MAX_BYTES = 64 * 1024 * 1024
+#: Bytes of the copies of one user's runs that wait for honed-send: with hard links, its logs cost their author nothing.
+MAX_USER_BYTES = 8 * MAX_BYTES
+#: Bytes that each of them counts at least.
+MIN_BYTES = 256 * 1024
+#: Seconds of a turn in which runs are copied; and parts of a log that are checked before the next look at the clock.
+BITE_SEC = 0.02
+_PARTS = 1000
 _RUN = re.compile(r"offline-run-[0-9]{8}_[0-9]{6}-([a-z0-9]{1,64})")
 
 
 class Collector:
-    """The daemon's side: copies the runs of jobs that are not running, and removes copies that are synchronised."""
+    """The daemon's side: copies the runs of jobs that are not running, and removes copies that are synchronised.
 
-    def __init__(self, layout: Layout) -> None:
+    Their authors choose what is in a log, and how many there are: logs are checked for a moment at a time, and one
+    user's copies have limited room. What has no room is copied once others have been sent.
+    """
+
+    def __init__(self, layout: Layout, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._layout = layout
+        self._clock = clock
         self._due: set[int] | None = None  #: jobs whose runs are still to be copied; None: all jobs
+        self._without_room: set[int] = set()
+        self._under_way: Iterator[None] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """True if the next call of `tend` goes on at once."""
+        return self._under_way is not None
 
     def tend(self, *, moved: set[int], job_of: Callable[[int], Job | None], is_wanted: bool) -> None:
-        """Copy the runs of jobs whose state changed; of all jobs at first, and when synchronising is switched on again.
+        """Copy for a moment the runs of jobs whose state changed; of all jobs at first, and when synchronising is
+        switched on again.
 
         Raises OSError if the disk accepts none; they stay due.
         """
         if not is_wanted:
-            self._due = None
+            self._due = self._under_way = None
             return
         path = self._layout.outbox_dir
         if self._due is None:
@@ -58,20 +79,51 @@ class Collector:
                 durable.make_dir(directory, mode=0o750)
             with contextlib.suppress(FileNotFoundError):
                 moved = {int(each.name) for each in self._layout.jobs_dir.iterdir() if each.name.isdecimal()}
-        self._due = (self._due or set()) | moved
-        if not self._due:
+            self._due = set()
+        self._due |= moved
+        if not self._due and self._under_way is None:
             return
-        for job_id in sorted(self._due):
-            job = job_of(job_id)
-            if job is not None and job.state is not State.RUNNING:
-                self._collect(job)
-            self._due.discard(job_id)
+        until = self._clock() + BITE_SEC
+        self._under_way = self._under_way or self._collecting(self._due, job_of)
+        try:
+            for _ in self._under_way:
+                if self._clock() >= until:
+                    return
+        except BaseException:
+            self._under_way = None  # begun anew
+            raise
+        self._under_way = None
         for run in runs_dir(path).iterdir():
             if is_synced(path, run.name):
                 tree.remove(run)
+                self._due |= self._without_room
+                self._without_room = set()
 
-    def _collect(self, job: Job) -> None:
+    def _collecting(self, due: set[int], job_of: Callable[[int], Job | None]) -> Iterator[None]:
+        """Copy the runs of the jobs that are due, a piece at a time."""
+        while due:
+            due.discard(job_id := min(due))
+            job = job_of(job_id)
+            try:
+                if job is not None and job.state is not State.RUNNING:
+                    yield from self._collect(job, job_of)
+            except BaseException:
+                due.add(job_id)
+                raise
+            yield
+
+    def _room_of(self, uid: int, job_of: Callable[[int], Job | None]) -> int:
+        """Return the bytes of copies that a user may still have."""
+        theirs = [
+            path
+            for path in runs_dir(self._layout.outbox_dir).glob("[0-9]*/run-*.wandb")
+            if (job := job_of(int(path.parent.name.partition(".")[0]))) is not None and job.uid == uid
+        ]
+        return MAX_USER_BYTES - sum(max(path.stat().st_size, MIN_BYTES) for path in theirs)
+
+    def _collect(self, job: Job, job_of: Callable[[int], Job | None]) -> Iterator[None]:
         for run in _runs_of(self._layout.files(job.id)):
+            yield
             name = f"{job.id}.{run.name}"
             found = _RUN.fullmatch(run.name)
             if found is None or is_synced(self._layout.outbox_dir, name):
@@ -81,7 +133,7 @@ class Collector:
                 continue
             try:
                 data = untrusted.read_plain(run / f"run-{found[1]}.wandb", max_bytes=MAX_BYTES)
-                check(data)
+                yield from checking(data)
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else error
                 log.warning(
@@ -93,6 +145,9 @@ class Collector:
                     extra=about(job),
                 )
                 continue
+            if len(data) > self._room_of(job.uid, job_of):
+                self._without_room.add(job.id)
+                return
             made = target.with_name(f".{target.name}.tmp")
             tree.remove(made)
             durable.make_dir(made, mode=0o750)
@@ -122,20 +177,26 @@ _FIGURES = {1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 18, 19, 20, 21, 22, 23, 26,
 _FILES = 6
 
 
-def check(data: bytes) -> None:
-    """Raise ValueError if this is not a wandb log, or if it contains more than a run's metrics."""
+def checking(data: bytes) -> Iterator[None]:
+    """Check a log, a piece at a time. Raises ValueError if it is not wandb's, or contains more than a run's metrics."""
     if data[:4] != b":W&B":
         raise ValueError("it is not a wandb log")
+    num = 0
     for record in _records(data):
-        for field, value in _fields(record):
+        for field, value in _fields(record or b""):
             if field not in _FIGURES:
                 raise ValueError(f"its log has a record of kind {field}, which is not a metric")
             if field == _FILES and (b".." in value or b"//" in value):
                 raise ValueError("its log refers to a file outside the run")
+            if (num := num + 1) % _PARTS == 0:
+                yield
+        if (num := num + 1) % _PARTS == 0 or record is None:
+            yield
 
 
-def _records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format. A crash leaves a partial record at the end."""
+def _records(data: bytes) -> Iterator[bytes | None]:
+    """Yield the records of a log in LevelDB's format, and None after many parts of one. A crash leaves a partial record
+    at the end."""
     place, parts = _HEAD, list[bytes]()
     while place + _RECORD_HEAD.size <= len(data):
         left = _BLOCK - place % _BLOCK
@@ -151,6 +212,8 @@ def _records(data: bytes) -> Iterator[bytes]:
         if kind in (_FULL, _LAST):
             yield b"".join(parts)
             parts.clear()
+        elif len(parts) % _PARTS == 0:
+            yield None
 
 
 def _fields(record: bytes) -> Iterator[tuple[int, bytes]]:
