@@ -64,6 +64,8 @@ MAX_FEW = 1000
 MAX_TOLD_BYTES = 64 * 1024
 #: Refused files that are looked at, the newest.
 MAX_REFUSED = 200
+#: Refused files of one name that are looked at, the newest: of ten thousand, an answer would take a second.
+MAX_OF_A_NAME = 1000
 #: Jobs per group in an overview.
 OVERVIEW_JOBS = 20
 
@@ -626,23 +628,22 @@ def _worker(layout: Layout, job: Job) -> tuple[int | None, float | None]:
 
 
 def refusal(spool: Spool, file_name: str, asker: Asker = ANYBODY, *, number: int | None = None) -> Refusal | None:
-    """Return the newest rejection of a file with this name that the asker may see, or of the submission with this
-    number; None if there is none.
+    """Return the newest rejection of a file with this name that the asker may see, or of the arrival with this number;
+    None if there is none. Of thousands of files of one name, others' too, only the newest are looked at.
     """
+    if number is not None:
+        numbered = list(_reasons(refusals.places(spool.rejected, file_name, number), asker))
+        return next((_refusal(reason) for reason in numbered if reason.number == number), None)
     stem = Path(file_name).stem
     begins = (f"{file_name}.", f"{stem}.", *([stem[:45]] if len(stem) > 45 else []))  # a long name is cut
-    found = [
-        spool.rejected / name
+    named = [
+        name
         for name in os.listdir(spool.rejected_dir)  # noqa: PTH208 - there may be thousands
         if name.startswith(begins) or name.endswith(f"~{refusals.SUFFIX}")
     ]
-    answers = [
-        reason
-        for reason in _reasons(found, asker)
-        if reason.file == refusals.shown(file_name) and number in {None, reason.number}
-    ]
-    newest = max(answers, key=lambda reason: reason.refused_at, default=None)
-    return None if newest is None else _refusal(newest)
+    found = sorted(((info.st_mtime, name) for name, info in untrusted.infos(spool.rejected, named)), reverse=True)
+    newest = _reasons([spool.rejected / name for _, name in found[:MAX_OF_A_NAME]], asker)
+    return next((_refusal(reason) for reason in newest if reason.file == refusals.shown(file_name)), None)
 
 
 def refused(spool: Spool, asker: Asker = ANYBODY, *, limit: int = MAX_REFUSED) -> Refused:
@@ -653,7 +654,7 @@ def refused(spool: Spool, asker: Asker = ANYBODY, *, limit: int = MAX_REFUSED) -
     return {"files": files, "num": len(reasons), "are_all": len(found) <= MAX_REFUSED}
 
 
-def _reasons(paths: Sequence[PersonPath], asker: Asker) -> Iterator[Reason]:
+def _reasons(paths: Iterable[PersonPath], asker: Asker) -> Iterator[Reason]:
     """Yield the reasons that somebody may read."""
     for path in paths:
         if (reason := refusals.read(path)) is not None and (asker.reads_all or reason.uid == asker.uid):

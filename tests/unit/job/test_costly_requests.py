@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from honed.cli import joblog
-from honed.job import query, removal
+from honed.job import query, refusals, removal
 from honed.job.job import Attempt, Job, State
-from honed.job.query import ANYBODY, Choice
+from honed.job.query import ANYBODY, Asker, Choice
 from honed.job.retention import Wish
 from honed.job.spool import Spool
 from honed.run.outcome import MAX_RESULT_BYTES, judge
 from honed.run.runner import Exit
 from honed.system import access, durable
+from honed.system.error import SpecError
 from honed.system.layout import Layout
 from honed.system.personpath import PersonPath
 
@@ -137,3 +138,34 @@ def test_only_honeds_and_systemds_entries_are_a_jobs_log(monkeypatch: pytest.Mon
     assert nobody is not None
     assert {word for word in of_honed if word.startswith("_")} == {f"_UID={nobody.uid}", "_UID=0"}
     assert [word for word in of_systemd if word.startswith("_")] == ["_PID=1"]
+
+
+def test_of_refused_files_of_one_name_the_newest_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user can have ten thousand refused files of that name: an answer took a second."""
+    monkeypatch.setattr(query, "MAX_OF_A_NAME", 3)
+    spool, mine = Spool(Layout(tmp_path)), Asker(70_001, is_administrator=False, reads_all=False)
+
+    def refuse(number: int, uid: int) -> None:
+        fate = f"The file is kept as rejected/{number}.json."
+        error = SpecError(f"the fault of {number}")
+        text = refusals.text_of("a.json", number, uid, error, when="now", fate=fate, is_submission=True)
+        path = refusals.make(spool.rejected, "a.json", number, os.geteuid(), text)
+        os.utime(str(path), (number, number))
+
+    def told(number: int | None = None) -> str:
+        found = query.refusal(spool, "a.json", mine, number=number)
+        return "" if found is None else found["reason"]
+
+    refuse(1, 70_001)
+    refuse(2, 70_001)
+    refuse(3, 70_002)
+    refuse(4, 70_002)
+    assert "the fault of 2" in told()
+    refuse(5, 70_002)
+    assert told() == ""
+    assert "the fault of 1" in told(1), "an arrival's own is found at once"
+    assert told(5) == told(77) == ""
+    refuse(6, 70_001)
+    assert "the fault of 6" in told()
+    with pytest.raises(ValueError, match="not a name below"):
+        query.refusal(spool, "../../etc/a.json", mine, number=1)
