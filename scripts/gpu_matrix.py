@@ -35,8 +35,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "daemon")]
 
 from honed.check import preflight  # noqa: E402
-from honed.job import event  # noqa: E402
-from honed.job.database import Database, Reader  # noqa: E402
+from honed.job import event, history  # noqa: E402
+from honed.job.database import Database  # noqa: E402
 from honed.job.job import Attempt, Job  # noqa: E402
 from honed.plan import parallel  # noqa: E402
 from honed.run import shim  # noqa: E402
@@ -575,7 +575,7 @@ def row(bench: Bench, database: Database, number: int, cell: Cell) -> Row:
     return Row(
         cell,
         FINISHED if is_finished else FAILED,
-        num_predictions=len(Reader(bench.layout.database_path).predictions(number)),
+        num_predictions=len(list(history.present(history.predictions(bench.layout.database_path, number)))),
         tokens_per_sec=_speed(reading.events, result),
         estimated_bytes=planned["memory"]["total_bytes"],
         used_bytes=_peak(reading.events, on_cuda=bench.device.kind == "cuda") or ended.get("resident_bytes"),

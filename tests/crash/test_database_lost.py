@@ -176,7 +176,7 @@ def test_damage_that_is_met_while_honed_runs_is_noticed_and_mended(tmp_path: Pat
     assert database_.is_new
     assert not database_.is_lost
     database_.apply(JOB, Reading([Event("log", 1.0, {"message": "again"})], 10, 0))
-    assert [row["message"] for row in Reader(database_.path).events(1)] == ["again"]
+    assert [row["message"] for row in history.present(history.events(database_.path, 1, ("log",)))] == ["again"]
 
 
 def test_rows_that_are_made_again_are_all_there_or_none(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_database_of_the_first_schema_keeps_its_rows(tmp_path: Path) -> None:
     assert not made.is_new
     assert dump(path) == before
     made.apply(JOB, Reading([Event("log", 1.0, {"message": "new"})], 10, 0))
-    losses = list(history.present(history.metric(path, 1, "loss")))
+    losses = [row[:2] for row in history.present(history.metric(path, 1, "loss"))]
     assert losses == [(step, 3 / step) for step in range(1, 7)]
     assert [row["prediction"] for row in history.present(history.predictions(path, 2))] == ["Wien", "Lima"]
     db = sqlite3.connect(path)

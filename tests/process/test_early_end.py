@@ -11,7 +11,7 @@ from harness import Instance
 from honed.job.event import read
 from honed.job.job import Job, State
 from honed.page import comparison
-from honed.page.report import gather
+from honed.page.story import gather
 from honed.system.personpath import PersonPath
 from waiting import wait_for
 

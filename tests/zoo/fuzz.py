@@ -29,7 +29,7 @@ from honed.inputs.row import RowError
 from honed.job import database, event
 from honed.job.job import Attempt, Job, State
 from honed.job.spool import Spool
-from honed.page import report
+from honed.page import report, story
 from honed.run import outcome, runner, shim
 from honed.run.runner import Exit
 from honed.send import outbox
@@ -850,7 +850,7 @@ def _run_events(directory: Path, data: bytes) -> None:
         if "--json" in arguments:
             json.loads(text)
         check_shown(text.replace("\r\n", "\n"))
-    page = report.render(report.gather(spool, layout, job), now=1.8e9).decode()
+    page = report.render(story.gather(spool, layout, job), now=1.8e9).decode()
     assert "<script" not in page.lower()
 
 

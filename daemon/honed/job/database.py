@@ -28,7 +28,7 @@ from honed.job import views
 from honed.job.event import Event, Reading, Written, written_bytes
 from honed.job.job import Job, State
 from honed.job.pending import Pending
-from honed.job.shape import Answer, LastPrediction, Prediction, Progress, Score
+from honed.job.shape import Answer, LastPrediction, Progress, Score
 from honed.job.thinning import STEP_METRICS, Added, Thinning
 from honed.system.error import EnvironmentInvalidError
 from honed.system.log import about
@@ -606,24 +606,6 @@ class Reader:
         )
         rows = self._rows(sql, job_id, max_chars, count)
         return cast("list[LastPrediction]", [dict(zip(keys, row, strict=True)) for row in rows])
-
-    def figures(self, job_id: int) -> list[tuple[str, int, float, str]]:
-        """Return (name, step, value, created_at) of every metric, by step; of a repeated step, the last."""
-        sql = "SELECT name, step, value, created_at FROM metrics WHERE job_id = ? ORDER BY attempt, rowid"
-        last = {(name, step): (name, step, value, when) for name, step, value, when in self._rows(sql, job_id)}
-        return sorted((row for row in last.values() if row[2] is not None), key=lambda row: row[1])
-
-    def predictions(self, job_id: int) -> list[Prediction]:
-        keys = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction")
-        sql = f"SELECT {', '.join(keys)} FROM training_predictions WHERE job_id = ? ORDER BY step, sample_index"
-        return cast("list[Prediction]", [dict(zip(keys, row, strict=True)) for row in self._rows(sql, job_id)])
-
-    def events(self, job_id: int) -> list[dict[str, Any]]:
-        sql = "SELECT attempt, kind, data, created_at FROM events WHERE job_id = ? ORDER BY rowid"
-        return [
-            {**json.loads(data), "attempt": attempt, "event": kind, "created_at": when}
-            for attempt, kind, data, when in self._rows(sql, job_id)
-        ]
 
     def page(self, sql: str, *arguments: Any, max_chars: float = math.inf) -> list[Any]:
         """Return the rows of a query, up to the one with which their texts have so many characters. Raises

@@ -10,12 +10,13 @@ import heapq
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from honed.job import keyset
 from honed.job.database import Reader
@@ -28,8 +29,13 @@ PAGE_ROWS = 1000
 PAGE_CHARS = 256 * 1024
 #: Events that are read at a time: one may have megabytes.
 PAGE_EVENTS = 50
+#: Kinds of events, beside those that are known.
+MAX_KINDS = 100
 #: Pages in which `last_metric` looks for the last attempt.
 MAX_PAGES = 5
+
+#: The keys of a prediction, as the columns of its row.
+KEYS = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction")
 
 Last = tuple[int, int, int, float]  # attempt, step, rowid, value
 
@@ -39,12 +45,24 @@ def present(rows: Iterable[T | None]) -> Iterator[T]:
     return (row for row in rows if row is not None)
 
 
-def metric(path: Path, job_id: int, name: str) -> Iterator[tuple[int, float] | None]:
-    """Yield (step, value) of one metric by step; of a repeated step all values, in the order of arrival."""
+def names(path: Path, job_id: int) -> Iterator[str]:
+    """Yield the names of the metrics."""
+    name, than = "", ">="
+    while True:
+        sql = f"SELECT name FROM metrics WHERE job_id = ? AND name {than} ? ORDER BY name LIMIT 1"
+        if not (found := _page(path, sql, job_id, name)):
+            return
+        [(name,)], than = found, ">"
+        yield name
+
+
+def metric(path: Path, job_id: int, name: str) -> Iterator[tuple[int, float, str] | None]:
+    """Yield (step, value, created_at) of one metric by step; of a repeated step all, in the order of arrival."""
     place = keyset.FIRST
-    while found := _page(path, keyset.after("step, rowid, value"), job_id, name, *place, PAGE_ROWS):
+    columns = "step, rowid, value, created_at"
+    while found := _page(path, keyset.after(columns), job_id, name, *place, PAGE_ROWS):
         place = found[-1][:2]
-        yield from ((step, value) for step, _, value in found)
+        yield from ((step, value, when) for step, _, value, when in found)
         yield None
 
 
@@ -99,16 +117,70 @@ def _last(
 
 def predictions(path: Path, job_id: int) -> Iterator[Prediction | None]:
     """Yield the predictions by step and example."""
-    keys = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction")
     sql = (
-        f"SELECT {', '.join(keys)} FROM training_predictions WHERE job_id = ? AND (step, sample_index) > (?, ?)"
+        f"SELECT {', '.join(KEYS)} FROM training_predictions WHERE job_id = ? AND (step, sample_index) > (?, ?)"
         " ORDER BY step, sample_index LIMIT ?"
     )
     place = keyset.FIRST
     while found := _page(path, sql, job_id, *place, PAGE_ROWS, max_chars=PAGE_CHARS):
         place = found[-1][1:3]
-        yield from (cast("Prediction", dict(zip(keys, row, strict=True))) for row in found)
+        yield from (cast("Prediction", dict(zip(KEYS, row, strict=True))) for row in found)
         yield None
+
+
+class Example(NamedTuple):
+    """A held-out example: some of its predictions, by step, and the number of all."""
+
+    sample_index: int
+    rows: list[Prediction]
+    num_all: int
+
+
+def examples(path: Path, job_id: int, *, num: int, num_rows: int) -> tuple[list[Example], int]:
+    """Return the first examples, each with its first prediction, its last, and evenly spaced ones between them; and the
+    number of all examples."""
+    sql = "SELECT count(DISTINCT sample_index) FROM training_predictions WHERE job_id = ?"
+    num_all = sum(number for (number,) in _page(path, sql, job_id))
+    sql = (
+        "SELECT sample_index, count(*) FROM training_predictions WHERE job_id = ? GROUP BY sample_index"
+        " ORDER BY sample_index LIMIT ?"
+    )
+    counts: dict[int, int] = dict(_page(path, sql, job_id, num))
+    wanted = {index: _spread(count, num_rows) for index, count in counts.items()}
+    seen, chosen = Counter[int](), list[tuple[int, int]]()
+    sql = (
+        "SELECT step, sample_index FROM training_predictions WHERE job_id = ? AND (step, sample_index) > (?, ?)"
+        " ORDER BY step, sample_index LIMIT ?"
+    )
+    place = keyset.FIRST
+    while found := _page(path, sql, job_id, *place, PAGE_ROWS):
+        place = found[-1]
+        for step, index in found:
+            if seen[index] in wanted.get(index, ()):
+                chosen.append((step, index))
+            seen[index] += 1
+    sql = f"SELECT {', '.join(KEYS)} FROM training_predictions WHERE job_id = ? AND step = ? AND sample_index = ?"
+    rows: dict[int, list[Prediction]] = {index: [] for index in counts}
+    for step, index in chosen:
+        rows[index] += (
+            cast("Prediction", dict(zip(KEYS, row, strict=True))) for row in _page(path, sql, job_id, step, index)
+        )
+    return [Example(index, rows[index], counts[index]) for index in counts if rows[index]], num_all
+
+
+def _spread(num: int, most: int) -> set[int]:
+    """Return the places of at most so many of `num` rows: the first, the last, and evenly spaced ones between them."""
+    return set(range(num)) if num <= most else {round(n * (num - 1) / (most - 1)) for n in range(most)}
+
+
+def last_predictions(path: Path, job_id: int, *, num: int, max_chars: int) -> list[Prediction]:
+    """Return the first predictions of the last step, up to a number of them and of characters."""
+    sql = (
+        f"SELECT {', '.join(KEYS)} FROM training_predictions WHERE job_id = ?1"
+        " AND step = (SELECT max(step) FROM training_predictions WHERE job_id = ?1) ORDER BY sample_index LIMIT ?2"
+    )
+    found = _page(path, sql, job_id, num, max_chars=max_chars)
+    return [cast("Prediction", dict(zip(KEYS, row, strict=True))) for row in found]
 
 
 def events(path: Path, job_id: int, kinds: Iterable[str]) -> Iterator[dict[str, Any] | None]:
@@ -119,10 +191,47 @@ def events(path: Path, job_id: int, kinds: Iterable[str]) -> Iterator[dict[str, 
             marks = ", ".join("?" * len(some))
             sql = f"SELECT rowid, attempt, kind, data, created_at FROM events WHERE job_id = ? AND rowid IN ({marks})"
             found = _page(path, f"{sql} ORDER BY rowid", job_id, *some, max_chars=PAGE_CHARS)
-            for _, attempt, kind, data, when in found:
-                yield {**json.loads(data), "attempt": attempt, "event": kind, "created_at": when}
+            yield from (_event(*row[1:]) for row in found)
             yield None
             some = [number for number in some if found and number > found[-1][0]]
+
+
+def newest_events(path: Path, job_id: int, first: Iterable[str], *, max_chars: int) -> list[dict[str, Any]]:
+    """Return the newest events of each kind, in the order of arrival: those of the kinds `first` before those of others
+    while their texts have room."""
+    kinds = [*first, *(kind for kind in itertools.islice(_kinds(path, job_id), MAX_KINDS) if kind not in first)]
+    found: dict[int, tuple[int, str, str, str]] = {}
+    for kind in kinds:
+        if max_chars <= 0:
+            break
+        sql = (
+            "SELECT rowid, attempt, kind, data, created_at FROM events WHERE job_id = ? AND kind = ?"
+            " ORDER BY rowid DESC LIMIT ?"
+        )
+        rows = _page(path, sql, job_id, kind, PAGE_ROWS, max_chars=min(PAGE_CHARS, max_chars))
+        found |= {row[0]: row[1:] for row in rows}
+        max_chars -= sum(len(row[3]) for row in rows)
+    return [_event(*found[number]) for number in sorted(found)]
+
+
+def _kinds(path: Path, job_id: int) -> Iterator[str]:
+    kind, than = "", ">="
+    while found := _page(
+        path, f"SELECT kind FROM events WHERE job_id = ? AND kind {than} ? ORDER BY kind LIMIT 1", job_id, kind
+    ):
+        [(kind,)], than = found, ">"
+        yield kind
+
+
+def num_events(path: Path, job_id: int, besides: Iterable[str]) -> int:
+    """Return the number of events of other kinds."""
+    kinds = list(besides)
+    sql = f"SELECT count(*) FROM events WHERE job_id = ? AND kind NOT IN ({', '.join('?' * len(kinds))})"
+    return sum(number for (number,) in _page(path, sql, job_id, *kinds))
+
+
+def _event(attempt: int, kind: str, data: str, when: str) -> dict[str, Any]:
+    return {**json.loads(data), "attempt": attempt, "event": kind, "created_at": when}
 
 
 def _numbers(path: Path, job_id: int, kind: str) -> Iterator[int]:

@@ -578,7 +578,8 @@ def iter_losses(
     spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY
 ) -> Iterator[tuple[int, float] | None]:
     """Iterate over the losses, with None after each page. Raises UsageError and NotPermittedError at once."""
-    return history.metric(layout.database_path, _readable(spool, reference, asker).id, "loss")
+    told = history.metric(layout.database_path, _readable(spool, reference, asker).id, "loss")
+    return (row and row[:2] for row in told)
 
 
 def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> Glance:

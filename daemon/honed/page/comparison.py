@@ -18,13 +18,16 @@ from typing import Any
 
 from markupsafe import Markup
 
+from honed.job import history
 from honed.job.comparison import differences, shared_answers, spec_of
 from honed.job.progress import duration, figure
+from honed.job.shape import Prediction
 from honed.job.spool import Spool
 from honed.page import plot
 from honed.page.page import document
 from honed.page.plot import Series
-from honed.page.report import Story, compared, gather, outcome, put_out, telling_scores
+from honed.page.report import compared, outcome, put_out, telling_scores
+from honed.page.story import Story, gather
 from honed.system import layout as layouts
 from honed.system import niceness
 from honed.system.log import guard_tracebacks
@@ -34,6 +37,8 @@ MIN_JOBS, MAX_JOBS = 2, 16
 MARKS = "ABCDEFGHIJKLMNOP"
 #: Examples on a page, and characters of one text and of one value of a spec.
 MAX_SAMPLES, MAX_TEXT, MAX_VALUE = 20, 4000, 200
+#: Predictions of one job that are looked at, and their characters.
+MAX_COMPARED, MAX_CHARS = 2000, 4 * 1024 * 1024
 
 
 def render(stories: Sequence[Story], *, num_all: int, now: float) -> bytes:
@@ -41,7 +46,7 @@ def render(stories: Sequence[Story], *, num_all: int, now: float) -> bytes:
     specs = differences([spec_of(story.shown) for story in stories])
     telling = telling_scores(stories)
     metrics = differences([_scores(story, telling) for story in stories])
-    answers = shared_answers([story.predictions for story in stories])
+    answers = shared_answers([_last_predictions(story) for story in stories])
     answers.sort(key=lambda row: len(set(row["predictions"])) == 1)  # those in which the jobs differ first
     return document(
         "compare.html",
@@ -61,6 +66,10 @@ def render(stories: Sequence[Story], *, num_all: int, now: float) -> bytes:
         num_answers=len(answers),
         max_text=MAX_TEXT,
     )
+
+
+def _last_predictions(story: Story) -> list[Prediction]:
+    return history.last_predictions(story.database_path, story.job.id, num=MAX_COMPARED, max_chars=MAX_CHARS)
 
 
 def _head(story: Story, *, now: float) -> dict[str, Any]:

@@ -8,18 +8,14 @@ that a data set or a model names are not opened, since that would happen with ho
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import itertools
 import json
-import os
 import re
 import shlex
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -28,28 +24,23 @@ from typing import Any
 from markupsafe import Markup
 
 from honed import __version__
-from honed.job import query
 from honed.job.database import Reader
-from honed.job.job import Job
 from honed.job.progress import duration, figure, progress_text
-from honed.job.shape import Prediction, Shown
 from honed.job.spool import Spool
 from honed.job.thinning import thinned_counts
 from honed.page import plot
 from honed.page.page import document, text
 from honed.page.plot import Series
+from honed.page.story import ELSEWHERE, MAX_CURVES, Story, gather
 from honed.system import access, durable, niceness, untrusted
 from honed.system import layout as layouts
 from honed.system.layout import Layout
 from honed.system.log import guard_tracebacks, trace
-from honed.system.personpath import PersonPath
 
-#: Examples on a page, steps of one example, events, and characters of one text; the page says where the rest is.
-MAX_SAMPLES, MAX_ROUNDS, MAX_EVENTS, MAX_TEXT = 20, 12, 200, 60_000
+#: Events on a page, and characters of one text; the page says where the rest is.
+MAX_EVENTS, MAX_TEXT = 200, 60_000
 #: Characters of texts that are compared: the time grows with their square.
 MAX_COMPARED = 600
-#: Bytes of the submitted spec.
-MAX_SPEC_BYTES = 1024 * 1024
 #: Bytes of a thumbnail, encoded.
 MAX_THUMBNAIL = 64 * 1024
 #: Bytes of a page for honed-web, which has it in memory while it sends it.
@@ -58,8 +49,6 @@ MAX_PRINTED_BYTES = 64 * 1024 * 1024
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Metrics of transformers' evaluation about its own speed; throughput has its own plot.
 _NO_PLOT = re.compile(r"_(runtime|per_second|num_tokens)$")
-#: Events that are shown in other parts of the page.
-_ELSEWHERE = {"thinned", "worse", "example", "samples", "data", "memory", "audit"}
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _WORDS = {"None": "none", "True": "yes", "False": "no"}
 _PARTS = (
@@ -79,42 +68,6 @@ _PARTS = (
 MAX_INDEX_JOBS = 200
 
 
-@dataclass(frozen=True)
-class Story:
-    """The data of one job's report."""
-
-    job: Job
-    shown: Shown
-    figures: list[tuple[str, int, float, str]]  #: (name, step, value, created_at) in order; the last value of each step
-    predictions: list[Prediction]
-    events: list[dict[str, Any]]
-    spec_text: str
-
-    def last(self, kind: str) -> dict[str, Any]:
-        """Return the latest event of a kind; empty if there is none."""
-        return next((event for event in reversed(self.events) if event["event"] == kind), {})
-
-    def points(self, name: str) -> list[tuple[int, float]]:
-        """Return the steps and values of a metric."""
-        return [(step, value) for found, step, value, _ in self.figures if found == name]
-
-
-def gather(spool: Spool, layout: Layout, job: Job) -> Story:
-    with contextlib.closing(Reader(layout.database_path)) as reader:
-        figures, predictions, events = reader.figures(job.id), reader.predictions(job.id), reader.events(job.id)
-    try:
-        spec_text = _read(layout.files(job.id).spec_path)
-    except OSError as error:
-        spec_text = f"({error.strerror})"
-    return Story(job, query.show(spool, layout, str(job.id)), figures, predictions, events, spec_text)
-
-
-def _read(path: PersonPath) -> str:
-    """Return the beginning of a text. Raises OSError."""
-    with os.fdopen(untrusted.open_plain(path), "rb") as file:
-        return file.read(MAX_SPEC_BYTES).decode(errors="replace")
-
-
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -123,9 +76,8 @@ def render(story: Story, *, now: float, is_served: bool = False) -> bytes:
     job = story.job
     name = job.name or f"job {job.id}"
     kind, line = outcome(story)
-    samples, num_samples = _samples(story)
     drawn, mixture = _data(story)
-    events = [event for event in story.events if event["event"] not in _ELSEWHERE]
+    events = [event for event in story.events if event["event"] not in ELSEWHERE]
     return document(
         "report.html",
         title=f"{name}: {line}",
@@ -142,8 +94,8 @@ def render(story: Story, *, now: float, is_served: bool = False) -> bytes:
         scripts=("uplot", "plots"),
         todo=_todo(story),
         groups=_groups(story),
-        samples=samples,
-        num_samples=num_samples,
+        samples=_samples(story),
+        num_samples=story.num_examples,
         more=f" (the rest: honectl predictions {job.id})",
         max_text=MAX_TEXT,
         choices=_choices(story),
@@ -154,8 +106,9 @@ def render(story: Story, *, now: float, is_served: bool = False) -> bytes:
         mixture=mixture,
         segments=_dicts(story.last("example").get("segments")),
         events=[(event, _event_words(event)) for event in events[-MAX_EVENTS:]],
-        num_earlier=len(events) - MAX_EVENTS,
+        num_earlier=story.num_events - MAX_EVENTS,
         thinned=_thinned(story),
+        sampled=_sampled(story),
         spec_text=story.spec_text,
         versions={"honed": __version__, **_dict(story.last("started").get("versions"))},
         **_loading(story),
@@ -167,6 +120,19 @@ def _thinned(story: Story) -> str:
     counts = thinned_counts(story.last("thinned"))
     what = ", ".join(f"{num:,} {kind}" for kind, num in counts.items() if num)
     return f"Older rows were thinned. Left out here: {what}; attempts/*/events.jsonl has them all." if what else ""
+
+
+def _sampled(story: Story) -> str:
+    """Return of how many values the figures show how many; empty if they have all that honed.db has."""
+    sizes = [(curve.num, len(curve.points)) for curve in story.curves.values()]
+    num, num_shown = (sum(each) for each in zip(*sizes, strict=True)) if sizes else (0, 0)
+    few = f" Of more metrics than {MAX_CURVES:,} the others are left out." if len(sizes) >= MAX_CURVES else ""
+    if num == num_shown:
+        return few.strip()
+    return (
+        f"A sample of {num_shown:,} of {num:,} values: of very long curves the first value, the last, and the lowest "
+        f"and the highest of each stretch.{few}"
+    )
 
 
 def outcome(story: Story) -> tuple[str, str]:
@@ -213,9 +179,10 @@ def telling_scores(stories: Sequence[Story]) -> list[str]:
     """Return the metrics of the predictions as a whole. One that was always 0 says nothing beside others, and no more
     does the share of answers that a metric could read where it could read all."""
     values: dict[str, list[float]] = {}
-    for name, _, value, _ in itertools.chain.from_iterable(story.figures for story in stories):
-        if name.startswith("predictions/") and name.count("/") == 1:
-            values.setdefault(name, []).append(value)
+    for story in stories:
+        for name in story.curves:
+            if name.startswith("predictions/") and name.count("/") == 1:
+                values.setdefault(name, []).extend(value for _, value in story.points(name))
     values = {name: found for name, found in values.items() if not (name.endswith("_parsable") and min(found) == 1)}
     return [name for name in values if any(values[name])] or list(values)
 
@@ -278,7 +245,7 @@ def _group_of(name: str) -> str:
 
 def _groups(story: Story) -> list[tuple[str, str, str, str]]:
     """Return the metrics of each data set and tag: the group, the metric, its first value and its last."""
-    names = [name for name in dict.fromkeys(name for name, *_ in story.figures) if _group_of(name)]
+    names = [name for name in story.curves if _group_of(name)]
     rows = []
     for name in sorted(names, key=lambda name: (_group_of(name), name)):
         points, metric = story.points(name), name.removesuffix(f"/{_group_of(name)}")
@@ -301,11 +268,7 @@ def _plots(story: Story, *, is_served: bool) -> list[Markup]:
         lines("Steps a minute, evaluations included", [Series("steps a minute", _speed(story))], from_zero=True),
     ]
     plotted = {"loss", "eval_loss", "learning_rate", "grad_norm"}
-    names = [
-        name
-        for name in dict.fromkeys(name for name, *_ in story.figures)
-        if name not in plotted and not _group_of(name)
-    ]
+    names = [name for name in story.curves if name not in plotted and not _group_of(name)]
     telling = telling_scores([story])
     names = [name for name in names if name in telling or not name.startswith("predictions/")]
     scores = [name for name in names if "/" in name]
@@ -322,8 +285,9 @@ def _plots(story: Story, *, is_served: bool) -> list[Markup]:
 
 def _speed(story: Story) -> list[tuple[float, float]]:
     """Return the steps per minute between logged steps, in at most about a hundred stretches."""
-    told = [(step, datetime.fromisoformat(when).timestamp()) for name, step, _, when in story.figures if name == "loss"]
-    told = told[:: max(1, len(told) // 100)]
+    points = story.curves["loss"].points if "loss" in story.curves else []
+    points = points[:: max(1, len(points) // 100)]
+    told = [(point.step, datetime.fromisoformat(point.created_at).timestamp()) for point in points]
     return [
         (step, 60 * (step - before) / (when - then))
         for (before, then), (step, when) in itertools.pairwise(told)
@@ -334,36 +298,25 @@ def _speed(story: Story) -> list[tuple[float, float]]:
 # -- predictions ------------------------------------------------------------------------------------------------------
 
 
-def _samples(story: Story) -> tuple[list[dict[str, Any]], int]:
-    """Return the first held-out examples, each with its predictions, and the number of all."""
-    by_sample: dict[int, list[Prediction]] = defaultdict(list)
-    for row in story.predictions:
-        by_sample[row["sample_index"]].append(row)
+def _samples(story: Story) -> list[dict[str, Any]]:
+    """Return the first held-out examples, each with its predictions."""
     thumbnails = {
         str(row.get("sample_index")): row.get("thumbnails") for row in _dicts(story.last("samples").get("rows"))
     }
     samples = []
-    for index in sorted(by_sample)[:MAX_SAMPLES]:
-        rows = by_sample[index]
-        prompt, truth, shown = rows[-1]["prompt"], rows[-1]["ground_truth"] or "", _some(rows)
+    for index, rows, num_all in story.examples:
+        truth = rows[-1]["ground_truth"] or ""
         samples.append(
             {
                 "index": index,
                 "images": _images(thumbnails.get(str(index))),
-                "prompt": prompt,
+                "prompt": rows[-1]["prompt"],
                 "truth": truth,
-                "rounds": [(row["step"], *compared(row["prediction"] or "", truth)) for row in shown],
-                "num_left_out": len(rows) - len(shown),
+                "rounds": [(row["step"], *compared(row["prediction"] or "", truth)) for row in rows],
+                "num_left_out": num_all - len(rows),
             }
         )
-    return samples, len(by_sample)
-
-
-def _some(rows: list[Prediction]) -> list[Prediction]:
-    """Return the first row, the last, and evenly spaced ones between them, MAX_ROUNDS at most."""
-    if len(rows) <= MAX_ROUNDS:
-        return rows
-    return [rows[round(n * (len(rows) - 1) / (MAX_ROUNDS - 1))] for n in range(MAX_ROUNDS)]
+    return samples
 
 
 def compared(written: str, truth: str) -> tuple[str, list[tuple[bool, str]]]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from honed.job import thinning
+from honed.job import history, thinning
 from honed.job.database import Database, Reader
 from honed.job.event import Event, Reading
 from honed.job.job import Attempt, Job
 from honed.page import report
+from honed.page.story import Story
 
 JOB = Job(
     id=1,
@@ -82,10 +84,13 @@ def test_every_second_row_of_older_steps_goes_but_never_evaluations_the_first_th
     assert 20 < len(older) < len(newer)
 
 
+def thinned_events(database: Database) -> list[dict[str, Any]]:
+    return list(history.present(history.events(database.path, 1, ("thinned",))))
+
+
 def test_what_is_gone_is_counted_in_one_event(database: Database) -> None:
     losses(database, 10_000, best=0)
-    told = Reader(database.path).events(1)
-    (thinned,) = [each for each in told if each["event"] == "thinned"]
+    (thinned,) = thinned_events(database)
     left = rows(database, "SELECT count(*) FROM metrics")[0][0]
     assert thinned["metrics"] == 20_000 + 100 - left
 
@@ -93,7 +98,7 @@ def test_what_is_gone_is_counted_in_one_event(database: Database) -> None:
 def test_a_job_within_the_limits_keeps_every_row(database: Database) -> None:
     losses(database, 1000, best=5)
     assert steps(database, "loss") == list(range(1000))
-    assert not [each for each in Reader(database.path).events(1) if each["event"] == "thinned"]
+    assert not thinned_events(database)
 
 
 @pytest.mark.parametrize("step", [0, None])
@@ -155,10 +160,11 @@ def test_what_a_worker_calls_thinned_is_no_count() -> None:
 
 def test_the_report_says_what_is_left_out(database: Database) -> None:
     losses(database, 5_000, best=0)
-    story = report.Story(JOB, {}, [], [], Reader(database.path).events(1), "")  # type: ignore[arg-type, typeddict-item]
+    events = thinned_events(database)
+    story = Story(JOB, {}, {}, [], 0, events, 0, "", database.path)  # type: ignore[typeddict-item]
     num_gone = 10_000 + 50 - rows(database, "SELECT count(*) FROM metrics")[0][0]
     assert f"Left out here: {num_gone:,} metrics; attempts/*/events.jsonl has them all." in report._thinned(story)
-    assert not report._thinned(report.Story(JOB, {}, [], [], [], ""))  # type: ignore[arg-type, typeddict-item]
+    assert not report._thinned(replace(story, events=[]))
 
 
 class FullDisk:
