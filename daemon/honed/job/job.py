@@ -311,9 +311,12 @@ class Job:
             made["attempts"] = tuple(_attempt(item) for item in raw["attempts"])
             made["adjustments"] = tuple(Adjustment(**known(Adjustment, item)) for item in raw.get("adjustments", ()))
             made["depends_on"] = tuple(raw.get("depends_on", ()))
-            made["ends"] = tuple(raw.get("ends", ()))
+            made["ends"] = tuple(map(sys.intern, map(str, raw.get("ends", ()))))
             made["edited_at"] = tuple(raw.get("edited_at", ()))
-            made["data"] = tuple(map(str, raw.get("data", ())))
+            made["data"] = tuple(map(sys.intern, map(str, raw.get("data", ()))))
+            for key in _SHARED_OF_JOB:
+                if type(value := made.get(key)) is str:
+                    made[key] = sys.intern(value)
             if raw.get("staged") is not None:
                 made["staged"] = Staged(**known(Staged, raw["staged"]))
             if raw.get("cut") is not None:
@@ -328,8 +331,9 @@ class Job:
         return job
 
 
-#: Keys whose few values many attempts share; in memory each value is there once.
+#: Keys whose few values many attempts, and many jobs, share; in memory each value is there once.
 _SHARED = ("backend", "outcome", "device", "boot_id")
+_SHARED_OF_JOB = ("name", "outcome", "model")
 
 
 def _attempt(raw: dict[str, Any]) -> Attempt:
