@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 MAX_EVENT_BYTES = 512 * 2**20
 #: Seconds of a turn in which the loop updates the database after a failed write, or makes rows again.
 BITE_SEC = 0.1
-#: Seconds of the start for rows that are made again: where there are few jobs, all are there before honed is ready.
-START_SEC = 0.5
+#: Jobs whose rows are all made again before honed is ready, if that takes no more seconds.
+MAX_AT_START, START_SEC = 1000, 0.5
 
 
 def rebuild(
@@ -108,17 +108,23 @@ def fill(
     alive: Callable[[], None] = lambda: None,
     is_late: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Make the rows of pending jobs again, the newest job's first, until `is_late`."""
-    while (number := database.pending.last()) is not None:
-        alive()
-        job = spool.job(number)
-        if job is None or _is_filled(database, layout, job, is_late):
-            database.pending.drop(number)
-            database.moved.add(number)
+    """Make the rows of pending jobs again, the newest job's first, until `is_late`. What an error or a crash leaves out
+    is made by the next call: no event is counted twice."""
+    made: list[int] = []
+    try:
+        for number in database.pending.newest_first():
+            alive()
+            job = spool.job(number)
+            if job is None or _is_filled(database, layout, job, is_late):
+                made.append(number)
+            if is_late():
+                break
+    finally:
+        if made:
+            database.pending.drop(made)
+            database.moved.update(made)
             if not database.pending:
                 log.info("%s: the rows of all jobs are made again", database.path)
-        if is_late():
-            return
 
 
 def _is_filled(database: Database, layout: Layout, job: Job, is_late: Callable[[], bool]) -> bool:
@@ -141,18 +147,12 @@ def begin(
     with failures.alone("the database"):
         database.is_behind = True
         if database.is_new:
-            rebuild(
-                database,
-                spool,
-                spool.layout,
-                outbox=outbox,
-                alive=alive,
-                is_late=lambda: time.monotonic() >= until,
-            )
+            rebuild(database, spool, spool.layout, outbox=outbox, alive=alive, is_late=lambda: True)
         known = database.job_ids()
         _put(database, spool.layout, [job for job in spool.all() if job.id not in known])
         catch_up(database, spool, spool.layout, failures=failures)
-        fill(database, spool, spool.layout, alive=alive, is_late=lambda: time.monotonic() >= until)
+        if len(database.pending) <= MAX_AT_START:
+            fill(database, spool, spool.layout, alive=alive, is_late=lambda: time.monotonic() >= until)
         if database.pending:
             log.info("%s: rows of %d jobs are made again while honed runs", database.path, len(database.pending))
 

@@ -5,8 +5,9 @@ Each has a row of attempt 0 in `offsets`, so that the next daemon, too, finds wh
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class Pending:
@@ -23,9 +24,9 @@ class Pending:
     def __contains__(self, job_id: int) -> bool:
         return job_id in self._numbers
 
-    def last(self) -> int | None:
-        """Return the job that is next: the newest one, which people look at first; None if none is left."""
-        return next(reversed(self._numbers), None)
+    def newest_first(self) -> list[int]:
+        """Return the jobs, in the order in which people look at them."""
+        return [*reversed(self._numbers)]
 
     def add(self, job_ids: Iterable[int]) -> None:
         """Add jobs. It is durable with the rows that follow."""
@@ -33,7 +34,9 @@ class Pending:
         self._db.executemany("INSERT OR IGNORE INTO offsets VALUES (?, 0, 0, 0)", ((number,) for number in numbers))
         self._numbers |= dict.fromkeys(numbers)
 
-    def drop(self, job_id: int) -> None:
-        """Drop a job whose rows are all there, or that is gone."""
-        self._db.execute("DELETE FROM offsets WHERE job_id = ? AND attempt = 0", (job_id,))
-        self._numbers.pop(job_id, None)
+    def drop(self, job_ids: Sequence[int]) -> None:
+        """Drop jobs whose rows are all there, or that are gone."""
+        sql = "DELETE FROM offsets WHERE attempt = 0 AND job_id IN (SELECT value FROM json_each(?))"
+        self._db.execute(sql, (json.dumps(job_ids),))
+        for number in job_ids:
+            self._numbers.pop(number, None)
