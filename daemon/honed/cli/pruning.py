@@ -16,6 +16,7 @@ from honed.job.retention import Needs, Wish
 from honed.job.row_cache import RowCache
 from honed.job.shape import CachedRows, PruneAnswer, PrunedRow, RefusedRow, Removed, RemovedRow
 from honed.system.error import UsageError
+from honed.system.part import joined
 
 #: Answers `prune` and `pruned`: see Instance.pruner.
 Ask = Callable[..., Any]
@@ -183,7 +184,7 @@ class Down:
             return {each: self._done.get(int(each), tree.Count()).as_dict() for each in arguments["ids"]}
         wish, is_dry = Wish.of(arguments), bool(arguments["dry_run"])
         if wish.rejected:
-            return retention.prune_refused(spool, wish, asker, is_dry=is_dry, now=time.time())
+            return joined(retention.prune_refused(spool, wish, asker, is_dry=is_dry, now=time.time()))
         if wish.rows:
             answer = retention.prune_rows(self._cache, wish, asker, is_dry=is_dry, now=time.time())
             tree.remove(row_cache.old_dir(layout))

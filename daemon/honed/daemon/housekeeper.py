@@ -32,7 +32,7 @@ from honed.run.removal_process import LEFT, OLD_ROWS, RETRY_SEC, RemovalProcess
 from honed.spec.config import Config, RetentionConfig
 from honed.system import untrusted
 from honed.system.clock import Calendar
-from honed.system.control import Request
+from honed.system.control import Parts, Request
 from honed.system.error import UsageError
 from honed.system.layout import Layout
 from honed.system.log import about
@@ -392,13 +392,13 @@ class Housekeeper:
 
     # -- what a person asks for --------------------------------------------------------------------------------------
 
-    def prune(self, request: Request, asker: Asker) -> PruneAnswer:
+    def prune(self, request: Request, asker: Asker) -> PruneAnswer | Parts:
         """Answer `honectl prune`: list what would be removed, or remove it with `dry_run: false`. `is_measured` in the
         answer tells whether all sizes are known; if not, ask again."""
         wish = Wish.of(request.arguments)
         is_dry = bool(request.arguments.get("dry_run", True))
         if wish.rejected:
-            return retention.prune_refused(self._spool, wish, asker, is_dry=is_dry, now=self._now())
+            return Parts(retention.prune_refused(self._spool, wish, asker, is_dry=is_dry, now=self._now()))
         if wish.rows:
             return retention.prune_rows(self._row_cache, wish, asker, is_dry=is_dry, now=self._now())
         jobs = list(self._spool.all_jobs().values())

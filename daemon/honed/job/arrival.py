@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.job import refusals
-from honed.job.damaged import is_of_item, passed_over
+from honed.job.damaged import passed_over
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.refusals import MAX_NAME_BYTES, shown
@@ -132,7 +132,7 @@ class Numbers:
         except FileNotFoundError:
             return
         except OSError as error:
-            if not is_of_item(error):
+            if durable.machine_fault(error):
                 raise
             is_whole = False
         if not is_whole:

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from honed.system import access, untrusted
 from honed.system.error import NotPermittedError, UsageError
 from honed.system.holder import Holders
 from honed.system.layout import Layout
+from honed.system.part import Part
 from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
@@ -327,47 +328,51 @@ def remove_refused(spool: Spool, name: str) -> bool:
     return True
 
 
-def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: float) -> PruneAnswer:
-    """Remove refused files beyond the limits, or list them if `is_dry`: the asker's, or all for an administrator."""
+def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: float) -> Iterator[Part]:
+    """Remove refused files beyond the limits, or list them if `is_dry`: the asker's, or all for an administrator. It is
+    done, and answered, a file at a time. Raises UsageError without limits."""
     if not wish.limits:
         raise UsageError(
             "nothing is selected", hint="--rejected needs --older-than, --keep or --max-size; --keep 0 removes all"
         )
-    reasons = {str(reason.path): reason for reason in _refused_of(spool, None if asker.is_administrator else asker.uid)}
-    beyond = excess([_with_file(reason) for reason in reasons.values()], wish.limits, now=now)
-    gone = [(reasons[str(item.key)], item.num_bytes) for item in beyond]
-    if not is_dry:
-        for reason, _ in gone:  # the file first: after a crash its reason is still listed, and removed later
-            if reason.kept_path is not None:
-                remove_refused(spool, reason.kept_path.name)
-            remove_refused(spool, reason.path.name)
-        if asker.is_administrator:
-            _remove_unexplained(spool, wish, now)
-        if gone:
-            log.info("%s: removed %d refused files, as requested by user %d", spool.rejected_dir, len(gone), asker.uid)
-    return {
-        "rejected": [{"file": reason.file, "num_bytes": num_bytes} for reason, num_bytes in gone],
-        "is_measured": True,
-    }
+    return _pruned_refused(spool, wish, asker, is_dry=is_dry, now=now)
 
 
-def _refused_of(spool: Spool, uid: int | None) -> Iterator[Reason]:
-    """Yield the reasons of one user's files, or of everybody's."""
-    for path in refusals.listed(spool.rejected):
-        if (reason := refusals.read(path)) is not None and uid in {None, reason.uid}:
-            yield reason
+def _pruned_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: float) -> Iterator[Part]:
+    found: dict[str, tuple[str, PersonPath | None]] = {}  # of each reason the file, and where that is kept
+    items: list[Item] = []
+    yield {"rejected": []}
+    for name in untrusted.names_in(spool.rejected, limit=None):
+        yield None
+        if not name.endswith(refusals.SUFFIX) or (reason := refusals.read(spool.rejected / name)) is None:
+            continue
+        if asker.is_administrator or reason.uid == asker.uid:
+            found[name] = (reason.file, reason.kept_path)
+            items.append(_with_file(reason))
+    num_removed = 0
+    for item in excess(items, wish.limits, now=now):
+        file, kept_path = found[str(item.key)]
+        if not is_dry:  # the file first: after a crash its reason is still listed, and removed later
+            if kept_path is not None:
+                remove_refused(spool, kept_path.name)
+            num_removed += remove_refused(spool, str(item.key))
+        yield {"rejected": [{"file": file, "num_bytes": item.num_bytes}]}
+    if num_removed:
+        log.info("%s: removed %d refused files, as requested by user %d", spool.rejected_dir, num_removed, asker.uid)
+    if asker.is_administrator and not is_dry:
+        known = {kept_path.name for _, kept_path in found.values() if kept_path is not None}
+        yield from _remove_unexplained(spool, wish, known, now)
+    yield {"is_measured": True}
 
 
-def _remove_unexplained(spool: Spool, wish: Wish, now: float) -> None:
-    """Remove refused files beyond the limits whose reasons are gone."""
-    known = {str(reason.kept_path) for reason in _refused_of(spool, None)}
+def _remove_unexplained(spool: Spool, wish: Wish, known: Set[str], now: float) -> Iterator[None]:
+    """Remove refused files beyond the limits whose reasons are gone, a file at a time; `known` have one."""
     files: list[Item] = []
-    for _ in look_at_refused(spool, [], files):
-        pass
-    lost = [item for item in files if str(spool.rejected_dir / str(item.key)) not in known]
-    for item in excess(lost, wish.limits, now=now):
+    yield from look_at_refused(spool, [], files)
+    for item in excess((item for item in files if item.key not in known), wish.limits, now=now):
         if remove_refused(spool, str(item.key)):
             log.info("%s: removed %s, whose reason is gone", spool.rejected_dir, item.key)
+        yield
 
 
 def _with_file(reason: Reason) -> Item:
@@ -375,7 +380,7 @@ def _with_file(reason: Reason) -> Item:
     if reason.kept_path is not None:
         with contextlib.suppress(FileNotFoundError):
             num_bytes += untrusted.info(reason.kept_path).st_size
-    return Item(str(reason.path), reason.refused_at, num_bytes)
+    return Item(reason.path.name, reason.refused_at, num_bytes)
 
 
 def prune_rows(cache: RowCache, wish: Wish, asker: Asker, *, is_dry: bool, now: float) -> PruneAnswer:

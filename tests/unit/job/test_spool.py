@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import os
 import signal
 import stat
@@ -23,6 +24,7 @@ from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.system.error import EnvironmentInvalidError, HonedError, SpecError
 from honed.system.layout import Layout
+from honed.system.part import joined
 from honed.system.personpath import PersonPath
 
 MAX_BYTES = 1000
@@ -384,7 +386,7 @@ def test_the_refusal_of_a_submitted_file_is_its_submitters(spool: Spool) -> None
     assert query.refusal(spool, "a.json", anna, number=second.id + 1) is None
     wish = retention.Wish(limits=retention.Limits(max_count=0))
     for asker, files in ((berta, []), (anna, ["a.json", "a.json"])):
-        pruned = retention.prune_refused(spool, wish, asker, is_dry=False, now=time.time())
+        pruned = joined(retention.prune_refused(spool, wish, asker, is_dry=False, now=time.time()))
         assert [row["file"] for row in pruned["rejected"]] == files
     assert list(spool.rejected_dir.iterdir()) == []
 
@@ -460,10 +462,10 @@ def test_files_that_an_earlier_honed_kept_under_their_names_are_pruned_as_what_t
     assert (spool.rejected_dir / "1-1.json").read_text() == "{"
     us = query.Asker(os.getuid(), is_administrator=False, reads_all=False)
     wish = retention.Wish(limits=retention.Limits(max_count=0))
-    pruned = retention.prune_refused(spool, wish, us, is_dry=False, now=time.time())
+    pruned = joined(retention.prune_refused(spool, wish, us, is_dry=False, now=time.time()))
     assert sorted(row["file"] for row in pruned["rejected"]) == ["new.json", "old.yaml"]
     assert sorted(path.name for path in spool.rejected_dir.iterdir()) == ["1.json", "7.yaml"]
-    retention.prune_refused(spool, wish, query.ANYBODY, is_dry=False, now=time.time())
+    joined(retention.prune_refused(spool, wish, query.ANYBODY, is_dry=False, now=time.time()))
     assert list(spool.rejected_dir.iterdir()) == []
 
 
@@ -473,8 +475,27 @@ def test_a_refused_file_of_any_name_is_pruned_with_its_reason(spool: Spool, name
     assert len(list(spool.rejected_dir.iterdir())) == 2
     us = query.Asker(os.getuid(), is_administrator=False, reads_all=False)
     wish = retention.Wish(limits=retention.Limits(max_count=0))
-    retention.prune_refused(spool, wish, us, is_dry=False, now=time.time())
+    joined(retention.prune_refused(spool, wish, us, is_dry=False, now=time.time()))
     assert list(spool.rejected_dir.iterdir()) == []
+
+
+def test_refused_files_are_pruned_a_file_at_a_time_and_what_was_interrupted_is_done_later(spool: Spool) -> None:
+    for number in range(4):
+        refuse(spool, f"{number}.json", lambda path: path.write_text("{"))
+    (spool.rejected_dir / "900.json").touch()  # its reason is gone
+    wish = retention.Wish(limits=retention.Limits(max_count=0))
+    nums = [9]
+    for _ in (begun := retention.prune_refused(spool, wish, query.ANYBODY, is_dry=False, now=time.time())):
+        nums.append(len(list(spool.rejected_dir.iterdir())))
+        if nums[-1] == 5:
+            break
+    begun.close()
+    assert len(query.refused(spool)["files"]) == 2
+    for _ in retention.prune_refused(spool, wish, query.ANYBODY, is_dry=False, now=time.time()):
+        nums.append(len(list(spool.rejected_dir.iterdir())))
+    assert nums[-1] == 0
+    assert max(before - after for before, after in itertools.pairwise(nums)) == 2  # a file, and its reason
+    assert len(nums) > 9 + 5  # each was looked at by itself
 
 
 def test_a_directory_is_not_taken(spool: Spool) -> None:
