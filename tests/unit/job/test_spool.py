@@ -489,7 +489,7 @@ def test_refused_files_are_pruned_a_file_at_a_time_and_what_was_interrupted_is_d
         nums.append(len(list(spool.rejected_dir.iterdir())))
         if nums[-1] == 5:
             break
-    begun.close()
+    del begun
     assert len(query.refused(spool)["files"]) == 2
     for _ in retention.prune_refused(spool, wish, query.ANYBODY, is_dry=False, now=time.time()):
         nums.append(len(list(spool.rejected_dir.iterdir())))
