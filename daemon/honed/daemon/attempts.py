@@ -236,12 +236,14 @@ class Attempts:
             self.running[number] = self.running.pop(number)
 
     def _may_read(self, running: Running) -> bool:
-        return not (running.following.has_more and self._pace.is_resting)
+        return self.is_stopping or not (running.following.has_more and self._pace.is_resting)
 
     def patience(self) -> float:
         """Return the seconds until more events can be read; infinite if there are none."""
         rest_sec = self._pace.rest()
-        return rest_sec if any(running.following.has_more for running in self.running.values()) else math.inf
+        if not any(running.following.has_more for running in self.running.values()):
+            return math.inf
+        return 0.0 if self.is_stopping else rest_sec
 
     def _alone(self, job: Job) -> contextlib.AbstractContextManager[None]:
         """Run one job's step, which is tried again after an error; other jobs are not affected."""

@@ -131,9 +131,9 @@ class Following:
         """Seconds since its last event."""
         return self._clock() - self.heard_at
 
-    def read_rest(self, job: Job, *, sec: float) -> bool | None:
-        """Read the last events of a worker that has ended, for about `sec` seconds of each turn. Returns None while it
-        goes on, then True, or False if some are left to be counted later.
+    def read_rest(self, job: Job, *, sec: float, max_sec: float = math.inf) -> bool | None:
+        """Read the last events of a worker that has ended, for about `sec` seconds of each turn, for `max_sec` in all.
+        Returns None while it goes on, then True, or False if some are left to be counted later.
 
         Events that cannot be counted now are logged and block nothing; a reader's lock on the database is waited for.
         """
@@ -149,7 +149,9 @@ class Following:
             log.exception("job %d (%s): its last events were not counted", job.id, job.name)
             return False
         if self.has_more and rest.num_bytes < MAX_REST_BYTES:
-            return None
+            is_late = self._clock() - rest.since >= max_sec
+            self.has_more = not is_late
+            return False if is_late else None
         if self.has_more:
             rest.is_over, self.has_more = True, False
             log.warning(

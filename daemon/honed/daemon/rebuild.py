@@ -202,7 +202,8 @@ def tend(
     alive: Callable[[], None] = lambda: None,
 ) -> None:
     """Rebuild the database if somebody has removed it, or a disk has damaged it; update it after a failed write; a bite
-    at a time. `alive`: as in `rebuild`."""
+    at a time. Its log is kept short. `alive`: as in `rebuild`."""
+    database.wal.tend()
     until = time.monotonic() + BITE_SEC
 
     def is_late() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 
 #: Errors of a program that cannot be started at all; with any other machine's fault its job waits.
 PROGRAM_ERRNOS = {errno.ENOEXEC, errno.E2BIG, errno.ELIBBAD}
+
+#: Seconds for which the end of honed reads the last events of a job. What is left is counted at the next start.
+STOP_SEC = 5.0
 
 
 class Settling:
@@ -62,7 +66,8 @@ class Settling:
             return self._unstarted(running, running.not_started)
         if (ended := running.poll()) is None:
             return None
-        if (is_counted := running.following.read_rest(running.job, sec=sec)) is None:
+        max_sec = STOP_SEC if self.is_stopping else math.inf
+        if (is_counted := running.following.read_rest(running.job, sec=sec, max_sec=max_sec)) is None:
             return None  # in a later turn
         if running.ended_at_gate(ended):
             self._not_now(running, NotNowError("its staged worker ended before it used the device"), has_run=True)

@@ -29,7 +29,8 @@ from honed.job.event import Event, Reading, Written, written_bytes
 from honed.job.job import Job, State
 from honed.job.pending import Pending
 from honed.job.shape import Answer, LastPrediction, Progress, Score
-from honed.job.thinning import STEP_METRICS, Added, Thinning
+from honed.job.thinning import STEP_METRICS, Added, Thinning, count_gone
+from honed.job.wal import Wal
 from honed.system.error import EnvironmentInvalidError
 from honed.system.log import about
 from honed.system.message import DATABASE_DAMAGED
@@ -159,6 +160,7 @@ class Database:
         self.uncounted: set[int] = set()  #: jobs with ended attempts whose events are not all in; see `put_job`
         self._is_damaged = False
         self._files = _Files(path)
+        self.wal = Wal(path)
         self._db = self._open_or_begin()
 
     def _open_or_begin(self) -> sqlite3.Connection:
@@ -182,6 +184,7 @@ class Database:
             version = _migrate(db, self.path)
             db.executescript(SCHEMA)
             _make_views(db)
+            self.wal.begin(db)
             db.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MSEC}")
             self.pending = Pending(db)
         except BaseException:
@@ -238,6 +241,7 @@ class Database:
         return dict(self._db.execute("SELECT id, state FROM jobs"))
 
     def close(self) -> None:
+        self.wal.close()
         self._db.close()
 
     @property
@@ -332,10 +336,7 @@ class Database:
         """Store the events of the latest attempt, each exactly once."""
         attempt, added = job.attempt.number, list[Added]()
         with self._transaction():
-            added += [_apply_event(self._db, job, attempt, event) for event in reading.events]
-            if (last := next((each for each in reversed(reading.events) if each.kind == "step"), None)) is not None:
-                progress = json.dumps(progress_of(last.data))
-                self._db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (progress, job.id))
+            added += _apply_events(self._db, job, attempt, reading.events)
             self._db.execute(
                 "INSERT INTO offsets VALUES (?, ?, ?, ?) ON CONFLICT (job_id, attempt)"
                 " DO UPDATE SET offset = excluded.offset, num_bad = num_bad + excluded.num_bad",
@@ -394,6 +395,16 @@ class Database:
         except sqlite3.Error as error:
             self._is_damaged = self._is_damaged or _is_corrupt(error)
             raise
+
+
+def _apply_events(db: sqlite3.Connection, job: Job, attempt: int, events: Sequence[Event]) -> list[Added]:
+    """Store these events, and the job's progress. Returns what each has added."""
+    added = [_apply_event(db, job, attempt, event) for event in events]
+    if num := sum(map(num_left_out, events)):
+        count_gone(db, job.id, attempt, "names", num)
+    if (last := next((each for each in reversed(events) if each.kind == "step"), None)) is not None:
+        db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (json.dumps(progress_of(last.data)), job.id))
+    return added
 
 
 def _apply_event(db: sqlite3.Connection, job: Job, attempt: int, event: Event) -> Added:
@@ -640,19 +651,33 @@ def place(event: Event) -> tuple[int, float | None]:
 
 def figures(event: Event) -> dict[str, float]:
     """Return the metrics in an event; empty for most kinds."""
+    few = itertools.islice(_values(event).items(), MAX_METRICS)
+    numbers = {name: _number(value) for name, value in few if len(name) <= MAX_NAME}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def num_left_out(event: Event) -> int:
+    """Return how many of an event's metrics are not taken: those beyond MAX_METRICS, and those with long names."""
+    if event.kind == "step":
+        return 0
+    values = _values(event)
+    return max(0, len(values) - MAX_METRICS) + sum(
+        len(name) > MAX_NAME for name in itertools.islice(values, MAX_METRICS)
+    )
+
+
+def _values(event: Event) -> Mapping[str, Any]:
+    """Return an event's metrics as its worker has told them."""
     metrics, scores = event.data.get("metrics"), event.data.get("scores")
     match event.kind:
         case "step":
-            found = {name: event.data.get(name) for name in STEP_METRICS}
+            return {name: event.data.get(name) for name in STEP_METRICS}
         case "evaluation" if isinstance(metrics, dict):
-            found = metrics
+            return metrics
         case "predictions" | "guard" if isinstance(scores, dict):
-            found = {f"{event.kind}/{name}": value for name, value in scores.items()}
+            return {f"{event.kind}/{name}": value for name, value in scores.items()}
         case _:
             return {}
-    few = itertools.islice(((str(name), value) for name, value in found.items()), MAX_METRICS)
-    numbers = {name: _number(value) for name, value in few if len(name) <= MAX_NAME}
-    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def answers(event: Event) -> list[Answer]:

@@ -141,7 +141,7 @@ class Thinning:
                 sizes.metric_rows -= gone
                 num_gone += gone
                 yield
-        self._tell(db, attempt, "metrics", num_gone)
+        count_gone(db, self._job_id, attempt, "metrics", num_gone)
 
     def _thin_metric(self, db: sqlite3.Connection, name: str, num_older: int) -> Iterator[int]:
         """Remove half of one metric's oldest rows, so that the others lie evenly over their steps; yields the number
@@ -200,7 +200,7 @@ class Thinning:
             sizes.prediction_bytes -= sum(row[1] for row in found)
             num_gone += len(found)
             yield
-        self._tell(db, attempt, "predictions", num_gone)
+        count_gone(db, self._job_id, attempt, "predictions", num_gone)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -231,31 +231,39 @@ class Thinning:
             num_left -= max(1, len(found))
             num_gone += len(found)
             yield
-        self._tell(db, attempt, "events", num_gone)
+        count_gone(db, self._job_id, attempt, "events", num_gone)
 
-    def _tell(self, db: sqlite3.Connection, attempt: int, what: str, num_gone: int) -> None:
-        """Count what has gone in the job's `thinned` event."""
-        sql = "SELECT rowid, data FROM events WHERE job_id = ? AND kind = 'thinned' ORDER BY rowid LIMIT 1"
-        row = db.execute(sql, (self._job_id,)).fetchone()
-        counts = thinned_counts(json.loads(row[1]) if row else {})
-        counts[what] = counts.get(what, 0) + num_gone
-        if row is not None:
-            db.execute("UPDATE events SET data = ? WHERE rowid = ?", (json.dumps(counts), row[0]))
-        elif num_gone:
-            sql = "INSERT INTO events VALUES (?, ?, 'thinned', ?, strftime('%Y-%m-%dT%H:%M:%f+00:00', 'now'))"
-            db.execute(sql, (self._job_id, attempt, json.dumps(counts)))
+
+def count_gone(db: sqlite3.Connection, job_id: int, attempt: int, what: str, num: int) -> None:
+    """Count what has gone, or was never taken, in the job's `thinned` event."""
+    sql = "SELECT rowid, data FROM events WHERE job_id = ? AND kind = 'thinned' ORDER BY rowid LIMIT 1"
+    row = db.execute(sql, (job_id,)).fetchone()
+    counts = thinned_counts(json.loads(row[1]) if row else {})
+    counts[what] = counts.get(what, 0) + num
+    if row is not None:
+        db.execute("UPDATE events SET data = ? WHERE rowid = ?", (json.dumps(counts), row[0]))
+    elif num:
+        sql = "INSERT INTO events VALUES (?, ?, 'thinned', ?, strftime('%Y-%m-%dT%H:%M:%f+00:00', 'now'))"
+        db.execute(sql, (job_id, attempt, json.dumps(counts)))
 
 
 #: Keys of a `step` event that become metrics.
 STEP_METRICS = ("loss", "learning_rate", "grad_norm")
 
 
+#: What is counted in a `thinned` event, and what the report calls it.
+KINDS = {
+    "metrics": "metrics",
+    "predictions": "predictions",
+    "events": "events",
+    "names": "metrics of events with too many of them, or with too long names",
+}
+
+
 def thinned_counts(data: object) -> dict[str, int]:
     """Return how many rows are gone of each kind, by the data of a `thinned` event; a worker may have written one."""
     found = data.items() if isinstance(data, dict) else ()
-    return {
-        str(key): value for key, value in found if key in {"metrics", "predictions", "events"} and type(value) is int
-    }
+    return {str(key): value for key, value in found if key in KINDS and type(value) is int}
 
 
 def _value(row: tuple[int, int, float]) -> float:

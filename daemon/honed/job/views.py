@@ -117,8 +117,9 @@ So do not store your own data in it.
 Its size is bounded: of one job it has at most 500,000 rows of metrics, 64 MiB of predictions, and 64 MiB of
 other events. Beyond that, half of the rows of the older steps go, so that the others lie evenly; the first, the last
 and the lowest of each stretch stay, and evaluations, unless these alone are too many. Of the predictions those between
-the baseline and the newest steps go. The job's report says so, and `attempts/*/events.jsonl` keeps everything. Of one
-event, at most 1,000 metrics are taken, with names of at most 256 characters.
+the baseline and the newest steps go. Of one event, at most 1,000 metrics are taken, with names of at most 256
+characters. What is left out is counted in an event of the kind `thinned` and named in the job's report, and
+`attempts/*/events.jsonl` keeps everything.
 """
 _TABLES = """\
 ## Tables

@@ -27,7 +27,7 @@ from honed import __version__
 from honed.job.database import Reader
 from honed.job.progress import duration, figure, progress_text
 from honed.job.spool import Spool
-from honed.job.thinning import thinned_counts
+from honed.job.thinning import KINDS, thinned_counts
 from honed.page import plot
 from honed.page.page import document, text
 from honed.page.plot import Series
@@ -118,8 +118,9 @@ def render(story: Story, *, now: float, is_served: bool = False) -> bytes:
 def _thinned(story: Story) -> str:
     """Return what honed.db, and so this page, no longer has of the job; empty if it has all."""
     counts = thinned_counts(story.last("thinned"))
-    what = ", ".join(f"{num:,} {kind}" for kind, num in counts.items() if num)
-    return f"Older rows were thinned. Left out here: {what}; attempts/*/events.jsonl has them all." if what else ""
+    what = ", ".join(f"{num:,} {KINDS[kind]}" for kind, num in counts.items() if num)
+    why = "Older rows were thinned. " if counts.keys() - {"names"} else ""
+    return f"{why}Left out here: {what}; attempts/*/events.jsonl has them all." if what else ""
 
 
 def _sampled(story: Story) -> str:

@@ -119,6 +119,19 @@ def test_the_last_events_are_read_over_several_turns_too(scene: Scene) -> None:
     assert scene.steps() == list(range(10_000))
 
 
+def test_the_end_of_honed_leaves_the_last_events_of_a_flood_to_the_next_start(scene: Scene) -> None:
+    scene.write_steps(10_000)
+    assert scene.following.read_rest(JOB, sec=0.0, max_sec=5.0) is None
+    scene.now += 6.0
+    assert scene.following.read_rest(JOB, sec=0.0, max_sec=5.0) is False
+    assert not scene.following.has_more
+    before = scene.steps()
+    assert before == list(range(len(before)))
+    assert len(before) < 10_000
+    assert rebuild.count(scene.database, scene.layout, JOB, 1)
+    assert scene.steps() == list(range(10_000))
+
+
 def test_a_lock_is_waited_for_and_the_last_events_are_not_lost(scene: Scene) -> None:
     scene.write_steps(3)
     other = scene.lock()

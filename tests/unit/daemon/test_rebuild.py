@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sqlite3
@@ -13,10 +14,12 @@ import pytest
 
 from honed.daemon.rebuild import begin, fill, rebuild, tend
 from honed.job.database import Database
+from honed.job.event import Event, Reading
 from honed.job.job import Attempt, Fallback, Job, State
 from honed.job.spool import Spool
 from honed.system.failures import Failures
 from honed.system.layout import Layout
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -153,3 +156,25 @@ def test_a_start_makes_the_rows_of_jobs_that_the_database_does_not_know(spool: S
     assert [database.num_steps(number) for number in (1, 2)] == [9, 9]
     assert not database.is_behind
     database.close()
+
+
+def test_a_turn_keeps_the_log_of_the_database_short(spool: Spool) -> None:
+    database = opened(spool)
+    with database.made_again():
+        pass
+    job = replace(put(spool, 1), attempts=(Attempt(1, "transformers", 10.0),))
+    told = [Event("log", 1.0, {"message": "x" * 1000})] * 250
+    for offset in range(30):
+        database.apply(job, Reading(told, offset, 0))
+    assert rows_itself(database) == 0
+    tend(database, spool, dict)
+    wait_for(lambda: rows_itself(database) == 30 * 250, what="the log copied")
+    database.close()
+
+
+def rows_itself(database: Database) -> int:
+    """Return the events in honed.db itself, without its log."""
+    address = f"file:{database.path}?mode=ro&immutable=1"
+    with contextlib.closing(sqlite3.connect(address, uri=True)) as db, contextlib.suppress(sqlite3.Error):
+        return int(db.execute("SELECT count(*) FROM events").fetchone()[0])
+    return 0

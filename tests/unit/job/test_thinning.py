@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from honed.job import history, thinning
-from honed.job.database import Database, Reader
+from honed.job.database import MAX_METRICS, MAX_NAME, Database, Reader
 from honed.job.event import Event, Reading
 from honed.job.job import Attempt, Job
 from honed.page import report
@@ -165,6 +165,18 @@ def test_the_report_says_what_is_left_out(database: Database) -> None:
     num_gone = 10_000 + 50 - rows(database, "SELECT count(*) FROM metrics")[0][0]
     assert f"Left out here: {num_gone:,} metrics; attempts/*/events.jsonl has them all." in report._thinned(story)
     assert not report._thinned(replace(story, events=[]))
+
+
+def test_metrics_that_are_not_taken_are_counted_and_the_report_says_so(database: Database) -> None:
+    few = {"eval_loss": 1.0, "x" * MAX_NAME: 2.0, "y" * (MAX_NAME + 1): 3.0}
+    many = {f"m{number}": 1.0 for number in range(MAX_METRICS + 7)}
+    put(database, ("evaluation", {"step": 1, "metrics": few}), ("predictions", {"step": 1, "scores": many}))
+    put(database, ("step", {"step": 2, "loss": 1.0}), ("evaluation", {"step": 2, "metrics": {"eval_loss": 1.0}}))
+    put(database, ("evaluation", {"step": 3, "metrics": few}))
+    told = thinned_events(database)
+    assert [each["names"] for each in told] == [1 + 7 + 1]
+    words = report._thinned(Story(JOB, {}, {}, [], 0, told, 0, "", database.path))  # type: ignore[typeddict-item]
+    assert words.startswith("Left out here: 9 metrics of events with too many of them, or with too long names;")
 
 
 class FullDisk:
