@@ -43,7 +43,6 @@ class RefusedRows:
 
     def set_aside(self, row: Row, answer: Answer) -> None:
         """Store a refused row with the response; its file name is its key, so that a repetition overwrites it."""
-        self.num_set_aside += 1
         # Log one message for many rows of one kind: an endpoint that rejects everything must not flood the journal.
         said = quote.hide(answer.text)
         is_new = self._clock() - self._said_at.get(said, -COMPLAIN_EVERY_SEC) >= COMPLAIN_EVERY_SEC
@@ -64,10 +63,12 @@ class RefusedRows:
             self._num_bytes = sum(path.stat().st_size for path in self._dir.glob("*.json"))
         if self._num_bytes + row.num_bytes > self._config().max_outbox_bytes:
             log.error("%s has reached reporting.max_outbox_bytes: discarded %s; honed.db has it", self._dir, row.key)
+            self.num_set_aside += 1
             return
-        self._num_bytes += row.num_bytes
         record = {"status": answer.status, "answer": quote.show(answer.text), "row": row.data}
         durable.write_json(self._dir / f"{row.key}.json", record, mode=0o640)
+        self._num_bytes += row.num_bytes
+        self.num_set_aside += 1
 
     @property
     def has_any(self) -> bool:

@@ -6,11 +6,13 @@
                                  └── all else: no response, 5xx, 401, an HTML page ──► the same rows again, later
 
 The cursor advances after the response. So a row arrives at least once, even after a crash, and a duplicate has the same
-idempotency_key.
+idempotency_key. While the cursor cannot be written, as on a full disk, nothing is sent: this process goes on from where
+it was once it can.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import time
@@ -24,7 +26,7 @@ from honed.send.lifetime import Lifetime
 from honed.send.outbox import Row
 from honed.send.refused_rows import RefusedRows
 from honed.spec.config import ReportingConfig
-from honed.system import quote
+from honed.system import durable, quote
 from honed.system.backoff import Backoff
 from honed.system.log import about
 from honed.system.message import SEND_TROUBLE
@@ -39,6 +41,8 @@ BATCH_BYTES = 512 * 1024
 POLL_SEC = 1.0
 #: Seconds between checks if no address is configured.
 IDLE_SEC = 3600.0
+#: Seconds between tries while the machine fails, at most.
+MAX_FAULT_SEC = 30.0
 #: Seconds between log messages about the same problem.
 COMPLAIN_EVERY_SEC = 600.0
 
@@ -70,6 +74,8 @@ class RowSender:
         self._batch_bytes = BATCH_BYTES
         self._num_delivered = 0
         self._must_send_refused = False
+        self._position = outbox.Position(0, 0)
+        self._is_unwritten = False  # the cursor does not have the position yet
 
     def send_refused_later(self) -> None:
         """Send the refused rows once more as soon as there is an address: only a person knows if the server was
@@ -77,33 +83,58 @@ class RowSender:
         self._must_send_refused = True
 
     def deliver_all(self) -> None:
-        """Deliver rows until told to end."""
-        position = outbox.read_cursor(self._path)
+        """Deliver rows until told to end; a fault of the machine is waited for."""
+        self._position = outbox.read_cursor(self._path)
+        backoff, fault = Backoff(POLL_SEC, MAX_FAULT_SEC), None
         while not self._lifetime.must_end():
-            self._obey_reload()
-            if self._must_send_refused and self._config().address() is not None:
-                self._must_send_refused = False
-                self._must_send_refused |= not self._refused.send_again(self._send_until_answered)
-            if self._config().address() is None:
-                if self._lifetime.is_flushing:
+            try:
+                is_over = self._deliver_next()
+                if fault is not None:
+                    backoff.reset()
+                    self._trouble.end()
+                    fault = None
+                if is_over:
                     return
-                self._report("no metrics API is configured")
-                self._lifetime.wait(IDLE_SEC)
-                continue
-            rows, after, num_bad = outbox.read(self._path, position, max_rows=BATCH_ROWS, max_bytes=self._batch_bytes)
-            if num_bad:
-                log.warning("%s: skipped %d lines that are not rows: was there a power failure?", self._path, num_bad)
-            if rows and not self._deliver(rows):
-                position = outbox.read_cursor(self._path)
-                continue
-            if after != position:
-                outbox.write_cursor(self._path, after)
-                position = after
-            elif self._lifetime.is_flushing:
-                return
-            else:
-                self._report("no rows are waiting")
-                self._lifetime.wait(POLL_SEC)
+            except OSError as error:
+                if (fault := durable.machine_fault(error)) is None:
+                    raise
+                self._trouble.tell(Answer(Verdict.LATER, 0, fault))
+                self._lifetime.wait(backoff.next_sec(), at_the_end_sec=POLL_SEC)
+
+    def _deliver_next(self) -> bool:
+        """Deliver the next rows, or wait for some. Returns True once there is nothing left to do."""
+        self._obey_reload()
+        if self._is_unwritten:
+            self._advance(self._position)
+        if self._must_send_refused and self._config().address() is not None:
+            self._must_send_refused = False
+            self._must_send_refused |= not self._refused.send_again(self._send_until_answered)
+        if self._config().address() is None:
+            if self._lifetime.is_flushing:
+                return True
+            self._report("no metrics API is configured")
+            self._lifetime.wait(IDLE_SEC)
+            return False
+        position = self._position
+        rows, after, num_bad = outbox.read(self._path, position, max_rows=BATCH_ROWS, max_bytes=self._batch_bytes)
+        if num_bad:
+            log.warning("%s: skipped %d lines that are not rows: was there a power failure?", self._path, num_bad)
+        if rows and not self._deliver(rows):
+            return False
+        if after != position:
+            self._advance(after)
+        elif self._lifetime.is_flushing:
+            return True
+        else:
+            self._report("no rows are waiting")
+            self._lifetime.wait(POLL_SEC)
+        return False
+
+    def _advance(self, position: outbox.Position) -> None:
+        """Note that all rows before a position are settled. Raises OSError; then the cursor is written later."""
+        self._position, self._is_unwritten = position, True
+        outbox.write_cursor(self._path, position)
+        self._is_unwritten = False
 
     def _deliver(self, rows: Sequence[Row]) -> bool:
         """Deliver rows or set them aside, in order, advancing the cursor. Returns False if told to stop early."""
@@ -126,7 +157,7 @@ class RowSender:
                     self._refused.set_aside(piece[0], answer)
                 case Verdict.TAKEN:
                     self._num_delivered += len(piece)
-            outbox.write_cursor(self._path, piece[-1].end)
+            self._advance(piece[-1].end)
         return True
 
     def _send_until_answered(self, rows: Sequence[Row]) -> Answer:
@@ -187,6 +218,7 @@ class _Trouble:
 
     def _note(self, trouble: str | None) -> None:
         """Store the problem where `honectl doctor` finds it; only when it starts or ends, not at each try."""
-        is_noted, self._is_noted = self._is_noted, trouble is not None
-        if is_noted != self._is_noted:
-            outbox.write_trouble(self._path, trouble)
+        if self._is_noted is not (trouble is not None):
+            with contextlib.suppress(OSError):  # e.g. a full disk: at the next try
+                outbox.write_trouble(self._path, trouble)
+                self._is_noted = trouble is not None
