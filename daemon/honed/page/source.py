@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
-from honed.job import query
+from honed.job import keyset, query
 from honed.job.database import connect_read_only, progress_of
 from honed.job.job import Job, State
 from honed.job.query import Asker
@@ -278,22 +278,15 @@ class Source:
         """Return a page of logged metrics, ordered by name and step; repeated steps included."""
         self.job(job_id, asker)
         keys = ("attempt", "step", "epoch", "name", "value", "created_at")
-        where: list[str] = ["job_id = ?"]
-        arguments: list[Any] = [job_id]
-        if name is not None:
-            where.append("name = ?")
-            arguments.append(name)
-        if cursor is not None:
-            place = _place(cursor, str, int, int)
-            # With the name in the comparison as well, SQLite would search all of the metric's steps for the place.
-            where.append("(step, rowid) > (?, ?)" if name is not None else "(name, step, rowid) > (?, ?, ?)")
-            arguments += place[1:] if name is not None else place
-        sql = (
-            f"SELECT rowid, {', '.join(keys)} FROM metrics WHERE {' AND '.join(where)}"
-            " ORDER BY name, step, rowid LIMIT ?"
-        )
+        columns = f"rowid, {', '.join(keys)}"
+        begin, *place = _place(cursor, str, int, int) if cursor is not None else (name or "", *keyset.FIRST)
+        others = f"SELECT {columns} FROM metrics WHERE job_id = ? AND name > ? ORDER BY name, step, rowid LIMIT ?"
         with self.database() as db:
-            rows = db.execute(sql, (*arguments, limit + 1)).fetchall() if db else []
+            rows = (
+                db.execute(keyset.after(columns), (job_id, name or begin, *place, limit + 1)).fetchall() if db else []
+            )
+            if db and name is None and len(rows) <= limit:
+                rows += db.execute(others, (job_id, begin, limit + 1 - len(rows))).fetchall()
         found = [dict(zip(keys, row[1:], strict=True)) for row in rows[:limit]]
         last = rows[limit - 1] if len(rows) > limit else None
         return Page(found, _cursor(last[4], last[2], last[0]) if last else None)
