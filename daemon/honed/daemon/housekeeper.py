@@ -422,6 +422,8 @@ class Housekeeper:
         kind = "checkpoints" if request.arguments.get("checkpoints") else "job"
         try:
             numbers = [int(each) for each in request.arguments.get("ids") or ()]
+            if len(numbers) > retention.MAX_ASKED:  # each is looked for on the disk
+                raise ValueError(f"at most {retention.MAX_ASKED} numbers at a time")
         except (TypeError, ValueError) as error:
             raise UsageError(f"pruned: {error}") from error
         found: dict[str, Removed] = {}

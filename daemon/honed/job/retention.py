@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 DAY_SEC = 86400.0
 #: Files in rejected/; beyond it, the oldest of those users are removed who have the most.
 MAX_REJECTED = 10_000
+#: Jobs whose removal is asked for in one request.
+MAX_ASKED = 1000
 
 
 @dataclass(frozen=True)

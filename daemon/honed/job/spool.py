@@ -134,6 +134,7 @@ class Pruned:
 
     def __init__(self, spool_dir: Path) -> None:
         self.dir = spool_dir / "pruned"
+        self._names: dict[str, str] = {}  # of the jobs, by the names of their files, which are not rewritten
 
     def path(self, job_id: int, state: State) -> Path:
         return self.dir / f"{job_id}.{state}.json"
@@ -155,11 +156,21 @@ class Pruned:
 
     def get(self, reference: int | str) -> Job | None:
         """Return a job by its number, or the newest one with this name."""
-        paths = self._places(int(reference)) if str(reference).isdecimal() else self._paths()
+        paths = self._places(int(reference)) if str(reference).isdecimal() else self._named(str(reference))
         found = [job for path in paths if (job := _read_pruned(path)) is not None]
         return max(
             (job for job in found if reference in {job.id, job.name, str(job.id)}), key=lambda job: job.id, default=None
         )
+
+    def _named(self, name: str) -> list[Path]:
+        """Return the paths of the jobs of this name. Each is read for its name once: any unknown name is asked for."""
+        paths, known = {path.name: path for path in self._paths()}, self._names
+        names = {each: known[each] for each in paths.keys() & known.keys()}
+        for each in paths.keys() - names.keys():
+            if (job := _read_pruned(paths[each])) is not None:
+                names[each] = job.name
+        self._names = names
+        return [path for each, path in paths.items() if names.get(each) == name]
 
     def forget(self, job_ids: set[int]) -> None:
         """Delete the last entries of jobs of which nothing else is left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import replace
@@ -10,15 +11,20 @@ from pathlib import Path
 import pytest
 
 from honed.cli import joblog
+from honed.daemon.housekeeper import Housekeeper
 from honed.job import query, refusals, removal
+from honed.job import spool as spools
+from honed.job.database import Database
 from honed.job.job import Attempt, Job, State
 from honed.job.query import ANYBODY, Asker, Choice
 from honed.job.retention import Wish
 from honed.job.spool import Spool
 from honed.run.outcome import MAX_RESULT_BYTES, judge
 from honed.run.runner import Exit
+from honed.spec.config import Config
 from honed.system import access, durable
-from honed.system.error import SpecError
+from honed.system.control import Request
+from honed.system.error import SpecError, UsageError
 from honed.system.layout import Layout
 from honed.system.personpath import PersonPath
 
@@ -169,3 +175,43 @@ def test_of_refused_files_of_one_name_the_newest_are_looked_at(tmp_path: Path, m
     assert "the fault of 6" in told()
     with pytest.raises(ValueError, match="not a name below"):
         query.refusal(spool, "../../etc/a.json", mine, number=1)
+
+
+def test_a_pruned_job_is_read_for_its_name_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody can ask for names of no job, and ten thousand pruned ones are remembered."""
+    spool, read = Spool(Layout(tmp_path)), list[str]()
+    read_pruned = spools._read_pruned
+    monkeypatch.setattr(spools, "_read_pruned", lambda path: read.append(path.name) or read_pruned(path))
+
+    def prune(number: int, name: str) -> None:
+        spool.pruned.dir.mkdir(exist_ok=True)
+        path = spool.pruned.path(number, State.FAILED)
+        path.write_bytes(replace(JOB, id=number, name=name).to_json())
+
+    def number_of(name: str) -> int | None:
+        return None if (job := spool.pruned.get(name)) is None else job.id
+
+    prune(1, "qa")
+    prune(2, "facts")
+    assert number_of("no-such-job") is None
+    assert sorted(read) == ["1.failed.json", "2.failed.json"]
+    read.clear()
+    assert number_of("no-such-job") is None
+    assert read == []
+    assert number_of("qa") == 1
+    prune(3, "qa")
+    assert number_of("qa") == 3
+    spool.pruned.forget({1, 3})
+    assert number_of("qa") is None
+    assert (number_of("2"), number_of("facts")) == (2, 2)
+
+
+def test_a_request_asks_for_a_thousand_removals_at_most(tmp_path: Path) -> None:
+    """Each is looked for on the disk; honectl asks for a hundred."""
+    spool = Spool(Layout(tmp_path))
+    with contextlib.closing(Database(spool.layout.database_path)) as database:
+        keeper = Housekeeper(spool.layout, Config(), spool, database, list)
+        assert len(keeper.pruned(Request("pruned", {"ids": list(range(1000))}, 0), ANYBODY)) == 1000
+        with pytest.raises(UsageError, match="at most 1000"):
+            keeper.pruned(Request("pruned", {"ids": list(range(1001))}, 0), ANYBODY)
+        keeper.close()
