@@ -29,7 +29,7 @@ from honed.job.event import Event, Reading, Written, written_bytes
 from honed.job.job import Job, State
 from honed.job.pending import Pending
 from honed.job.shape import Answer, LastPrediction, Progress, Score
-from honed.job.thinning import STEP_METRICS, Added, Thinning, count_gone
+from honed.job.thinning import ROW_BYTES, STEP_METRICS, Added, Thinning, count_gone
 from honed.job.wal import Wal
 from honed.system.error import EnvironmentInvalidError
 from honed.system.log import about
@@ -423,7 +423,8 @@ def _apply_event(db: sqlite3.Connection, job: Job, attempt: int, event: Event) -
                 [(job.id, str(job.uid), epoch, step, *answer.values(), when) for answer in told],
             )
             texts = (text for each in told for text in (each["prompt"], each["ground_truth"], each["prediction"]))
-            return Added(len(rows), sum(len(text.encode()) for text in texts if text is not None))
+            num_bytes = ROW_BYTES * len(told) + sum(len(text.encode()) for text in texts if text is not None)
+            return Added(len(rows), num_bytes)
         case _:
             if event.kind in {"resumed", "started_over"}:
                 # Predictions after this step are written again; those that do not come again are not part of this

@@ -24,8 +24,9 @@ from honed.job import keyset
 #: Rows of one job's metrics, at most. Thinning begins a little earlier, by what one bite of events can add.
 MAX_METRIC_ROWS = 500_000
 MARGIN_ROWS = 20_000
-#: Bytes of the texts of one job's predictions, at most.
+#: Bytes of one job's predictions, at most: of their texts, and of each row beside these.
 MAX_PREDICTION_BYTES = 64 * 2**20
+ROW_BYTES = 100
 #: One job's other events, at most.
 MAX_EVENT_ROWS = 100_000
 MAX_EVENT_BYTES = 64 * 2**20
@@ -33,7 +34,7 @@ MAX_EVENT_BYTES = 64 * 2**20
 BITE_ROWS = 2000
 
 _TEXTS = ("prompt", "ground_truth", "prediction")
-_SIZE_OF_TEXTS = " + ".join(f"coalesce(length(CAST({each} AS BLOB)), 0)" for each in _TEXTS)
+_SIZE_OF_PREDICTION = " + ".join([str(ROW_BYTES), *(f"coalesce(length(CAST({each} AS BLOB)), 0)" for each in _TEXTS)])
 _SIZE_OF_DATA = "length(CAST(data AS BLOB))"
 
 
@@ -94,7 +95,7 @@ class Thinning:
     def _counted(self, db: sqlite3.Connection) -> _Sizes:
         one = (self._job_id,)
         (metric_rows,) = db.execute("SELECT count(*) FROM metrics WHERE job_id = ?", one).fetchone()
-        sql = f"SELECT coalesce(sum({_SIZE_OF_TEXTS}), 0) FROM training_predictions WHERE job_id = ?"
+        sql = f"SELECT coalesce(sum({_SIZE_OF_PREDICTION}), 0) FROM training_predictions WHERE job_id = ?"
         (prediction_bytes,) = db.execute(sql, one).fetchone()
         sql = f"SELECT count(*), coalesce(sum({_SIZE_OF_DATA}), 0) FROM events WHERE job_id = ?"
         event_rows, event_bytes = db.execute(sql, one).fetchone()
@@ -177,7 +178,7 @@ class Thinning:
         step alone are too large, their last rows."""
         num_gone, sizes.prediction_bytes = 0, self._counted(db).prediction_bytes  # some were replaced by others
         yield
-        size = f"SELECT coalesce(sum({_SIZE_OF_TEXTS}), 0) FROM training_predictions WHERE job_id = ? AND step = ?"
+        size = f"SELECT coalesce(sum({_SIZE_OF_PREDICTION}), 0) FROM training_predictions WHERE job_id = ? AND step = ?"
         while sizes.prediction_bytes > MAX_PREDICTION_BYTES:
             sql = "SELECT DISTINCT step FROM training_predictions WHERE job_id = ? ORDER BY step LIMIT 3"
             steps = [step for (step,) in db.execute(sql, (self._job_id,))]
@@ -190,7 +191,7 @@ class Thinning:
             yield
         while sizes.prediction_bytes > MAX_PREDICTION_BYTES:
             sql = (
-                f"SELECT rowid, {_SIZE_OF_TEXTS} FROM training_predictions WHERE job_id = ?"
+                f"SELECT rowid, {_SIZE_OF_PREDICTION} FROM training_predictions WHERE job_id = ?"
                 " ORDER BY step DESC, sample_index DESC LIMIT ?"
             )
             found = db.execute(sql, (self._job_id, BITE_ROWS // 10)).fetchall()

@@ -142,6 +142,13 @@ def test_one_step_with_very_many_predictions_is_bounded_too(database: Database) 
     assert first == 0
 
 
+def test_predictions_without_a_text_are_bounded_too(database: Database) -> None:
+    for step in range(100):
+        put(database, ("predictions", {"step": step, "rows": [{"sample_index": each} for each in range(100)]}))
+    (num,) = rows(database, "SELECT count(*) FROM training_predictions")[0]
+    assert num * thinning.ROW_BYTES <= thinning.MAX_PREDICTION_BYTES
+
+
 @pytest.mark.parametrize("kind", ["log", "many kinds"])
 def test_other_events_are_bounded_by_number_and_size(database: Database, kind: str) -> None:
     put(database, ("stage", {"stage": "train"}))
