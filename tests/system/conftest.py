@@ -46,3 +46,16 @@ def model(machine: Machine) -> str:
     write_facts(data_dir / "facts.jsonl", 16)
     machine.run("chmod", "-R", "a+rX", "/srv/models", "/srv/data")
     return "/srv/models/tiny"
+
+
+@pytest.fixture(scope="module")
+def people(machine: Machine) -> None:
+    """honed, not yet started, alice and mallory, who may submit, eve, who may not, and what a job may name."""
+    from zoo import plain
+
+    machine.install()
+    for user in ("alice", "mallory"):
+        machine.add_user(user, "honed-submit")
+    machine.add_user("eve")
+    plain.write_base_model(machine.host_path("/srv/model"))
+    plain.write_dataset(machine.host_path("/srv/rows.jsonl"))

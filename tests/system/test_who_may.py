@@ -92,16 +92,10 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def honed(machine: Machine) -> Machine:
+def honed(machine: Machine, people: None) -> Machine:
     """A machine with a held job of alice's and one of mallory's, and a refused file of each; no job starts."""
     machine.run("ip", "link", "set", "lo", "up")
-    machine.install()
-    for user in ("alice", "mallory"):
-        machine.add_user(user, "honed-submit")
-    machine.add_user("eve")
     machine.write("/etc/honed/honed.toml.d/50-test.toml", "[spool]\nsettle_sec = 0.2\n")
-    plain.write_base_model(machine.host_path("/srv/model"))
-    plain.write_dataset(machine.host_path("/srv/rows.jsonl"))
     machine.run("systemctl", "enable", "--now", "honed", "honed-web.socket")
     machine.run("honectl", "pause")
     for user in ("alice", "mallory"):

@@ -15,21 +15,13 @@ from honed.daemon import rebuild
 from honed.daemon.following import MAX_LOCKED_SEC, Following
 from honed.job import event
 from honed.job.database import Database
-from honed.job.job import Attempt, Job, State
+from honed.job.job import State
 from honed.job.spool import Spool
 from honed.system import durable
 from honed.system.layout import Layout
+from zoo import jobs
 
-JOB = Job(
-    id=1,
-    name="j",
-    submitted_at=0,
-    source="j",
-    uid=1000,
-    output_dir="/o",
-    state=State.RUNNING,
-    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
-)
+JOB = replace(jobs.JOB, state=State.RUNNING)
 
 
 class Scene:

@@ -15,18 +15,10 @@ from hypothesis import strategies as st
 from honed.job import history
 from honed.job.database import Database, Reader
 from honed.job.event import Event, Reading
-from honed.job.job import Attempt, Job, State
+from honed.job.job import Attempt, State
 from honed.system import durable
+from zoo.jobs import JOB
 
-JOB = Job(
-    id=1,
-    name="j",
-    submitted_at=0,
-    source="j",
-    uid=1000,
-    output_dir="/o",
-    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
-)
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

@@ -14,19 +14,9 @@ import pytest
 from honed.job import history, thinning
 from honed.job.database import MAX_METRICS, MAX_NAME, Database, Reader
 from honed.job.event import Event, Reading
-from honed.job.job import Attempt, Job
 from honed.page import report
 from honed.page.story import Story
-
-JOB = Job(
-    id=1,
-    name="j",
-    submitted_at=0,
-    source="j",
-    uid=1000,
-    output_dir="/o",
-    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
-)
+from zoo.jobs import JOB
 
 
 @pytest.fixture

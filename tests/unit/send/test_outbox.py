@@ -15,19 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from honed.job.event import Event, Reading
-from honed.job.job import Attempt, Job
+from honed.job.job import Job
 from honed.send import outbox
 from honed.send.outbox import Outbox, Position
-
-JOB = Job(
-    id=1,
-    name="j",
-    submitted_at=0,
-    source="j",
-    uid=1000,
-    output_dir="/o",
-    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
-)
+from zoo.jobs import JOB
 
 
 def reading(step: int, num_bytes: int = 1) -> Reading:
