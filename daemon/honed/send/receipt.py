@@ -8,6 +8,7 @@ JSON lines, text, nothing at all           yes: webhooks may answer as they like
 
 from __future__ import annotations
 
+import codecs
 import http.client
 import json
 import re
@@ -23,7 +24,8 @@ _BEFORE = re.compile(rb"(?:\s|<!--.*?-->|<\?xml[^>]*>)*", re.DOTALL)
 
 def why_none(response: http.client.HTTPResponse, data: bytes, *, max_bytes: int) -> str | None:
     """Return why a response with a 2xx status is no receipt; None if it is one. At most `max_bytes` were read of it."""
-    if is_page(response.getheader("Content-Type"), data):
+    kind = response.getheader("Content-Type")
+    if is_page(kind, data) or (len(data) >= max_bytes and _media_type(kind) in HTML_TYPES and _is_no_answer(data)):
         return "the response is an HTML page"
     if len(data) < max_bytes and _is_cut(_media_type(response.getheader("Content-Type")), data):
         return "the response is truncated or invalid"
@@ -32,12 +34,22 @@ def why_none(response: http.client.HTTPResponse, data: bytes, *, max_bytes: int)
 
 def is_page(content_type: str | None, data: bytes) -> bool:
     """Return True for an HTML page, whatever its declared type."""
-    data = data.removeprefix(b"\xef\xbb\xbf")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        data = data.decode("utf-16", errors="replace").encode(errors="replace")
+    data = data.removeprefix(codecs.BOM_UTF8)
     if _media_type(content_type) in HTML_TYPES:
         return _PAGE.search(data) is not None
     start = _BEFORE.match(data)
     assert start is not None
     return re.match(rb"<(?:!doctype\s+html|html[\s/>])", data[start.end() :], re.IGNORECASE) is not None
+
+
+def _is_no_answer(data: bytes) -> bool:
+    """Return True for the beginning of a page that has comments and white space alone: its first tag is behind it."""
+    start = _BEFORE.match(data)
+    assert start is not None
+    rest = data[start.end() :]
+    return not rest or rest.startswith(b"<!--")
 
 
 def _media_type(content_type: str | None) -> str:

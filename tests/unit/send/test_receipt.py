@@ -47,6 +47,21 @@ def test_a_login_page_is_no_receipt_whatever_it_says_that_it_is(kind: str) -> No
     assert typed("text/html", b"<p>Please</p><form action=/login>") == "the response is an HTML page"
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+@pytest.mark.parametrize("kind", ["text/html", "text/plain", ""])
+def test_a_login_page_in_two_bytes_a_character_is_one_too(kind: str, encoding: str) -> None:
+    mark = "" if encoding == "utf-16" else "\ufeff"
+    assert typed(kind, (mark + LOGIN.decode()).encode(encoding)) == "the response is an HTML page"
+
+
+def test_a_login_page_that_begins_behind_what_is_read_is_one_too() -> None:
+    page = b"<!-- " + b"licence " * 1000 + b"-->" + LOGIN
+    assert typed("text/html", page) == "the response is an HTML page"
+    assert typed("text/html", b" " * 5000 + LOGIN) == "the response is an HTML page"
+    assert typed("application/octet-stream", page) is None
+    assert typed("text/html", b"<p>Got this: " + b"x" * 5000) is None, "a webhook that repeats what it got"
+
+
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
