@@ -144,15 +144,19 @@ def begin(
     """Rebuild or update the database at the start of honed; what an error prevents is done in the loop, and so is what
     takes long."""
     until = time.monotonic() + START_SEC
+
+    def is_late() -> bool:
+        return time.monotonic() >= until
+
     with failures.alone("the database"):
         database.is_behind = True
         if database.is_new:
             rebuild(database, spool, spool.layout, outbox=outbox, alive=alive, is_late=lambda: True)
         known = database.job_ids()
         _put(database, spool.layout, [job for job in spool.all() if job.id not in known])
-        catch_up(database, spool, spool.layout, failures=failures)
+        catch_up(database, spool, spool.layout, failures=failures, is_late=is_late)
         if len(database.pending) <= MAX_AT_START:
-            fill(database, spool, spool.layout, alive=alive, is_late=lambda: time.monotonic() >= until)
+            fill(database, spool, spool.layout, alive=alive, is_late=is_late)
         if database.pending:
             log.info("%s: rows of %d jobs are made again while honed runs", database.path, len(database.pending))
 

@@ -158,6 +158,27 @@ def test_a_start_makes_the_rows_of_jobs_that_the_database_does_not_know(spool: S
     database.close()
 
 
+def test_a_flood_of_last_events_does_not_keep_honed_from_starting(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("honed.daemon.rebuild.START_SEC", 0.0)
+    database = opened(spool)
+    with database.made_again():
+        pass
+    job = put(spool, 1)
+    tell(spool, 1, 1, *["step"] * 5000)
+    spool.recover()
+    database.put_job(replace(job, state=State.RUNNING))
+    begin(database, spool, outbox=None, failures=Failures(logging.getLogger("test")), alive=lambda: None)
+    assert database.is_catching_up
+    assert database.states() == {1: "running"}
+    while database.is_behind:
+        tend(database, spool, dict)
+    assert database.states() == {1: "succeeded"}
+    assert database.offset(1, 1) == spool.layout.job(1).attempt(1).events_path.stat().st_size
+    database.close()
+
+
 def test_a_turn_keeps_the_log_of_the_database_short(spool: Spool) -> None:
     database = opened(spool)
     with database.made_again():
