@@ -46,7 +46,7 @@ REASONS = {
         "send/outbox.py": "Outbox._append Outbox._begin _lines segments",
         "send/refused_rows.py": "RefusedRows.has_any RefusedRows.send_again RefusedRows.set_aside",
         "send/sender.py": "Sender._alone",
-        "send/wandb_runs.py": "is_marked waiting",
+        "send/wandb_runs.py": "Collector._room_of is_marked waiting",
         "send/wandb_sync.py": "Syncer._sync",
         "system/durable.py": "_create_beside below read remove_flat sync_dir sync_file",
         "system/secret.py": "read",
