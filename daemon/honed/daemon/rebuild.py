@@ -183,6 +183,7 @@ def catch_up(
         with failures.alone(f"job {job.id} ({job.name})"):
             num_ended = len(job.attempts) if job.state is not State.RUNNING else 0
             if not count(database, layout, job, num_ended, is_late=is_late):
+                database.uncounted.add(job.id)  # until it is done: nobody writes that its row is up to date
                 database.is_catching_up = True
                 return
             is_done = database.put_job(job)
