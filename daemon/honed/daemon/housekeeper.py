@@ -114,14 +114,15 @@ class Pruning:
 
     def find_leftovers(self) -> Iterator[None]:
         """Find the work that an earlier daemon had begun, a piece at a time."""
-        pruned = self._spool.pruned.ids()
+        half = {job.id for job in self._half_pruned}  # a power cut may bring their entries back
+        pruned = self._spool.pruned.ids() - half
         if self._layout.left_path.exists():
             self._removals.want(LEFT)
         yield
         known = {path.name for path in self._layout.jobs_dir.iterdir()}
         self._rows += sorted(number for number in pruned if str(number) in known)
         yield
-        entries = self._spool.entries.ids() | self._spool.corrupt.numbers()
+        entries = self._spool.entries.ids() | self._spool.corrupt.numbers() | half
         # A power cut may have undone the deletion of a job's rows, or honectl has pruned while honed was down.
         self._rows += sorted(self._database.job_ids() - entries - set(self._rows))
         yield

@@ -64,9 +64,24 @@ class Count:
         self.problem = self.problem or f"{path}: {said}"[:300]
 
 
-def measure(path: Path, tick: Callable[[], None] = no_tick) -> Count:
-    """Measure what lies below a directory; zero if it does not exist."""
+def measure(path: Path, tick: Callable[[], None] = no_tick, *, may_be_mounted: bool = True) -> Count:
+    """Measure what lies below a directory; zero if it does not exist. `may_be_mounted`: False for one on which others
+    can mount a file system, which is not entered then."""
+    if not may_be_mounted and _is_mounted(path):
+        return Count(problem=f"{path}: another file system is mounted there")
     return _walk(path, _Action.MEASURE, tick)
+
+
+def _is_mounted(path: Path) -> bool:
+    """Return True where something is mounted on what a path names; what is mounted is not asked."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return untrusted.is_mount(fd)
+    finally:
+        os.close(fd)
 
 
 def remove(path: Path, tick: Callable[[], None] = no_tick) -> Count:

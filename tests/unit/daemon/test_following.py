@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from honed.daemon import rebuild
+from honed.daemon import following, rebuild
 from honed.daemon.following import MAX_LOCKED_SEC, Following
 from honed.job import event
 from honed.job.database import Database
@@ -122,6 +122,33 @@ def test_the_end_of_honed_leaves_the_last_events_of_a_flood_to_the_next_start(sc
     assert len(before) < 10_000
     assert rebuild.count(scene.database, scene.layout, JOB, 1)
     assert scene.steps() == list(range(10_000))
+
+
+def test_beyond_a_limit_the_last_events_are_left_once_however_often_the_end_is_tried(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end itself may fail again and again, for a full disk: each time as many events would be read."""
+    monkeypatch.setattr(following, "MAX_REST_BYTES", 1)
+    scene.write_steps(20_000)
+    assert scene.following.read_rest(JOB, sec=0.0) is True
+    offset = scene.following.offset
+    assert [scene.following.read_rest(JOB, sec=0.0) for _ in range(3)] == [True] * 3
+    assert (scene.following.offset, scene.following.has_more) == (offset, False)
+    assert 0 < offset < scene.path.stat().st_size
+    assert caplog.text.count("were not counted") == 1
+
+
+def test_after_a_fallback_the_last_events_of_the_other_worker_are_read(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "MAX_REST_BYTES", 1)
+    scene.write_steps(20_000)
+    assert scene.following.read_rest(JOB, sec=0.0) is True
+    monkeypatch.undo()
+    scene.following.tell_fallback(JOB)
+    while scene.following.read_rest(JOB, sec=1.0) is None:
+        pass
+    assert scene.steps() == list(range(20_000))
 
 
 def test_a_lock_is_waited_for_and_the_last_events_are_not_lost(scene: Scene) -> None:
