@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,9 @@ class Scene:
         self.spool = Spool(self.layout)
         self.spool.recover()
         self.database = Database(self.layout.database_path)
-        self.keeper = Housekeeper(self.layout, Config(), self.spool, self.database, list, clock=lambda: self.ahead)
+        self.keeper = Housekeeper(
+            self.layout, Config(), self.spool, self.database, list, clock=lambda: time.monotonic() + self.ahead
+        )
         for number in (1, 2):
             durable.make_dir(self.layout.jobs_dir / str(number))
             job = Job(number, f"job {number}", 1.0, "a.json", os.getuid(), "/o", state=State.QUEUED)
@@ -49,7 +52,6 @@ class Scene:
         return str(number) in self.keeper.pruned(request, US)
 
     def tend(self) -> None:
-        self.ahead += RETRY_SEC
         self.keeper.tend()
 
 
@@ -70,6 +72,7 @@ def test_a_prune_that_the_disk_interrupted_is_completed(scene: Scene, monkeypatc
         patch.setattr(os, "fsync", fail)
         scene.prune(1)  # its entry is renamed: that is the commit
         scene.tend()
+        scene.ahead += RETRY_SEC
         assert not scene.pruned(1)
         assert scene.database.job_ids() == {1, 2}  # a power cut may bring its entry back
     wait_for(lambda: scene.pruned(1), what="the removal", pause=lambda _sec: scene.tend())
