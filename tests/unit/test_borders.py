@@ -95,7 +95,7 @@ def test_the_idle_daemon_stays_small(tmp_path: Path) -> None:
 VERSION = {"honed", "honed.cli", "honed.cli.honectl"}
 COMPLETION = VERSION | {
     *("honed.cli.job_numbers", "honed.system", "honed.system.client", "honed.system.error", "honed.system.layout"),
-    *("honed.system.personpath", "honed.system.printable", "honed.system.quote"),
+    *("honed.system.part", "honed.system.personpath", "honed.system.printable", "honed.system.quote"),
 }
 LIST = COMPLETION - {"honed.cli.job_numbers"} | {
     *(

@@ -266,14 +266,17 @@ def test_an_event_that_is_nested_too_deeply_is_counted_and_passed_over(depth: in
     assert reading.num_bad == int(depth > event.MAX_DEPTH)
 
 
-def test_a_result_with_half_characters_and_a_message_of_megabytes_still_makes_an_entry(tmp_path: Path) -> None:
-    """An entry that cannot be written would keep the job running forever."""
+@pytest.mark.parametrize(("num_times", "code"), [(60_000, "mask_invalid"), (10**6, "killed")])
+def test_a_result_with_half_characters_and_a_long_message_still_makes_an_entry(
+    tmp_path: Path, num_times: int, code: str
+) -> None:
+    """An entry that cannot be written would keep the job running forever. A result of megabytes is no worker's."""
     path = tmp_path / "attempts/1/result.json"
     path.parent.mkdir(parents=True)
-    error = {"code": "mask_invalid", "message": "\ud800\x1b[2J" * 10**6, "hint": "\udfff"}
+    error = {"code": "mask_invalid", "message": "\ud800\x1b[2J" * num_times, "hint": "\udfff"}
     path.write_text(json.dumps({"outcome": "failed", "step": 10**400, "error": error}))
     judged = outcome.judge(PersonPath.of(path, 3), Exit(81, None))
-    assert judged.code == "mask_invalid"
+    assert judged.code == code
     assert judged.step is None
     told = judged.error.as_dict()
     assert len(json.dumps(told, ensure_ascii=False).encode()) < 100_000
