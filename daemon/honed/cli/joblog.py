@@ -79,11 +79,12 @@ def _has_journal(instance: Instance) -> bool:
 
 
 def journal_command(job_id: int, *, explain: bool = False, follow: bool = False) -> list[str]:
-    """Return the call of journalctl for a job: honed's entries about it, and systemd's about its unit."""
+    """Return the call of journalctl for a job: honed's entries about it, its unit's own, and systemd's about that."""
     # Any program can write an entry with any field, and only those that begin with _ are journald's own.
     writers = [f"_UID={uid}" for uid in dict.fromkeys(each.uid for each in map(access.person, _WRITERS) if each)]
     command = ["journalctl", "--priority=info", f"HONED_JOB={job_id}", *writers]
-    command += ["+", f"UNIT=honed-job@{job_id}.service", "_PID=1"]
+    # Its unit runs as its submitter: what could not be started, and the stacks of a worker that hung or crashed.
+    command += ["+", f"_SYSTEMD_UNIT=honed-job@{job_id}.service", "+", f"UNIT=honed-job@{job_id}.service", "_PID=1"]
     return [*command, *(["--catalog"] if explain else []), *(["--follow", "--lines=all"] if follow else [])]
 
 

@@ -301,7 +301,12 @@ class Fetcher:
             self._runner.stop(fetch.number, at_once=True)
 
     def _died(self, fetch: _Fetch) -> HonedError | None:
-        """Schedule a restart of a fetch that died without a result; return an error if that is pointless."""
+        """Schedule a restart of a fetch that died without a result; return an error if that is pointless. Raises
+        OSError if the request cannot be written; then the death is not counted yet."""
+        if paused_sec := fetch.progress.get("paused_sec", 0.0):  # the next process counts its own
+            request = fetch.request | {"deadline": fetch.request["deadline"] + paused_sec}
+            durable.write_json(self._layout.fetch(fetch.number).request_path, request)
+            fetch.request, fetch.progress["paused_sec"] = request, 0.0
         num_bytes = fetch.progress.get("bytes", 0)
         if num_bytes > fetch.num_bytes_at_death:
             fetch.num_deaths = 0
@@ -315,8 +320,6 @@ class Fetcher:
                 hint="see the journal; submit the job again to continue: files fetched so far are kept",
             )
         self._count(fetch.number, fetch.missing.repo_type)
-        fetch.request["deadline"] += fetch.progress.pop("paused_sec", 0.0)  # the next process counts its own
-        durable.write_json(self._layout.fetch(fetch.number).request_path, fetch.request)
         delay = fetch.backoff.next_sec()
         log.warning("the fetch of %s died without an error message; retrying in %.0f s", fetch.name, delay)
         fetch.is_started, fetch.not_before = False, self._clock() + delay

@@ -81,7 +81,7 @@ class Collector:
                 moved = {int(each.name) for each in self._layout.jobs_dir.iterdir() if each.name.isdecimal()}
             self._due = set()
         self._due |= moved
-        if not self._due and self._under_way is None:
+        if not self._due and self._under_way is None and not self._without_room:
             return
         until = self._clock() + BITE_SEC
         self._under_way = self._under_way or self._collecting(self._due, job_of)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from honed.run.fetcher import DEADLINE_GRACE_SEC, FIRST_DELAY_SEC, Fetcher
+from honed.run.fetcher import DEADLINE_GRACE_SEC, FIRST_DELAY_SEC, MAX_DEATHS, Fetcher
 from honed.run.snapshot import Missing
 from honed.spec.config import Config
 from honed.system import durable
@@ -94,3 +94,20 @@ def test_the_pauses_of_a_process_that_died_are_kept(tmp_path: Path) -> None:
     fetching.runner.running.clear()
     fetching.pass_by(1.0)
     assert fetching.deadline() == before + 600.0, "it was counted again"
+
+
+def test_a_death_that_the_disk_does_not_take_is_one(tmp_path: Path) -> None:
+    """It was counted with each pass of the loop, and the job failed after five."""
+    fetching = Fetching(tmp_path, 3600.0)
+    fetching.say(paused_sec=600.0)
+    fetching.runner.running.clear()
+    kept = fetching.files.request_path.rename(tmp_path / "kept")
+    fetching.files.request_path.mkdir()  # as a full disk, nothing can be written there
+    for _ in range(MAX_DEATHS):
+        with pytest.raises(OSError, match="directory"):
+            fetching.pass_by(1.0)
+    fetching.files.request_path.rmdir()
+    kept.rename(fetching.files.request_path)
+    assert fetching.fetcher.poll() == []
+    fetching.pass_by(2 * FIRST_DELAY_SEC)
+    assert fetching.runner.running == {NUMBER}
