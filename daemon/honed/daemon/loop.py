@@ -220,7 +220,7 @@ class Daemon:
         ]
         if not self._shutdown.is_asked:  # then no file is taken any more
             waits.append(self._intake.patience())
-        if self._database.is_catching_up or self._database.pending:
+        if self._database.is_catching_up:
             waits.append(0.0)
         if self._notifier.watchdog_interval_sec is not None:
             waits.append(self._notifier.watchdog_interval_sec / 2)

@@ -6,12 +6,14 @@ The rows come out as they were: events in their original order, each with its wo
 from __future__ import annotations
 
 import logging
+import sqlite3
 import time
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 
 from honed.job import event
+from honed.job.damaged import is_of_item
 from honed.job.database import Database
 from honed.job.event import Event, Reading
 from honed.job.job import Job, State
@@ -92,12 +94,15 @@ def _make(
                     outbox.lose(outbox.put(then, reading))  # rows that were already sent keep their old keys
                 database.apply(then, reading)
                 database.thin(then)
-        except OSError as error:  # a damaged disk, for one: the other jobs' rows are made all the same
+        except Exception as error:  # a damaged disk, for one: the other jobs' rows are made all the same
+            if isinstance(error, sqlite3.Error):
+                raise
             _tell_unread(job, error)
 
 
-def _tell_unread(job: Job, error: OSError) -> None:
-    log.error("job %d (%s): its events were not read whole: %s", job.id, job.name, error)
+def _tell_unread(job: Job, error: Exception) -> None:
+    trace = None if isinstance(error, OSError) else error
+    log.error("job %d (%s): its events were not read whole: %s", job.id, job.name, error, exc_info=trace)
 
 
 def fill(
@@ -105,22 +110,30 @@ def fill(
     spool: Spool,
     layout: Layout,
     *,
+    failures: Failures | None = None,
     alive: Callable[[], None] = lambda: None,
     is_late: Callable[[], bool] = lambda: False,
 ) -> None:
     """Make the rows of pending jobs again, the newest job's first, until `is_late`. What an error or a crash leaves out
-    is made by the next call: no event is counted twice."""
-    made: list[int] = []
-    try:
-        for number in database.pending.newest_first():
-            alive()
+    is made by the next call: no event is counted twice. `is_catching_up` becomes True if more can be made at once. An
+    error of one job holds up no other.
+    """
+    failures, made = failures or Failures(log), list[int]()
+    for number in database.pending.newest_first():
+        alive()
+        is_made: bool | None = None  # for an error
+        with failures.alone(f"the rows of job {number}"):
             job = spool.job(number)
-            if job is None or _is_filled(database, layout, job, is_late):
-                made.append(number)
-            if is_late():
-                break
-    finally:
-        if made:
+            is_made = job is None or _is_filled(database, layout, job, is_late)
+        if is_made:
+            made.append(number)
+        elif is_made is None and not database.is_writable:
+            break  # each try waits for a lock, or for a full disk
+        if is_late():
+            database.is_catching_up = len(made) < len(database.pending)
+            break
+    if made:
+        with failures.alone("the jobs whose rows are made again"):
             database.pending.drop(made)
             database.moved.update(made)
             if not database.pending:
@@ -128,12 +141,15 @@ def fill(
 
 
 def _is_filled(database: Database, layout: Layout, job: Job, is_late: Callable[[], bool]) -> bool:
-    """Make a pending job's rows again; False if some are left. A running job's latest attempt is followed elsewhere."""
+    """Make a pending job's rows again; False if some are left. A running job's latest attempt is followed elsewhere.
+    Raises an exception for a fault of the machine."""
     if job.edited_at:
         database.put_edits(job)
     try:
         return count(database, layout, job, len(job.attempts) - (job.state is State.RUNNING), is_late=is_late)
-    except OSError as error:
+    except Exception as error:
+        if isinstance(error, sqlite3.Error) or not is_of_item(error):
+            raise
         _tell_unread(job, error)
         return True
 
@@ -156,8 +172,9 @@ def begin(
         _put(database, spool.layout, [job for job in spool.all() if job.id not in known])
         catch_up(database, spool, spool.layout, failures=failures, is_late=is_late)
         if len(database.pending) <= MAX_AT_START:
-            fill(database, spool, spool.layout, alive=alive, is_late=is_late)
+            fill(database, spool, spool.layout, failures=failures, alive=alive, is_late=is_late)
         if database.pending:
+            database.is_catching_up = True
             log.info("%s: rows of %d jobs are made again while honed runs", database.path, len(database.pending))
 
 
@@ -210,6 +227,7 @@ def tend(
     at a time. Its log is kept short. `alive`: as in `rebuild`."""
     database.wal.tend()
     until = time.monotonic() + BITE_SEC
+    database.is_catching_up = False
 
     def is_late() -> bool:
         return time.monotonic() >= until
@@ -221,7 +239,9 @@ def tend(
     if database.is_behind:
         catch_up(database, spool, spool.layout, failures=failures, is_late=is_late)
     if not is_late():
-        fill(database, spool, spool.layout, alive=alive, is_late=is_late)
+        fill(database, spool, spool.layout, failures=failures, alive=alive, is_late=is_late)
+    elif database.pending:
+        database.is_catching_up = True
 
 
 def count(

@@ -154,7 +154,7 @@ class Database:
         self.moved: set[int] = set()  #: jobs whose state changed since a caller last read this set
         self.is_new = False
         self.is_behind = False  #: a write failed; see rebuild.catch_up
-        self.is_catching_up = False  #: with what is behind, over several turns
+        self.is_catching_up = False  #: with what is behind or pending, over several turns
         self._thinnings: dict[int, Thinning] = {}
         self.pending: Pending  #: jobs with rows that are made later; set when it is opened
         self.uncounted: set[int] = set()  #: jobs with ended attempts whose events are not all in; see `put_job`

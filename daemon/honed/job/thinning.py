@@ -264,7 +264,8 @@ KINDS = {
 def thinned_counts(data: object) -> dict[str, int]:
     """Return how many rows are gone of each kind, by the data of a `thinned` event; a worker may have written one."""
     found = data.items() if isinstance(data, dict) else ()
-    return {str(key): value for key, value in found if key in KINDS and type(value) is int}
+    # Of its number with thousands of digits, Python cannot print the next one.
+    return {str(key): value for key, value in found if key in KINDS and type(value) is int and 0 <= value < 2**53}
 
 
 def _value(row: tuple[int, int, float]) -> float:

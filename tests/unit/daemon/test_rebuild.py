@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import resource
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
@@ -177,6 +178,64 @@ def test_a_flood_of_last_events_does_not_keep_honed_from_starting(
         tend(database, spool, dict)
     assert database.states() == {1: "succeeded"}
     assert database.offset(1, 1) == spool.layout.job(1).attempt(1).events_path.stat().st_size
+    database.close()
+
+
+def test_a_job_whose_events_cannot_be_counted_holds_up_no_other(spool: Spool) -> None:
+    for number in (1, 2, 3):
+        put(spool, number)
+        tell(spool, number, 1, "step")
+    spool.recover()
+    database = opened(spool)
+    rebuild(database, spool, spool.layout, is_late=lambda: True)
+    with sqlite3.connect(database.path) as db:
+        db.execute("CREATE TRIGGER odd BEFORE UPDATE ON jobs WHEN new.id = 2 BEGIN SELECT RAISE(ABORT, 'odd'); END")
+    failures = Failures(logging.getLogger("test"))
+    tend(database, spool, dict, failures=failures)
+    assert [database.num_steps(number) for number in (1, 2, 3)] == [9, None, 9]
+    assert (failures.num_unforeseen, database.pending.newest_first(), database.is_catching_up) == (1, [2], False)
+    with sqlite3.connect(database.path) as db:
+        db.execute("DROP TRIGGER odd")
+    tend(database, spool, dict, failures=failures)
+    assert (database.num_steps(2), len(database.pending)) == (9, 0)
+    database.close()
+
+
+def test_while_another_program_locks_the_database_nothing_is_tried_again_at_once(spool: Spool) -> None:
+    for number in range(1, 9):
+        put(spool, number)
+        tell(spool, number, 1, "step")
+    spool.recover()
+    database = opened(spool)
+    rebuild(database, spool, spool.layout, is_late=lambda: True)
+    failures = Failures(logging.getLogger("test"))
+    with contextlib.closing(sqlite3.connect(database.path, isolation_level=None)) as theirs:
+        theirs.execute("BEGIN IMMEDIATE")
+        tend(database, spool, dict, failures=failures)  # the step itself does not fail: it would slow the whole loop
+    assert ("locked" in failures.fault, len(database.pending), database.is_catching_up) == (True, 8, False)
+    while database.pending:
+        tend(database, spool, dict, failures=failures)
+    assert [database.num_steps(number) for number in range(1, 9)] == [9] * 8
+    database.close()
+
+
+def test_a_fault_of_the_machine_leaves_out_no_rows_for_good(spool: Spool) -> None:
+    put(spool, 1)
+    tell(spool, 1, 1, "step")
+    spool.recover()
+    database = opened(spool)
+    with database.made_again():
+        database.pending.add([1])
+        database.put_jobs(spool.all_jobs().values())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        fill(database, spool, spool.layout)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert 1 in database.pending
+    fill(database, spool, spool.layout)
+    assert (database.num_steps(1), len(database.pending)) == (9, 0)
     database.close()
 
 

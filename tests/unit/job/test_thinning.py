@@ -155,6 +155,13 @@ def test_what_a_worker_calls_thinned_is_no_count() -> None:
     assert thinning.thinned_counts([1]) == {}
 
 
+def test_a_worker_s_number_of_thousands_of_digits_keeps_none_of_its_events_out(database: Database) -> None:
+    put(database, ("thinned", {"names": int("9" * 4300)}))
+    put(database, ("evaluation", {"metrics": {"x" * (MAX_NAME + 1): 1.0, "y": 2.0}}))
+    assert rows(database, "SELECT name FROM metrics") == [("y",)]
+    assert [told["names"] for told in thinned_events(database)] == [1]
+
+
 def test_the_report_says_what_is_left_out(database: Database) -> None:
     losses(database, 5_000, best=0)
     events = thinned_events(database)
