@@ -210,9 +210,13 @@ class Deadlines:
         elif not until.is_of_boot(began):
             until = self._pulses.first.last_beat() or began
         paused_sec = self.paused_sec(until)
-        if ended is not None and (self._is_of_cluster or ended.is_after_pause):
-            paused_sec = max(paused_sec, ended.paused_sec)  # its shim is suspended, or frozen, with it
+        if ended is not None and self._shares_pauses(ended):
+            paused_sec = max(paused_sec, ended.paused_sec)
         return max(0.0, until.since(began) - paused_sec)
+
+    def _shares_pauses(self, ended: Exit) -> bool:
+        """Return True if the pauses of its shim are no part of what it took: it was suspended, or frozen, with it."""
+        return self._is_of_cluster or ended.is_after_pause
 
     def _when_overdue(self) -> float | None:
         """Return when an attempt, started or taken over now, has used up the time limit and the grace period."""
@@ -233,8 +237,9 @@ class Deadlines:
             return False
         if ended.is_machine_going_down:
             return False
-        unseen_sec = max(0.0, ended.paused_sec - self.paused_sec(ended.ended))
-        spent = self._spent_before() + self.took_sec(ended) - unseen_sec
+        spent = self._spent_before() + self.took_sec(ended)
+        if not self._shares_pauses(ended):
+            spent -= max(0.0, ended.paused_sec - self.paused_sec(ended.ended))
         return spent >= self._job.time_limit_sec + self._config().jobs.time_limit_grace_sec
 
     def _spent_before(self) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from honed.job.job import Attempt, Job
 from honed.run.deadline import Deadlines
-from honed.run.outcome import judge
+from honed.run.outcome import Outcome, judge
 from honed.run.process import ProcessRunner
 from honed.run.runner import Exit
 from honed.spec.config import Config
@@ -166,6 +166,21 @@ def test_what_a_watchdog_ended_after_a_pause_has_not_taken_it(
     deadlines = Deadlines(job(began), layout, ProcessRunner(layout), Config, clock=lambda: 0.0)
     ended = Exit(None, 6, ended=now, paused_sec=450.0, is_after_pause=is_after_pause)
     assert deadlines.took_sec(ended) == pytest.approx(took_sec, abs=1.0)
+
+
+@pytest.mark.parametrize("is_after_pause", [True, False])
+def test_a_pause_that_only_the_shim_has_seen_is_taken_off_a_time_limit_once(
+    tmp_path: Path, is_after_pause: bool
+) -> None:
+    now, layout = Moment.now(), Layout(tmp_path)
+    assert now.monotonic is not None
+    for spent_sec, code in ((100.0 + GRACE_SEC - 10, "interrupted"), (100.0 + GRACE_SEC + 10, "time_limit")):
+        began = Moment(now.wall - 450 - spent_sec, now.monotonic - 450 - spent_sec, now.boot_id)
+        deadlines = Deadlines(
+            job(began, time_limit_sec=100.0), layout, ProcessRunner(layout), Config, clock=lambda: 0.0
+        )
+        ended = Exit(75, None, was_asked=True, ended=now, paused_sec=450.0, is_after_pause=is_after_pause)
+        assert deadlines.explain(Outcome("interrupted"), ended, is_asked=False, stage="train").code == code
 
 
 @pytest.mark.parametrize(("is_after_pause", "code"), [(True, "interrupted"), (False, "stalled")])
