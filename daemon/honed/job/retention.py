@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -362,16 +362,21 @@ def _pruned_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now
     if num_removed:
         log.info("%s: removed %d refused files, as requested by user %d", spool.rejected_dir, num_removed, asker.uid)
     if asker.is_administrator and not is_dry:
-        known = {kept_path.name for _, kept_path in found.values() if kept_path is not None}
-        yield from _remove_unexplained(spool, wish, known, now)
+        yield from _remove_unexplained(spool, wish, {name: kept_path for name, (_, kept_path) in found.items()}, now)
     yield {"is_measured": True}
 
 
-def _remove_unexplained(spool: Spool, wish: Wish, known: Set[str], now: float) -> Iterator[None]:
-    """Remove refused files beyond the limits whose reasons are gone, a file at a time; `known` have one."""
+def _remove_unexplained(spool: Spool, wish: Wish, known: Mapping[str, PersonPath | None], now: float) -> Iterator[None]:
+    """Remove refused files beyond the limits whose reasons are gone, a file at a time. `known`: where each reason's
+    file is kept; of those that have come since, their reasons say so."""
+    reasons: list[Item] = []
     files: list[Item] = []
-    yield from look_at_refused(spool, [], files)
-    for item in excess((item for item in files if item.key not in known), wish.limits, now=now):
+    yield from look_at_refused(spool, reasons, files)
+    explained = {kept_path.name for kept_path in known.values() if kept_path is not None}
+    for name in {str(item.key) for item in reasons} - known.keys():
+        if (reason := _readable(spool.rejected / name)) is not None and reason.kept_path is not None:
+            explained.add(reason.kept_path.name)
+    for item in excess((item for item in files if item.key not in explained), wish.limits, now=now):
         if remove_refused(spool, str(item.key)):
             log.info("%s: removed %s, whose reason is gone", spool.rejected_dir, item.key)
         yield

@@ -498,6 +498,18 @@ def test_refused_files_are_pruned_a_file_at_a_time_and_what_was_interrupted_is_d
     assert len(nums) > 9 + 5  # each was looked at by itself
 
 
+def test_a_file_that_is_refused_while_others_are_pruned_stays_with_its_reason(spool: Spool) -> None:
+    refuse(spool, "old.json", lambda path: path.write_text("{"))
+    (spool.rejected_dir / "900.json").touch()  # its reason is gone
+    wish, names = retention.Wish(limits=retention.Limits(max_count=0)), set[str]()
+    for part in retention.prune_refused(spool, wish, query.ANYBODY, is_dry=False, now=time.time()):
+        if part is not None and part.get("rejected"):
+            refuse(spool, "new.json", lambda path: path.write_text("{"))
+            names = {path.name for path in spool.rejected_dir.iterdir()} - {"900.json"}
+    assert {path.name for path in spool.rejected_dir.iterdir()} == names
+    assert len(names) == 2
+
+
 def test_a_directory_is_not_taken(spool: Spool) -> None:
     (spool.incoming_dir / "a.json").mkdir()
     with pytest.raises(IsADirectoryError):
