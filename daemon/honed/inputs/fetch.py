@@ -5,10 +5,10 @@ resumed.
     python -m honed.inputs.fetch --root DIR --dataset REPO_ID [--revision R] [--name N] [--split S]
     python -m honed.inputs.fetch --root DIR --request N                                                for the daemon
 
-For people: lines of JSON on stdout, `{"bytes", "of", "files", "of_files", "file", "problem", "received"}` as progress
-and, last, `{"ok": true, "path"}` or `{"ok": false, "error": {"code", "message", "hint"}}`. For the daemon the same goes
-to the files of layout.FetchLayout, and nowhere else: so any service manager can run it. Exit statuses: 0 and
-error.py's.
+For people: lines of JSON on stdout, `{"bytes", "of", "files", "of_files", "file", "problem", "received", "paused_sec"}`
+as progress and, last, `{"ok": true, "path"}` or `{"ok": false, "error": {"code", "message", "hint"}}`. For the daemon
+the same goes to the files of layout.FetchLayout, and nowhere else: so any service manager can run it. Exit statuses: 0
+and error.py's.
 
 Of a model it fetches the configuration, the tokenizer and processor, templates, and the weights as safetensors; pickled
 weights only if they are allowed and there are no others; code only if it is allowed. Of a data set it fetches the data

@@ -35,6 +35,8 @@ MAX_NAMES = 10_000
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000
 _MOUNT_ROOT = 0x2000
 _MOUNTED = "another file system is mounted there"
+#: Errors of removing what has a name that a person can keep: a directory, another user's file, a mount.
+_KEEPS_NAME = {errno.EISDIR, errno.EPERM, errno.EACCES, errno.EBUSY}
 
 
 def open_plain(
@@ -119,7 +121,9 @@ def _create_beside(place: int, name: str, mode: int) -> tuple[str, int]:
     except FileExistsError:  # left by a crash, or put there by a person
         try:
             os.unlink(new, dir_fd=place)
-        except (IsADirectoryError, PermissionError):
+        except OSError as error:
+            if error.errno not in _KEEPS_NAME:
+                raise
             new = f".{name}.{os.urandom(4).hex()}.tmp"
         return new, os.open(new, flags, mode, dir_fd=place)
 

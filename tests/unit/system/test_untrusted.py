@@ -225,6 +225,9 @@ for act in (  # the kernel says EBUSY, as of a fault of the machine
 ):
     assert fault(act) == "another file system is mounted there"
 assert untrusted.read_plain(PersonPath.own(root / "job/file")) == b"secret"
+assert libc.mount(os.fsencode(root / "secret"), os.fsencode(root / "job/.late.tmp"), None, 4096, None) == 0
+untrusted.write_plain(job / "late", b"late")  # by another name: no mount beside a file keeps it from being replaced
+assert untrusted.read_plain(job / "late") == b"late"
 assert libc.mount(b"jobs", os.fsencode(root / "job"), b"tmpfs", 0, None) == 0  # by an administrator
 untrusted.write_plain(job / "a", b"a")
 assert untrusted.read_plain(job / "a") == b"a"
@@ -235,8 +238,8 @@ print("held")
 def test_what_a_person_has_mounted_is_neither_entered_nor_asked(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "job/hangs").mkdir(parents=True)
-    (tmp_path / "job/file").touch()
-    (tmp_path / "job/plain").touch()
+    for name in ("file", "plain", ".late.tmp"):
+        (tmp_path / "job" / name).touch()
     command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-c", MOUNTS, str(tmp_path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
     if done.returncode == 77 or "unshare failed" in done.stderr or "/dev/fuse" in done.stderr:
