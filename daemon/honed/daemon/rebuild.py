@@ -225,7 +225,6 @@ def tend(
 ) -> None:
     """Rebuild the database if somebody has removed it, or a disk has damaged it; update it after a failed write; a bite
     at a time. Its log is kept short. `alive`: as in `rebuild`."""
-    database.wal.tend()
     until = time.monotonic() + BITE_SEC
     database.is_catching_up = False
 
@@ -233,7 +232,10 @@ def tend(
         return time.monotonic() >= until
 
     if database.is_lost:
+        if database.wal.is_copying:
+            return  # in a later turn
         database.renew()
+    database.wal.tend()
     if database.is_new:
         rebuild(database, spool, spool.layout, followed=followed(), alive=alive, is_late=is_late)
     if database.is_behind:

@@ -34,17 +34,25 @@ class Wal:
         db.execute(f"PRAGMA wal_autocheckpoint = {MAX_PAGES}")
         db.execute("PRAGMA journal_size_limit = 0")  # so that its size tells how much is in it
 
+    @property
+    def is_copying(self) -> bool:
+        """True while the thread works: then no other file may get the database's name, or what it has opened of the
+        one is copied into the other."""
+        return self._copying is not None and self._copying.is_alive()
+
     def tend(self) -> None:
         """Have the log copied if it is long. Never waits."""
-        if self._copying is not None and self._copying.is_alive():
+        if self.is_copying:
             return
         with contextlib.suppress(OSError):
             info = self._wal_path.stat()
             found = (info.st_size, info.st_mtime_ns)
             if info.st_size >= COPY_BYTES and found != self._copied:
                 self._copied = found
-                self._copying = threading.Thread(target=self._copy, name="wal", daemon=True)
-                self._copying.start()
+                thread = threading.Thread(target=self._copy, name="wal", daemon=True)
+                with contextlib.suppress(RuntimeError):  # there are too many: a commit copies it
+                    thread.start()
+                    self._copying = thread
 
     def _copy(self) -> None:
         # A connection of its own: the loop's is not used by two threads. `rw` makes no file where somebody removed it.

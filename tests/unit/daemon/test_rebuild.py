@@ -7,9 +7,11 @@ import json
 import logging
 import resource
 import sqlite3
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -251,6 +253,42 @@ def test_a_turn_keeps_the_log_of_the_database_short(spool: Spool) -> None:
     tend(database, spool, dict)
     wait_for(lambda: rows_itself(database) == 30 * 250, what="the log copied")
     database.close()
+
+
+def test_a_log_that_is_being_copied_gets_into_no_new_database(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_opened, may_go_on, connect = threading.Event(), threading.Event(), sqlite3.connect
+
+    def slow(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        made = connect(*arguments, **options)
+        if threading.current_thread() is not threading.main_thread():
+            has_opened.set()
+            may_go_on.wait(30.0)
+        return made
+
+    monkeypatch.setattr(sqlite3, "connect", slow)
+    job = put(spool, 1)
+    tell(spool, 1, 1, *["step"] * 9)
+    spool.recover()
+    database = opened(spool)
+    with database.made_again():
+        pass
+    told = [Event("log", 1.0, {"message": "x" * 1000})] * 250
+    for offset in range(30):
+        database.apply(replace(job, attempts=job.attempts[:1]), Reading(told, offset, 0))
+    database.wal.tend()
+    has_opened.wait(30.0)
+    database.path.unlink()
+    tend(database, spool, dict)
+    assert database.is_lost
+    may_go_on.set()
+    wait_for(lambda: not database.wal.is_copying, what="the thread's end")
+    tend(database, spool, dict)
+    assert not database.is_lost
+    database.close()
+    with contextlib.closing(sqlite3.connect(database.path)) as db:
+        assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert db.execute("SELECT count(*) FROM events").fetchone() == (0,)
+        assert db.execute("SELECT offset > 0 FROM offsets").fetchall() == [(1,)]
 
 
 def rows_itself(database: Database) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +94,21 @@ def test_a_log_that_was_removed_with_its_database_is_not_made_again(database: Da
     database.wal.tend()
     database.wal.close()
     assert not database.path.exists()
+
+
+def test_without_room_for_a_thread_commits_copy_it_and_honed_ends(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    write(database, 30)
+    database.wal.tend()
+    database.wal.tend()
+    database.close()
+    with contextlib.closing(sqlite3.connect(database.path)) as db:
+        assert db.execute("SELECT count(*) FROM events").fetchone() == (30 * NUM_EVENTS,)
 
 
 def test_nothing_is_left_of_it_once_honed_has_ended(database: Database) -> None:
