@@ -38,7 +38,7 @@ def test_an_answer_to_another_client_comes_between_two_pages(large: Instance, ve
     with socket.socket(socket.AF_UNIX) as peer, peer.makefile("rb") as stream:
         peer.settimeout(DEADLINE_SEC)
         peer.connect(str(large.layout.control_path))
-        peer.sendall(json.dumps({"verb": verb, "id": "succeed", "paged": 1}).encode() + b"\n")
+        peer.sendall(json.dumps({"verb": verb, "id": "succeed", "paged": 1, "parts": 1}).encode() + b"\n")
         pages: list[dict[str, Any]] = []
         while not pages or not pages[-1]["is_last"]:
             line = stream.readline()

@@ -54,7 +54,7 @@ class Client:
         whole: dict[str, Any] = {}
         try:
             with self.connect() as peer, peer.makefile("rwb") as stream:
-                stream.write(json.dumps({"verb": verb, "paged": 1, **arguments}).encode() + b"\n")
+                stream.write(json.dumps({"verb": verb, "paged": 1, "parts": 1, **arguments}).encode() + b"\n")
                 stream.flush()
                 while True:
                     answer = self._parse(stream.readline(), verb)

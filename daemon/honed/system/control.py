@@ -5,7 +5,7 @@
 
     {"verb": "list", "paged": 1}       →   {"ok": true, "page": […], "is_last": false}, …, and one with "is_last": true
 
-    {"verb": "show", "paged": 1, …}    →   {"ok": true, "part": {…}, "is_last": false}, …, likewise; see part.py
+    {"verb": "show", "paged": 1, "parts": 1, …}   →   {"ok": true, "part": {…}, "is_last": false}, …, likewise: part.py
 
 A request is limited to 64 KiB plus the largest job file in base64; a longer one is read to its end and rejected. A list
 or an object of any length comes in pages, each built in a few milliseconds while the client reads, between the loop's
@@ -87,8 +87,8 @@ class Parts:
     parts: Iterator[Part]
 
 
-#: The protocol of pages, as a client asks for it.
-PAGED = 1
+#: The protocol of pages, and that of parts, as a client asks for it: an older one knows pages alone.
+PAGED = PARTS = 1
 #: Bytes of a page, and seconds in which it is built; and seconds of one holder's answers in a turn of the loop.
 PAGE_BYTES, PAGE_SEC, HOLDER_SEC = 64 * 1024, 0.02, 0.1
 
@@ -161,7 +161,7 @@ class _Connection:
     is_cut: bool = False  #: the line being received is too long, and its beginning was discarded
     to_send: bytes = field(default=b"")
     more: Iterator[bytes] | None = None  #: the rest of a long reply
-    is_paged: bool = False  #: its last request asked for pages
+    is_paged: bool = False  #: the last answer to it has pages
 
     @property
     def is_silent(self) -> bool:
@@ -357,10 +357,12 @@ class Server:
                     f"honed does not know the protocol {paged!r}: honectl is of another version",
                     hint="restart honed, or use the honectl that was installed with it",
                 )
-            asking.is_paged = paged is not None
-            return self._ask(Request(request.pop("verb"), request, asking.uid, asking.gids))
+            takes_parts = request.pop("parts", None) == PARTS
+            answer = self._ask(Request(request.pop("verb"), request, asking.uid, asking.gids))
         except (ValueError, RecursionError) as error:
             raise UsageError(f"not a valid request: {error}") from error
+        asking.is_paged = paged is not None and (takes_parts or not isinstance(answer, Parts))
+        return answer
 
     def _ask(self, request: Request) -> Any:
         """Answer a request. Raises DegradedError for a fault of the machine, which is logged once, until the verb
