@@ -14,14 +14,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from honed.job.job import Job, Stop
+from honed.job.job import Attempt, Job, Stop
 from honed.run.outcome import Outcome
 from honed.run.pulse import Pulses, Silence
 from honed.run.runner import Exit, Runner
 from honed.spec.config import Config
-from honed.system import error
+from honed.system import error, untrusted
 from honed.system.clock import Moment
-from honed.system.layout import Layout
+from honed.system.layout import AttemptFiles, Layout
 from honed.system.pauses import Pauses, noted_sec
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,17 @@ class _Suspension:
         return lasted_sec
 
 
+def _unseen_sec(attempt: Attempt, place: AttemptFiles) -> float:
+    """Return the seconds of an attempt in which it was paused and no honed has seen it, but its shim has: honed's own
+    watchdog ends it after a freeze. What was noted before it began was of a staged worker."""
+    try:
+        is_older = untrusted.info(place.paused_path).st_mtime < attempt.began.wall
+    except OSError:
+        return 0.0
+    ran_sec = Moment.now().since(attempt.began)
+    return 0.0 if is_older else max(0.0, min(noted_sec(place.paused_path), ran_sec) - attempt.paused_sec)
+
+
 class Deadlines:
     """The deadlines of one attempt, counted from its start or its adoption. `clock` is monotonic seconds; one that
     knows of pauses also tells how long they were."""
@@ -63,8 +74,7 @@ class Deadlines:
         self._since = Moment.now()
         self._suspension = _Suspension(clock())
         place = layout.files(job.id).attempt(job.attempt.number)
-        # What an earlier honed has not seen, the shim has: honed's own watchdog ends it after a freeze.
-        self._unseen_sec = max(0.0, noted_sec(place.paused_path) - job.attempt.paused_sec)
+        self._unseen_sec = _unseen_sec(job.attempt, place)
         self._pulses = Pulses(place, max(1, job.num_gpus), clock())
         self._kill_at: float | None = None
         self._was_killed = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,19 @@ def test_a_time_limit_counts_no_pause_that_only_the_shim_has_seen(tmp_path: Path
     assert deadlines.took_sec(Exit(0, None, ended=now)) == pytest.approx(50.0, abs=1.0)
     deadlines.enforce(GRACE_SEC + 60.0, told_at=GRACE_SEC + 60.0, stage="train")
     assert runner.asked == [1]
+
+
+def test_pauses_of_its_staged_worker_are_none_of_an_attempt(tmp_path: Path) -> None:
+    now, layout = Moment.now(), Layout(tmp_path)
+    assert now.monotonic is not None
+    paused_path = layout.job(1).attempt(1).paused_path
+    paused_path.parent.mkdir(parents=True)
+    paused_path.write_text("450.000\n")
+    for ran_sec, noted_sec_ago in ((0, 0), (0, 600), (500, 600)):
+        os.utime(paused_path, (now.wall - noted_sec_ago, now.wall - noted_sec_ago))
+        began = Moment(now.wall - ran_sec, now.monotonic - ran_sec, now.boot_id)
+        deadlines = Deadlines(job(began), layout, ProcessRunner(layout), Config, clock=lambda: 0.0)
+        assert deadlines.paused_sec() == pytest.approx(0.0, abs=100.0), (ran_sec, noted_sec_ago)
 
 
 @pytest.mark.parametrize(("is_after_pause", "took_sec"), [(True, 50.0), (False, 500.0)])
