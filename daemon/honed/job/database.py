@@ -71,7 +71,7 @@ PUT_JOB = (
     " ON CONFLICT (id) DO UPDATE SET name = excluded.name, state = excluded.state,"
     " outcome = excluded.outcome, priority = excluded.priority"
 )
-#: Evaluations of one job that count in its sweep: the first ones.
+#: Evaluations of one job that count in its sweep: those of the lowest steps.
 MAX_EVALUATIONS = 10_000
 #: Milliseconds that the daemon's own connection waits for a lock once it is open, and its loop with it. What could not
 #: be written is written in a later turn.
@@ -83,6 +83,29 @@ MAX_NAME = 256
 MAX_AVERAGED = 250
 #: Jobs whose numbers of rows are remembered.
 MAX_THINNED = 1000
+#: Scores of predictions that a list reads of a job, and rows of each: a worker can report half a million.
+MAX_SCORES, MAX_SCORED = 30, 200
+
+_EVALUATIONS = f"""
+    SELECT * FROM (SELECT step, value, created_at FROM metrics WHERE job_id = ? AND name = 'eval_loss'
+        ORDER BY step, rowid LIMIT {MAX_EVALUATIONS}) ORDER BY created_at"""
+#: The last value of each score of these jobs (a list in JSON): each name is looked for in the index, for its own rows.
+_SCORES = f"""
+    WITH RECURSIVE scored (job_id, name, num) AS (
+        SELECT job.value, (SELECT name FROM metrics WHERE job_id = job.value
+            AND name >= 'predictions/' AND name < 'predictions0' ORDER BY name LIMIT 1), 1 FROM json_each(?1) AS job
+        UNION ALL
+        SELECT job_id, (SELECT metrics.name FROM metrics WHERE metrics.job_id = scored.job_id
+            AND metrics.name > scored.name AND metrics.name < 'predictions0' ORDER BY metrics.name LIMIT 1), num + 1
+            FROM scored WHERE name IS NOT NULL AND num < {MAX_SCORES}),
+    told (job_id, name) AS (
+        SELECT job_id, name FROM scored WHERE name IS NOT NULL
+        UNION SELECT value, 'eval_loss' FROM json_each(?1)
+        UNION SELECT value, 'predictions/exact_match' FROM json_each(?1))
+    SELECT job_id, name, (SELECT value FROM (
+        SELECT attempt, step, value FROM metrics WHERE job_id = told.job_id AND name = told.name
+            ORDER BY step DESC, rowid DESC LIMIT {MAX_SCORED})
+        WHERE value IS NOT NULL ORDER BY attempt DESC, step DESC LIMIT 1) FROM told"""
 
 
 def progress_of(data: Mapping[str, Any]) -> Progress:
@@ -301,11 +324,11 @@ class Database:
     def evaluations(self, job_ids: Iterable[int]) -> dict[int, list[Evaluation]]:
         """Return the evaluation losses of these jobs, of each one in the order of their time."""
         found: dict[int, list[Evaluation]] = {}
-        sql = "SELECT step, value, created_at FROM metrics WHERE job_id = ? AND name = 'eval_loss' ORDER BY created_at"
-        sql += f" LIMIT {MAX_EVALUATIONS}"
         with self._noting_damage():
             for job_id in job_ids:
-                found[job_id] = [Evaluation(*row) for row in self._db.execute(sql, (job_id,)) if row[1] is not None]
+                found[job_id] = [
+                    Evaluation(*row) for row in self._db.execute(_EVALUATIONS, (job_id,)) if row[1] is not None
+                ]
         return found
 
     def num_steps(self, job_id: int) -> float | None:
@@ -573,18 +596,12 @@ class Reader:
         return found
 
     def scores(self, job_ids: Sequence[int]) -> dict[int, Score]:
-        """Return the score of those of these jobs that have one. Pass at most a few hundred jobs."""
-        some = ", ".join("?" * len(job_ids))
-        # Each condition on the name is a range of the index: the steps' own metrics, half a million rows of a job, are
-        # not read. SQLite takes the bare column from the row that has the maximum.
-        sql = " UNION ALL ".join(
-            f"SELECT job_id, name, value, max(attempt * 1e10 + step) FROM metrics WHERE job_id IN ({some}) AND {names}"
-            " AND value IS NOT NULL GROUP BY job_id, name"
-            for names in ("name = 'eval_loss'", "name >= 'predictions/' AND name < 'predictions0'")
-        )
+        """Return the score of those of these jobs that have one, of the last attempt among the rows of their highest
+        steps. Pass at most a few hundred jobs."""
         found: dict[int, dict[str, float]] = {}
-        for number, name, value, _ in self._rows(sql, *job_ids, *job_ids):
-            found.setdefault(number, {})[name.removeprefix("predictions/")] = value
+        for number, name, value in self._rows(_SCORES, json.dumps(job_ids)):
+            if value is not None:
+                found.setdefault(number, {})[name.removeprefix("predictions/")] = value
         return {number: _score(each) for number, each in found.items()}
 
     def course(self, job_id: int, name: str, *, num_points: int = 40) -> list[float]:

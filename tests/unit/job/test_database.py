@@ -121,6 +121,36 @@ def test_the_overview_has_the_queue_in_the_order_that_is_given_and_the_rest_by_p
         assert reader.overview(2, [6])[1]["queued"] == 6
 
 
+def test_scores_and_evaluations_cost_no_more_however_many_a_worker_reports(tmp_path: Path) -> None:
+    """A list of a few jobs with half a million evaluations each held up all others for more than a second."""
+    database = Database(tmp_path / "honed.db")
+    database.put_job(JOB)
+    for begin in range(0, 60_000, 1000):
+        told = [Event("evaluation", 1.0, {"step": step, "metrics": {"eval_loss": step / 4}}) for step in range(1000)]
+        events = [replace(each, data=each.data | {"step": begin + each.data["step"]}) for each in told]
+        database.apply(JOB, Reading(events, 10, 0))
+    database.apply(
+        JOB, Reading([Event("predictions", 1.0, {"step": 9, "scores": {f"a{n}": 0.0 for n in range(99)}})], 20, 0)
+    )
+    database.apply(JOB, Reading([Event("predictions", 1.0, {"step": 9, "scores": {"exact_match": 0.5}})], 30, 0))
+    num_bites = 0
+
+    def count() -> None:
+        nonlocal num_bites
+        num_bites += 1
+
+    with contextlib.closing(Reader(database.path)) as reader:
+        assert reader._db is not None
+        reader._db.set_progress_handler(count, 1000)
+        assert reader.scores([1, 7]) == {1: {"name": "exact_match", "value": 0.5}}
+    assert num_bites < 20  # a thousand instructions of SQLite each
+    num_bites = 0
+    database._db.set_progress_handler(count, 1000)
+    assert [each.step for each in database.evaluations([1])[1]] == list(range(10_000))
+    assert num_bites < 300
+    database.close()
+
+
 def test_the_score_of_a_long_run_is_read_without_its_steps(tmp_path: Path) -> None:
     database = Database(tmp_path / "honed.db")
     database.put_job(JOB)
