@@ -28,6 +28,8 @@ from honed.system.personpath import PersonPath
 
 #: Stretches of which a curve's sample has the lowest and the highest value: of a step's own metrics, of the others.
 MAX_STRETCHES, MAX_EVALUATIONS = 4096, 16_384
+#: Stretches of all curves but the steps' own: a page that compares 16 jobs has them all in memory.
+MAX_ALL_STRETCHES = 32_768
 #: Metrics of a job.
 MAX_CURVES = 1000
 #: Examples, and predictions of one.
@@ -130,13 +132,16 @@ def gather(spool: Spool, layout: Layout, job: Job) -> Story:
 
 
 def _curves(path: Path, job_id: int) -> dict[str, Curve]:
-    names = dict.fromkeys(itertools.chain((*STEP_METRICS, "eval_loss"), history.names(path, job_id)))
-    found = {name: curve for name in itertools.islice(names, MAX_CURVES) if (curve := _curve(path, job_id, name)).num}
+    all_names = dict.fromkeys(itertools.chain((*STEP_METRICS, "eval_loss"), history.names(path, job_id)))
+    names = list(itertools.islice(all_names, MAX_CURVES))
+    share = MAX_ALL_STRETCHES // (len(names) - len(STEP_METRICS)) // 2 * 2  # two of them become one
+    most = {name: MAX_STRETCHES if name in STEP_METRICS else min(MAX_EVALUATIONS, share) for name in names}
+    found = {name: curve for name in names if (curve := _curve(path, job_id, name, most[name])).num}
     return dict(sorted(found.items(), key=lambda item: item[1].points[0].step))
 
 
-def _curve(path: Path, job_id: int, name: str) -> Curve:
-    curve = Curve(MAX_STRETCHES if name in STEP_METRICS else MAX_EVALUATIONS)
+def _curve(path: Path, job_id: int, name: str, most: int) -> Curve:
+    curve = Curve(most)
     for point in _last_of_each_step(history.present(history.metric(path, job_id, name))):
         curve.add(point if name == "loss" else Point(*point[:2]))
     return curve

@@ -100,6 +100,19 @@ def test_a_sample_is_said_and_has_every_evaluation(database: Database, monkeypat
     assert report._sampled(found).startswith(f"A sample of {num + 500:,} of 2,500 values: ")
 
 
+def test_many_long_curves_share_the_room_of_a_page(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story, "MAX_ALL_STRETCHES", 210)
+    metrics = [{f"m{number}": float(step == 77) for number in range(9)} for step in range(300)]
+    tell(database, *(Event("evaluation", 1.0, {"step": step, "metrics": each}) for step, each in enumerate(metrics)))
+    tell(database, *(Event("step", 1.0, {"step": step, "loss": 1.0}) for step in range(300)))
+    found = told(database)
+    assert len(found.points("loss")) == 300
+    for number in range(9):
+        points = found.points(f"m{number}")
+        assert len(points) <= 2 * 20 + 2
+        assert {(0, 0.0), (77, 1.0), (299, 0.0)} <= set(points)
+
+
 def test_more_metrics_than_a_page_has_leave_the_loss_on_it(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(story, "MAX_CURVES", 8)
     monkeypatch.setattr(report, "MAX_CURVES", 8)
