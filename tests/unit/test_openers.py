@@ -34,7 +34,7 @@ REASONS = {
         "job/submitted.py": "_num_bytes",
         "job/sweeping.py": "Sweeps._drop _remove",
         "job/usage.py": "Usage.flush",
-        "page/metrics.py": "Figures._outbox",
+        "page/metrics.py": "_outbox",
         "page/session.py": "begin find",
         "page/source.py": "_stamped",
         "run/fetcher.py": "Fetcher.recover ProcessFetchRunner.stop _read is_locked",
@@ -119,7 +119,7 @@ REASONS = {
     },
     "the openers and deleters themselves, which follow no link": {
         "job/event.py": "read",
-        "job/tree.py": "_Walk._enter _Walk._is_mount _Walk._leave _Walk._open _walk mounts_below",
+        "job/tree.py": "_is_mounted _Walk._enter _Walk._is_mount _Walk._leave _Walk._open _walk mounts_below",
         "system/layout.py": "JobLayout.spec_path",
         "system/untrusted.py": "_create_beside _look_up _looked_up_all _opened names_in open_plain",
     },

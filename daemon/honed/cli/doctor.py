@@ -655,13 +655,17 @@ def _reporting(layout: Layout, config: Config) -> list[Finding]:
         return [] if address is None else [Finding(check, "ok", f"{address}; nothing has been sent yet")]
     if not os.access(path, os.R_OK | os.X_OK):
         return [Finding(check, "ok", f"{address}; only honed can see the waiting rows")]
-    waiting = f"{outbox.num_waiting_bytes(path)} bytes waiting"
-    if (trouble := outbox.read_trouble(path)) is not None:
+    try:
+        waiting = f"{outbox.num_waiting_bytes(path)} bytes waiting"
+        trouble, num_lost = outbox.read_trouble(path), outbox.num_lost(path)
+    except OSError as error:
+        return [Finding(check, "error", f"{error.filename}: {error.strerror}", "see the kernel's log: journalctl -k")]
+    if trouble is not None:
         return [Finding(check, "warning", f"{waiting}: {trouble}", "they are retried automatically")]
     if num_refused := len(list(outbox.refused_dir(path).glob("*.json"))):
         detail = f"{waiting}; {num_refused} rows were rejected; they are in {outbox.refused_dir(path)}"
         return [Finding(check, "warning", detail, f"to retry them: {commands.of(layout).resend}; or remove them")]
-    if num_lost := outbox.num_lost(path):
+    if num_lost:
         detail = f"{waiting}; {num_lost} rows were discarded because the outbox was full"
         return [Finding(check, "warning", detail, f"raise reporting.max_outbox_bytes; then rm {path}/lost.json")]
     return [Finding(check, "ok", f"{address}; {waiting}")]

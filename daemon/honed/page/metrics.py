@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -69,7 +70,7 @@ class Figures(Collector):
         with contextlib.suppress(HonedError):  # honed has never run here: the two metrics above show it
             yield from self._queue()
             yield from self._running()
-        yield from self._outbox()
+        yield from _outbox(self._source.layout.outbox_dir)
         yield from self._file_systems()
         if (values := counters.read(self._source.layout.counters_path)) is not None:
             yield from _counted(values)
@@ -111,26 +112,6 @@ class Figures(Collector):
         words = "Start time of a running job's attempt"
         yield _gauge("honed_job_started_timestamp_seconds", words, "job", started)
 
-    def _outbox(self) -> Iterator[Metric]:
-        path = self._source.layout.outbox_dir
-        refused = outbox.refused_dir(path)
-        num_refused = sum(1 for _ in refused.glob("*.json")) if refused.is_dir() else 0
-        for name, words, value in (
-            (
-                "waiting_bytes",
-                "Bytes of metrics and predictions waiting for honed-send",
-                outbox.num_waiting_bytes(path),
-            ),
-            ("refused_rows", "Rows that the metrics API rejected", num_refused),
-            ("lost_rows", "Rows discarded because the outbox was full", outbox.num_lost(path)),
-            (
-                "failing",
-                "Whether honed-send failed to deliver at its last attempt",
-                outbox.read_trouble(path) is not None,
-            ),
-        ):
-            yield GaugeMetricFamily(f"honed_outbox_{name}", words, value=value)
-
     def _file_systems(self) -> Iterator[Metric]:
         found: dict[str, os.statvfs_result] = {}
         for directory in (self._source.layout.state_dir, self._source.layout.spool_dir):
@@ -148,6 +129,31 @@ def _gauge(name: str, words: str, label: str, values: Iterable[tuple[str, float]
     for each, value in values:
         family.add_metric((each,), value)
     return family
+
+
+def _outbox(path: Path) -> Iterator[Metric]:
+    """Yield what waits for honed-send; nothing where the disk does not return it: the other metrics tell of that."""
+    refused = outbox.refused_dir(path)
+    try:
+        num_refused = sum(1 for _ in refused.glob("*.json")) if refused.is_dir() else 0
+        found = (
+            (
+                "waiting_bytes",
+                "Bytes of metrics and predictions waiting for honed-send",
+                outbox.num_waiting_bytes(path),
+            ),
+            ("refused_rows", "Rows that the metrics API rejected", num_refused),
+            ("lost_rows", "Rows discarded because the outbox was full", outbox.num_lost(path)),
+            (
+                "failing",
+                "Whether honed-send failed to deliver at its last attempt",
+                outbox.read_trouble(path) is not None,
+            ),
+        )
+    except OSError:
+        return
+    for name, words, value in found:
+        yield GaugeMetricFamily(f"honed_outbox_{name}", words, value=value)
 
 
 def _counted(values: counters.Values) -> Iterator[Metric]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from honed.cli import doctor
 from honed.job import counters
 from honed.job.shape import Gpu
-from honed.page.metrics import _counted, _loads
+from honed.page.metrics import _counted, _loads, _outbox
+from honed.send import outbox
+from honed.spec.config import Config, ReportingConfig
+from honed.system.layout import Layout
 
 
 class Given(Collector):
@@ -64,3 +71,24 @@ def test_buckets_are_cumulative_and_the_last_one_is_the_count(tmp_path: Path) ->
     assert 'honed_queue_wait_seconds_bucket{le="+Inf"} 6.0' in lines
     assert "honed_queue_wait_seconds_count 6.0" in lines
     assert "honed_queue_wait_seconds_sum 1e+06" in lines
+
+
+@pytest.mark.parametrize("name", ["cursor.json", "trouble.json", "lost.json"])
+def test_a_file_of_the_outbox_that_the_disk_does_not_return_leaves_all_else_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It ended the whole scrape, and `honectl doctor`."""
+    layout = Layout(tmp_path)
+    outbox.make_dirs(layout.outbox_dir)
+    config, real = Config(reporting=ReportingConfig(metrics_api_url="http://127.0.0.1:1/rows")), os.open
+    assert "honed_outbox_lost_rows 0.0" in text_of(_outbox(layout.outbox_dir))
+
+    def fail(path: object, *arguments: object, **keys: object) -> int:
+        if str(path).endswith(name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, *arguments, **keys)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(os, "open", fail)
+    assert text_of(_outbox(layout.outbox_dir)) == []
+    [finding] = doctor._reporting(layout, config)
+    assert (finding.status, name in finding.detail) == ("error", True)
