@@ -82,7 +82,7 @@ def test_filters_know_sweeps_users_and_the_head_of_the_queue(runs_of_sweep: Inst
         assert "grid-2" in names(runs_of_sweep, "--filter", test), test
     assert names(runs_of_sweep, "--filter", "sweep!=grid") == ["succeed.other"]
     assert names(runs_of_sweep, "--filter", "priority=head") == []
-    assert names(runs_of_sweep, "--filter", "sweep=grid", "--state", "cancelled") == []
+    assert names(runs_of_sweep, "--filter", "sweep=grid", "--state", "succeeded") == []
 
 
 @pytest.fixture(scope="module")
