@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 from honed.system.clock import Moment
 from honed.system.error import ErrorRecord
@@ -197,6 +198,34 @@ class Adjustment:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)  #: keys of the spec, dotted
 
 
+#: Maximum number of characters of each text of an error in an entry, and of the paths of a job's data together: all
+#: entries are in the daemon's memory. The job file, the worker's result and its log have the whole.
+MAX_CHARS = 4000
+
+
+def _brief(error: ErrorRecord) -> ErrorRecord:
+    """Return an error with texts of at most MAX_CHARS characters."""
+    texts = {
+        key: f"{value[: MAX_CHARS - 1]}…"
+        for key, value in error.items()
+        if isinstance(value, str) and len(value) > MAX_CHARS
+    }
+    brief = cast("ErrorRecord", error | texts) if texts else error
+    if "fix" in brief and len(json.dumps(brief["fix"], default=str)) > MAX_CHARS:
+        brief = brief.copy()
+        del brief["fix"]
+    return brief
+
+
+def _first(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the first paths, with at most MAX_CHARS characters, and how many more there are."""
+    if sum(map(len, paths)) <= MAX_CHARS:
+        return paths
+    ends = itertools.accumulate(map(len, paths), initial=len("… and 100,000 more"))
+    num = sum(end <= MAX_CHARS for end in itertools.islice(ends, 1, None))
+    return (*paths[:num], f"… and {len(paths) - num:,} more")
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """An entry. Equality is by value; `revision` grows with each change, so that the newer of two copies is known."""
@@ -243,6 +272,13 @@ class Job:
     edited_at: tuple[float, ...] = ()  #: seconds since the epoch, of each edit of its job file
     is_being_edited: bool = False  #: its job file and its plan are being replaced: see editing.py
     state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: the state in which the entry was found
+
+    def __post_init__(self) -> None:
+        """Shorten what its user can make long."""
+        if self.error is not None and (error := _brief(self.error)) is not self.error:
+            object.__setattr__(self, "error", error)
+        if (data := _first(self.data)) is not self.data:
+            object.__setattr__(self, "data", data)
 
     @property
     def num_places(self) -> int:
