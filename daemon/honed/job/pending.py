@@ -29,9 +29,10 @@ class Pending:
         return [*reversed(self._numbers)]
 
     def add(self, job_ids: Iterable[int]) -> None:
-        """Add jobs. It is durable with the rows that follow."""
+        """Add jobs, in one write. It is durable with the rows that follow, or before them."""
         numbers = sorted(job_ids)
-        self._db.executemany("INSERT OR IGNORE INTO offsets VALUES (?, 0, 0, 0)", ((number,) for number in numbers))
+        sql = "INSERT OR IGNORE INTO offsets SELECT value, 0, 0, 0 FROM json_each(?)"
+        self._db.execute(sql, (json.dumps(numbers),))
         self._numbers |= dict.fromkeys(numbers)
 
     def drop(self, job_ids: Sequence[int]) -> None:

@@ -111,6 +111,18 @@ def test_without_room_for_a_thread_commits_copy_it_and_honed_ends(
         assert db.execute("SELECT count(*) FROM events").fetchone() == (30 * NUM_EVENTS,)
 
 
+def test_many_jobs_become_pending_in_one_write(database: Database) -> None:
+    with database.made_again():
+        pass
+    before = log_bytes(database)
+    database.pending.add(range(1, 1001))
+    assert len(database.pending) == 1000
+    assert log_bytes(database) - before < 200_000
+    database.pending.add([7])
+    database.pending.drop([*range(1, 1001)])
+    assert not database.pending
+
+
 def test_nothing_is_left_of_it_once_honed_has_ended(database: Database) -> None:
     write(database, 30)
     database.wal.tend()
