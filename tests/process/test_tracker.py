@@ -294,10 +294,12 @@ def test_copies_of_one_users_runs_have_limited_room_until_some_are_sent(
     for number in (1, 2, 3, 4):
         offline(layout, number)
     jobs = {number: job(number) for number in (1, 2, 3)} | {4: replace(job(4), uid=1001)}
-    collector = wandb_runs.Collector(layout)
+    now = 0.0
+    collector = wandb_runs.Collector(layout, clock=lambda: now)
     tend(collector, {1, 2, 3, 4}, jobs)
     assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"{n}.{RUN}" for n in (1, 2, 4)]
     wandb_runs.mark_synced(layout.outbox_dir, f"1.{RUN}", when=0)
+    now += wandb_runs.ROOM_SEC
     for _ in range(2):  # no other job's state changes: the one without room is not forgotten
         tend(collector, set(), jobs)
     assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"{n}.{RUN}" for n in (2, 3, 4)]

@@ -41,6 +41,8 @@ MIN_BYTES = 256 * 1024
 #: Seconds of a turn in which runs are copied; and parts of a log that are checked before the next look at the clock.
 BITE_SEC = 0.02
 _PARTS = 1000
+#: Seconds between two looks for room, of which there is more once runs have been sent.
+ROOM_SEC = 10.0
 _RUN = re.compile(r"offline-run-[0-9]{8}_[0-9]{6}-([a-z0-9]{1,64})")
 
 
@@ -56,6 +58,7 @@ class Collector:
         self._clock = clock
         self._due: set[int] | None = None  #: jobs whose runs are still to be copied; None: all jobs
         self._without_room: set[int] = set()
+        self._room_at = 0.0  # when it is looked for next
         self._under_way: Iterator[None] | None = None
 
     @property
@@ -81,7 +84,8 @@ class Collector:
                 moved = {int(each.name) for each in self._layout.jobs_dir.iterdir() if each.name.isdecimal()}
             self._due = set()
         self._due |= moved
-        if not self._due and self._under_way is None and not self._without_room:
+        is_room_due = bool(self._without_room) and self._clock() >= self._room_at
+        if not (self._due or self._under_way is not None or is_room_due):
             return
         until = self._clock() + BITE_SEC
         self._under_way = self._under_way or self._collecting(self._due, job_of)
@@ -92,7 +96,7 @@ class Collector:
         except BaseException:
             self._under_way = None  # begun anew
             raise
-        self._under_way = None
+        self._under_way, self._room_at = None, self._clock() + ROOM_SEC
         for run in runs_dir(path).iterdir():
             if is_synced(path, run.name):
                 tree.remove(run)
