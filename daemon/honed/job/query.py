@@ -10,7 +10,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -464,9 +464,11 @@ def shown(
     *,
     explain: Callable[[Row], Row] = lambda row: row,
     has_events: bool = True,
+    names: Container[str] | None = None,
 ) -> Iterator[Part]:
     """Return a job's details in parts, each read in a few milliseconds: first those of a limited length, with their row
-    as `explain` returns it. Without `has_events` there are none. Raises UsageError and NotPermittedError at once."""
+    as `explain` returns it. Without `has_events` there are none; of the metrics of its events only these `names`, if
+    they are given. Raises UsageError and NotPermittedError at once."""
     job = _readable(spool, reference, asker)
     files = layout.files(job.id)
     with contextlib.closing(Reader(layout.database_path)) as reader:
@@ -498,17 +500,25 @@ def shown(
         "job_dir": str(files.dir),
         **_slurm(layout, job),
     }
-    return chain([head], _reported(layout, job, plan.get("memory") or {}, result, has_events=has_events))
+    parts = _reported(layout, job, plan.get("memory") or {}, result, has_events=has_events, names=names)
+    return chain([head], parts)
 
 
 def _reported(
-    layout: Layout, job: Job, estimated: dict[str, Any], result: dict[str, Any], *, has_events: bool
+    layout: Layout,
+    job: Job,
+    estimated: dict[str, Any],
+    result: dict[str, Any],
+    *,
+    has_events: bool,
+    names: Container[str] | None,
 ) -> Iterator[Part]:
     """Yield the parts of a job's details that have any length, those of a key one after the other."""
     path, attempt = layout.database_path, job.attempt.number if job.attempts else 0
     yield {"metrics": {}}
     for metric in history.last_metrics(path, job.id, attempt):
-        yield {"metrics": dict([metric])} if metric is not None else None
+        is_wanted = metric is not None and (names is None or metric[0] in names)
+        yield {"metrics": dict([metric])} if metric is not None and is_wanted else None
     yield {"metrics": figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))}
     used: dict[str, int] = {}
     yield {"events": []}

@@ -117,11 +117,12 @@ def gather(spool: Spool, layout: Layout, job: Job) -> Story:
         spec_text = _read(layout.files(job.id).spec_path)
     except OSError as error:
         spec_text = f"({error.strerror})"
+    curves = _curves(path, job.id)
     examples, num_examples = history.examples(path, job.id, num=MAX_SAMPLES, num_rows=MAX_ROUNDS)
     return Story(
         job,
-        cast("Shown", joined(query.shown(spool, layout, str(job.id), has_events=False))),
-        _curves(path, job.id),
+        cast("Shown", joined(query.shown(spool, layout, str(job.id), has_events=False, names=curves))),
+        curves,
         examples,
         num_examples,
         history.newest_events(path, job.id, _NEEDED, max_chars=MAX_EVENT_CHARS),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,11 @@ import pytest
 from honed.job import history
 from honed.job.database import Database
 from honed.job.event import Event, Reading
-from honed.job.job import Attempt, Job
+from honed.job.job import Attempt, Job, State
+from honed.job.spool import Spool
 from honed.page import report, story
 from honed.page.story import Curve, Point, Story
+from honed.system.layout import Layout
 
 JOB = Job(
     id=1,
@@ -122,6 +126,28 @@ def test_more_metrics_than_a_page_has_leave_the_loss_on_it(database: Database, m
     found = told(database)
     assert {"loss", "eval_loss", "a0"} <= set(found.curves)
     assert len(found.curves) <= 8
+
+
+def test_of_more_metrics_than_a_page_has_it_reads_but_its_own_and_the_result_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(story, "MAX_CURVES", 8)
+    layout = Layout(tmp_path)
+    spool = Spool(layout)
+    job = replace(JOB, state=State.SUCCEEDED)
+    spool.entries.path(1, State.SUCCEEDED).write_bytes(job.to_json())
+    result = layout.job(1).attempt(1).result_path
+    result.parent.mkdir(parents=True)
+    result.write_text(json.dumps({"metrics": {"train_loss": 0.5, "a40": 3.0}}))
+    layout.database_path.parent.mkdir(parents=True, exist_ok=True)
+    database = Database(layout.database_path)
+    many = {f"a{number}": 1.0 for number in range(50)}
+    tell(database, Event("evaluation", 1.0, {"step": 1, "metrics": {**many, "eval_loss": 1.0}}))
+    found = story.gather(spool, layout, job)
+    assert set(found.shown["metrics"]) == {*found.curves, "train_loss", "a40"}
+    assert found.shown["metrics"]["eval_loss"] == 1.0
+    database.close()
+    spool.close()
 
 
 def test_examples_have_their_first_and_last_predictions_and_say_how_many_there_are(database: Database) -> None:
