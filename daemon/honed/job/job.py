@@ -200,7 +200,7 @@ class Adjustment:
 
 #: Maximum number of characters of each text of an error in an entry, and of the paths of a job's data together: all
 #: entries are in the daemon's memory. The job file, the worker's result and its log have the whole.
-MAX_CHARS = 4000
+MAX_CHARS, MAX_PATH_CHARS = 2000, 4000
 
 
 def _brief(error: ErrorRecord) -> ErrorRecord:
@@ -218,11 +218,11 @@ def _brief(error: ErrorRecord) -> ErrorRecord:
 
 
 def _first(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the first paths, with at most MAX_CHARS characters, and how many more there are."""
-    if sum(map(len, paths)) <= MAX_CHARS:
+    """Return the first paths, with at most MAX_PATH_CHARS characters, and how many more there are."""
+    if sum(map(len, paths)) <= MAX_PATH_CHARS:
         return paths
     ends = itertools.accumulate(map(len, paths), initial=len("… and 100,000 more"))
-    num = sum(end <= MAX_CHARS for end in itertools.islice(ends, 1, None))
+    num = sum(end <= MAX_PATH_CHARS for end in itertools.islice(ends, 1, None))
     return (*paths[:num], f"… and {len(paths) - num:,} more")
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from honed.job.job import MAX_CHARS, Job, State
+from honed.job.job import MAX_CHARS, MAX_PATH_CHARS, Job, State
 from zoo.jobs import JOB
 
 LONG = "a" * (MAX_CHARS + 1)
@@ -22,11 +22,11 @@ def test_the_texts_of_an_error_are_shortened() -> None:
     assert Job.from_json(job.to_json(), State.FAILED) == job
 
 
-@pytest.mark.parametrize("num_chars", [1, 100, MAX_CHARS])
+@pytest.mark.parametrize("num_chars", [1, 100, MAX_PATH_CHARS])
 def test_of_many_paths_the_first_are_kept_and_the_others_counted(num_chars: int) -> None:
-    paths = tuple(f"{number:0{num_chars}}" for number in range(10 * MAX_CHARS // num_chars))
+    paths = tuple(f"{number:0{num_chars}}" for number in range(10 * MAX_PATH_CHARS // num_chars))
     job = dataclasses.replace(JOB, data=paths)
-    assert sum(map(len, job.data)) <= MAX_CHARS
+    assert sum(map(len, job.data)) <= MAX_PATH_CHARS
     *first, more = job.data
     assert first == list(paths[: len(first)])
     assert more == f"… and {len(paths) - len(first):,} more"
@@ -35,7 +35,7 @@ def test_of_many_paths_the_first_are_kept_and_the_others_counted(num_chars: int)
 
 def test_what_is_short_enough_stays() -> None:
     error = {"code": "dataset_invalid", "message": LONG[1:], "hint": ""}
-    paths = (LONG[2:], "b")
+    paths = ("a" * (MAX_PATH_CHARS - 1), "b")
     job = dataclasses.replace(JOB, error=error, data=paths)  # type: ignore[arg-type]
     assert (job.error, job.data) == (error, paths)
 
