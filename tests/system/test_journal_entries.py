@@ -71,7 +71,7 @@ def test_a_job_is_followed_by_its_number_in_honeds_lines_and_its_own(honed: Mach
 
 def test_an_entry_that_another_user_makes_up_is_not_in_a_jobs_log(honed: Machine) -> None:
     honed.add_user("mallory", "honed-submit")
-    forged = "MESSAGE=job 1 (capitals): forged\nHONED_JOB=1\nPRIORITY=4\nUNIT=honed-job@1.service\nMESSAGE_ID=\n"
+    forged = "MESSAGE=job 1 (capitals): forged\nHONED_JOB=1\nPRIORITY=6\nUNIT=honed-job@1.service\nMESSAGE_ID=\n"
     honed.run("logger", "--journald", stdin=forged, user="mallory")
     assert "job 1 (capitals): forged" in honed.messages("HONED_JOB=1"), "journalctl alone takes it for honed's"
     told = honed.run("honectl", "logs", "1")
