@@ -90,7 +90,9 @@ class Messenger:
         """
         is_first, self._config, self._is_loaded = not self._is_loaded, config, True
         self._lines = {to: self._new_line(line.thread) for to, line in self._lines.items()}
-        self._answered = {name: each for name, each in self._answered.items() if each[0] is Verdict.TAKEN}
+        for name, (verdict, _) in list(self._answered.items()):  # its threads go on with it meanwhile
+            if verdict is not Verdict.TAKEN:
+                self._answered.pop(name, None)
         if not is_first:
             for path in notification.refused_dir(self._layout).glob("*.json"):
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
