@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,24 +21,16 @@ from honed.daemon.rebuild import rebuild
 from honed.job import database, event, history
 from honed.job.database import Database, Reader
 from honed.job.event import Event, Reading
-from honed.job.job import Attempt, Job, State
+from honed.job.job import State
 from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
 from honed.system.personpath import PersonPath
 from process.harness import Instance
 from waiting import wait_for
+from zoo import jobs
 
 DATA = Path(__file__).parents[1] / "data"
-JOB = Job(
-    id=1,
-    name="j",
-    submitted_at=0,
-    source="j",
-    uid=1000,
-    output_dir="/o",
-    state=State.SUCCEEDED,
-    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
-)
+JOB = replace(jobs.JOB, state=State.SUCCEEDED)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import contextlib
 import sqlite3
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,19 +14,11 @@ import pytest
 from honed.job import wal
 from honed.job.database import Database
 from honed.job.event import Event, Reading
-from honed.job.job import Attempt, Job, State
+from honed.job.job import State
 from waiting import wait_for
+from zoo import jobs
 
-JOB = Job(
-    id=1,
-    name="j",
-    submitted_at=0,
-    source="j",
-    uid=1000,
-    output_dir="/o",
-    state=State.RUNNING,
-    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
-)
+JOB = replace(jobs.JOB, state=State.RUNNING)
 #: Rows of a reading, with some 250 KiB of text.
 NUM_EVENTS, TEXT = 250, "x" * 1000
 

@@ -13,21 +13,12 @@ import pytest
 from honed.job import history
 from honed.job.database import Database
 from honed.job.event import Event, Reading
-from honed.job.job import Attempt, Job, State
+from honed.job.job import State
 from honed.job.spool import Spool
 from honed.page import report, story
 from honed.page.story import Curve, Point, Story
 from honed.system.layout import Layout
-
-JOB = Job(
-    id=1,
-    name="j",
-    submitted_at=0,
-    source="j",
-    uid=1000,
-    output_dir="/o",
-    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
-)
+from zoo.jobs import JOB
 
 
 def curve(values: list[float], most: int) -> Curve:

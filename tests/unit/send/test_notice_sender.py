@@ -6,11 +6,9 @@ import errno
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -20,42 +18,39 @@ from honed.send.notice_sender import Messenger
 from honed.send.notification import Notice
 from honed.spec.config import NotifyConfig
 from honed.system.layout import Layout
+from process.listener import Listener, Quiet
 from waiting import wait_for
 
 
-class Receiver:
-    """A webhook that answers each notice with `status`, and counts them."""
+class Posted(Quiet):
+    """A notice that came."""
+
+    def do_POST(self) -> None:  # noqa: N802 - http.server's name
+        receiver: Receiver = self.server.owner  # type: ignore[attr-defined]
+        self.rfile.read(int(self.headers["Content-Length"]))
+        receiver.keys.append(str(self.headers["Idempotency-Key"]))
+        self.send_response(receiver.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+class Receiver(Listener):
+    """A webhook that answers each notice with `status`, and keeps their keys."""
+
+    request_class = Posted
 
     def __init__(self) -> None:
         self.keys: list[str] = []
         self.status = 200
-        receiver = self
-
-        class Post(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                receiver.keys.append(str(self.headers["Idempotency-Key"]))
-                self.send_response(receiver.status)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                """Log nothing on stderr."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Post)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/"
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}/"
 
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
     made = Receiver()
     yield made
-    made.close()
+    made.down()
 
 
 class Post:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from honed.job.event import Event, Reading
-from honed.job.job import Attempt, Job
 from honed.send import outbox
 from honed.send.endpoint import Endpoint
 from honed.send.lifetime import Lifetime
@@ -22,45 +19,41 @@ from honed.send.refused_rows import RefusedRows
 from honed.send.row_sender import RowSender
 from honed.spec.config import ReportingConfig
 from honed.system.notify import Notifier
+from process.listener import Listener, Quiet
+from zoo.jobs import JOB
 
-JOB = Job(1, "j", 0, "j", 1000, "/o", attempts=(Attempt(1, "transformers", 0),))
+
+class Posted(Quiet):
+    """Rows that came."""
+
+    def do_POST(self) -> None:  # noqa: N802 - http.server's name
+        api: Api = self.server.owner  # type: ignore[attr-defined]
+        told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        steps = [row["step"] for row in told["predictions"]]
+        is_bad = api.bad_step in steps
+        api.steps += [] if is_bad else steps
+        self.send_response(422 if is_bad else 200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
 
-class Api:
+class Api(Listener):
     """A metrics API that keeps the steps of the rows it gets, and refuses that of `bad_step`."""
+
+    request_class = Posted
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.bad_step = -1
-        api = self
-
-        class Post(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                steps = [row["step"] for row in told["predictions"]]
-                is_bad = api.bad_step in steps
-                api.steps += [] if is_bad else steps
-                self.send_response(422 if is_bad else 200)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                """Log nothing on stderr."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Post)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/"
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}/"
 
 
 @pytest.fixture
 def api() -> Iterator[Api]:
     made = Api()
     yield made
-    made.close()
+    made.down()
 
 
 def deliver_all(path: Path, url: str) -> None:
