@@ -8,15 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import distributed
 
 import warm
 from honed.run import shim
+from honed.system.error import EnvironmentInvalidError
+from honed.worker import parallel
 from waiting import wait_for
 from worker.conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob, read_events
 from worker.test_media_training import colored_rows
@@ -581,3 +585,24 @@ def test_a_rank_reads_what_others_send_as_data_and_refuses_a_pickle(tmp_path: Pa
     assert "unpickle" in refused[3]
     assert str(1 << 50) in refused[4]
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_rank_that_is_killed_while_they_meet_is_not_taken_for_a_network_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    """The others' connections break a moment before the shim notes it."""
+
+    def meet(*_: object, **__: object) -> None:
+        if is_killed:
+            threading.Timer(0.3, (tmp_path / "lost.json").write_text, ['{"rank": 1, "signal": 9}']).start()
+        raise RuntimeError("gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+
+    inside = distributed.distributed_c10d
+    monkeypatch.setattr(inside, "_tensor_to_object", vars(inside)["_tensor_to_object"])  # so that it is put back
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    monkeypatch.setattr(distributed, "init_process_group", meet)
+    monkeypatch.setattr(parallel, "REASON_SEC", 60.0 if is_killed else 0.5)
+    with pytest.raises(RuntimeError if is_killed else EnvironmentInvalidError):
+        parallel.Ranks(0, 2, 0, tmp_path).join()

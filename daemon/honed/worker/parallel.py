@@ -120,7 +120,7 @@ class Ranks:
                 )
             self.barrier()
         except RuntimeError as error:
-            if _is_lost(error) and (self._lost or self._first_error() is not None):
+            if _is_lost(error) and self._has_reason():  # a rank that was killed here has the network in order
                 raise
             over, hint = "the loopback interface", "check that the interface lo is up, and that no drop-in of "
             hint += "honed-job@.service forbids it"
@@ -294,14 +294,15 @@ class Ranks:
             if self._lost:
                 return None
             _write_once(self.dir / "error.json", {"rank": self.rank, **message.error_record(error)})
+        return self._first_error() if self._has_reason() else None
+
+    def _has_reason(self) -> bool:
+        """Wait, for a while, until another rank's error or its loss is known: the shim notes a loss a moment after the
+        others' connections have broken. Return False if neither is."""
         deadline = time.monotonic() + REASON_SEC
-        while time.monotonic() < deadline:
-            if (found := self._first_error()) is not None:
-                return found
-            if self._lost:
-                return None
+        while not (has_reason := self._lost or self._first_error() is not None) and time.monotonic() < deadline:
             time.sleep(LOOK_INTERVAL_SEC)
-        return None
+        return has_reason
 
     def wait_for_result(self, path: Path) -> None:
         """Wait for rank 0's result before a rank ends with an error: its end has the shim end the others."""
