@@ -55,6 +55,6 @@ def test_what_peft_refuses_is_refused_before_the_queue_and_the_answer_is_kept(
     rehearsed.write(kept.parent, rehearsed.Kept(kept.stem, rehearsed.Rehearsed("unknown", why="kept so")))
     instance.drop("second", **PISSA)
     wait_for(lambda: instance.job("second"), what="accepted", account=instance.account)
-    assert "kept so" in instance.log
+    wait_for(lambda: "kept so" in instance.log, what="its warning, which follows", account=instance.account)
     instance.drop("third", **PISSA | {"lora": {}})
     wait_for(lambda: instance.job("third"), what="the remedy accepted", account=instance.account)

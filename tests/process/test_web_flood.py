@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,10 +83,12 @@ class Activated(Web):
             return self._connect_as(uid, ROOT_GID if kind is Kind.ADMINISTRATOR else uid, count)
         made = []
         for _ in range(count):
-            each = _patient(socket.socket(socket.AF_UNIX if kind is Kind.ROOT else socket.AF_INET))
+            each = socket.socket(socket.AF_UNIX if kind is Kind.ROOT else socket.AF_INET)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            # A socket with Python's timeout does not wait for a place in a unix socket's backlog.
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(DEADLINE_SEC), 0))
             each.connect(self.address_of_unix if kind is Kind.ROOT else (self.host, self.port))
-            made.append(each)
+            made.append(_patient(each))
         return made
 
     def _connect_as(self, uid: int, gid: int, count: int) -> list[socket.socket]:
