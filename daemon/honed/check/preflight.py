@@ -355,9 +355,16 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     warnings += placecheck.check_apart(job_spec, output_dir, model)
     placecheck.check_room(job_spec, made, layout, output_dir)
     warnings += clustercheck.ask(job_spec, config, progress) if asked.has_network else []
-    progress(STAGE)
-    sees = any(media.kind == "image" for row in looked.attached for media in row.media)
-    warnings += rehearsal.check(job_spec, model, made, config, sees=sees, places=asked.kept_in, keep=asked.keep)
+    warnings += rehearsal.check(
+        job_spec,
+        model,
+        made,
+        config,
+        sees=any(media.kind == "image" for row in looked.attached for media in row.media),
+        places=asked.kept_in,
+        keep=asked.keep,
+        begins=lambda: progress(STAGE),
+    )
     return Verdict(
         job_spec,
         made,

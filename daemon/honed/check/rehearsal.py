@@ -115,16 +115,19 @@ def check(
     sees: bool,
     places: Sequence[Path],
     keep: Callable[[Kept], None],
+    begins: Callable[[], None],
 ) -> list[str]:
     """Return a warning if the job could not be rehearsed. Raises the error of its first step.
 
-    `sees`: its rows have images. `places` have kept answers; `keep` is called with a new one.
+    `sees`: its rows have images. `places` have kept answers; `keep` is called with a new one, and `begins` where one
+    has to be found: that may take minutes.
     """
     if not config.spool.rehearsal_cpu_sec or not is_needed(job_spec, model, made, sees=sees):
         return []
     key = _key(job_spec, model, made, sees=sees)
     answer = next(filter(None, (rehearsed.read(each, key) for each in places)), None)
     if answer is None:
+        begins()
         answer, is_lasting = _run(job_spec, made, config, sees=sees)
         if is_lasting:
             keep(Kept(key, answer))

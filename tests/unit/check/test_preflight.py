@@ -1111,9 +1111,13 @@ def test_a_tokenizer_without_a_limit_is_one_that_transformers_writes(desk: Desk)
     assert desk.check().plan is not None
 
 
-def test_the_stages_are_told_in_their_order(desk: Desk) -> None:
+@pytest.mark.parametrize("is_rehearsed", [False, True])
+def test_the_stages_are_told_in_their_order(desk: Desk, is_rehearsed: bool) -> None:
+    """The stage of a rehearsal is told where one runs: the daemon gives the others another helper beside it."""
     stages: list[str] = []
-    preflight.check(desk.write(), layout=desk.layout, config=Config(), device=CPU, progress=stages.append)
+    config = Config.model_validate({"spool": {"rehearsal_cpu_sec": 1}})  # enough to begin
+    path = desk.write(lora={"use_dora": is_rehearsed})
+    preflight.check(path, layout=desk.layout, config=config, device=CPU, progress=stages.append)
     assert stages == [
         "spec",
         "permissions",
@@ -1127,7 +1131,7 @@ def test_the_stages_are_told_in_their_order(desk: Desk) -> None:
         "memory",
         "output directory",
         "disk",
-        "a step on a small model",
+        *(["a step on a small model"] if is_rehearsed else []),
     ]
     assert max(map(len, stages)) <= STAGE_BYTES
 
