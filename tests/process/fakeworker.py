@@ -14,16 +14,18 @@ die-N[-M]        kills itself with SIGKILL at step N of its first attempt, then 
 killer           kills itself in every attempt       exit0        exit 0 without a result
 liar             exit 3 with a result of success     garbage      noise among its events, then success
 hang             never says a word                   deaf[-N]     as slow, but ignores SIGTERM
-freeze           15 quick steps, then nothing more   plod         15 quick steps, then one of six seconds
-fallback         backend_unavailable under unsloth, success under transformers
+freeze           15 quick steps, then nothing more   plod         15 quick steps, then one of twelve seconds
+fallback[-slowly]   backend_unavailable under unsloth (once it is asked to stop), success under transformers
 mismatch[-N]     precision_mismatch under unsloth, after N steps (none), success under transformers
 late             as succeed, with its output; then it crashes while it ends
 unlearned        as succeed, and says that nothing was learned
 rungs-N      30 steps of 0.1 s, with evaluations; 4 and 5 wait at step 10 until they are asked to stop, and 4 at its
              fourth for a file `go`
-report[-N]   as succeed, and evaluates and predicts at each step
+report[-N[-go]]   as succeed, and evaluates and predicts at each step; with `go`, it takes its last step when a file
+             `go` is in its directory
 regress      ends worse than it began, explained
-hostile          escape sequences, markup and forged lines in all that it says, then an explanation of that kind
+hostile[-go]     escape sequences, markup and forged lines in all that it says, then an explanation of that kind;
+                 with `go`, that waits for a file `go` in its directory
 torn             half a result file, then exit 0       make[-N]     as succeed, and leaves what such a job makes
 
 As a spare it imports nothing.
@@ -52,7 +54,7 @@ from honed.worker.pulse import Pulse
 from zoo import plain
 
 
-def be_hostile(events_path: Path, result_path: Path) -> int:
+def be_hostile(events_path: Path, result_path: Path, go: Path | None) -> int:
     """Put a text that must never be printed unescaped wherever a text can occur."""
     sys.path.insert(0, str(Path(__file__).parent))
     from hostile import ALL, FORMULAS, LONG
@@ -85,7 +87,8 @@ def be_hostile(events_path: Path, result_path: Path) -> int:
         ):
             file.write(json.dumps({"time": time.time(), **data}).encode() + b"\n")
     print(ALL.encode(errors="replace").decode(), flush=True)
-    time.sleep(1.5)  # so that the daemon has it in its status line
+    while go is not None and not go.exists():
+        time.sleep(0.05)
     error = {"code": "mask_invalid", "message": text, "hint": text}
     result_path.write_text(
         json.dumps(
@@ -224,7 +227,8 @@ def main() -> int:
                     return 75
             result("succeeded", 30, metrics={"eval_loss": plan["spec"]["training"]["learning_rate"]})
         case "report":
-            count = int(argument or 5)
+            number_of_steps, _, is_held = argument.partition("-")
+            count = int(number_of_steps or 5)
             for step in range(count + 1):
                 events.emit("evaluation", step=step, epoch=step / count, metrics={"eval_loss": 1 / (step + 1)})
                 rows = [
@@ -238,7 +242,7 @@ def main() -> int:
                 ]
                 events.emit("predictions", step=step, epoch=step / count, num_failed=0, rows=rows)
                 time.sleep(0.02)
-            result("succeeded", steps(count, pause=0.02))
+            result("succeeded", steps(count, pause=0.02, go=job_dir / "go" if is_held else None))
         case "make":
             made = Path(plan["output_dir"])
             (plain.write_adapter if plan["spec"]["lora"] else plain.write_base_model)(made)
@@ -316,7 +320,7 @@ def main() -> int:
             result("succeeded", 3)
             return 3
         case "hostile":
-            return be_hostile(attempt.events_path, attempt.result_path)
+            return be_hostile(attempt.events_path, attempt.result_path, job_dir / "go" if argument == "go" else None)
         case "torn":
             attempt.result_path.write_text('{"outcome": "succ')
         case "garbage":
@@ -342,7 +346,7 @@ def main() -> int:
         case "plod":
             steps(15, pause=0.02)
             for _ in range(20):  # the batches of one long step, without events
-                time.sleep(0.3)
+                time.sleep(0.6)
                 pulse.beat()
             result("succeeded", steps(16))
         case "hang":
@@ -350,7 +354,8 @@ def main() -> int:
                 time.sleep(1)
         case "fallback":
             if backend == "unsloth":
-                time.sleep(1.0 if argument == "slowly" else 0.0)
+                while argument == "slowly" and not asked:
+                    time.sleep(0.05)
                 result("failed", 0, {"code": "backend_unavailable", "message": "no vision on CPU", "hint": ""})
                 return 69
             result("succeeded", steps(3))

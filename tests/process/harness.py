@@ -9,8 +9,10 @@ import pty
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,18 @@ _FILE_CLOCK = 5
 def is_alive(pid: int) -> bool:
     """Return True if a process has not ended; one that nobody has waited for yet has."""
     return Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A honectl that runs beside a test, and all that it has written."""
+
+    process: warm.Popen
+    path: Path
+
+    @property
+    def said(self) -> str:
+        return self.path.read_text()
 
 
 class Instance:
@@ -213,6 +227,19 @@ class Instance:
         """Run honectl to its end. `env` replaces the tests' environment."""
         command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(self.root), *arguments]
         return warm.run(command, env=env, timeout=DEADLINE_SEC, check=check)
+
+    @contextlib.contextmanager
+    def beside(self, *arguments: str, env: Mapping[str, str] | None = None) -> Iterator[Beside]:
+        """Run honectl beside the test, to its end."""
+        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(self.root), *arguments]
+        with tempfile.NamedTemporaryFile() as output:
+            process = warm.Popen(command, stdout=output, stderr=output, env=env)
+            try:
+                yield Beside(process, Path(output.name))
+                process.wait(DEADLINE_SEC)
+            finally:
+                if process.poll() is None:
+                    process.kill()
 
     def show(self, reference: str) -> dict[str, Any]:
         shown: dict[str, Any] = query.show(self.spool, self.layout, reference)

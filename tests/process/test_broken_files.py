@@ -62,14 +62,16 @@ def test_each_is_refused_with_its_reason_and_a_good_job_after_them_is_done(insta
     reasons = instance.rejected()
     for name, (text, word) in BROKEN.items():
         assert word in reasons[name], f"{name}: {reasons[name]}"
+        wait_for(instance.kept(name).exists, what=f"{name} in rejected/")  # it is moved after its reason was written
         assert instance.kept(name).read_text() == text.format(model=instance.model, data=instance.dataset, odd=odd)
     for name in ("link.yaml", "pipe.yaml"):
         assert instance.reason(name).kept_path is None
         assert "regular file" in reasons[name] or "symbolic link" in reasons[name]
     assert "Traceback" not in instance.log
     assert "Traceback" not in "".join(reasons.values())
-    assert [path.name for path in instance.incoming_dir.iterdir()] == ["directory.yaml"], "it may hold somebody's work"
-    assert "'directory.yaml' in" in instance.log
+    left = lambda: [path.name for path in instance.incoming_dir.iterdir()]  # noqa: E731
+    wait_for(lambda: left() == ["directory.yaml"], what="that alone in incoming/: it may hold somebody's work")
+    wait_for(lambda: "'directory.yaml' in" in instance.log, what="a word of it")
     assert instance.process is not None
     assert instance.process.poll() is None
 

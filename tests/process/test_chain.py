@@ -148,7 +148,7 @@ def test_a_name_means_the_newest_job_of_that_name_dropped_beside_it(chain: Chain
     instance.drop("make.base", lora=None)
     instance.start()
     instance.client.ask("pause")
-    job = instance.wait_state("next", State.QUEUED, State.FAILED)
+    job = wait_for(lambda: instance.job("next"), what="the job that names it")
     assert job.inputs == {"make.base": chain.job("make.base").id}
     assert chain.job("make.base").id > old.id
 

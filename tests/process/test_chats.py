@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from certificates import Authority
-from harness import Instance
+from harness import DEADLINE_SEC, Instance
 from hostile import ALL
 from listener import Listener, Quiet, drip
 from postbox import show_a_login_page
@@ -81,7 +81,7 @@ def name_chat(instance: Instance, address: str, *more: str, mode: int = 0o600) -
     path = instance.root / "team"
     path.write_text(f"{address}\n")
     path.chmod(mode)
-    lines = ["retry_delay_sec = 0.05", "max_retry_delay_sec = 0.2", "timeout_sec = 1.5", *more]
+    lines = ["retry_delay_sec = 0.05", "max_retry_delay_sec = 0.2", *more]
     if not any("chat_schemas" in line for line in more):
         lines.append('chat_schemas = ["ntfy", "ntfys"]')
     instance.configure("\n".join(["[notify]", *lines, "[notify.webhook_files]", f'team = "{path}"', ""]))
@@ -94,9 +94,7 @@ def refused(instance: Instance) -> list[Path]:
 
 def tell(address: str, *, text: str = "job 1 (a) succeeded", **settings: Any) -> tuple[Verdict, str]:
     notice = Notice("key", {"webhook": "team"}, is_own=False, payload={"text": text, "state": "failed"}, created_at=0.0)
-    return chat.deliver(
-        notice, address, NotifyConfig(**{"chat_schemas": ["ntfy", "mmost"], "timeout_sec": 2, **settings})
-    )
+    return chat.deliver(notice, address, NotifyConfig(**{"chat_schemas": ["ntfy", "mmost"], **settings}))
 
 
 def test_a_chat_is_told_of_a_jobs_end_and_its_address_is_seen_nowhere(instance: Instance, server: Chat) -> None:
@@ -122,7 +120,7 @@ def test_a_chat_that_is_down_slow_or_answers_no_gets_it_in_the_end_and_only_a_ca
     instance: Instance, server: Chat
 ) -> None:
     server.replies = [500, drip, 403, 302, 429]
-    name_chat(instance, f"ntfy://anna:{KEY}@127.0.0.1:{server.port}/jobs")
+    name_chat(instance, f"ntfy://anna:{KEY}@127.0.0.1:{server.port}/jobs", "timeout_sec = 5")
     server.down()
     instance.start()
     instance.drop("a", name="succeed.a", notify={"webhook": "team"})
@@ -249,12 +247,14 @@ def test_the_schemas_allowed_by_default_are_known_to_apprise_and_use_tls() -> No
         "import sys\nfrom apprise.manager_plugins import NotificationManager as Manager\n"
         "for name in sys.argv[1:]: assert name in Manager()[name].secure_protocol, name"
     )
-    assert subprocess.run([sys.executable, "-c", script, *CHAT_SCHEMAS], check=False, timeout=60).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", script, *CHAT_SCHEMAS], check=False, timeout=DEADLINE_SEC).returncode == 0
+    )
 
 
 def test_honed_send_itself_never_imports_apprise() -> None:
     script = "import sys, honed.send.sender, honed.daemon.loop; sys.exit('apprise' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=DEADLINE_SEC).returncode == 0
 
 
 def test_a_chat_over_tls_is_told_if_its_authority_is_known_here(

@@ -199,30 +199,30 @@ def test_a_drain_ends_no_job_and_lets_none_start_also_after_a_restart(clocked: I
 
 def test_a_drain_that_does_not_wait_queues_the_job_that_runs_and_a_restart_knows_why(clocked: Instance) -> None:
     clocked.start()
-    clocked.drop("a", name="until-200-2")
-    wait_steps(clocked, "until-200-2")
+    clocked.drop("a", name="until-200-5")
+    wait_steps(clocked, "until-200-5")
     done = clocked.honectl("drain", "cpu", "--now", "--reason", "a new fan", check=True)
     assert done.stdout == "the CPU is drained: a new fan\n"
-    wait_for(lambda: (job := clocked.job("until-200-2")) and job.stop, what="the request")
+    wait_for(lambda: (job := clocked.job("until-200-5")) and job.stop, what="the request")
     clocked.kill(signal.SIGKILL)
     clocked.start()
-    job = preempted(clocked, "until-200-2")
+    job = preempted(clocked, "until-200-5")
     assert job.preemption is not None
     assert job.preemption.reason == "the CPU was drained: a new fan"
     clocked.client.ask("undrain", id="all")
-    clocked.go("until-200-2")
-    assert clocked.wait_state("until-200-2", State.SUCCEEDED).num_preemptions == 1
+    clocked.go("until-200-5")
+    assert clocked.wait_state("until-200-5", State.SUCCEEDED).num_preemptions == 1
 
 
 @pytest.mark.parametrize("verb", ["cancel", "hold"])
 def test_a_person_outranks_a_preemption(clocked: Instance, verb: str) -> None:
     clocked.start()
-    clocked.drop("a", name="slow-4000-2")
-    wait_steps(clocked, "slow-4000-2")
+    clocked.drop("a", name="slow-4000-5")
+    wait_steps(clocked, "slow-4000-5")
     clocked.client.ask("drain", id="cpu", now=True)
-    wait_for(lambda: (job := clocked.job("slow-4000-2")) and job.stop == "preempt", what="the request")
-    clocked.client.ask(verb, id="slow-4000-2")
-    clocked.wait_state("slow-4000-2", State.CANCELLED if verb == "cancel" else State.HELD)
+    wait_for(lambda: (job := clocked.job("slow-4000-5")) and job.stop == "preempt", what="the request")
+    clocked.client.ask(verb, id="slow-4000-5")
+    clocked.wait_state("slow-4000-5", State.CANCELLED if verb == "cancel" else State.HELD)
 
 
 def test_a_reserved_device_is_for_one_users_jobs_until_the_time_is_over(clocked: Instance) -> None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 from collections.abc import Iterator
 
 import pytest
 from harness import Instance
 from hostile import ALL, FORGED, LONG, MARKUP, TURN, check_lines, without_colours
+from notified import Notified
 
 from honed.job.job import State
 from honed.run.outcome import SUCCEEDED
@@ -110,38 +110,32 @@ def test_whatever_stands_in_a_job_file_is_text_in_its_refusal_and_its_check(inst
 
 
 @pytest.fixture
-def status_lines(instance: Instance) -> Iterator[list[str]]:
-    """The status lines that the daemon sends to systemd; complete once it has ended."""
-    lines: list[str] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        path = instance.root / "notify"
-        systemd.bind(str(path))
-        systemd.setblocking(False)
-        instance.environment["NOTIFY_SOCKET"] = str(path)
-
-        def read() -> None:
-            while True:
-                try:
-                    lines.append(systemd.recv(1 << 20).decode())
-                except BlockingIOError:
-                    return
-
-        instance.read_status = read  # type: ignore[attr-defined]
-        yield lines
+def systemd(instance: Instance) -> Iterator[Notified]:
+    """What the daemon tells systemd."""
+    made = Notified(instance.root / "notify")
+    instance.environment["NOTIFY_SOCKET"] = str(made.path)
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_whatever_a_worker_says_is_text_wherever_it_is_shown(
-    instance: Instance, status_lines: list[str], is_shared: bool
+    instance: Instance, systemd: Notified, is_shared: bool
 ) -> None:
     instance.configure(f"[policy]\nshare_results = {str(is_shared).lower()}\n")
-    instance.drop("hostile", name="hostile")
+    instance.drop("hostile", name="hostile-go")
     instance.start()
-    instance.wait_state("hostile", State.FAILED)
+
+    def is_told() -> bool:  # then its words are in the status line, which is sent at the end of the turn
+        return bool(instance.job("hostile-go")) and instance.client.ask("show", id="1")["progress"]["step"] == 3
+
+    wait_for(is_told, what="its events", account=instance.account)
+    instance.go("hostile-go")
+    instance.wait_state("hostile-go", State.FAILED)
     # Its page is made a moment later.
     report = instance.layout.job(1).report_path
     wait_for(lambda: report.exists() and "failed" in report.read_text(), what="the report")
-    assert instance.job("hostile").outcome != SUCCEEDED
+    assert instance.job("hostile-go").outcome != SUCCEEDED
     for arguments in (
         ["list"],
         ["list", "--json"],
@@ -173,12 +167,12 @@ def test_whatever_a_worker_says_is_text_wherever_it_is_shown(
     page = report.read_text()
     assert "<script" not in page
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", page)
-    instance.read_status()  # type: ignore[attr-defined]
-    status = [line for line in status_lines if line.startswith("STATUS=")]
+    systemd.close()
+    status = [line for line in systemd.messages if line.startswith("STATUS=")]
     assert any("running" in line for line in status)
     for line in status:
         check_shown(line)
         assert "\n" not in line
         assert len(line) < 3000
         assert is_shared or "hostile" not in line
-    assert not is_shared or any("hostile (1)" in line for line in status)
+    assert not is_shared or any("hostile-go (1)" in line for line in status)

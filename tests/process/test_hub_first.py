@@ -11,11 +11,12 @@ from pathlib import Path
 import fakehub
 import pytest
 from fakehub import Hub, Repository
-from harness import Instance
+from harness import DEADLINE_SEC, Instance
 
 from honed.job.job import State
 from honed.spec import config
 from honed.system.layout import Layout, UserLayout
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def fresh(instance: Instance, hub: Hub) -> Instance:
     """An instance without a word about the hub in its configuration."""
     files = fakehub.read(instance.model)
     rows = {"train.jsonl": instance.dataset.read_bytes()}
-    hub.repositories["org/tiny"] = Repository(files=files, license="apache-2.0", delay_sec=0.02)
+    hub.repositories["org/tiny"] = Repository(files=files, license="apache-2.0")
     hub.repositories["org/gated"] = Repository(files=files, license="llama3.2", gated=True, token="t0ken")
     hub.repositories["datasets/org/rows"] = Repository(files=rows, license="cc-by-4.0")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
@@ -52,9 +53,12 @@ def test_what_would_be_fetched_is_said_before_and_its_progress_meanwhile(
     assert "datasets: org/rows at main: about 1 MiB to fetch, licence cc-by-4.0" in said.stdout
     assert hub.num_gets("model.safetensors") == 0
     fresh.start()
-    done = fresh.honectl("submit", "--wait", str(job), env=fresh.environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    hub.repositories["org/tiny"].held_at = 3072
+    with fresh.beside("submit", "--wait", str(job), env=fresh.environment) as submit:
+        wait_for(lambda: "%" in submit.said, what="its progress", account=lambda: submit.said + fresh.account())
+        hub.repositories["org/tiny"].held_at = None
+        assert submit.process.wait(DEADLINE_SEC) == 0, submit.said
+        lines = submit.said.splitlines()
     licence = next(number for number, line in enumerate(lines) if "licence apache-2.0" in line)
     progress = next(number for number, line in enumerate(lines) if "fetching org/tiny" in line and "%" in line)
     accepted = next(number for number, line in enumerate(lines) if "job 1" in line)

@@ -3,11 +3,11 @@ and a way out."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from harness import Instance, is_alive
+from notified import Notified
 
 from honed.cli import doctor
 from honed.job.job import Job, State
@@ -174,18 +175,13 @@ def test_a_damaged_entry_of_a_job_that_waits_costs_no_other_and_says_how_to_subm
 
 
 def test_whoever_waits_for_honed_to_be_ready_reads_that_it_is_degraded(instance: Instance) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
-        told.bind(str(instance.root / "notify"))
-        told.settimeout(60)
-        start_slow(instance, "until-40")
-        instance.kill(signal.SIGKILL)
-        cut(instance.layout.spool_dir / "running/1.json")
-        instance.environment["NOTIFY_SOCKET"] = str(instance.root / "notify")
+    start_slow(instance, "until-40")
+    instance.kill(signal.SIGKILL)
+    cut(instance.layout.spool_dir / "running/1.json")
+    with contextlib.closing(Notified(instance.root / "notify")) as systemd:
+        instance.environment["NOTIFY_SOCKET"] = str(systemd.path)
         instance.start()
-        before = []
-        while "READY=1" not in (message := told.recv(4096).decode()):
-            before.append(message)
-    assert "STATUS=degraded: 1 damaged entry" in before[-1]
+    assert "STATUS=degraded: 1 damaged entry" in systemd.messages[systemd.messages.index("READY=1") - 1]
 
 
 def gone(entry: Path) -> None:
@@ -207,14 +203,11 @@ def test_an_entry_that_is_damaged_while_honed_runs_is_written_again_and_its_work
     instance: Instance, damage: Callable[[Path], None]
 ) -> None:
     entry = instance.layout.spool_dir / "running/1.json"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
-        told.bind(str(instance.root / "notify"))
-        told.settimeout(300)
-        instance.environment["NOTIFY_SOCKET"] = str(instance.root / "notify")
+    with contextlib.closing(Notified(instance.root / "notify")) as systemd:
+        instance.environment["NOTIFY_SOCKET"] = str(systemd.path)
         job, pid = start_slow(instance, "slow-4000")
         damage(entry)
-        while "STATUS=degraded: 1 damaged entry" not in told.recv(4096).decode():
-            pass
+        wait_for(lambda: "STATUS=degraded: 1 damaged entry" in systemd.said(), what="a word of it")
     wait_for(lambda: instance.job("slow-4000"), what="its entry")
     assert degraded(instance)
     assert "the entry was written again" in (instance.layout.spool_dir / "corrupt/1.running.json.reason").read_text()

@@ -43,7 +43,8 @@ def num_opened(instance: Instance, num_jobs: int) -> int:
     instance.start()
     instance.drop("first", name="first", output_dir=str(instance.root / "out/first"))
     instance.drop("second", name="second", depends_on=["first", "job-7"])
-    wait_for(lambda: len(list((instance.layout.spool_dir / "queued").iterdir())) == num_jobs + 2, what="both accepted")
+    queued_dir = instance.layout.spool_dir / "queued"
+    wait_for(lambda: len(list(queued_dir.glob("*.json"))) == num_jobs + 2, what="both accepted")
     assert instance.client.ask("show", id="job-3")["id"] == 3
     assert instance.client.ask("overview")["counts"]["queued"] == num_jobs + 2
     assert len(instance.client.ask("list")) == num_jobs + 2

@@ -22,6 +22,7 @@ from watchdog.observers import Observer
 from honed.job.job import State
 from honed.system.client import Client
 from honed.system.layout import Layout
+from waiting import wait_for
 from zoo import plain
 
 MOUNT = "mount --make-rprivate / && mount -t overlay overlay -o lowerdir=$1,upperdir=$2,workdir=$3 $4"
@@ -98,7 +99,8 @@ def test_a_file_of_which_no_event_tells_is_found_by_the_rescan(remote: RemoteIns
     assert spy.arrivals == set()
     (remote.seen_by_honed.spool_dir / "incoming/succeed-3.json").write_text(text)
     remote.wait_state("succeed-3", State.SUCCEEDED)
-    assert spy.arrivals == {"succeed-3.json"}, "what honed's own machine writes is told of: the spy is awake"
+    # What honed's own machine writes is told of.
+    wait_for(lambda: spy.arrivals == {"succeed-3.json"}, what="a sign that the spy is awake")
 
 
 def test_a_file_that_is_still_being_written_elsewhere_is_let_settle(remote: RemoteInstance, spy: Spy) -> None:

@@ -21,6 +21,9 @@ from honed.send.notification import Notices
 from honed.spec import config
 from waiting import wait_for
 
+#: Seconds of patience with a receiver that drips: the others are here, but a busy machine can be slow to run them.
+SHORT_SEC = 5
+
 
 @pytest.fixture
 def receivers() -> Iterator[tuple[Webhook, PostOffice]]:
@@ -38,7 +41,6 @@ def allow(instance: Instance, hook: Webhook, office: PostOffice, *more: str) -> 
         'mail_from = "honed@example.org"',
         "retry_delay_sec = 0.05",
         "max_retry_delay_sec = 0.2",
-        "timeout_sec = 0.5",
         *more,
     ]
     instance.configure("\n".join(["[notify]", *lines, ""]))
@@ -138,9 +140,10 @@ def test_what_is_allowed_no_longer_is_not_called_any_more(
 
 
 def test_a_receiver_that_is_down_slow_or_broken_gets_it_in_the_end_and_holds_up_no_other(
-    instance: Instance, allowed: tuple[Webhook, PostOffice]
+    instance: Instance, receivers: tuple[Webhook, PostOffice]
 ) -> None:
-    hook, office = allowed
+    hook, office = receivers
+    allow(instance, hook, office, f"timeout_sec = {SHORT_SEC}")
     office.down()
     hook.replies = [500, drip, 429, 302, 401, postbox.keep_and_hang_up]
     instance.start()

@@ -134,10 +134,10 @@ def test_a_disk_that_is_full_to_the_last_byte_harms_neither_spool_nor_database(
     instance = Instance(small_disk)
     instance.log_path = tmp_path / "honed.log"
     try:
-        instance.drop("slow-150")
+        instance.drop("until-150")
         instance.start()
-        job = instance.wait_state("slow-150", State.RUNNING)
-        wait_for(lambda: instance.show("slow-150")["progress"]["step"], what="a step")
+        job = instance.wait_state("until-150", State.RUNNING)
+        wait_for(lambda: instance.show("until-150")["progress"]["step"], what="a step")
         filler = small_disk / "filler"
         with filler.open("wb", buffering=0) as file:
             for size in (65536, 512, 1):
@@ -148,12 +148,13 @@ def test_a_disk_that_is_full_to_the_last_byte_harms_neither_spool_nor_database(
                     continue
         wait_for(lambda: "honed cannot work" in instance.log, what="the word")
         filler.unlink()
-        job = instance.wait_state("slow-150", State.SUCCEEDED)
+        instance.go("until-150")
+        job = instance.wait_state("until-150", State.SUCCEEDED)
         assert {name for _, name in instance.entries()} == {f"{job.id}.json"}
         worker_log = instance.layout.job(job.id).attempt(1).log_path.read_text()
         assert (len(job.attempts), job.num_failures) == (1, 0), instance.log + worker_log
         instance.stop()
-        steps = [step for step, _ in query.losses(instance.spool, instance.layout, "slow-150")]
+        steps = [step for step, _ in query.losses(instance.spool, instance.layout, "until-150")]
         assert steps == list(range(1, 151))  # no line that found no space at first is missing
         with sqlite3.connect(instance.layout.database_path) as database:
             assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import Instance, RealInstance
+from harness import DEADLINE_SEC, Instance, RealInstance
 
 from honed.job.job import State
 from honed.worker.model import torchvision
@@ -53,16 +53,20 @@ def test_predictions_go_to_other_tools_as_json_lines_and_as_csv(reported: Instan
 
 
 def test_watch_of_one_job_tells_its_steps_memory_and_predictions_in_a_pipe(instance: Instance) -> None:
-    instance.drop("report-40")
+    instance.drop("report-40-go")
     instance.start()
-    instance.wait_state("report-40", State.RUNNING)
-    done = instance.honectl("watch", "1")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert any("running" in line and "  memory " in line for line in lines), lines
-    assert any("[-weit-]{+nach 40 Schritten+}" in line for line in lines), lines
-    assert "job 1 (report-40): succeeded" in done.stdout
-    assert "step 40/40" in done.stdout
+    instance.wait_state("report-40-go", State.RUNNING)
+    with instance.beside("watch", "1") as watch:
+        wait_for(
+            lambda: any("running" in line and "  memory " in line for line in watch.said.splitlines()),
+            what="its memory while it runs",
+            account=lambda: watch.said,
+        )
+        instance.go("report-40-go")
+        assert watch.process.wait(DEADLINE_SEC) == 0, watch.said
+        assert any("[-weit-]{+nach 40 Schritten+}" in line for line in watch.said.splitlines()), watch.said
+        assert "job 1 (report-40-go): succeeded" in watch.said
+        assert "step 40/40" in watch.said
 
 
 def test_a_trial_is_at_the_head_of_the_queue(instance: Instance) -> None:

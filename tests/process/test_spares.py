@@ -48,15 +48,12 @@ def wait_ready(instance: Instance) -> list[int]:
 def pids(instance: Instance, job: Job, number: int = 1) -> list[int]:
     """Return the pids of a job's shim and worker, once there is one."""
     path = instance.layout.job(job.id).attempt(number).dir / "lock"
-    found: list[int] = wait_for(
-        lambda: (
-            [json.loads(path.read_text() or "{}").get(key) for key in ("shim_pid", "worker_pid")]
-            if path.exists()
-            else []
-        ),
-        what="a worker",
-    )
-    return found
+
+    def found() -> list[int]:
+        record = json.loads(path.read_text() or "{}") if path.exists() else {}
+        return [record["shim_pid"], record["worker_pid"]] if record.get("worker_pid") else []
+
+    return wait_for(found, what="a worker")
 
 
 def is_ended(instance: Instance, name: str) -> Job:

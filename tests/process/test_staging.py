@@ -218,17 +218,16 @@ def test_a_job_that_is_planned_again_is_staged_again(busy: Instance) -> None:
 
 
 def test_nothing_is_staged_where_that_is_off_or_memory_is_short(instance: Instance) -> None:
-    for keys in ("stage_ahead = false", "stage_ahead = true\nstage_min_available_bytes = 1_000_000_000_000_000"):
+    off, short = "stage_ahead = false", "stage_ahead = true\nstage_min_available_bytes = 1_000_000_000_000_000"
+    for number, keys in enumerate((off, short)):
+        name = f"succeed.{number}"
         instance.configure(f"[jobs]\n{keys}\n")
         instance.start()
-        instance.drop("first", name="slow-60")
-        instance.wait_state("slow-60", State.RUNNING)
-        instance.drop("second", name="succeed")
-        ended(instance)
+        instance.drop("first", name=f"slow-60.{number}")
+        instance.wait_state(f"slow-60.{number}", State.RUNNING, State.SUCCEEDED)
+        instance.drop("second", name=name)
+        assert ended(instance, name).num_staged == 0
         instance.stop()
-        job = instance.job("succeed")
-        assert job is not None
-        assert job.num_staged == 0
 
 
 def test_each_busy_gpu_has_its_next_job_and_the_first_one_takes_the_gpu_that_is_free_first(instance: Instance) -> None:

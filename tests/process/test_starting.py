@@ -117,7 +117,7 @@ def test_reading_entries_extends_the_start_and_heeds_a_signal(early: EarlyHoned,
 def test_a_lock_that_no_daemon_has_is_waited_for(instance: Instance, lock_fd: int, systemd: Systemd) -> None:
     process = start(instance, systemd)
     assert f"STATUS=waiting for the spool's lock, which process {os.getpid()} (" in systemd.said()
-    assert "EXTEND_TIMEOUT_USEC=" in systemd.said()
+    wait_for(lambda: "EXTEND_TIMEOUT_USEC=" in systemd.said(), what="more time asked for")
     assert "READY=1" not in systemd.said()
     fcntl.flock(lock_fd, fcntl.LOCK_UN)
     wait_for(lambda: "READY=1" in systemd.said(), what="honed's start")

@@ -43,7 +43,7 @@ def test_processes_of_a_run_share_a_server_which_ends_with_the_first_even_if_tha
             second.communicate("\n")
         assert Path(f"/proc/{server}").exists(), "who else shares it goes on with it"
         first.send_signal(signal.SIGKILL)
-    wait_for(lambda: not Path(f"/proc/{server}").exists(), what="the server's end", deadline_sec=60)
+    wait_for(lambda: not Path(f"/proc/{server}").exists(), what="the server's end")
 
 
 def test_who_connects_and_says_nothing_keeps_nobody_from_being_served() -> None:

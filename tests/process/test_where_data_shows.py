@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from endpoint import Endpoint
 from harness import Instance, RealInstance
+from notified import Notified
 
 from honed.job import query
 from honed.page import metrics
@@ -151,12 +151,11 @@ def drop_bad(instance: Instance) -> None:
 
 
 @pytest.fixture
-def status(tmp_path: Path) -> Iterator[socket.socket]:
-    """The socket that receives the daemon's messages to systemd; an instance's root is the same directory."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        systemd.bind(str(tmp_path / "notify"))
-        systemd.setblocking(False)
-        yield systemd
+def systemd(tmp_path: Path) -> Iterator[Notified]:
+    """What the daemon tells systemd; an instance's root is the same directory."""
+    made = Notified(tmp_path / "notify")
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -166,15 +165,6 @@ def echo() -> Iterator[Endpoint]:
     made.default = lambda request: request.answer(422, request.body)
     yield made
     made.down()
-
-
-def received(systemd: socket.socket) -> str:
-    told = []
-    try:
-        while True:
-            told.append(systemd.recv(1 << 20).decode())
-    except BlockingIOError:
-        return "\n".join(told)
 
 
 def for_everybody(instance: Instance) -> dict[str, str]:
@@ -228,9 +218,9 @@ def check(places: dict[str, str]) -> None:
 
 
 def test_what_is_in_rows_prompts_templates_and_job_files_is_shown_to_their_owner_alone(
-    real: RealInstance, status: socket.socket, echo: Endpoint
+    real: RealInstance, systemd: Notified, echo: Endpoint
 ) -> None:
-    real.environment["NOTIFY_SOCKET"] = str(real.root / "notify")
+    real.environment["NOTIFY_SOCKET"] = str(systemd.path)
     plug_in(real)
     (real.root / "template.jinja").write_text(TEMPLATE)
     (real.root / "parrot.jinja").write_text(PARROT)
@@ -266,7 +256,8 @@ def test_what_is_in_rows_prompts_templates_and_job_files_is_shown_to_their_owner
     assert outcomes == {"guarded": "regressed", "parrots": "mask_invalid"}
     kept = {name for name in ROWS if name.startswith("some-")}
     assert {name.removesuffix(".json") for name in real.rejected()} == {*ROWS, *SPECS} - kept
-    check({**for_everybody(real), "STATUS": received(status)})
+    assert "STATUS=running" in systemd.said()
+    check({**for_everybody(real), "STATUS": systemd.said()})
     owners = for_the_owner(real)
     assert [word for word in WORDS if word not in owners] == []
     assert "trained between ⟦⟧: " in honectl(real, "show", "parrots")

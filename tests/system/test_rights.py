@@ -96,6 +96,9 @@ def kept(honed: Machine, name: str) -> str:
     """Return where a rejected file is."""
     found = re.search(r"^The file is kept as rejected/(\S+)\.$", honed.read(f"{REJECTED}/{name}.reason"), re.MULTILINE)
     assert found is not None
+    wait_for(
+        lambda: honed.exists(f"{REJECTED}/{found[1]}"), what="it is there"
+    )  # it is moved after its reason was written
     return f"{REJECTED}/{found[1]}"
 
 

@@ -22,14 +22,14 @@ pytestmark = pytest.mark.systemd
 
 PYTHON = "/usr/bin/python3"
 PYTHONPATH = f"{CHECKOUT}/daemon:{CHECKOUT}/tests:{ENVIRONMENT}/lib/python3.11/site-packages"
-#: So that a test need not wait: the units' own figures are minutes.
+#: So that a test need not wait: the units' own figures are minutes. A busy machine keeps to these as well.
 HONED_DROPIN = f"""\
 [Service]
 ExecStart=
 ExecStart={PYTHON} -m honed.daemon.loop
 Environment=PYTHONPATH={PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 RestartSec=100ms
-WatchdogSec=4s
+WatchdogSec=12s
 """
 JOB_DROPIN = f"""\
 [Service]
@@ -38,7 +38,7 @@ ExecStart={PYTHON} {CHECKOUT}/tests/system/jobstart.py %i
 ExecStopPost=
 ExecStopPost={PYTHON} -c "from honed.run.jobunit import end_main; raise SystemExit(end_main())" %i
 Environment=PYTHONPATH={PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
-TimeoutStopSec=2s
+TimeoutStopSec=4s
 """
 VIEW_DROPIN = f"""\
 [Service]
@@ -48,7 +48,7 @@ ExecStop=
 ExecStop={PYTHON} -c "from honed.run.jobview import main; raise SystemExit(main())" %i --remove
 Environment=PYTHONPATH={PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 """
-CONFIG = "[jobs]\nstall_timeout_sec = 3.0\nretry_delay_sec = 0.0\npoll_interval_sec = 0.1\nstage_ahead = true\n"
+CONFIG = "[jobs]\nstall_timeout_sec = 10.0\nretry_delay_sec = 0.0\npoll_interval_sec = 0.1\nstage_ahead = true\n"
 INSTALL = """\
 cp {units}/honed.service {units}/honed-job@.service {units}/honed-view@.service {units}/*.slice /etc/systemd/system
 cp {units}/50-honed.rules /usr/share/polkit-1/rules.d
@@ -406,7 +406,7 @@ def test_a_worker_that_somebody_kills_is_killed(honed: Honed) -> None:
 
 
 def test_a_stop_of_its_unit_has_a_job_write_its_checkpoint_however_long_and_be_held(honed: Honed) -> None:
-    job = honed.drop("slow-4000-5")  # the unit's TimeoutStopSec= is 2 s
+    job = honed.drop("slow-4000-5")  # the unit's TimeoutStopSec= is 4 s
     honed.wait_step(job)
     honed.machine.run("systemctl", "stop", f"honed-job@{job}")
     entry = honed.wait(job, "held", "queued", "failed")

@@ -100,13 +100,13 @@ def wait_state(honed: Machine, name: str, state: str) -> int:
         assert not is_over, honed.sh(f"tail -n 50 {JOBS}/{row['id']}/attempts/*/worker.log")
         return int(row["id"]) if row["state"] == state else 0
 
-    return wait_for(reached, what=f"{name} {state}", deadline_sec=60)
+    return wait_for(reached, what=f"{name} {state}")
 
 
 def begun(honed: Machine, name: str) -> int:
     """Wait until a job's worker has begun. Returns the job's number."""
     job_id = wait_state(honed, name, "running")
-    wait_for(lambda: honed.exists(f"{JOBS}/{job_id}/said.json"), what=f"{name} begins", deadline_sec=60)
+    wait_for(lambda: honed.exists(f"{JOBS}/{job_id}/said.json"), what=f"{name} begins")
     return job_id
 
 
@@ -124,7 +124,7 @@ def ask(honed: Machine, *words: str, user: str | None = "honed") -> str:
 def reason(honed: Machine, name: str) -> str:
     """Wait for the reason of a rejection."""
     path = f"/var/spool/honed/rejected/{name}.json.reason"
-    wait_for(lambda: honed.exists(path), what=f"{name} rejected", deadline_sec=60)
+    wait_for(lambda: honed.exists(path), what=f"{name} rejected")
     return honed.read(path)
 
 
@@ -165,7 +165,7 @@ def test_a_submitter_holds_their_job_and_another_cannot(running: Machine) -> Non
     assert running.try_run("honectl", "cancel", str(job_id), user="berta").returncode != 0
     running.run("honectl", "hold", str(job_id), user="anna")
     wait_state(running, "slow-4000", "held")
-    wait_for(lambda: not queue(running, states="pending,running"), what="Slurm has no job", deadline_sec=60)
+    wait_for(lambda: not queue(running, states="pending,running"), what="Slurm has no job")
     running.run("honectl", "cancel", str(job_id), user="anna")
 
 

@@ -152,8 +152,8 @@ def test_a_job_sees_its_own_and_the_outputs_that_it_names_and_nothing_else_of_ho
         assert f"ls: cannot open directory '{place}': Permission denied" in said
     # When it has ended nothing of its view is left.
     wait_for(lambda: not honed.exists("/run/honed-view"), what="no view")
-    assert honed.sh("ls /run/userdb") == ""
-    assert "honed-view" not in honed.sh("cat /proc/mounts")
+    wait_for(lambda: honed.sh("ls /run/userdb") == "", what="no user")
+    wait_for(lambda: "honed-view" not in honed.sh("cat /proc/mounts"), what="no mount")
 
 
 @pytest.mark.parametrize("swap", ["named in the plan", "directory renamed", "replace it with a link"])
@@ -174,10 +174,10 @@ def test_nothing_is_shown_that_the_submitter_cannot_open(honed: Machine, swap: s
         case _:
             honed.sh(f"mv {JOBS}/{own} {JOBS}/{own}.away; ln -s {theirs} {JOBS}/{own}")
     assert probe(honed, thief, f"cat {JOBS}/*/output/rows.jsonl") == ""
-    told = honed.run("journalctl", "--no-pager", "-u", f"honed-view@{thief}")
+    told = "\n".join(honed.messages("-u", f"honed-view@{thief}"))
     assert f"job {thief} could not be set up: {JOBS}/" in told
     assert "for the user anna" in told or "Not a directory" in told
-    assert not honed.exists("/run/honed-view")
+    wait_for(lambda: not honed.exists("/run/honed-view"), what="no view")
     honed.sh(
         f"[ ! -e {JOBS}/{own}.away ] || {{ rm {JOBS}/{own} 2>/dev/null || mv {JOBS}/{own} {JOBS}/{theirs}; "
         f"mv {JOBS}/{own}.away {JOBS}/{own}; }}"
@@ -269,7 +269,7 @@ def test_a_users_encoded_rows_are_in_the_view_of_their_jobs_alone(honed: Machine
     # A cache that has lost its ACL keeps nobody's job from starting.
     honed.sh(f"setfacl -b {place} || chmod 700 {place}")
     assert "No such file" in probe(honed, job_of(honed, "anna", "without"), f"ls /var/lib/honed; ls {ROWS} 2>&1")
-    assert "honed-view" not in honed.sh("cat /proc/mounts")
+    wait_for(lambda: "honed-view" not in honed.sh("cat /proc/mounts"), what="no view")  # it ends after its job's unit
     honed.sh(f"rm -r {ROWS}/*")
 
 
@@ -353,7 +353,7 @@ def test_a_machine_without_the_user_database_says_what_is_missing(honed: Machine
     honed.sh("cp /etc/nsswitch.conf /srv/nsswitch.conf; sed -i 's/ systemd//' /etc/nsswitch.conf")
     try:
         assert probe(honed, job_id, "id -u") == ""
-        told = honed.run("journalctl", "--no-pager", "-u", f"honed-view@{job_id}")
+        told = "\n".join(honed.messages("-u", f"honed-view@{job_id}"))
         assert "install libnss-systemd" in told
         found = honed.doctor()
         assert (found["user database"]["status"], found["user database"]["hint"][:11]) == ("error", "apt install")
