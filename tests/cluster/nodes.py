@@ -22,7 +22,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "process")]
 from harness import Instance  # noqa: E402
 
 import gpus  # noqa: E402
-from waiting import wait_for  # noqa: E402
+from waiting import DEADLINE_SEC, wait_for  # noqa: E402
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel")
 #: What starts each daemon, by the name of its file in pid/.
@@ -66,10 +66,12 @@ class Cluster:
         self.environment["SLURM_TEST_PORT"] = str(_free_port())
 
     def up(self) -> None:
-        subprocess.run([HERE / "up"], env=self.environment, check=True, capture_output=True, timeout=60)
+        subprocess.run([HERE / "up"], env=self.environment, check=True, capture_output=True, timeout=DEADLINE_SEC)
 
     def down(self) -> None:
-        subprocess.run([HERE / "down", "--wipe"], env=self.environment, check=False, capture_output=True, timeout=120)
+        subprocess.run(
+            [HERE / "down", "--wipe"], env=self.environment, check=False, capture_output=True, timeout=DEADLINE_SEC
+        )
 
     def running(self, program: str) -> int | None:
         """Return the pid of a daemon that runs and has written it down."""
@@ -81,9 +83,9 @@ class Cluster:
 
     def kill(self, program: str) -> None:
         """Kill a daemon: slurmctld, slurmd-node1 or slurmd-node2."""
-        pid = wait_for(lambda: self.running(program), what=f"{program} runs", deadline_sec=30)
+        pid = wait_for(lambda: self.running(program), what=f"{program} runs")
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not Path(f"/proc/{pid}/exe").exists(), what=f"the end of {program}", deadline_sec=30)
+        wait_for(lambda: not Path(f"/proc/{pid}/exe").exists(), what=f"the end of {program}")
 
     def start(self, program: str) -> None:
         """Start a daemon, and wait until it has written its pid down; again where it ends at once."""
@@ -101,10 +103,12 @@ class Cluster:
             if self.running(program) is None:
                 self.start(program)
         resume = ["scontrol", "update", "nodename=node1,node2", "state=resume"]
-        subprocess.run(resume, env=self.environment, check=False, capture_output=True, timeout=60)
+        subprocess.run(resume, env=self.environment, check=False, capture_output=True, timeout=DEADLINE_SEC)
 
     def run(self, *command: str) -> str:
-        done = subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.environment, check=True, capture_output=True, text=True, timeout=DEADLINE_SEC
+        )
         return done.stdout
 
 

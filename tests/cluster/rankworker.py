@@ -57,7 +57,7 @@ def be_the_only_one(job_dir: Path, exit_path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         other = Path(os.pread(fd, 4096, 0).decode())
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not other.exists() and time.monotonic() < deadline:  # it is just ending
             time.sleep(0.1)
         if not other.exists():

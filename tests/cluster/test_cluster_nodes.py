@@ -12,7 +12,7 @@ import pytest
 from nodes import ClusterInstance
 
 from honed.job.job import Job, State
-from waiting import wait_for
+from waiting import DEADLINE_SEC, wait_for
 from zoo.model import build_checkpoint, write_facts
 
 GPUS = "[slurm]\ngpu_bytes = 85899345920\n"
@@ -31,16 +31,15 @@ def all_begun(cluster: ClusterInstance, name: str, number: int) -> list[dict[str
     return wait_for(
         lambda: found if len(found := ranks(cluster, name, number)) == number else None,
         what=f"{number} ranks",
-        deadline_sec=60,
     )
 
 
 def begun(cluster: ClusterInstance, name: str) -> None:
     """Wait until rank 0 has taken its first step: before that, a stop leaves nothing."""
-    wait_for(lambda: (cluster.show(name)["progress"]["step"] or 0) > 0, what=f"{name}'s first step", deadline_sec=60)
+    wait_for(lambda: (cluster.show(name)["progress"]["step"] or 0) > 0, what=f"{name}'s first step")
 
 
-def ended(cluster: ClusterInstance, name: str, state: State, deadline_sec: float = 60) -> Job:
+def ended(cluster: ClusterInstance, name: str, state: State, deadline_sec: float = DEADLINE_SEC) -> Job:
     is_over = {State.SUCCEEDED, State.FAILED, State.HELD, State.CANCELLED}
     job = wait_for(
         lambda: (
@@ -147,13 +146,13 @@ def test_a_job_of_two_nodes_is_held_goes_on_and_is_cancelled(cluster: ClusterIns
     all_begun(cluster, "slow-4000", 2)
     begun(cluster, "slow-4000")
     cluster.honectl("hold", "slow-4000")
-    held = cluster.wait_state("slow-4000", State.HELD, deadline_sec=60)
+    held = cluster.wait_state("slow-4000", State.HELD)
     assert held.outcome == "interrupted"
     assert held.attempt.step
     cluster.honectl("release", "slow-4000")
-    wait_for(lambda: len(cluster.starts(held)) == 2, what="the second start", deadline_sec=60)
+    wait_for(lambda: len(cluster.starts(held)) == 2, what="the second start")
     cluster.honectl("cancel", "slow-4000")
-    cluster.wait_state("slow-4000", State.CANCELLED, deadline_sec=60)
+    cluster.wait_state("slow-4000", State.CANCELLED)
 
 
 def test_a_lost_node_ends_all_ranks_and_the_job_waits_for_another(cluster: ClusterInstance) -> None:
@@ -163,13 +162,13 @@ def test_a_lost_node_ends_all_ranks_and_the_job_waits_for_another(cluster: Clust
     cluster.drop("until-600", name="until-600", resources={"nodes": 2})
     began = all_begun(cluster, "until-600", 2)
     cluster.cluster.kill("slurmd-node2")
-    wait_for(lambda: len(cluster.show("until-600")["attempts"]) == 2, what="the second attempt", deadline_sec=120)
-    wait_for(lambda: cluster.show("until-600").get("slurm", {}).get("reason"), what="why it waits", deadline_sec=60)
+    wait_for(lambda: len(cluster.show("until-600")["attempts"]) == 2, what="the second attempt")
+    wait_for(lambda: cluster.show("until-600").get("slurm", {}).get("reason"), what="why it waits")
     told = cluster.honectl("show", "until-600").stdout
     assert re.search(r"Slurm job \d+: pending, \w", told), told
     cluster.cluster.mend()
     cluster.go("until-600")
-    job = ended(cluster, "until-600", State.SUCCEEDED, deadline_sec=120)
+    job = ended(cluster, "until-600", State.SUCCEEDED)
     assert job.attempts[0].outcome in {"killed", "interrupted"}  # the rank that is left may write a checkpoint
     again = ranks(cluster, "until-600", 2)
     assert {each["attempt"] for each in again} == {2}
@@ -181,14 +180,14 @@ def test_what_slurm_refuses_ends_with_its_words(cluster: ClusterInstance) -> Non
     cluster.pretend_cuda()
     cluster.start()
     cluster.drop("many", name="many", resources={"nodes": 3})
-    why = wait_for(lambda: cluster.rejected().get("many.json"), what="the refusal", deadline_sec=60)
+    why = wait_for(lambda: cluster.rejected().get("many.json"), what="the refusal")
     assert "Slurm refuses the job: allocation failure: Requested node configuration is not available" in why
     cluster.drop("succeed.hold", name="succeed")
     cluster.wait_state("succeed", State.HELD)
     cluster.configure(f'{GPUS}partition = "gone"\n')
     assert cluster.process is not None
     cluster.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: "reloaded" in cluster.log, what="the new configuration", deadline_sec=30)
+    wait_for(lambda: "reloaded" in cluster.log, what="the new configuration")
     cluster.honectl("release", "succeed")
     job = ended(cluster, "succeed", State.FAILED)
     assert job.outcome == "cluster_refused"

@@ -23,7 +23,7 @@ from honed.job import refusals
 from honed.job.job import Job, State
 from honed.system.error import HonedError
 from process.harness import Instance
-from waiting import wait_for
+from waiting import DEADLINE_SEC, wait_for
 from zoo import plain
 
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ retry_delay_sec = 0
 #: short run as many as let each error have its round.
 MOST, MOST_OF_FEW, FEW = (3, 10, 30, 1000), (10,), 1000
 #: Seconds after the errors within which all must have come right.
-PEACE_SEC = 90.0
+PEACE_SEC = DEADLINE_SEC
 
 
 class Scene(Instance):

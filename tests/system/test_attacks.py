@@ -17,7 +17,7 @@ from planted import ALICES, KINDS, MOUNTED, OVER, ROOTS
 from tables import holds
 
 from honed.job import refusals
-from waiting import wait_for
+from waiting import DEADLINE_SEC, wait_for
 from zoo import plain
 
 pytestmark = pytest.mark.systemd
@@ -55,7 +55,7 @@ said = []
 answer_fd = os.dup(1)
 for words in json.load(sys.stdin):
     out = tempfile.TemporaryFile(); os.dup2(out.fileno(), 1); os.dup2(out.fileno(), 2)
-    signal.alarm(60)
+    signal.alarm(300)
     try: status = honectl.main(words)
     except SystemExit as end: status = end.code
     except Hangs: status = "hangs"
@@ -199,7 +199,7 @@ def attack(machine: Machine, people: None) -> Attack:
     mount(found, mounted)
     machine.run("systemctl", "kill", "--signal=CONT", "honed")
     accepted(machine, "alices-second")
-    wait_for(lambda: settled(found), what="incoming/ settled", deadline_sec=60.0, account=lambda: found.left)
+    wait_for(lambda: settled(found), what="incoming/ settled", account=lambda: found.left)
     for user in ("alice", "mallory", "eve", "root"):
         ask(found, user)
     commands = [[word, str(job)] for job in found.jobs.values() for word in ("show", "logs")]
@@ -285,7 +285,7 @@ def test_others_read_and_lose_nothing_and_get_their_answers(attack: Attack) -> N
 def test_pages_and_the_doctor_wait_for_no_file_system(attack: Attack) -> None:
     machine = attack.machine
     machine.run("systemctl", "start", "honed-web.socket")
-    get = ("curl", "--silent", "--max-time", "60", "--output", "/dev/null", "--write-out", "%{http_code}")
+    get = ("curl", "--silent", "--max-time", "300", "--output", "/dev/null", "--write-out", "%{http_code}")
     for kind in MOUNTED:
         job = attack.jobs[kind]
         for path in (f"/jobs/{job}", f"/api/jobs/{job}", f"/api/jobs/{job}/metrics", f"/api/jobs/{job}/predictions"):
@@ -308,7 +308,7 @@ def test_what_is_planted_in_a_job_goes_with_it(attack: Attack) -> None:
     assert mounted <= left_in_jobs(machine)
     assert attack.mounts is not None and attack.mounts.stdin is not None
     attack.mounts.stdin.close()
-    attack.mounts.wait(60)
+    attack.mounts.wait(DEADLINE_SEC)
     machine.run("systemctl", "restart", "honed")
     accepted(machine, "alices-last")
     wait_for(lambda: not mounted & left_in_jobs(machine), what="what was mounted removed")

@@ -190,7 +190,8 @@ def test_a_running_job_shows_step_and_loss_in_systemctl_status(machine: Machine)
     machine.run("kill", "-STOP", str(worker_pid(machine, LONG)))
     wait_for_step(machine, "long", 3)
     assert "step" in machine.property(f"honed-job@{LONG}", "StatusText")
-    assert f"running job {LONG}" in machine.property("honed", "StatusText")  # without its name: everybody reads it
+    # Without its name, as everybody reads it; at the end of the turn in which honed has heard of the step.
+    wait_for(lambda: f"running job {LONG}" in machine.property("honed", "StatusText"), what="the job in honed's status")
 
 
 def test_reload_takes_a_changed_configuration_and_refuses_a_broken_one(machine: Machine) -> None:
