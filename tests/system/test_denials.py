@@ -47,7 +47,8 @@ def honed(machine: Machine) -> Machine:
     machine.write(
         "/etc/honed/honed.toml.d/50-test.toml",
         # A check that something holds up is not ended: a job that waits for it would not be accepted in time.
-        "[spool]\nsettle_sec = 0.2\nrescan_interval_sec = 2\npreflight_timeout_sec = 3600\n[retention]\nmax_checkpoint_bytes = 1_000_000_000\n",
+        "[spool]\nsettle_sec = 0.2\nrescan_interval_sec = 2\npreflight_timeout_sec = 3600\n"
+        "[retention]\nmax_checkpoint_bytes = 1_000_000_000\n",
     )
     plain.write_base_model(machine.host_path("/srv/model"))
     plain.write_dataset(machine.host_path("/srv/rows.jsonl"))
