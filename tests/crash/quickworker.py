@@ -74,11 +74,11 @@ if "HONED_STAGED" in os.environ:
                 passed = json.load(file)
 elif "HONED_TEST_STAGING" in os.environ:
     tell("stage", stage="train")
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while time.monotonic() < until and waits_for_other():
         time.sleep(0.05)
 if "HONED_TEST_WARM" in os.environ and plan["job"]["name"] == "dies" and number == "1":
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     marker = os.path.join(job_dir, "../../../../../spare-is-ready")  # noqa: PTH118
     while time.monotonic() < until and not os.path.exists(marker):  # noqa: PTH110
         time.sleep(0.02)

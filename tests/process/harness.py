@@ -40,7 +40,27 @@ _FILE_CLOCK = 5
 
 def is_alive(pid: int) -> bool:
     """Return True if a process has not ended; one that nobody has waited for yet has."""
-    return Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def command_of(pid: int) -> bytes:
+    """Return the command line of a process, empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of a process and its threads."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, path.read_text().split())
+    return sorted(found)
 
 
 @dataclass(frozen=True)
@@ -116,9 +136,7 @@ class Instance:
     def helpers(self) -> list[int]:
         """Return the preflight helpers, oldest first; `is_warm` must be false."""
         assert self.process is not None
-        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        pids = sorted(int(pid) for path in children for pid in path.read_text().split())
-        return [pid for pid in pids if b"honed.check.preflight" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in children_of(self.process.pid) if b"honed.check.preflight" in command_of(pid)]
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:

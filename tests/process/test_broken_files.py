@@ -133,5 +133,5 @@ def test_damaged_leftovers_of_a_crash_keep_neither_honed_from_starting_nor_other
     instance.wait_state("succeed", State.SUCCEEDED)
     for path in damaged:
         known = path.parent if path.parent.name.isdecimal() else path  # a sweep and a claim are one item
-        assert f"{known}: " in instance.log, path
+        wait_for(lambda known=known: f"{known}: " in instance.log, what=str(path))  # type: ignore[misc]
         assert path.is_dir() or path.suffix == ".json", path  # a damaged entry goes into corrupt/

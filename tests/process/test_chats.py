@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from certificates import Authority
-from harness import DEADLINE_SEC, Instance
+from harness import DEADLINE_SEC, Instance, command_of
 from hostile import ALL
 from listener import Listener, Quiet, drip
 from postbox import show_a_login_page
@@ -35,7 +35,7 @@ class _Request(Quiet):
     def do_POST(self) -> None:  # noqa: N802 - http.server's name
         server: Chat = self.server.owner  # type: ignore[attr-defined]
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        server.commands |= {path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}
+        server.commands |= {command_of(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
         reply = server.replies.pop(0) if server.replies else 200
         if callable(reply):
             reply(self)

@@ -19,7 +19,7 @@ from typing import Any
 
 import browser
 import pytest
-from harness import DEADLINE_SEC, Instance
+from harness import DEADLINE_SEC, Instance, children_of, command_of, is_alive
 from prometheus_client.parser import text_string_to_metric_families
 from test_report import HOSTILE, Page, write_events
 
@@ -96,9 +96,7 @@ class Web:
     def pages_in_work(self) -> list[int]:
         """Return the pids of the processes that make a page, past their exec: until then their parent, the server,
         waits in vfork."""
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        pids = [int(word) for one in tasks for word in one.read_text().split()]
-        return [pid for pid in pids if b"honed.page.report" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in children_of(self.process.pid) if b"honed.page.report" in command_of(pid)]
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -442,7 +440,7 @@ def test_a_page_that_hangs_does_not_delay_the_end_and_its_process_ends_too(told:
         began = time.monotonic()
         assert web.end() == 0
         assert time.monotonic() - began < 30
-        assert not Path(f"/proc/{pid}").exists()
+        wait_for(lambda: not is_alive(pid), what="the end of its process")
         connection.close()
 
 
@@ -543,7 +541,7 @@ def test_health_says_what_is_not_well(instance: Instance) -> None:
             assert "not a database" in api.Failure.model_validate_json(body).error.message
         assert web.ask("/metrics")[0] == 200
         stream.read()  # it has an end, and a plain one
-        assert "a stream of events ended" in web.log
+        wait_for(lambda: "a stream of events ended" in web.log, what="a word of it")
         assert "Traceback" not in web.log
         instance.layout.database_path.unlink()
         instance.spool.state_dir(State.HELD).rmdir()

@@ -225,7 +225,6 @@ def test_a_link_in_a_jobs_directory_leads_only_where_its_submitter_may_go(runnin
     shown = wait_for(
         lambda: "Permission denied" in (found := running.run("honectl", "show", "--json", str(job_id))) and found,
         what="the reason",
-        deadline_sec=60,
     )
     assert "mkdir" in json.loads(str(shown))["slurm"]["reason"]
     assert running.sh(f"find {JOBS}/{bertas}/attempts -ls") == before

@@ -23,6 +23,7 @@ from honed.system.client import Client
 from honed.system.control import MAX_REQUEST_BYTES, Request, Server, with_file
 from honed.system.error import HonedError, NotPermittedError, SpecError
 from honed.system.layout import Layout
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -36,6 +37,8 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, list[Request]]]:
             raise NotPermittedError("it is another user's", hint="ask them")
         if (number := request.arguments.get("errno")) is not None:
             raise OSError(number, os.strerror(number), "/var/spool/honed")
+        if request.verb == "wait":
+            wait_for(Path(request.arguments["until"]).exists, what="its file")
         return request.arguments
 
     server = Server(tmp_path / "control.sock", selector, answer)
@@ -103,15 +106,23 @@ def test_one_who_asks_and_does_not_read_is_not_listened_to(served: tuple[Path, l
         assert Client(path).ask("echo", id="7") == {"id": "7"}
 
 
-def test_who_asks_much_at_once_is_answered_in_turn_with_the_others(served: tuple[Path, list[Request]]) -> None:
+def test_who_asks_much_at_once_is_answered_in_turn_with_the_others(
+    served: tuple[Path, list[Request]], tmp_path: Path
+) -> None:
     path, asked = served
+    go = tmp_path / "go"  # the server answers nobody before all have asked
+    first = json.dumps({"verb": "wait", "until": str(go)}).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as flood, flood.makefile("rb") as answers:
         flood.connect(str(path))
-        flood.sendall(b'{"verb": "flood"}\n' * 2000)
-        Client(path).ask("one")
+        flood.sendall(first + b"\n" + b'{"verb": "flood"}\n' * 2000)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
+            one.connect(str(path))
+            one.sendall(b'{"verb": "one"}\n')
+            go.touch()
+            assert json.loads(one.makefile("rb").readline())["ok"]
         place = [request.verb for request in asked].index("one")
         assert place < 2000
-        for _ in range(2000):
+        for _ in range(2001):
             assert json.loads(answers.readline())["ok"]
 
 
