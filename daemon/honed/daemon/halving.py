@@ -12,8 +12,9 @@ Each decision follows from the evaluations in honed.db and their times, and is m
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from honed.daemon.attempts import Attempts
 from honed.daemon.running import Running
@@ -32,7 +33,9 @@ class Halvings:
         self._spool = spool
         self._database = database
         self._attempts = attempts
-        self._seen: dict[int, tuple[int, int]] = {}  # job number → offset of its events, and its evaluations
+        self._seen: dict[
+            int, tuple[int, int]
+        ] = {}  # job number → offset of its events, and the rungs that it had reached
 
     def tend(self) -> None:
         """Stop the running jobs that a rung has ended; if the machine prevents it, in a later turn."""
@@ -49,19 +52,23 @@ class Halvings:
         if offset == running.following.offset:
             return
         try:
-            own, num_steps = self._database.evaluations([job.id])[job.id], self._database.num_steps(job.id)
-            if num_steps is None:  # told with the loss of the first steps
+            if (num_steps := self._database.num_steps(job.id)) is None:  # told with the loss of the first steps
                 return
-            ours = self._sweep_of(job) if len(own) > num_known else []
+            reached = self._reached(job, rungs(halving, num_steps))
+            ours = self._sweep_of(job) if len(reached) > num_known else []
             if any(number in self._database.pending for number in ours):  # not all that it is compared with is there
                 return
-            evaluations = self._database.evaluations(ours)
+            evaluations = self._database.evaluations(ours, reached)
             cut = cut_of(job.id, evaluations, halving, num_steps=num_steps) if ours else None
         except sqlite3.Error:  # it is built again, and the job is looked at again with its next event
             return
         if cut is not None:
             running.stop(Stop.HALVE, cut=cut)
-        self._seen[job.id] = running.following.offset, len(own)
+        self._seen[job.id] = running.following.offset, len(reached)
+
+    def _reached(self, job: Job, steps: Iterable[int]) -> list[int]:
+        """Return the rungs that a job has reached, of those at these steps."""
+        return list(itertools.takewhile(lambda step: self._database.evaluations([job.id], [step])[job.id], steps))
 
     def _sweep_of(self, job: Job) -> list[int]:
         """Return the jobs of its sweep, itself included, of its user: anybody may write a group into a file."""

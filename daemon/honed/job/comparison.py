@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import csv
 import difflib
+import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import itemgetter
 from typing import Any, TextIO
 
 from honed.job.shape import Prediction, Shown
@@ -114,8 +116,8 @@ def _cell(value: Any) -> Any:
 def by_sample(rows: Iterable[Prediction]) -> Iterator[tuple[int, list[Prediction]]]:
     """Yield the rows of each example, ordered by step."""
     ranked = sorted(rows, key=lambda row: (row["sample_index"], row["step"]))
-    for index in sorted({row["sample_index"] for row in ranked}):
-        yield index, [row for row in ranked if row["sample_index"] == index]
+    for index, mine in itertools.groupby(ranked, key=itemgetter("sample_index")):
+        yield index, list(mine)
 
 
 # -- several jobs ------------------------------------------------------------------------------------------------------

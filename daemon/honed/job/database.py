@@ -20,6 +20,7 @@ import logging
 import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote
@@ -71,8 +72,11 @@ PUT_JOB = (
     " ON CONFLICT (id) DO UPDATE SET name = excluded.name, state = excluded.state,"
     " outcome = excluded.outcome, priority = excluded.priority"
 )
-#: Evaluations of one job that count in its sweep: those of the lowest steps.
-MAX_EVALUATIONS = 10_000
+#: Evaluations from a step on of which the first in time is found: only a resume repeats or adds any. And those that are
+#: passed over for it, because their loss was no number.
+MAX_REPEATED, MAX_WITHOUT = 16, 1000
+#: The highest integer of SQLite.
+MAX_INTEGER = 2**63 - 1
 #: Milliseconds that the daemon's own connection waits for a lock once it is open, and its loop with it. What could not
 #: be written is written in a later turn.
 BUSY_TIMEOUT_MSEC = 100
@@ -86,9 +90,11 @@ MAX_THINNED = 1000
 #: Scores of predictions that a list reads of a job, and rows of each: a worker can report half a million.
 MAX_SCORES, MAX_SCORED = 30, 200
 
-_EVALUATIONS = f"""
-    SELECT * FROM (SELECT step, value, created_at FROM metrics WHERE job_id = ? AND name = 'eval_loss'
-        ORDER BY step, rowid LIMIT {MAX_EVALUATIONS}) ORDER BY created_at"""
+_EVALUATION_AT = f"""
+    SELECT * FROM (
+        SELECT * FROM (SELECT step, value, created_at FROM metrics WHERE job_id = ? AND name = 'eval_loss' AND step >= ?
+            ORDER BY step, rowid LIMIT {MAX_WITHOUT}) WHERE value IS NOT NULL LIMIT {MAX_REPEATED})
+    ORDER BY created_at, step LIMIT 1"""
 #: The last value of each score of these jobs (a list in JSON): each name is looked for in the index, for its own rows.
 _SCORES = f"""
     WITH RECURSIVE scored (job_id, name, num) AS (
@@ -321,14 +327,15 @@ class Database:
             self._is_damaged = self._is_damaged or _is_corrupt(error)
             log.error("%s: %s: %s", self.path, what, error)  # noqa: TRY400
 
-    def evaluations(self, job_ids: Iterable[int]) -> dict[int, list[Evaluation]]:
-        """Return the evaluation losses of these jobs, of each one in the order of their time."""
+    def evaluations(self, job_ids: Iterable[int], steps: Sequence[int]) -> dict[int, list[Evaluation]]:
+        """Return the first evaluation loss of each job at or after each of these steps, in the order of their time; at
+        steps that it has not reached there is none."""
         found: dict[int, list[Evaluation]] = {}
+        told = [min(step, MAX_INTEGER) for step in steps]  # a group in a job file may be anybody's
         with self._noting_damage():
             for job_id in job_ids:
-                found[job_id] = [
-                    Evaluation(*row) for row in self._db.execute(_EVALUATIONS, (job_id,)) if row[1] is not None
-                ]
+                rows = [row for step in told for row in self._db.execute(_EVALUATION_AT, (job_id, step))]
+                found[job_id] = sorted({Evaluation(*row) for row in rows}, key=attrgetter("time", "step"))
         return found
 
     def num_steps(self, job_id: int) -> float | None:

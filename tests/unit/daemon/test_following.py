@@ -98,7 +98,7 @@ def test_of_many_evaluations_read_together_the_last_one_alone_is_logged(
     assert [each.message for each in caplog.records if "evaluated" in each.message] == [
         "job 1 (j): evaluated at step 49: eval_loss 1"
     ]
-    assert len(scene.database.evaluations([1])[1]) == 50
+    assert len(scene.database.evaluations([1], range(100))[1]) == 50
 
 
 def test_the_last_events_are_read_over_several_turns_too(scene: Scene) -> None:

@@ -134,7 +134,7 @@ def test_no_job_is_ended_while_rows_of_its_sweep_are_still_made(tmp_path: Path, 
     database = Database(spool.layout.database_path)
     rebuild(database, spool, spool.layout, is_late=lambda: True)
     assert [number in database.pending for number in (1, 2, 3, 4)] == [True, True, True, False]
-    assert [len(each) for each in database.evaluations((1, 2, 3, 4)).values()] == [0, 0, 1, 1]
+    assert [len(each) for each in database.evaluations((1, 2, 3, 4), [10]).values()] == [0, 0, 1, 1]
     running = Reporting(next(spool.jobs(State.RUNNING)))
     attempts: Any = SimpleNamespace(running={4: running}, failures=Failures(logging.getLogger("test")))
     halvings = Halvings(spool, database, attempts)

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import time
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,6 +69,24 @@ def test_one_example_one_step_or_the_last() -> None:
     assert [item["prediction"] for item in comparison.chosen(ROWS, step=-1)] == ["=cmd()", "-5.2e3"]
     assert comparison.chosen(ROWS, step=3) == []
     assert [(index, len(mine)) for index, mine in comparison.by_sample(ROWS)] == [(0, 2), (1, 2)]
+
+
+class Counted(dict[str, Any]):
+    """A row that counts how often a value of any was asked for."""
+
+    num = 0
+
+    def __getitem__(self, key: str) -> Any:
+        Counted.num += 1
+        return super().__getitem__(key)
+
+
+def test_the_rows_of_many_examples_are_told_apart_without_reading_each_for_each() -> None:
+    rows: list[Any] = [Counted(row(step, sample, "x")) for step in (9, 0) for sample in range(500)]
+    Counted.num = 0
+    found = [(index, [dict(each)["step"] for each in mine]) for index, mine in comparison.by_sample(rows)]
+    assert found == [(index, [0, 9]) for index in range(500)]
+    assert Counted.num <= 4 * len(rows)
 
 
 def test_jsonl_and_csv_carry_every_row_whole_and_no_formula() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -146,8 +147,21 @@ def test_scores_and_evaluations_cost_no_more_however_many_a_worker_reports(tmp_p
     assert num_bites < 20  # a thousand instructions of SQLite each
     num_bites = 0
     database._db.set_progress_handler(count, 1000)
-    assert [each.step for each in database.evaluations([1])[1]] == list(range(10_000))
-    assert num_bites < 300
+    assert [each.step for each in database.evaluations([1], [50, 40_000, 70_000])[1]] == [50, 40_000]
+    assert num_bites < 5
+    database.close()
+
+
+def test_an_evaluation_at_a_step_is_the_first_in_time_and_has_a_loss(tmp_path: Path) -> None:
+    """Resumed at step 10 with more evaluations, the second attempt has one at step 15, after that at step 20."""
+    database = Database(tmp_path / "honed.db")
+    database.put_job(JOB)
+    told = [(1.0, 10, 3.0), (2.0, 20, 2.0), (3.0, 15, 5.0), (4.0, 20, 6.0), (5.0, 30, math.nan), (6.0, 40, 1.0)]
+    events = [Event("evaluation", when, {"step": step, "metrics": {"eval_loss": loss}}) for when, step, loss in told]
+    database.apply(JOB, Reading(events, 10, 0))
+    found = database.evaluations([1, 7], [10, 15, 25, 50, 10**400])
+    assert [(each.step, each.eval_loss) for each in found[1]] == [(10, 3.0), (20, 2.0), (40, 1.0)]
+    assert found[7] == []
     database.close()
 
 
