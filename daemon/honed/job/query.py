@@ -346,14 +346,13 @@ def _members(layout: Layout, jobs: Sequence[Job]) -> Iterator[Part]:
     assert group is not None
     yield {"id": group["id"], "name": group["name"], "file": group["file"], "jobs": []}
     best: GroupJob | None = None
-    for first in range(0, len(jobs), ROWS_AT_ONCE):
+    for each in jobs:  # one at a time: of each ended one, a result of any worker's is read
         with contextlib.closing(Reader(layout.database_path)) as reader:
-            made = [_group_job(layout, reader, job) for job in jobs[first : first + ROWS_AT_ONCE]]
-        for job in made:
-            loss, least = job["eval_loss"], best["eval_loss"] if best is not None else None
-            if job["state"] == State.SUCCEEDED and loss is not None and (least is None or loss < least):
-                best = job
-        yield {"jobs": made}
+            job = _group_job(layout, reader, each)
+        loss, least = job["eval_loss"], best["eval_loss"] if best is not None else None
+        if job["state"] == State.SUCCEEDED and loss is not None and (least is None or loss < least):
+            best = job
+        yield {"jobs": [job]}
     yield {"best": best["id"] if best is not None else None, "halving": group.get("halving")}
 
 

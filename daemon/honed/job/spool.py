@@ -445,6 +445,17 @@ def _read(directory: str, name: str, state: State, damaged: Damaged) -> Job | No
 
 
 def _content(path: str) -> bytes:
+    """Return the bytes of a file. After an input/output error it is read once more: a disk may fail a single read, and
+    an entry that cannot be read is set aside as damaged."""
+    try:
+        return _content_at_once(path)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+    return _content_at_once(path)
+
+
+def _content_at_once(path: str) -> bytes:
     """Return the bytes of a file, without the buffers of a file object."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

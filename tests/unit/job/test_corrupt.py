@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,6 +133,28 @@ def test_an_entry_that_cannot_be_read_is_damaged_too(spool: Spool) -> None:
     recover(spool)
     assert spool.corrupt.names() == ["1.running.json"]
     assert "Is a directory" in (spool.corrupt.dir / "1.running.json.reason").read_text()
+    found = spool.job(1)
+    assert found is not None
+    assert found.attempts == job.attempts
+
+
+@pytest.mark.parametrize("num_failing", [1, 2])
+def test_an_entry_is_damaged_if_a_second_read_fails_too(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch, num_failing: int
+) -> None:
+    job = add(spool, 1, State.RUNNING)
+    path, real, failed = spool.entries.path(1, State.RUNNING), os.open, list[Any]()
+
+    def fail(place: Any, *arguments: Any, **keys: Any) -> int:
+        if str(place) == str(path) and len(failed) < num_failing:
+            failed.append(place)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), place)
+        return real(place, *arguments, **keys)
+
+    monkeypatch.setattr(os, "open", fail)
+    recover(spool)
+    assert len(failed) == num_failing
+    assert spool.corrupt.names() == (["1.running.json"] if num_failing > 1 else [])
     found = spool.job(1)
     assert found is not None
     assert found.attempts == job.attempts

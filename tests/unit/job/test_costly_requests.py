@@ -15,7 +15,7 @@ from honed.daemon.housekeeper import Housekeeper
 from honed.job import query, refusals, removal
 from honed.job import spool as spools
 from honed.job.database import Database
-from honed.job.job import Attempt, Job, State
+from honed.job.job import Attempt, Group, Job, State
 from honed.job.query import ANYBODY, Asker, Choice
 from honed.job.retention import Wish
 from honed.job.spool import Spool
@@ -80,6 +80,19 @@ def test_a_large_result_is_not_read_for_an_answer(tmp_path: Path, is_large: bool
     shown = query.show(spool, spool.layout, "7")
     assert shown["metrics"].get("eval_loss") == (None if is_large else 4.5)
     assert shown["artifacts"]["output_dir"] == ("/o" if is_large else "/elsewhere")
+
+
+def test_the_jobs_of_a_sweep_are_told_one_at_a_time(tmp_path: Path) -> None:
+    """Of each, a result is read, which may take milliseconds: others are answered between them."""
+    spool = Spool(Layout(tmp_path))
+    for number in (7, 8, 9):
+        group: Group = {"id": 6, "name": "s", "file": "s.yaml", "values": {"seed": number}}
+        durable.finish(spool.adding(replace(JOB, id=number, state=State.SUCCEEDED, group=group)))
+    left(spool.layout, 1000)
+    parts = list(query.grouped(spool, spool.layout, "s"))
+    assert [[job["id"] for job in part.get("jobs", [])] for part in parts if part] == [[], [7], [8], [9], []]
+    shown = query.group(spool, spool.layout, "6")
+    assert ([job["id"] for job in shown["jobs"]], shown["best"]) == ([7, 8, 9], 7)
 
 
 def test_a_result_is_judged_up_to_a_size(tmp_path: Path) -> None:
