@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from listener import keep_port
 
 #: Bytes sent at a time.
 CHUNK_BYTES = 1024
@@ -60,6 +63,7 @@ class Hub:
         self.requests: list[tuple[str, str, str]] = []  #: path, Range, Authorization
         self.statuses: list[int] = []  #: answered before anything else, in turn
         self.port = 0
+        self._kept: socket.socket | None = None
         self._server: ThreadingHTTPServer | None = None
 
     @property
@@ -80,9 +84,10 @@ class Hub:
             def log_message(self, *_: Any) -> None:
                 pass
 
+        self._kept = self._kept or keep_port(self.port)
+        self.port = self._kept.getsockname()[1]
         self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Asked)
         self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def stop(self) -> None:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
+
+
+def keep_port(number: int) -> socket.socket:
+    """Keep a port of 127.0.0.1, or a free one for 0, beside the server that listens there. While none does, connections
+    are refused, and the kernel gives the port to no other process of a busy machine."""
+    kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", number))
+    return kept
 
 
 class Listener:
@@ -15,7 +25,8 @@ class Listener:
     request_class: ClassVar[type[BaseHTTPRequestHandler]]
 
     def __init__(self) -> None:
-        self.port = 0
+        self._kept = keep_port(0)
+        self.port: int = self._kept.getsockname()[1]
         self._server: ThreadingHTTPServer | None = None
         self.up()
 
@@ -23,7 +34,6 @@ class Listener:
         self._server = ThreadingHTTPServer(("127.0.0.1", self.port), self.request_class)
         self._server.owner = self  # type: ignore[attr-defined]
         self._server.block_on_close = False
-        self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def down(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from email.message import EmailMessage
 from typing import Any
 
-from listener import Listener, Quiet
+from listener import Listener, Quiet, keep_port
 
 
 class _Talk(socketserver.StreamRequestHandler):
@@ -114,7 +114,8 @@ class PostOffice:
         self.num_hang_ups = 0
         self.is_silent = False
         self.drips_farewell = False
-        self.port = 0
+        self._kept = keep_port(0)
+        self.port: int = self._kept.getsockname()[1]
         self._server: _Server | None = None
         self.up()
 
@@ -127,7 +128,6 @@ class PostOffice:
     def up(self) -> None:
         self._server = _Server(("127.0.0.1", self.port), _Talk)
         self._server.office = self  # type: ignore[attr-defined]
-        self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def down(self) -> None:

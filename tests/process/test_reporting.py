@@ -82,7 +82,7 @@ def test_without_an_address_nothing_is_kept_and_nobody_is_started(instance: Inst
 def test_training_does_not_wait_for_an_endpoint_that_is_down(instance: Instance, endpoint: Endpoint) -> None:
     """Metrics from the outage arrive once the endpoint is up, although honed was restarted in between."""
     endpoint.down()
-    report_to(instance, endpoint, "flush_sec = 0.2")
+    report_to(instance, endpoint, "flush_sec = 3")
     instance.drop("job", name="report-3")
     assert instance.drain() == 0
     assert instance.wait_state("report-3", State.SUCCEEDED)

@@ -139,7 +139,7 @@ def test_a_held_job_says_what_holds_it_now(instance: Instance) -> None:
 def test_a_worker_that_hangs_beyond_its_time_limit_is_ended(instance: Instance) -> None:
     instance.configure("[jobs]\ntime_limit_grace_sec = 0.2\nstop_timeout_sec = 5\n")
     instance.drop("a", name="hang", time_limit_sec=1)
-    instance.drop("b", name="slow-1000", time_limit_sec=5)
+    instance.drop("b", name="slow-1000", time_limit_sec=10)
     instance.drop("c", name="succeed.c", time_limit_sec=600)
     assert instance.drain() == 0
     for name in ("hang", "slow-1000"):
@@ -152,7 +152,7 @@ def test_a_worker_that_hangs_beyond_its_time_limit_is_ended(instance: Instance) 
 
 def test_a_time_limit_counts_the_time_before_a_kill_of_honed(instance: Instance) -> None:
     instance.configure("[jobs]\ntime_limit_grace_sec = 0\nstop_timeout_sec = 1\n")
-    instance.drop("a", name="hang", time_limit_sec=3)
+    instance.drop("a", name="hang", time_limit_sec=10)
     instance.start()
     began = instance.wait_state("hang", State.RUNNING).attempt.started_at
     wait_for(lambda: instance.starts(instance.wait_state("hang", State.RUNNING)), what="its worker")
