@@ -33,9 +33,7 @@ class Halvings:
         self._spool = spool
         self._database = database
         self._attempts = attempts
-        self._seen: dict[
-            int, tuple[int, int]
-        ] = {}  # job number → offset of its events, and the rungs that it had reached
+        self._seen: dict[int, tuple[int, int | None]] = {}  # job number → offset of its events, and its last evaluation
 
     def tend(self) -> None:
         """Stop the running jobs that a rung has ended; if the machine prevents it, in a later turn."""
@@ -48,14 +46,16 @@ class Halvings:
         job = running.job
         if (halving := _halving(job)) is None or job.stop in {Stop.HALVE, Stop.HOLD, Stop.CANCEL}:
             return
-        offset, num_known = self._seen.get(job.id, (-1, 0))
+        offset, known = self._seen.get(job.id, (-1, None))
         if offset == running.following.offset:
             return
         try:
-            if (num_steps := self._database.num_steps(job.id)) is None:  # told with the loss of the first steps
+            last, num_steps = self._database.last_evaluation(job.id), self._database.num_steps(job.id)
+            if num_steps is None:  # told with the loss of the first steps
                 return
-            reached = self._reached(job, rungs(halving, num_steps))
-            ours = self._sweep_of(job) if len(reached) > num_known else []
+            # Each evaluation is a reason to look: those of the others, which came first, may be read after its own.
+            ours = self._sweep_of(job) if last != known else []
+            reached = self._reached(job, rungs(halving, num_steps)) if ours else []
             if any(number in self._database.pending for number in ours):  # not all that it is compared with is there
                 return
             evaluations = self._database.evaluations(ours, reached)
@@ -64,7 +64,7 @@ class Halvings:
             return
         if cut is not None:
             running.stop(Stop.HALVE, cut=cut)
-        self._seen[job.id] = running.following.offset, len(reached)
+        self._seen[job.id] = running.following.offset, last
 
     def _reached(self, job: Job, steps: Iterable[int]) -> list[int]:
         """Return the rungs that a job has reached, of those at these steps."""

@@ -338,6 +338,13 @@ class Database:
                 found[job_id] = sorted({Evaluation(*row) for row in rows}, key=attrgetter("time", "step"))
         return found
 
+    def last_evaluation(self, job_id: int) -> int | None:
+        """Return the highest step at which a job was evaluated; None before the first."""
+        sql = "SELECT step FROM metrics WHERE job_id = ? AND name = 'eval_loss' ORDER BY step DESC LIMIT 1"
+        with self._noting_damage():
+            row = self._db.execute(sql, (job_id,)).fetchone()
+        return row[0] if row else None
+
     def num_steps(self, job_id: int) -> float | None:
         """Return the steps that a job makes in all, as it reported."""
         with self._noting_damage():

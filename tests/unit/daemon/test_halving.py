@@ -16,6 +16,7 @@ import pytest
 from honed.daemon.halving import Halvings, cut_of, rungs
 from honed.daemon.rebuild import fill, rebuild
 from honed.job.database import Database, Evaluation
+from honed.job.event import Event, Reading
 from honed.job.job import Attempt, Cut, Group, Halving, Job, State, Stop
 from honed.job.spool import Spool
 from honed.system.failures import Failures
@@ -143,5 +144,41 @@ def test_no_job_is_ended_while_rows_of_its_sweep_are_still_made(tmp_path: Path, 
     fill(database, spool, spool.layout)
     halvings.tend()
     assert len(running.cuts) == is_ended
+    database.close()
+    spool.close()
+
+
+def test_an_evaluation_that_is_read_late_ends_a_job_that_went_on_without_it(tmp_path: Path) -> None:
+    """Two jobs run beside each other; of one, the events are read after the other has passed the rung."""
+    spool = Spool(Layout(tmp_path))
+    spool.layout.database_path.parent.mkdir(parents=True, exist_ok=True)
+    group: Group = {"id": 9, "name": "s", "file": "s.yaml", "values": {}, "halving": HALF}
+    attempts = (Attempt(1, "transformers", 10.0),)
+    jobs = [
+        Job(number, f"n{number}", 1.0, "s.yaml", 0, f"/o/{number}", attempts=attempts, group=group, state=State.RUNNING)
+        for number in (1, 2)
+    ]
+    for job in jobs:
+        spool.entries.path(job.id, job.state).write_bytes(job.to_json())
+    spool.recover()
+    database = Database(spool.layout.database_path)
+    database.put_jobs(jobs)
+
+    def read(job: Job, *told: tuple[float, int, float]) -> None:
+        evaluations = [
+            Event("evaluation", at, {"step": step, "metrics": {"eval_loss": loss}}) for at, step, loss in told
+        ]
+        step = Event("step", told[0][0], {"step": 1, "num_steps": 80, "loss": 1.0})
+        database.apply(job, Reading([step, *evaluations], 10, 0))
+
+    late, running = jobs[0], Reporting(jobs[1])
+    attempts_of: Any = SimpleNamespace(running={2: running}, failures=Failures(logging.getLogger("test")))
+    halvings = Halvings(spool, database, attempts_of)
+    for at, step in ((20.0, 10), (21.0, 15)):
+        read(running.job, (at, step, 2.0))
+        running.following.offset += 1
+        halvings.tend()
+        assert len(running.cuts) == (step == 15), step
+        read(late, (12.0, 10, 1.0))
     database.close()
     spool.close()
