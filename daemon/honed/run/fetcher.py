@@ -43,8 +43,8 @@ MAX_DEATHS = 5
 DEADLINE_GRACE_SEC = 120.0
 #: Seconds between two log lines about one fetch.
 LOG_INTERVAL_SEC = 60.0
-#: Seconds that the processes have to end when the daemon stops.
-CLOSE_TIMEOUT_SEC = 3.0
+#: Seconds that the processes have to end when the daemon stops, and each that it has to kill then.
+CLOSE_TIMEOUT_SEC, KILLED_TIMEOUT_SEC = 3.0, 1.0
 #: Environment variables that a fetch must not inherit: a token comes from a file.
 SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
@@ -109,6 +109,8 @@ class ProcessFetchRunner:
                 child.wait(timeout=max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # in a call that a dead server holds
+                    child.wait(timeout=KILLED_TIMEOUT_SEC)
 
 
 @dataclass
