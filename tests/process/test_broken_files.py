@@ -69,8 +69,8 @@ def test_each_is_refused_with_its_reason_and_a_good_job_after_them_is_done(insta
         assert "regular file" in reasons[name] or "symbolic link" in reasons[name]
     assert "Traceback" not in instance.log
     assert "Traceback" not in "".join(reasons.values())
-    left = lambda: [path.name for path in instance.incoming_dir.iterdir()]  # noqa: E731
-    wait_for(lambda: left() == ["directory.yaml"], what="that alone in incoming/: it may hold somebody's work")
+    # It may hold somebody's work.
+    wait_for(lambda: os.listdir(instance.incoming_dir) == ["directory.yaml"], what="that alone in incoming/")  # noqa: PTH208
     wait_for(lambda: "'directory.yaml' in" in instance.log, what="a word of it")
     assert instance.process is not None
     assert instance.process.poll() is None
