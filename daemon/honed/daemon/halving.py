@@ -50,7 +50,7 @@ class Halvings:
         if offset == running.following.offset:
             return
         try:
-            last, num_steps = self._database.last_evaluation(job.id), self._database.num_steps(job.id)
+            last, num_steps = self._database.evaluated(job.id)
             if num_steps is None:  # told with the loss of the first steps
                 return
             # Each evaluation is a reason to look: those of the others, which came first, may be read after its own.

@@ -95,6 +95,9 @@ _EVALUATION_AT = f"""
         SELECT * FROM (SELECT step, value, created_at FROM metrics WHERE job_id = ? AND name = 'eval_loss' AND step >= ?
             ORDER BY step, rowid LIMIT {MAX_WITHOUT}) WHERE value IS NOT NULL LIMIT {MAX_REPEATED})
     ORDER BY created_at, step LIMIT 1"""
+_EVALUATED = """
+    SELECT (SELECT max(step) FROM metrics WHERE job_id = jobs.id AND name = 'eval_loss'), progress
+    FROM jobs WHERE id = ?"""
 #: The last value of each score of these jobs (a list in JSON): each name is looked for in the index, for its own rows.
 _SCORES = f"""
     WITH RECURSIVE scored (job_id, name, num) AS (
@@ -338,18 +341,11 @@ class Database:
                 found[job_id] = sorted({Evaluation(*row) for row in rows}, key=attrgetter("time", "step"))
         return found
 
-    def last_evaluation(self, job_id: int) -> int | None:
-        """Return the highest step at which a job was evaluated; None before the first."""
-        sql = "SELECT step FROM metrics WHERE job_id = ? AND name = 'eval_loss' ORDER BY step DESC LIMIT 1"
+    def evaluated(self, job_id: int) -> tuple[int | None, float | None]:
+        """Return the highest step at which a job was evaluated, and the steps that it makes in all, as it reported."""
         with self._noting_damage():
-            row = self._db.execute(sql, (job_id,)).fetchone()
-        return row[0] if row else None
-
-    def num_steps(self, job_id: int) -> float | None:
-        """Return the steps that a job makes in all, as it reported."""
-        with self._noting_damage():
-            row = self._db.execute("SELECT progress FROM jobs WHERE id = ?", (job_id,)).fetchone()
-        return progress_of(json.loads(row[0]))["num_steps"] if row else None
+            row = self._db.execute(_EVALUATED, (job_id,)).fetchone()
+        return (row[0], progress_of(json.loads(row[1]))["num_steps"]) if row else (None, None)
 
     def offset(self, job_id: int, attempt: int) -> int:
         """Return how many bytes of an attempt's events have been read."""

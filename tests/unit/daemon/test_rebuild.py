@@ -62,7 +62,7 @@ def test_each_job_has_its_row_and_its_events_whether_its_directory_is_there_or_n
     assert not database.pending
     first = {job.id: replace(job, attempts=job.attempts[:1]) for job in spool.all_jobs().values()}
     assert [number for number, job in first.items() if database.has_event(job, "fallback")] == [2]
-    assert database.num_steps(3) == 9
+    assert database.evaluated(3)[1] == 9
     database.close()
 
 
@@ -93,7 +93,7 @@ def test_what_is_not_made_in_time_is_made_later_also_by_the_next_daemon(spool: S
     assert [number for number in (1, 2, 3) if number in database.pending] == [1, 2, 3]
     assert database.moved == {4}  # the pages of the others are not made without their figures
     fill(database, spool, spool.layout, is_late=lambda: True)
-    assert [database.num_steps(number) for number in (1, 2, 3)] == [None, None, 9]
+    assert [database.evaluated(number)[1] for number in (1, 2, 3)] == [None, None, 9]
     assert database.moved == {3, 4}
     database.close()
     database = opened(spool)
@@ -101,7 +101,7 @@ def test_what_is_not_made_in_time_is_made_later_also_by_the_next_daemon(spool: S
     spool.prune(*[job for job in spool.all_jobs().values() if job.id == 2])
     while database.pending:
         tend(database, spool, dict)
-    assert [database.num_steps(number) for number in (1, 2, 3)] == [9, None, 9]
+    assert [database.evaluated(number)[1] for number in (1, 2, 3)] == [9, None, 9]
     database.close()
     database = opened(spool)
     assert not database.pending
@@ -156,7 +156,7 @@ def test_a_start_makes_the_rows_of_jobs_that_the_database_does_not_know(spool: S
     while database.pending:
         tend(database, spool, dict)
     assert database.states() == {1: "succeeded", 2: "succeeded"}
-    assert [database.num_steps(number) for number in (1, 2)] == [9, 9]
+    assert [database.evaluated(number)[1] for number in (1, 2)] == [9, 9]
     assert not database.is_behind
     database.close()
 
@@ -194,12 +194,12 @@ def test_a_job_whose_events_cannot_be_counted_holds_up_no_other(spool: Spool) ->
         db.execute("CREATE TRIGGER odd BEFORE UPDATE ON jobs WHEN new.id = 2 BEGIN SELECT RAISE(ABORT, 'odd'); END")
     failures = Failures(logging.getLogger("test"))
     tend(database, spool, dict, failures=failures)
-    assert [database.num_steps(number) for number in (1, 2, 3)] == [9, None, 9]
+    assert [database.evaluated(number)[1] for number in (1, 2, 3)] == [9, None, 9]
     assert (failures.num_unforeseen, database.pending.newest_first(), database.is_catching_up) == (1, [2], False)
     with sqlite3.connect(database.path) as db:
         db.execute("DROP TRIGGER odd")
     tend(database, spool, dict, failures=failures)
-    assert (database.num_steps(2), len(database.pending)) == (9, 0)
+    assert (database.evaluated(2)[1], len(database.pending)) == (9, 0)
     database.close()
 
 
@@ -217,7 +217,7 @@ def test_while_another_program_locks_the_database_nothing_is_tried_again_at_once
     assert ("locked" in failures.fault, len(database.pending), database.is_catching_up) == (True, 8, False)
     while database.pending:
         tend(database, spool, dict, failures=failures)
-    assert [database.num_steps(number) for number in range(1, 9)] == [9] * 8
+    assert [database.evaluated(number)[1] for number in range(1, 9)] == [9] * 8
     database.close()
 
 
@@ -237,7 +237,7 @@ def test_a_fault_of_the_machine_leaves_out_no_rows_for_good(spool: Spool) -> Non
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert 1 in database.pending
     fill(database, spool, spool.layout)
-    assert (database.num_steps(1), len(database.pending)) == (9, 0)
+    assert (database.evaluated(1)[1], len(database.pending)) == (9, 0)
     database.close()
 
 

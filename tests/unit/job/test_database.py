@@ -148,6 +148,7 @@ def test_scores_and_evaluations_cost_no_more_however_many_a_worker_reports(tmp_p
     num_bites = 0
     database._db.set_progress_handler(count, 1000)
     assert [each.step for each in database.evaluations([1], [50, 40_000, 70_000])[1]] == [50, 40_000]
+    assert database.evaluated(1)[0] == 59_999
     assert num_bites < 5
     database.close()
 
