@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import socket
 import sqlite3
+import time
 from contextlib import closing
 from typing import Any
 
 import pytest
 from harness import Instance
 
+from honed.job.database import timestamp
+from honed.job.job import State
 from honed.system.control import PAGE_BYTES
 from waiting import DEADLINE_SEC, wait_for
 
@@ -19,17 +22,22 @@ NUM_STEPS, NUM_PREDICTIONS = 30_000, 3000
 
 @pytest.fixture
 def large(instance: Instance) -> Instance:
-    """A honed with a job that has succeeded, and many more rows of it in honed.db."""
+    """A honed with a job that has succeeded, and many more rows of it in honed.db. Its report, which `show` names once
+    it is there, has been made."""
     instance.start()
     instance.drop("succeed")
-    wait_for(lambda: (job := instance.job("succeed")) and job.state == "succeeded", what="success")
+    job = instance.wait_state("succeed", State.SUCCEEDED)
+    wait_for(instance.layout.job(job.id).report_path.exists, what="its report", account=instance.account)
+    now = timestamp(time.time())
     with closing(sqlite3.connect(instance.layout.database_path)) as db, db:
-        losses = ((1, 1, step, 1.0, "loss", 1 / step, "") for step in range(100, NUM_STEPS))
+        losses = ((1, 1, step, 1.0, "loss", 1 / step, now) for step in range(100, NUM_STEPS))
         db.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?)", losses)
-        told = ((1, "0", 1.0, 100 + number // 50, number % 50, "?", "x" * 200) for number in range(NUM_PREDICTIONS))
-        db.executemany("INSERT INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, 'y', '')", told)
-        audits = ((1, 1, "audit", json.dumps({"when": str(number), "words": "x" * 500})) for number in range(1000))
-        db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, '')", audits)
+        told = (
+            (1, "0", 1.0, 100 + number // 50, number % 50, "?", "x" * 200, now) for number in range(NUM_PREDICTIONS)
+        )
+        db.executemany("INSERT INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, 'y', ?)", told)
+        audits = ((1, 1, "audit", json.dumps({"when": str(number), "words": "x" * 500}), now) for number in range(1000))
+        db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?)", audits)
     return instance
 
 
