@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -156,6 +157,22 @@ def test_systemd_is_asked_for_more_time_while_a_worker_that_is_to_stop_writes_it
     assert (status, record["was_asked"], beat) == (75, True, "WATCHDOG=1")
     assert 0 < int(extension.removeprefix("EXTEND_TIMEOUT_USEC=")) <= 15e6
     assert int(watchdog.removeprefix("WATCHDOG_USEC=")) > 20e6
+
+
+def test_a_systemd_that_reads_nothing_holds_up_no_worker_that_is_to_stop(start: Start, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other, contextlib.suppress(BlockingIOError):
+            other.setblocking(False)
+            while True:
+                other.sendto(b"X_OTHER=1", systemd.getsockname())
+        save = "import signal, time; signal.signal(15, lambda *_: (time.sleep(0.3), exit(75)))"
+        made = start(
+            f"{save}; print('up'); time.sleep(900)", NOTIFY_SOCKET=systemd.getsockname(), HONED_STOP_TIMEOUT_SEC="15"
+        )
+        wait_for(lambda: "up" in made.log, what="the worker")
+        made.process.terminate()
+        assert made.end()[0] == 75
 
 
 # -- the kernel's out-of-memory killer ---------------------------------------------------------------------------------

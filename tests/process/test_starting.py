@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -43,6 +44,13 @@ class Systemd:
             while True:
                 self._said.append(self._socket.recv(65536).decode())
         return "\n".join(self._said)
+
+    def fill(self) -> None:
+        """Have its queue full, so that it takes nothing more before it reads."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other, contextlib.suppress(BlockingIOError):
+            other.setblocking(False)
+            while True:
+                other.sendto(b"X_OTHER=1", str(self.path))
 
     def close(self) -> None:
         self._socket.close()
@@ -112,6 +120,27 @@ def test_reading_entries_extends_the_start_and_heeds_a_signal(early: EarlyHoned,
     early.start()
     assert early.wait() == 0
     assert (early.log.count(" ready: "), "asked to stop before" in early.log) == (num_ready, True)
+
+
+def test_honed_works_while_systemd_reads_nothing_and_is_ready_once_it_does(
+    instance: Instance, systemd: Systemd
+) -> None:
+    instance.environment |= {"NOTIFY_SOCKET": str(systemd.path)}
+    systemd.fill()
+    instance.start()
+    instance.drop("succeed")
+    instance.wait_state("succeed", State.SUCCEEDED)
+    assert instance.process is not None
+    instance.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "configuration reloaded" in instance.log, what="the reload")
+    wait_for(lambda: "\nREADY=1" in systemd.said(), what="READY=1")
+    before = len(systemd.said())
+    systemd.fill()
+    instance.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: instance.log.count("configuration reloaded") == 2, what="the second reload")
+    wait_for(lambda: re.search(r"^RELOADING=1\n.*^READY=1", systemd.said()[before:], re.M | re.S), what="both")
+    systemd.fill()
+    instance.stop()
 
 
 def test_a_lock_that_no_daemon_has_is_waited_for(instance: Instance, lock_fd: int, systemd: Systemd) -> None:

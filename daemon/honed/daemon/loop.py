@@ -215,15 +215,12 @@ class Daemon:
 
     def _patience(self) -> float:
         """Return the seconds that the loop may sleep if nothing wakes it."""
-        waits = [
-            part.patience() for part in (self._dispatch, self._attempts.spares, self._housekeeper, self._publishing)
-        ]
+        parts = (self._dispatch, self._attempts.spares, self._housekeeper, self._publishing, self._notifier)
+        waits = [part.patience() for part in parts]
         if not self._shutdown.is_asked:  # then no file is taken any more
             waits.append(self._intake.patience())
         if self._database.is_catching_up:
             waits.append(0.0)
-        if self._notifier.watchdog_interval_sec is not None:
-            waits.append(self._notifier.watchdog_interval_sec / 2)
         return max(0.0, self._health.pause(), min(waits))
 
     def _is_over(self) -> bool:

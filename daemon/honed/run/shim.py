@@ -646,14 +646,15 @@ def write(fd: int, data: bytes) -> None:
 
 
 def notify(message: str) -> None:
-    """Notify systemd if NOTIFY_SOCKET is set."""
+    """Notify systemd if NOTIFY_SOCKET is set, and its queue is not full."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
     import socket  # noqa: PLC0415 - most shims never need it
 
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as end:
-        end.sendto(message.encode(), "\0" + address[1:] if address[0] == "@" else address)
+        target = "\0" + address[1:] if address[0] == "@" else address
+        end.sendto(message.encode(), socket.MSG_DONTWAIT, target)  # systemd may be busy; the worker is not to wait
 
 
 def out_of_memory_kills(sysfs: str = "/sys/fs/cgroup", proc: str = "/proc") -> tuple[str, int]:
