@@ -1,7 +1,8 @@
 """The real daemon with the fake worker, in which file operations fail: `python errnohoned.py ROOT`.
 
 `HONED_TEST_ORDER` names a file of `ORDER`, which another process writes at any time: the error that operations fail
-with now (0 is none), the most that fail, and the seed of which do. `HONED_TEST_INJECTED` names a file that gets a line
+with now (0 is none), the most that fail, the seed of which do, and, where it is not 0, the one that fails in their
+order. `HONED_TEST_INJECTED` names a file that gets a line
 of JSON for each operation that failed. An operation is a function of Python's os, or an `open`, on a path below the
 instance's var/. With one error each kind of operation on each kind of path fails once, then is let through; so nothing
 fails for ever.
@@ -33,8 +34,8 @@ from honed.run.process import ProcessRunner
 from honed.system import device, log
 from honed.system.layout import Layout
 
-#: The error's number, how many fail at most, and the seed.
-ORDER = struct.Struct("iII")
+#: The error's number, how many fail at most, the seed, and the only one.
+ORDER = struct.Struct("iIII")
 #: What takes a path, what takes two, and what takes a descriptor.
 BY_PATH = (
     "stat",
@@ -95,7 +96,7 @@ class Faults:
 
     def look(self, function: str, path: str | None) -> None:
         """Raise OSError if this operation is to fail."""
-        number, most, seed = ORDER.unpack(self._order[:])
+        number, most, seed, only = ORDER.unpack(self._order[:])
         if not number or path is None or not path.startswith(self._below):
             return
         with self._lock:
@@ -104,9 +105,11 @@ class Faults:
             if seed != self._seed:
                 self._seed, self._num_failed, self._chance = seed, 0, random.Random(seed)
             site = (function, kind_of(path.removeprefix(self._below)), number)
-            if self._num_failed == most or site in self._met or self._chance.randrange(SHARE):
+            if self._num_failed == most or site in self._met or (not only and self._chance.randrange(SHARE)):
                 return
             self._met.add(site)
+            if only and len(self._met) != only:
+                return
             self._num_failed += 1
             self._is_inside = True
             try:

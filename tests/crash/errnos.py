@@ -10,8 +10,10 @@ import base64
 import collections
 import contextlib
 import errno
+import itertools
 import json
 import random
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from typing import Any
 
 from crash.errnohoned import ORDER
 from honed.job import refusals
+from honed.job.damaged import UNREADABLE
 from honed.job.job import Job, State
 from honed.system.error import HonedError
 from process.harness import Instance
@@ -65,7 +68,7 @@ class Scene(Instance):
         super().__init__(root)
         self.configure(CONFIG)
         self.order_path, self.record_path = root / "order", root / "injected"
-        self.order_path.write_bytes(ORDER.pack(0, 0, 0))
+        self.order_path.write_bytes(ORDER.pack(0, 0, 0, 0))
         self.environment |= {
             "HONED_TEST_ORDER": str(self.order_path),
             "HONED_TEST_INJECTED": str(self.record_path),
@@ -81,10 +84,12 @@ class Scene(Instance):
 
     # -- the errors ---------------------------------------------------------------------------------------------------
 
-    def fail(self, number: int) -> None:
-        """From now on operations fail with this error; 0 ends that."""
+    def fail(self, number: int, *, only: int = 0) -> None:
+        """From now on operations fail with this error; 0 ends that. `only`: of the kinds of operations on kinds of
+        paths the one that fails, in the order in which they come, from 1."""
         with self.order_path.open("r+b") as file:
-            file.write(ORDER.pack(number, self.chance.choice(self._most), self.seed * 1000 + self.num_rounds))
+            seed = self.seed * 1000 + self.num_rounds
+            file.write(ORDER.pack(number, self.chance.choice(self._most), seed, only))
 
     @property
     def injected(self) -> list[dict[str, Any]]:
@@ -125,6 +130,52 @@ class Scene(Instance):
                 for each in failed
             ]
         return found
+
+    def start_with(self, number: int, only: int) -> tuple[list[str], bool]:
+        """Start honed, killed beside a running, a queued and a held job and a new file, while one operation fails.
+        Returns what is wrong then or later, and whether there was such an operation."""
+        self.num_rounds += 1
+        before, tag = len(self.injected), f"s{self.num_rounds}"
+        self._drop(f"{tag}-run", name=f"until-{self.num_rounds}")
+        self._number(f"{tag}-run.json")
+        self.wait_state(f"until-{self.num_rounds}", State.RUNNING)
+        self._drop(f"{tag}-b.hold", name="make-1")
+        self._drop(f"{tag}-c", name="make-1")
+        for file in (f"{tag}-b.hold.json", f"{tag}-c.json"):
+            self._number(file)
+        self.kill(signal.SIGKILL)
+        self.go(f"until-{self.num_rounds}")
+        self._drop(f"{tag}-d", name="make-1")
+        num_read = len(self.log)
+        self.fail(number, only=only)
+        self.start()
+        self.fail(0)
+        found, status = [], self.process and self.process.poll()
+        if status is not None:
+            words = self.log[num_read:]
+            if status != (77 if number in OWNERS else 73) or not re.search(r"^<2>.*: ", words, re.M):
+                found.append(f"honed ended with {status}: {words[-2000:]}")
+            self.start()
+        if number in UNREADABLE:
+            self._put_back()
+        found += self.peace(number)
+        failed = self.injected[before:]
+        if found:
+            found += [
+                f"  {errno.errorcode[number]} {each['function']} {each['kind']} {each['callers']}" for each in failed
+            ]
+        return found, bool(failed)
+
+    def _put_back(self) -> None:
+        """Put back, as a person does, the entries that could not be read, and start honed with them."""
+        aside = list(self.spool.corrupt.dir.glob("*.json"))
+        if not aside:
+            return
+        self.kill(signal.SIGKILL)  # the running job goes on
+        for path in aside:
+            number, state, _ = path.name.split(".")
+            path.rename(self.spool.entries.path(int(number), State(state)))
+        self.start()
 
     def _text(self, **keys: Any) -> str:
         return json.dumps(plain.spec(self.model, self.dataset, priority=0, **keys))
@@ -305,3 +356,24 @@ def torture(
         scene.end()
     counts = collections.Counter(errno.errorcode[each["errno"]] for each in scene.injected)
     return dict(counts), broken
+
+
+def starts(root: Path, *, seed: int, stride: int) -> tuple[int, list[str]]:
+    """Start honed again and again, each time with another operation of the start that fails: every `stride`-th kind.
+    Returns how many have failed, and what went wrong."""
+    scene, broken = Scene(root, seed=seed, most=(1,)), list[str]()
+    try:
+        scene.start()
+        for only in itertools.count(1 + seed % stride, stride):
+            number = ERRNOS[(only // stride * 7 + seed) % len(ERRNOS)]
+            found, has_failed = scene.start_with(number, only)
+            if found:
+                broken += [f"start with operation {only} failing ({errno.errorcode[number]}):", *found]
+                print("\n".join(broken[-1 - len(found) :]), flush=True)
+                if not scene.is_up:
+                    scene.start()
+            if not has_failed:
+                break
+    finally:
+        scene.end()
+    return len(scene.injected), broken

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from honed.job.damaged import is_of_item
 from honed.job.job import Job
 from honed.job.shape import Closure, DeviceRow
 from honed.job.spool import Spool
@@ -87,6 +88,8 @@ class Availability:
         except FileNotFoundError:
             return Standing()
         except (OSError, ValueError) as error:
+            if not is_of_item(error):
+                raise  # the next start reads it
             log.error(  # noqa: TRY400
                 "%s is damaged, so every device counts as drained: %s", self._path, error, extra=about(message=DEGRADED)
             )

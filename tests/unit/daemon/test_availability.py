@@ -6,14 +6,17 @@ import datetime
 import errno
 import math
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from honed.daemon.availability import Availability
 from honed.daemon.loop import Daemon
 from honed.job.job import Attempt, Job, Preemption, State
+from honed.job.spool import Spool
 from honed.spec.config import Config, DeviceConfig, JobsConfig
 from honed.system import device, durable
 from honed.system.control import Request
@@ -154,3 +157,15 @@ def test_an_entry_keeps_its_preemptions_and_one_of_an_earlier_honed_has_none() -
     assert (read.num_preemptions, read.preemption) == (2, None)
     old = job.to_json().replace(b'"preemption"', b'"other"')
     assert Job.from_json(old, State.QUEUED).num_preemptions == 0
+
+
+def test_a_start_without_a_free_descriptor_does_not_take_the_record_of_drains_for_damaged(tmp_path: Path) -> None:
+    """Else all devices would be drained until somebody gave up what was drained."""
+    spool = Spool(Layout(tmp_path), lock=False)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+            Availability(spool, Config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
