@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import math
 import os
 import re
 import resource
@@ -26,6 +27,7 @@ from harness import RealInstance
 from wandbserver import WandbServer
 
 from honed.job.job import Job, State
+from honed.job.spool import Pruned
 from honed.send import wandb_runs
 from honed.system.layout import Layout
 from honed.worker.assignment import Assignment
@@ -217,10 +219,14 @@ def job(job_id: int, state: State = State.SUCCEEDED) -> Job:
     return Job(id=job_id, name="j", submitted_at=0, source="j", uid=1000, output_dir="/o", state=state)
 
 
+def collector_of(layout: Layout, **keys: Any) -> wandb_runs.Collector:
+    return wandb_runs.Collector(layout, Pruned(layout.spool_dir).get, **keys)
+
+
 def tend(collector: wandb_runs.Collector, moved: set[int], jobs: dict[int, Job]) -> int:
     """Let a collector copy all that is due. Returns in how many turns."""
     num_turns, is_first = 0, True
-    while is_first or collector.is_busy:
+    while is_first or collector.patience() < math.inf:
         collector.tend(moved=moved if is_first else set(), job_of=jobs.get, is_wanted=True)
         num_turns, is_first = num_turns + 1, False
     return num_turns
@@ -237,7 +243,7 @@ def test_runs_of_ended_jobs_are_copied_and_nothing_that_a_link_leads_to(tmp_path
     offline(layout, 3, b"x" * (wandb_runs.MAX_BYTES + 1))
     offline(layout, 4)
     jobs = {number: job(number) for number in (1, 2, 3)} | {4: job(4, State.RUNNING)}
-    collector = wandb_runs.Collector(layout)
+    collector = collector_of(layout)
     collector.tend(moved=set(), job_of=jobs.get, is_wanted=False)
     assert not layout.outbox_dir.exists()
     tend(collector, set(), jobs)
@@ -254,7 +260,7 @@ def test_a_run_that_the_disk_did_not_take_is_taken_once_there_is_room(tmp_path: 
     for number in (1, 2):
         offline(layout, number)
     jobs = {number: job(number) for number in (1, 2)}
-    collector = wandb_runs.Collector(layout)
+    collector = collector_of(layout)
     tend(collector, set(), {})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -279,7 +285,7 @@ def test_a_log_of_endless_small_parts_is_checked_for_a_moment_at_a_time(tmp_path
     offline(layout, 2)
     jobs = {number: job(number) for number in (1, 2)}
     times = iter(range(1000))
-    collector = wandb_runs.Collector(layout, clock=lambda: next(times))  # a second passes between two looks
+    collector = collector_of(layout, clock=lambda: next(times))  # a second passes between two looks
     num_turns = tend(collector, {1, 2}, jobs)
     assert num_turns > 4
     assert len(list(wandb_runs.waiting(layout.outbox_dir))) == 2
@@ -295,7 +301,7 @@ def test_copies_of_one_users_runs_have_limited_room_until_some_are_sent(
         offline(layout, number)
     jobs = {number: job(number) for number in (1, 2, 3)} | {4: replace(job(4), uid=1001)}
     now = 0.0
-    collector = wandb_runs.Collector(layout, clock=lambda: now)
+    collector = collector_of(layout, clock=lambda: now)
     tend(collector, {1, 2, 3, 4}, jobs)
     assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"{n}.{RUN}" for n in (1, 2, 4)]
     wandb_runs.mark_synced(layout.outbox_dir, f"1.{RUN}", when=0)
@@ -303,6 +309,49 @@ def test_copies_of_one_users_runs_have_limited_room_until_some_are_sent(
     for _ in range(2):  # no other job's state changes: the one without room is not forgotten
         tend(collector, set(), jobs)
     assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"{n}.{RUN}" for n in (2, 3, 4)]
+
+
+def test_copies_of_a_pruned_jobs_runs_take_room_over_a_restart_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever prunes a job whose run waits has room for another one."""
+    monkeypatch.setattr(wandb_runs, "MAX_USER_BYTES", 2 * wandb_runs.MIN_BYTES)
+    layout = Layout(tmp_path)
+    for number in (1, 2, 3):
+        offline(layout, number)
+    jobs = {number: job(number) for number in (1, 2)}
+    tend(collector_of(layout), {1, 2}, jobs)
+    pruned = Pruned(layout.spool_dir)
+    pruned.dir.mkdir(parents=True)
+    for number in (1, 2):
+        pruned.path(number, State.SUCCEEDED).write_bytes(job(number).to_json())
+    tend(collector_of(layout), {3}, {3: job(3)})
+    assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"{n}.{RUN}" for n in (1, 2)]
+    tend(collector_of(layout), {3}, {3: replace(job(3), uid=1001)})
+    assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"{n}.{RUN}" for n in (1, 2, 3)]
+
+
+def test_a_check_rests_as_long_as_it_took(tmp_path: Path) -> None:
+    """Meanwhile the loop sleeps, and answers at once."""
+    layout = Layout(tmp_path)
+    offline(layout, 1, b":W&B\xe1\xbe\x00" + struct.pack("<IHB", 0, 0, 1) * 4000)
+    now, look_sec = 0.0, 1.0
+
+    def clock() -> float:
+        nonlocal now
+        now += look_sec
+        return now
+
+    collector = collector_of(layout, clock=clock)
+    for _ in range(2):
+        look_sec = 1.0
+        collector.tend(moved=set(), job_of={1: job(1)}.get, is_wanted=True)
+        look_sec = 0.0
+        assert collector.patience() == 1.0
+        collector.tend(moved=set(), job_of={1: job(1)}.get, is_wanted=True)
+        assert collector.patience() == 1.0, "it has read on, to the end"
+        now += 1.0
+        assert collector.patience() == 0.0
 
 
 @needs_wandb

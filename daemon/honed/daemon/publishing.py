@@ -43,7 +43,7 @@ class Publishing:
         self.notices = Notices(layout, config.notify, spool)
         self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
         self._reporter = Reporter(layout, queue, clock=clock)
-        self._offline_runs = Collector(layout)
+        self._offline_runs = Collector(layout, spool.pruned.get)
         self._set_outbox()
 
     def recover(self) -> None:
@@ -85,9 +85,7 @@ class Publishing:
 
     def patience(self) -> float:
         """Return the seconds until a page or the counters are due, or a running child is to be checked."""
-        if self._offline_runs.is_busy:
-            return 0.0
-        return min(self._reporter.patience(), self.counters.patience())
+        return min(self._reporter.patience(), self.counters.patience(), self._offline_runs.patience())
 
     def close(self, *, is_last: bool) -> None:
         """Stop the sender and finish the reports. `is_last`: rows left behind may never be sent, so the sender gets

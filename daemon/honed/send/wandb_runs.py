@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import re
 import struct
 import time
@@ -53,18 +54,27 @@ class Collector:
     user's copies have limited room. What has no room is copied once others have been sent.
     """
 
-    def __init__(self, layout: Layout, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        pruned: Callable[[int], Job | None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`pruned` returns the pruned job of a number."""
         self._layout = layout
+        self._pruned = pruned
         self._clock = clock
         self._due: set[int] | None = None  #: jobs whose runs are still to be copied; None: all jobs
         self._without_room: set[int] = set()
         self._room_at = 0.0  # when it is looked for next
         self._under_way: Iterator[None] | None = None
+        self._rests_until = clock()
+        self._owners: dict[int, int | None] = {}  # of the jobs whose copies wait, by number
 
-    @property
-    def is_busy(self) -> bool:
-        """True if the next call of `tend` goes on at once."""
-        return self._under_way is not None
+    def patience(self) -> float:
+        """Return the seconds until `tend` goes on with what is under way."""
+        return math.inf if self._under_way is None else max(0.0, self._rests_until - self._clock())
 
     def tend(self, *, moved: set[int], job_of: Callable[[int], Job | None], is_wanted: bool) -> None:
         """Copy for a moment the runs of jobs whose state changed; of all jobs at first, and when synchronising is
@@ -87,11 +97,13 @@ class Collector:
         is_room_due = bool(self._without_room) and self._clock() >= self._room_at
         if not (self._due or self._under_way is not None or is_room_due):
             return
-        until = self._clock() + BITE_SEC
+        if (began := self._clock()) < self._rests_until:
+            return
         self._under_way = self._under_way or self._collecting(self._due, job_of)
         try:
             for _ in self._under_way:
-                if self._clock() >= until:
+                if (now := self._clock()) >= began + BITE_SEC:
+                    self._rests_until = now + (now - began)  # as long as it took: meanwhile the loop sleeps
                     return
         except BaseException:
             self._under_way = None  # begun anew
@@ -118,12 +130,18 @@ class Collector:
 
     def _room_of(self, uid: int, job_of: Callable[[int], Job | None]) -> int:
         """Return the bytes of copies that a user may still have."""
-        theirs = [
-            path
-            for path in runs_dir(self._layout.outbox_dir).glob("[0-9]*/run-*.wandb")
-            if (job := job_of(int(path.parent.name.partition(".")[0]))) is not None and job.uid == uid
-        ]
+        copies = runs_dir(self._layout.outbox_dir).glob("[0-9]*/run-*.wandb")
+        job_ids = {path: int(path.parent.name.partition(".")[0]) for path in copies}
+        self._owners = {number: self._owner_of(number, job_of) for number in set(job_ids.values())}
+        theirs = [path for path, number in job_ids.items() if self._owners[number] == uid]
         return MAX_USER_BYTES - sum(max(path.stat().st_size, MIN_BYTES) for path in theirs)
+
+    def _owner_of(self, number: int, job_of: Callable[[int], Job | None]) -> int | None:
+        """Return the user of a job, a pruned one too; None if nobody knows."""
+        if number in self._owners:
+            return self._owners[number]
+        job = job_of(number) or self._pruned(number)
+        return job.uid if job is not None else None
 
     def _collect(self, job: Job, job_of: Callable[[int], Job | None]) -> Iterator[None]:
         for run in _runs_of(self._layout.files(job.id)):
