@@ -18,16 +18,18 @@ def translated(listed: str) -> list[str] | None:
     return done.stdout.splitlines() if done.returncode == 0 else None
 
 
-def test_pips_indexes_become_uvs() -> None:
+def test_pips_indexes_and_constraints_become_uvs() -> None:
     listed = (
         "global.extra-index-url='\\nhttps://a.example/simple\\nhttps://b.example/simple'\n"
         "global.find-links='/srv/wheels\\n/opt/wheels'\n"
         "global.index-url='https://mirror.example/simple'\n"
+        "global.constraint='/etc/pip/constraints.txt'\n"
     )
     assert translated(listed) == [
         "UV_INDEX=https://a.example/simple https://b.example/simple",
         "UV_FIND_LINKS=/srv/wheels,/opt/wheels",
         "UV_DEFAULT_INDEX=https://mirror.example/simple",
+        "UV_CONSTRAINT=/etc/pip/constraints.txt",
     ]
 
 
