@@ -19,12 +19,12 @@ from crash import trees
 from crash.trees import EVERY, NONE, SLOW, TREES, Found, Size
 from honed.job import tree
 
-#: Bounds, in seconds: of CPU until honed is ready, and of the second acceptance: the first waits for imports.
+#: Bounds, in seconds: of CPU until honed is ready, and until each of two files is accepted.
 MAX_READY_SEC, MAX_ACCEPT_SEC = 5.0, 2.0
 
 
 def broken(found: Found) -> list[str]:
-    accept_sec = found.next_accept_sec
+    accept_sec = max(found.accept_sec, found.next_accept_sec)
     return [
         *found.broken,
         *([f"ready after {found.ready_cpu_sec:.2f} s of CPU"] if found.ready_cpu_sec >= MAX_READY_SEC else []),
