@@ -38,6 +38,7 @@ from honed.system.device import Device
 from honed.system.failures import Failures
 from honed.system.layout import Layout
 from honed.system.log import about
+from honed.system.pauses import noted_sec
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ class Attempts:
             boot_id=now.boot_id,
             first_start=staged.start if staged is not None else job.next_start,
             staged_at=staged.since if staged is not None else None,
+            staged_paused_sec=noted_sec(self._layout.files(job.id).attempt(number).paused_path) if staged else 0.0,
         )
         offset = self._database.offset(job.id, number)  # an error here or in the move leaves the job in the queue
         job = self._spool.move(

@@ -112,6 +112,7 @@ class Attempt:
     took_sec: float | None = None  #: duration until the worker ended, unaffected by clock changes; None while it runs
     preemption: Preemption | None = None  #: why honed asked it to give up its device
     paused_sec: float = 0.0  #: seconds that did not pass for it: honed could not run, or a cluster had suspended it
+    staged_paused_sec: float = 0.0  #: seconds of pauses that its first start's shim had noted before it began
     passed: tuple[int, ...] = ()  #: jobs that waited for more devices, and that it was started before
 
     @property

@@ -51,13 +51,19 @@ class _Suspension:
 
 def _unseen_sec(attempt: Attempt, place: AttemptFiles) -> float:
     """Return the seconds of an attempt in which it was paused and no honed has seen it, but its shim has: honed's own
-    watchdog ends it after a freeze. What was noted before it began was of a staged worker."""
+    watchdog ends it after a freeze. What was noted before it began was of its staged worker."""
     try:
         is_older = untrusted.info(place.paused_path).st_mtime < attempt.began.wall
     except OSError:
         return 0.0
     ran_sec = Moment.now().since(attempt.began)
-    return 0.0 if is_older else max(0.0, min(noted_sec(place.paused_path), ran_sec) - attempt.paused_sec)
+    paused_sec = noted_sec(place.paused_path) - _noted_before_sec(attempt)
+    return 0.0 if is_older else max(0.0, min(paused_sec, ran_sec) - attempt.paused_sec)
+
+
+def _noted_before_sec(attempt: Attempt) -> float:
+    """Return the seconds of pauses that the shim of an attempt's present start had noted before it began."""
+    return attempt.staged_paused_sec if attempt.num_starts == 1 else 0.0
 
 
 class Deadlines:
@@ -67,7 +73,7 @@ class Deadlines:
     def __init__(
         self, job: Job, layout: Layout, runner: Runner, config: Callable[[], Config], *, clock: Callable[[], float]
     ) -> None:
-        self._job = job  # of its entry only what stays the same during an attempt
+        self._job = job  # of its entry only what stays the same during a start
         self._runner = runner
         self._config = config
         self._clock = clock
@@ -162,6 +168,7 @@ class Deadlines:
     def start_again(self) -> None:
         """Wait for the attempt's second start."""
         self._has_begun = False
+        self._job = self._job.with_attempt(num_starts=2)
 
     @property
     def _is_of_cluster(self) -> bool:
@@ -221,7 +228,7 @@ class Deadlines:
             until = self._pulses.first.last_beat() or began
         paused_sec = self.paused_sec(until)
         if ended is not None and self._shares_pauses(ended):
-            paused_sec = max(paused_sec, ended.paused_sec)
+            paused_sec = max(paused_sec, ended.paused_sec - _noted_before_sec(self._job.attempt))
         return max(0.0, until.since(began) - paused_sec)
 
     def _shares_pauses(self, ended: Exit) -> bool:
@@ -249,7 +256,7 @@ class Deadlines:
             return False
         spent = self._spent_before() + self.took_sec(ended)
         if not self._shares_pauses(ended):
-            spent -= max(0.0, ended.paused_sec - self.paused_sec(ended.ended))
+            spent -= max(0.0, ended.paused_sec - _noted_before_sec(self._job.attempt) - self.paused_sec(ended.ended))
         return spent >= self._job.time_limit_sec + self._config().jobs.time_limit_grace_sec
 
     def _spent_before(self) -> float:

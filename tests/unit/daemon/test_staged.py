@@ -206,6 +206,14 @@ def test_what_a_worker_found_wrong_in_a_job_that_may_not_start_is_left_to_its_tu
     assert (place.job().state, place.job().attempts, place.job().staged) == (State.QUEUED, (), None)
 
 
+def test_an_attempt_knows_of_the_pauses_before_it(place: Place) -> None:
+    """Its staged worker was frozen: the shim counts on, and none of that is the attempt's."""
+    place.layout.job(1).attempt(1).paused_path.write_text("450.000\n")
+    place.begin()
+    assert place.job().attempt.staged_paused_sec == 450.0
+    assert place.attempts.running[1].deadlines.paused_sec() == 0.0
+
+
 def test_a_worker_that_has_just_ended_is_no_attempt(place: Place) -> None:
     place.kill()
     wait_for(lambda: place.staged.of(place.job()) is None, what="the job has no staged worker")

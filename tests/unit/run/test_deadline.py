@@ -53,7 +53,9 @@ class Cluster(ProcessRunner):
         self.asked.append(job_id)
 
 
-def job(began: Moment, *, time_limit_sec: float | None = None, paused_sec: float = 0.0) -> Job:
+def job(
+    began: Moment, *, time_limit_sec: float | None = None, paused_sec: float = 0.0, staged_paused_sec: float = 0.0
+) -> Job:
     attempt = Attempt(
         1,
         "transformers",
@@ -61,6 +63,7 @@ def job(began: Moment, *, time_limit_sec: float | None = None, paused_sec: float
         started_monotonic=began.monotonic,
         boot_id=began.boot_id,
         paused_sec=paused_sec,
+        staged_paused_sec=staged_paused_sec,
     )
     return Job(1, "it", 0.0, "it.json", 0, "/o", attempts=(attempt,), time_limit_sec=time_limit_sec)
 
@@ -168,6 +171,27 @@ def test_pauses_of_its_staged_worker_are_none_of_an_attempt(tmp_path: Path) -> N
         began = Moment(now.wall - ran_sec, now.monotonic - ran_sec, now.boot_id)
         deadlines = Deadlines(job(began), layout, ProcessRunner(layout), Config, clock=lambda: 0.0)
         assert deadlines.paused_sec() == pytest.approx(0.0, abs=100.0), (ran_sec, noted_sec_ago)
+
+
+def test_of_the_pauses_of_a_shim_that_was_staged_those_before_the_attempt_do_not_count(tmp_path: Path) -> None:
+    now, layout = Moment.now(), Layout(tmp_path)
+    assert now.monotonic is not None
+    began = Moment(now.wall - 1000, now.monotonic - 1000, now.boot_id)
+    its_job = job(began, time_limit_sec=100.0, staged_paused_sec=450.0)
+    paused_path = layout.job(1).attempt(1).paused_path
+    paused_path.parent.mkdir(parents=True)
+    deadlines = Deadlines(its_job, layout, ProcessRunner(layout), Config, clock=lambda: 0.0)
+    ended = Exit(75, None, was_asked=True, ended=now, paused_sec=460.0, is_after_pause=True)
+    assert deadlines.took_sec(ended) == pytest.approx(990.0, abs=1.0)
+    assert deadlines.explain(Outcome("interrupted"), ended, is_asked=False, stage="train").code == "time_limit"
+    ended = Exit(75, None, was_asked=True, ended=now, paused_sec=460.0)
+    assert deadlines.explain(Outcome("interrupted"), ended, is_asked=False, stage="train").code == "time_limit"
+    paused_path.write_text("460.000\n")
+    assert Deadlines(its_job, layout, ProcessRunner(layout), Config, clock=lambda: 0.0).paused_sec() == 10.0
+    deadlines.start_again()
+    assert deadlines.took_sec(Exit(0, None, ended=now, paused_sec=460.0, is_after_pause=True)) == pytest.approx(
+        540.0, abs=1.0
+    )
 
 
 @pytest.mark.parametrize(("is_after_pause", "took_sec"), [(True, 50.0), (False, 500.0)])
