@@ -238,11 +238,11 @@ def kind_of(command: Sequence[str]) -> str:
     from honed.job.plan_file import PlanFile
 
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        module = command.index("-m") + 1
-        place = Path(command[module + 1])
-        job_dir = place if command[module] == "honed.worker" else place.parents[1]
-        plan = PlanFile.from_json((job_dir / "plan.json").read_bytes())
-        backend = command[command.index("--backend") + 1] if "--backend" in command else plan.backend.name
+        # `JOB_DIR ATTEMPT --backend NAME` ends what a shim starts, whatever program the worker is.
+        has_backend = "--backend" in command
+        place = command.index("--backend") - 2 if has_backend else command.index("honed.worker") + 1
+        plan = PlanFile.from_json(Path(command[place], "plan.json").read_bytes())
+        backend = command[place + 3] if has_backend else plan.backend.name
         hidden = list(Needs.of(plan, backend).hidden)
         for kind, names in HIDDEN.items():
             if names == hidden and backend_of(kind) == backend and ADDRESS.format(kind.upper()) in os.environ:
