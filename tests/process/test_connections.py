@@ -56,6 +56,25 @@ def test_a_socket_that_was_removed_is_there_again(instance: Instance) -> None:
     assert not instance.layout.control_path.exists()
 
 
+def test_a_socket_at_which_another_process_listens_is_left_to_it_until_its_end(instance: Instance) -> None:
+    """A second honed's, which found no lock: the spool was removed and made again while the first one ran."""
+    instance.configure("[spool]\nsettle_sec = 0.1\nrescan_interval_sec = 0.2\n")
+    instance.start()
+    path = instance.layout.control_path
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path.with_name("other.sock")))
+        other.listen()
+        path.with_name("other.sock").rename(path)
+        number = path.stat().st_ino
+        what = "the control socket was removed"
+        wait_for(lambda: what in instance.log or path.stat().st_ino != number, what=what, account=instance.account)
+        assert path.stat().st_ino == number
+        assert f"{path}: Address already in use" in instance.log
+    again = "honed listens again at"
+    wait_for(lambda: again in instance.log, what=again, account=instance.account)
+    assert "idle" in instance.client.ask("status")["status"]
+
+
 def test_a_honed_without_descriptors_lives_and_answers(instance: Instance) -> None:
     instance.start()
     assert instance.process is not None

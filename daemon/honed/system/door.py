@@ -82,8 +82,11 @@ class Door:
 
     def renew(self) -> socket.socket:
         """Listen at the path again, whose file was removed. Returns the old socket; who waits at it must have been
-        accepted. Raises OSError if it cannot be done; then the old socket is still the one."""
+        accepted. Raises OSError if it cannot be done, or another process listens there; then the old socket is still
+        the one."""
         durable.make_dir(self.path.parent)
+        if self._is_anothers():  # of a second honed, where the spool was removed with the lock: they would take turns
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), str(self.path))
         before = self.socket
         try:
             self._listen()
@@ -91,6 +94,17 @@ class Door:
             self.socket = before
             raise
         return before
+
+    def _is_anothers(self) -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+            try:
+                with address_of(self.path) as address:
+                    probe.connect(address)
+            except BlockingIOError:
+                return True  # it has no room for us
+            except OSError:
+                return False
+        return True
 
     def close(self) -> None:
         """Close the socket, and remove its file."""
