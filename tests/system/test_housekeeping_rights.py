@@ -54,6 +54,10 @@ def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine
         what="both jobs",
         deadline_sec=400,
     )
+    # Their last pages: what is counted below is all there.
+    for number, name in ((1, "facts"), (2, "more")):
+        page = ("cat", f"{JOBS}/{number}/report.html")
+        wait_for(lambda page=page, name=name: f"{name}: succeeded" in machine.try_run(*page).stdout, what=page[1])  # type: ignore[misc]
     owners = set(machine.run("find", f"{JOBS}/1", "-printf", "%u\\n").split())
     assert owners == {"honed", "anna"}
     # Files left by a library's tempfile are private; the end of the unit opens them to honed.
