@@ -17,6 +17,7 @@ import pytest
 from fakehub import Hub, Repository
 from harness import DEADLINE_SEC
 
+import warm
 from honed.inputs import basemodel
 from honed.run import snapshot
 from honed.system.layout import Layout
@@ -49,22 +50,31 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield made
 
 
-def start(root: Path, hub: Hub, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+def command(root: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "honed.inputs.fetch", "--root", str(root), *arguments]
+
+
+def environment_of(hub: Hub, **more: str) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    return {**inherited, "HF_ENDPOINT": hub.url, **more}
+
+
+def start(root: Path, hub: Hub, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "honed.inputs.fetch", "--root", str(root), *arguments],
+        command(root, *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**inherited, "HF_ENDPOINT": hub.url, **environment},
+        env=environment_of(hub),
     )
 
 
 def fetch(root: Path, hub: Hub, *arguments: str, **environment: str) -> tuple[int, dict[str, Any], str]:
     """Return the exit status, the last line, and stderr."""
-    process = start(root, hub, *(arguments or (REPO,)), **environment)
-    out, err = process.communicate(timeout=DEADLINE_SEC)
-    return process.returncode, json.loads(out.splitlines()[-1]), err
+    done = warm.run(
+        command(root, *(arguments or (REPO,))), env=environment_of(hub, **environment), timeout=DEADLINE_SEC
+    )
+    return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 def names(path: Path) -> set[str]:

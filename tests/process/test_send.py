@@ -18,6 +18,7 @@ from endpoint import Endpoint, Reply, Request, refuse
 from harness import DEADLINE_SEC
 from listener import drip
 
+import warm
 from honed.cli import doctor
 from honed.job.event import Event, Reading
 from honed.job.job import Attempt, Job
@@ -49,7 +50,7 @@ class Sending:
         self.token_path = root / "token"
         self.token_path.write_text(f"{TOKEN}\n")
         self.token_path.chmod(0o640)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: warm.Popen | None = None
         self.configure()
 
     def configure(self, **keys: Any) -> None:
@@ -74,7 +75,7 @@ class Sending:
     def start(self, *arguments: str, **environment: str) -> None:
         command = [sys.executable, "-m", "honed.send.sender", "--root", str(self.layout.root), *arguments]
         with self.log_path.open("ab") as file:
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 command, stdin=subprocess.PIPE, stdout=file, stderr=file, env={**os.environ, **environment}
             )
 

@@ -15,6 +15,8 @@ import warm
 from zoo.model import build_checkpoint
 from zoo.tokenizer import build_tokenizer
 
+#: honectl, whose preview's process starts warm.
+HONECTL = Path(__file__).parents[1] / "process/warmpreview.py"
 ROWS = [
     {"messages": [{"role": "user", "content": f"What is {n}+1?"}, {"role": "assistant", "content": f"It is {n + 1}."}]}
     for n in range(6)
@@ -82,9 +84,9 @@ def test_what_a_row_says_acts_on_no_terminal_and_forges_no_row(spec_path: Path) 
     (spec_path.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     change(spec_path, base_model=str(build_checkpoint(spec_path.parent / "whole")))  # which honectl checks first
     assert said in "".join(piece["text"] for piece in json.loads(run(spec_path, "--json").stdout)[0]["segments"])
-    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(spec_path.parent), "preview", str(spec_path)]
-    plain = subprocess.run(command, capture_output=True, text=True, check=True)
-    as_json = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    command = [sys.executable, str(HONECTL), "--root", str(spec_path.parent), "preview", str(spec_path)]
+    plain = warm.run(command, check=True)
+    as_json = warm.run([*command, "--json"], check=True)
     for done in (run(spec_path), run(spec_path, "--json"), plain, as_json):
         assert all(char.isprintable() or char == "\n" for char in done.stdout + done.stderr), ascii(done.stdout)
     assert not [line for line in plain.stdout.splitlines() if line.startswith("rows.jsonl: row 9")]
