@@ -23,6 +23,7 @@ from harness import DEADLINE_SEC, Instance, children_of, command_of, is_alive
 from prometheus_client.parser import text_string_to_metric_families
 from test_report import HOSTILE, Page, write_events
 
+import warm
 from honed.job.event import EventWriter
 from honed.job.job import Job, State
 from honed.page import api
@@ -43,7 +44,7 @@ class Web:
         self.log_path = instance.root / f"web-{time.monotonic_ns()}.log"
         words = command(instance, "--listen", "127.0.0.1:0", *arguments)
         with self.log_path.open("wb") as file:
-            self.process = subprocess.Popen(words, stdout=file, stderr=file, env=instance.environment)
+            self.process = warm.Popen(words, stdout=file, stderr=file, env=instance.environment)
         wait_for(lambda: "is listening on" in self.log or self.process.poll() is not None, what="honed-web")
         found = re.search(r"is listening on http://([0-9.]+):(\d+)/", self.log)
         assert found is not None, self.log
