@@ -266,8 +266,8 @@ class Simulation:
         self._spool, self._database = Spool(layout), Database(layout.database_path)
         self._attempts: Any = _Attempts(lambda: self.now, self.outcome)
         self._shares = shares_of(Usage(layout.usage_path, now=lambda: self.now), lambda: config, self._attempts.in_use)
-        self._shares.recover([])
         self._spool.recover()
+        self._shares.recover(self._spool.catalog)
         backlog = Backlog(self._spool, self._database, self._shares, has_room=lambda _job: True, clock=lambda: self.now)
         backlog.recover()
         gpus = [Device("cuda", f"GPU {n}", n, f"GPU-{n}", (9, 0), 80 * 2**30, 80 * 2**30) for n in range(num_devices)]

@@ -27,6 +27,7 @@ REASONS = {
         "job/arrival.py": "_recover_place",
         "job/corrupt.py": "Corrupt.names",
         "job/editing.py": "Edits._is_made Edits.make",
+        "job/ended_index.py": "_written",
         "job/fence.py": "require_current",
         "job/lock.py": "_note holder take",
         "job/row_cache.py": "RowCache._found RowCache._note _read",

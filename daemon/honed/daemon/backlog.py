@@ -14,6 +14,7 @@ from heapq import merge
 
 from honed.daemon.dependencies import Dependencies
 from honed.daemon.shares import Shares
+from honed.job.brief import Listed
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.queue_order import Place, by_turns
@@ -214,7 +215,7 @@ class Backlog:
         self._spool.catalog.listen(self._told)
         self._database.put_jobs(self._spool.catalog)
 
-    def _told(self, old: Job | None, new: Job | None) -> None:
+    def _told(self, old: Listed | None, new: Job | None) -> None:
         """Follow a change of a job's entry, and mark the jobs that depend on it for another check."""
         changed = new or old
         if changed is None:

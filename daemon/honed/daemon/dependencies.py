@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from honed.job import query
+from honed.job.brief import Listed
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.spool import Spool
@@ -27,7 +28,7 @@ _ENDED = {State.FAILED: "failed", State.CANCELLED: "was cancelled"}
 class _Blocking:
     """A dependency that will not succeed by itself."""
 
-    found: Job | None  #: None if it was removed
+    found: Listed | None  #: None if it was removed
     words: str
 
 
@@ -49,7 +50,7 @@ class Dependencies:
         self._spool = spool
         self._database = database
 
-    def of(self, job: Job) -> list[Job]:
+    def of(self, job: Job) -> list[Listed]:
         """Return the existing jobs that this one depends on."""
         return [found for reference in job.depends_on if (found := self._find(reference)) is not None]
 
@@ -64,7 +65,7 @@ class Dependencies:
         """Release a job whose dependency has succeeded since it was held; else update the reason why it is held."""
         if job.held_for is None:
             return
-        found = self._spool.job(job.held_for)
+        found = self._spool.listed(job.held_for)
         if found is None or found.state is not State.SUCCEEDED:
             self._tell_anew(job, found)
             return
@@ -74,7 +75,7 @@ class Dependencies:
         )
         self._database.put_job(released)
 
-    def _tell_anew(self, job: Job, found: Job | None) -> None:
+    def _tell_anew(self, job: Job, found: Listed | None) -> None:
         """Update the reason why a job is held. `found` is the job that it is held for."""
         blocking = self._blocking(job)
         is_requeued = found is not None and found.state not in _ENDED
@@ -132,8 +133,8 @@ class Dependencies:
         first = next((each.found.id for each in blocking if each.found is not None), None)
         self._database.put_job(self._spool.move(job, State.HELD, error=problem.as_dict(), held_for=first))
 
-    def _find(self, reference: str) -> Job | None:
+    def _find(self, reference: str) -> Listed | None:
         """Return the job of that number, else the newest job of that name."""
-        if reference.isdecimal() and (job := self._spool.job(int(reference))) is not None:
+        if reference.isdecimal() and (job := self._spool.listed(int(reference))) is not None:
             return job
         return max(self._spool.named(reference), key=lambda job: job.id, default=None)

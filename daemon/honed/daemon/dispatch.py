@@ -150,7 +150,7 @@ class Selection:
                 if not self._is_put_off(job):
                     told.add(job.id)
                     yield job
-        yield from (job for job in self._spool.catalog.of_state(State.QUEUED) if job.id not in told)
+        yield from (job for job in self._spool.catalog.unfinished(State.QUEUED) if job.id not in told)
 
     def _is_put_off(self, job: Job) -> bool:
         return self._backlog.delay_sec(job) > 0 or job.id in self._plans.numbers or self._backlog.is_short(job)
@@ -298,7 +298,7 @@ class Dispatch:
 
     def recover(self) -> None:
         """Take up the queue, and the use of the devices as far as it was not counted. Raises OSError."""
-        self._shares.recover(self._spool.all_jobs().values())
+        self._shares.recover(self._spool.catalog)
         self.backlog.recover()
         self.plans.editing.recover()
         self.staged.recover()

@@ -252,9 +252,9 @@ class Editing:
             other = ahead.pop()
             if other.id == job.id:
                 raise SpecError("depends_on: this job and one that it names would wait for each other")
-            if other.id not in seen:
+            if other.id not in seen and (whole := self._spool.job(other.id)) is not None:
                 seen.add(other.id)
-                ahead += self._backlog.dependencies.of(other)
+                ahead += self._backlog.dependencies.of(whole)
 
 
 def _sections(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

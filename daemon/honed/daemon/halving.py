@@ -74,7 +74,7 @@ class Halvings:
         """Return the jobs of its sweep, itself included, of its user: anybody may write a group into a file."""
         assert job.group is not None
         number = job.group["id"]
-        in_sweep = (each for each in self._spool.catalog if each.group and each.group["id"] == number)
+        in_sweep = (each for each in self._spool.catalog if each.sweep and each.sweep.id == number)
         return [each.id for each in in_sweep if each.uid == job.uid]
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from honed.job import removal, retention
+from honed.job.brief import Listed
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.query import Asker
@@ -62,7 +63,7 @@ class Pruning:
         self._removals = removals
         self._rows: list[int] = []  # pruned jobs whose rows still exist
         self._retry: dict[int, float] = {}  # those whose rows could not be removed, and when that is tried again
-        self._half_pruned: list[Job] = []  # those whose renames may not be durable
+        self._half_pruned: list[Listed] = []  # those whose renames may not be durable
         self._half_due = math.inf
 
     @property
@@ -75,12 +76,12 @@ class Pruning:
         """The time of the next retry."""
         return min(*self._retry.values(), self._half_due, math.inf)
 
-    def prune(self, jobs: Sequence[Job], why: str) -> None:
+    def prune(self, jobs: Sequence[Listed], why: str) -> None:
         """Prune finished jobs, with everything that belongs to them alone. Raises OSError if one could not be."""
         try:
             self._spool.prune(*jobs)
         except OSError as error:
-            done = [job for job in jobs if self._spool.job(job.id) is None]  # the disk may fail again
+            done = [job for job in jobs if self._spool.listed(job.id) is None]  # the disk may fail again
             self._half_pruned += done
             self._half_due = 0.0  # in the next turn
             self._forget(done, why)
@@ -91,15 +92,17 @@ class Pruning:
             self._rows += [job.id for job in jobs]
             self._forget(jobs, why)
 
-    def _forget(self, jobs: Sequence[Job], why: str) -> None:
+    def _forget(self, jobs: Sequence[Listed], why: str) -> None:
         for job in jobs:
             self._removals.sizes.forget(job)
             self._removals.forget(f"job:{job.id}")
             log.info("job %d (%s): pruned: %s", job.id, job.name, why, extra=about(job))
         self._row_cache.forget(job.id for job in jobs)
 
-    def drop_checkpoints(self, job: Job, why: str) -> None:
+    def drop_checkpoints(self, listed: Listed, why: str) -> None:
         """Remove a finished job's checkpoints; its entry is marked first, so that nobody relies on them."""
+        if (job := self._spool.job(listed.id)) is None:
+            return  # its entry is damaged
         if not job.are_checkpoints_pruned:
             self._spool.annotate(job, are_checkpoints_pruned=True)
         item = f"checkpoints:{job.id}"
@@ -135,6 +138,8 @@ class Pruning:
             yield
         gone = sorted(number for number in pruned if str(number) not in known)
         self._spool.pruned.forget(set(gone[:-MAX_REMEMBERED]))
+        yield
+        yield from self._spool.entries.ended_index.tend(self._spool.catalog.ended())
 
     def tend(self, now: float) -> None:
         """Delete a bite of the pruned jobs' rows."""
@@ -240,12 +245,7 @@ class Sweep:
             return
         yield from self._refused(config)
         if _wants_jobs(config):
-            jobs: list[Job] = []
-            for state in State:
-                for job in self._spool.jobs(state):
-                    jobs.append(job)
-                    yield
-            yield from self._over_jobs(config, jobs)
+            yield from self._over_jobs(config, list(self._spool.catalog))
         yield from self._pruning.find_leftovers()
 
     def _refused(self, config: RetentionConfig) -> Iterator[None]:
@@ -265,7 +265,7 @@ class Sweep:
         if num_removed:
             log.info("%s: removed %d refused files", self._spool.rejected_dir, num_removed)
 
-    def _over_jobs(self, config: RetentionConfig, jobs: list[Job]) -> Iterator[None]:
+    def _over_jobs(self, config: RetentionConfig, jobs: list[Listed]) -> Iterator[None]:
         removals = self._removals
         for job in jobs:
             if job.is_pinned or not job.state.is_final:
@@ -296,7 +296,7 @@ class Sweep:
                 yield
         yield from self._over_checkpoints(config, saved, [item for item in items if item.key not in beyond])
 
-    def _over_checkpoints(self, config: RetentionConfig, saved: list[Job], staying: list[Item]) -> Iterator[None]:
+    def _over_checkpoints(self, config: RetentionConfig, saved: list[Listed], staying: list[Item]) -> Iterator[None]:
         by_id = {job.id: job for job in saved}
         items = []
         for item in staying:
@@ -316,9 +316,9 @@ class Sweep:
     def _as_of_now(self, item: Item) -> Item:
         return replace(item, changed_at=self._calendar.date(item.changed_at))
 
-    def _may_still_go(self, job: Job) -> bool:
+    def _may_still_go(self, job: Listed) -> bool:
         """Return True if a job is unchanged since it was looked at, and no job needs it: turns have passed since."""
-        if self._spool.job(job.id) != job:
+        if self._spool.listed(job.id) != job:
             return False
         return not any(job.id in self._needs.of(other) for other in self._unfinished())
 

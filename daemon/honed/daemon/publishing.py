@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from honed.daemon.attempts import Attempts
 from honed.daemon.reporter import Reporter
+from honed.job.brief import Listed
 from honed.job.counters import Counters
 from honed.job.database import Database
 from honed.job.job import Job
@@ -51,9 +52,9 @@ class Publishing:
         self.counters.recover()
         self._spool.catalog.listen(self._told)
 
-    def _told(self, old: Job | None, new: Job | None) -> None:
+    def _told(self, old: Listed | None, new: Job | None) -> None:
         """Have the index written when a job is staged, or is so no longer: its state has not changed."""
-        if old is not None and new is not None and (old.staged is None) != (new.staged is None):
+        if isinstance(old, Job) and new is not None and (old.staged is None) != (new.staged is None):
             self._database.moved.add(new.id)
 
     def reload(self, config: Config) -> None:

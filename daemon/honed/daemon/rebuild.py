@@ -13,6 +13,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from honed.job import event
+from honed.job.brief import Listed
 from honed.job.damaged import is_of_item
 from honed.job.database import Database
 from honed.job.event import Event, Reading
@@ -54,22 +55,21 @@ def rebuild(
         _put(database, layout, jobs.values())
         for job in jobs.values():
             alive()
-            if job.state is State.RUNNING:
+            if isinstance(job, Job) and job.state is State.RUNNING:
                 _make(database, layout, job, outbox, followed, alive)
     fill(database, spool, layout, alive=alive, is_late=is_late)
 
 
-def _put(database: Database, layout: Layout, jobs: Collection[Job]) -> None:
+def _put(database: Database, layout: Layout, jobs: Collection[Listed]) -> None:
     """Write what the entries of jobs without rows say; what else there is of them is pending, but for running jobs."""
     kept = frozenset(names_in(layout.jobs_dir))
     database.pending.add(job.id for job in jobs if job.state is not State.RUNNING and _has_events(job, kept))
     database.put_jobs(jobs)
 
 
-def _has_events(job: Job, kept: Container[str]) -> bool:
+def _has_events(job: Listed, kept: Container[str]) -> bool:
     """Return True if there can be events of a job; `kept` are the names of the directories that are there."""
-    has_files = bool(job.attempts) and str(job.id) in kept
-    return has_files or bool(job.edited_at) or any(attempt.fallback for attempt in job.attempts)
+    return job.has_own_events or (job.has_started and str(job.id) in kept)
 
 
 def _make(
@@ -195,9 +195,11 @@ def catch_up(
     failures = failures or Failures(log)
     database.is_behind, database.is_catching_up = True, False
     are_done = True
-    for job in _not_in(spool, database.states()):
+    for each in _not_in(spool, database.states()):
         is_done = False
-        with failures.alone(f"job {job.id} ({job.name})"):
+        with failures.alone(f"job {each.id} ({each.name})"):
+            if (job := spool.job(each.id)) is None:
+                continue
             num_ended = len(job.attempts) if job.state is not State.RUNNING else 0
             if not count(database, layout, job, num_ended, is_late=is_late):
                 database.uncounted.add(job.id)  # until it is done: nobody writes that its row is up to date
@@ -210,7 +212,7 @@ def catch_up(
     database.is_behind = not are_done
 
 
-def _not_in(spool: Spool, states: Mapping[int, str]) -> Iterator[Job]:
+def _not_in(spool: Spool, states: Mapping[int, str]) -> Iterator[Listed]:
     """Yield the jobs whose state differs from `states` or is missing there, by number."""
     return iter(sorted((job for job in spool.all() if states.get(job.id) != job.state), key=attrgetter("id")))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 from honed.job import queue_order
+from honed.job.catalog import Catalog
 from honed.job.entitlement import Entitlements
 from honed.job.job import Job
 from honed.job.progress import duration, gib
@@ -48,7 +49,7 @@ class Shares:
         self._entitlements = Entitlements(config)
         self._active: set[int] = set()  # users with waiting or running jobs at the last look
 
-    def recover(self, jobs: Iterable[Job]) -> None:
+    def recover(self, jobs: Catalog) -> None:
         """Count the attempts that a crash has left out. Raises OSError."""
         self.usage.catch_up(jobs, self._entitlements.weight)
 

@@ -479,7 +479,7 @@ def _recover_claim(spool: Spool, claim: Claim) -> None:
     elif reason is not None:  # it was not rejected yet, and may be accepted now
         untrusted.remove(reason.path)
         durable.sync_dir(spool.rejected_dir)
-    if spool.job(claim.id) is not None:  # accepted; the crash came before the claimed file was removed
+    if spool.listed(claim.id) is not None:  # accepted; the crash came before the claimed file was removed
         _drop(claim)
 
 

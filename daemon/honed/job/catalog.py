@@ -1,7 +1,8 @@
 """In-memory index of all jobs of a spool. Only the daemon, which alone moves entries, keeps one.
 
 It is read from the entries once at start and updated at each commit. A query over all jobs (a name, the order of the
-list, the owner of an output directory) therefore does not get slower with the number of jobs.
+list, the owner of an output directory) therefore does not get slower with the number of jobs. Of ended jobs it has what
+such queries ask for (brief.py), and reads an entry when the whole job is asked for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
+from honed.job.brief import Brief, Listed
 from honed.job.job import Job, State
 
 #: The list shows running jobs first, then the queue, then held jobs, then finished jobs, newest first. Here
@@ -17,22 +19,31 @@ from honed.job.job import Job, State
 _RANKS = {State.RUNNING: 0, State.QUEUED: 1, State.HELD: 2}
 _ENDED = len(_RANKS)
 _UNSTARTED = (State.QUEUED, State.HELD)
+#: Ended jobs that are kept whole: those that were asked for last.
+MAX_RECENT = 256
 
 #: A job's place in the list.
 Key = tuple[int, int, int]
 
 
-def key(job: Job) -> Key:
+def key(job: Listed) -> Key:
     """Return a job's position in the list of all jobs."""
     rank = _RANKS.get(job.state, _ENDED)
     return (rank, -job.id, 0) if rank == _ENDED else (rank, -job.priority, job.id)
 
 
 class Catalog:
-    """The latest entry of each job. Call `put` and `drop` only after the change is durable."""
+    """The latest entry of each job. Call `put` and `drop` only after the change is durable.
 
-    def __init__(self, jobs: Iterable[Job] = ()) -> None:
+    `load` returns the whole job of one in brief, None if its entry is gone; where all are whole, it is not called.
+    """
+
+    def __init__(
+        self, jobs: Iterable[Listed] = (), *, load: Callable[[Brief], Job | None] = lambda _brief: None
+    ) -> None:
         self._jobs = {job.id: job for job in jobs}
+        self._load = load
+        self._recent: dict[int, Job] = {}  # of brief jobs, the one that was asked for last at the end
         self._order = sorted((*key(job), job.id) for job in self._jobs.values())
         self._num = Counter(job.state for job in self._jobs.values())
         self._num_queued = Counter(job.uid for job in self._jobs.values() if job.state in _UNSTARTED)
@@ -46,30 +57,33 @@ class Catalog:
                 self._outputs[job.output_dir] = (*self._outputs.get(job.output_dir, ()), job.id)
         self._output_dirs = sorted(self._outputs)
         self._reserved: dict[int, Job] = {}
-        self._listeners: list[Callable[[Job | None, Job | None], None]] = []
+        self._listeners: list[Callable[[Listed | None, Job | None], None]] = []
 
-    def listen(self, told: Callable[[Job | None, Job | None], None]) -> None:
+    def listen(self, told: Callable[[Listed | None, Job | None], None]) -> None:
         """Register a callback for each change: it gets the job before and after; None where there was or is none."""
         self._listeners.append(told)
 
-    def put(self, job: Job) -> None:
-        """Add a new job or replace a changed one."""
-        self._change(self._jobs.get(job.id), job)
+    def put(self, job: Job, brief: Brief | None = None) -> None:
+        """Add a new job or replace a changed one; `brief` is what is kept of it, if not the whole."""
+        self._change(self._jobs.get(job.id), job, brief)
 
     def drop(self, job_id: int) -> None:
         """Remove a job whose entry is gone."""
-        self._change(self._jobs.get(job_id), None)
+        self._change(self._jobs.get(job_id), None, None)
 
-    def _change(self, old: Job | None, new: Job | None) -> None:
+    def _change(self, old: Listed | None, new: Job | None, brief: Brief | None) -> None:
         if old is not None:
             del self._jobs[old.id]
+            self._recent.pop(old.id, None)
             self._num[old.state] -= 1
             self._num_queued[old.uid] -= old.state in _UNSTARTED
             del self._order[bisect_left(self._order, (*key(old), old.id))]
             self._rename(old, is_there=False)
             self.give_back(old)
         if new is not None:
-            self._jobs[new.id] = new
+            self._jobs[new.id] = brief or new
+            if brief is not None:
+                self._keep(new)
             self._num[new.state] += 1
             self._num_queued[new.uid] += new.state in _UNSTARTED
             insort(self._order, (*key(new), new.id))
@@ -80,7 +94,7 @@ class Catalog:
         for told in self._listeners:
             told(old, new)
 
-    def _rename(self, job: Job, *, is_there: bool) -> None:
+    def _rename(self, job: Listed, *, is_there: bool) -> None:
         numbers = self._named.setdefault(job.name, [])
         if is_there:
             insort(numbers, job.id)
@@ -89,16 +103,36 @@ class Catalog:
         if not numbers:
             del self._named[job.name]
 
+    def _keep(self, job: Job) -> None:
+        """Keep an ended job whole, for who asks next."""
+        self._recent.pop(job.id, None)
+        self._recent[job.id] = job
+        if len(self._recent) > MAX_RECENT:
+            del self._recent[next(iter(self._recent))]
+
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[Job]:
-        """Iterate over all jobs in no particular order."""
-        return iter(self._jobs.values())
+    def __iter__(self) -> Iterator[Listed]:
+        """Iterate over the jobs of now, in no particular order."""
+        return iter(list(self._jobs.values()))
 
     def get(self, job_id: int) -> Job | None:
+        """Return a job. Raises OSError if the machine prevents reading an ended one's entry."""
+        found = self._jobs.get(job_id)
+        if not isinstance(found, Brief):
+            return found
+        job = self._recent.get(job_id) or self._load(found)
+        if job is None:
+            self.drop(job_id)
+        else:
+            self._keep(job)
+        return job
+
+    def listed(self, job_id: int) -> Listed | None:
+        """Return a job, or what is kept of it: nothing is read."""
         return self._jobs.get(job_id)
 
     def uid_of(self, job_id: int) -> int | None:
@@ -111,15 +145,15 @@ class Catalog:
         """Return the number of a user's queued and held jobs."""
         return self._num_queued[uid]
 
-    def named(self, name: str) -> list[Job]:
+    def named(self, name: str) -> list[Listed]:
         """Return the jobs with this name, oldest first."""
         return [self._jobs[number] for number in self._named.get(name, ())]
 
-    def newest(self) -> Iterator[Job]:
+    def newest(self) -> Iterator[Listed]:
         """Iterate over all jobs, highest number first."""
-        return (self._jobs[number] for number in sorted(self._jobs, reverse=True))
+        return (self._jobs[number] for number in sorted(self._jobs, reverse=True) if number in self._jobs)
 
-    def ordered(self, after: int | None = None) -> Iterator[Job]:
+    def ordered(self, after: int | None = None) -> Iterator[Listed]:
         """Iterate in list order, from the start or after the job `after`. The order is that of now; each job is as it
         is when it is reached, and one that is gone is left out. So do the next two."""
         start = 0
@@ -127,10 +161,10 @@ class Catalog:
             start = bisect_left(self._order, (*key(job), job.id)) + 1
         return self._each(self._order[start:])
 
-    def _each(self, order: list[tuple[int, int, int, int]]) -> Iterator[Job]:
+    def _each(self, order: list[tuple[int, int, int, int]]) -> Iterator[Listed]:
         return (job for *_, number in order if (job := self._jobs.get(number)) is not None)
 
-    def of_state(self, state: State) -> Iterator[Job]:
+    def of_state(self, state: State) -> Iterator[Listed]:
         """Iterate over the jobs in a state, in list order."""
         rank = _RANKS.get(state, _ENDED)
         first = bisect_left(self._order, (rank,))
@@ -138,7 +172,11 @@ class Catalog:
         found = self._each(self._order[first:last])
         return found if rank < _ENDED else (job for job in found if job.state is state)
 
-    def ended(self) -> Iterator[Job]:
+    def unfinished(self, state: State) -> Iterator[Job]:
+        """Iterate over the jobs in a state that is not final, in list order."""
+        return (job for job in self.of_state(state) if isinstance(job, Job))
+
+    def ended(self) -> Iterator[Listed]:
         """Iterate over finished jobs, newest first."""
         return self._each(self._order[bisect_left(self._order, (_ENDED,)) :])
 
@@ -152,7 +190,7 @@ class Catalog:
             insort(self._output_dirs, job.output_dir)
         self._outputs[job.output_dir] = (*(number for number in owners if number != job.id), job.id)
 
-    def give_back(self, job: Job) -> None:
+    def give_back(self, job: Listed) -> None:
         """Release the output directory of a job that got no entry or has finished."""
         self._reserved.pop(job.id, None)
         owners = self._outputs.get(job.output_dir, ())
@@ -163,7 +201,7 @@ class Catalog:
             del self._outputs[job.output_dir]
             del self._output_dirs[bisect_left(self._output_dirs, job.output_dir)]
 
-    def owner_of(self, path: str) -> Job | None:
+    def owner_of(self, path: str) -> Listed | None:
         """Return an unfinished job whose output directory is this path, contains it, or lies below it. The path must be
         absolute and without symbolic links, as output directories are when a job is accepted.
         """

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from honed.job import refusals
+from honed.job.brief import Listed
 from honed.job.damaged import begun_anew
 from honed.job.job import Job
 from honed.job.spool import Spool
@@ -107,10 +108,9 @@ class Mark(NamedTuple):
     ends: int = 0  #: the number of its ends that were counted
 
     @classmethod
-    def of(cls, job: Job) -> Mark:
+    def of(cls, job: Listed) -> Mark:
         """Return the mark of a job that is counted as far as it has come."""
-        ended = (each.number for each in job.attempts if each.ended_at is not None)
-        return cls(int(bool(job.attempts)), max(ended, default=0), len(job.ends))
+        return cls(int(job.has_started), job.last_ended, job.num_ends)
 
 
 class Counters:
@@ -168,7 +168,7 @@ class Counters:
 
     # -- what is counted ----------------------------------------------------------------------------------------------
 
-    def _told(self, old: Job | None, new: Job | None) -> None:
+    def _told(self, old: Listed | None, new: Job | None) -> None:
         if new is not None:
             self._count(new)
         elif old is not None:
@@ -235,8 +235,9 @@ class Counters:
             if (job := self._spool.pruned.get(number)) is not None:
                 self._count(job)
         self._pruned |= pruned
-        for job in self._spool.catalog:
-            self._count(job)
+        for each in self._spool.catalog:
+            if Mark.of(each) != self._marks.get(each.id) and (job := self._spool.job(each.id)) is not None:
+                self._count(job)
         found, are_all = self._refused()
         for number, code in found.items():
             self.count_rejection(number, code, None)

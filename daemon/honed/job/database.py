@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, cast
 from urllib.parse import quote
 
 from honed.job import views
+from honed.job.brief import Listed
 from honed.job.event import Event, Reading, Written, written_bytes
 from honed.job.job import Job, State
 from honed.job.pending import Pending
@@ -308,7 +309,7 @@ class Database:
             rows = [(job.id, timestamp(when)) for when in job.edited_at]
             self._db.executemany("INSERT INTO events VALUES (?, 0, 'edited', '{}', ?)", rows)
 
-    def put_jobs(self, jobs: Iterable[Job]) -> None:
+    def put_jobs(self, jobs: Iterable[Listed]) -> None:
         """Write the rows of all jobs, skipping rows that are up to date. A failed write is only logged."""
         with self._logging_faults("the rows of all jobs"):
             known = {row[0]: row for row in self._db.execute("SELECT id, name, state, outcome, priority FROM jobs")}
@@ -480,12 +481,12 @@ def _score(metrics: Mapping[str, float]) -> Score:
     return {"name": named[0], "value": scores[named[0]]}
 
 
-def _shown(job: Job) -> tuple[Any, ...]:
+def _shown(job: Listed) -> tuple[Any, ...]:
     """Return the columns of a job's row that can change, after its number."""
     return (job.id, job.name, job.state.value, job.outcome, job.priority)
 
 
-def _job_row(job: Job) -> tuple[Any, ...]:
+def _job_row(job: Listed) -> tuple[Any, ...]:
     return (*_shown(job), timestamp(job.submitted_at))
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 from honed.system.clock import Moment
 from honed.system.error import ErrorRecord
@@ -190,6 +190,14 @@ class Group(TypedDict):
     halving: NotRequired[Halving | None]
 
 
+class SweepName(NamedTuple):
+    """Which sweep a job is of."""
+
+    id: int
+    name: str
+    file: str
+
+
 @dataclass(frozen=True, slots=True)
 class Adjustment:
     """One out-of-memory adjustment of a job: a step down the ladder; see out_of_memory.py."""
@@ -322,6 +330,35 @@ class Job:
     @property
     def num_preemptions(self) -> int:
         return sum(attempt.preemption is not None for attempt in self.attempts)
+
+    @property
+    def sweep(self) -> SweepName | None:
+        """The sweep that made it; None if none did."""
+        return SweepName(*(self.group.get(key) for key in SweepName._fields)) if self.group else None  # type: ignore[arg-type]
+
+    @property
+    def has_started(self) -> bool:
+        return bool(self.attempts)
+
+    @property
+    def last_ended(self) -> int:
+        """The number of its last attempt that has ended; 0 before the first."""
+        return max((each.number for each in self.attempts if each.ended_at is not None), default=0)
+
+    @property
+    def last_ended_at(self) -> float:
+        """Seconds since the epoch, of the latest end of an attempt; 0 before the first."""
+        return max((each.ended_at for each in self.attempts if each.ended_at is not None), default=0.0)
+
+    @property
+    def num_ends(self) -> int:
+        """How often it has finished."""
+        return len(self.ends)
+
+    @property
+    def has_own_events(self) -> bool:
+        """True if some of its events are in its entry, and in no file of its worker's."""
+        return bool(self.edited_at) or any(attempt.fallback for attempt in self.attempts)
 
     def with_attempt(self, **changes: Any) -> Job:
         """Return the same job with its latest attempt changed."""

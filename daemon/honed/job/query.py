@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from honed.job import history, preemption, refusals
+from honed.job.brief import Listed
 from honed.job.catalog import Catalog
 from honed.job.database import MAX_METRICS, Reader, figures, progress_of, timestamp
 from honed.job.event import Event
-from honed.job.job import Attempt, Job, State
+from honed.job.job import Attempt, Halving, Job, State, SweepName
 from honed.job.plan_file import PlanFile
 from honed.job.refusals import Reason
 from honed.job.shape import (
@@ -96,7 +97,7 @@ class Asker:
     is_administrator: bool
     reads_all: bool  #: administrators, or everybody if results are shared
 
-    def may_read(self, job: Job) -> bool:
+    def may_read(self, job: Listed) -> bool:
         return self.reads_all or job.uid == self.uid
 
 
@@ -124,16 +125,18 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
         raise UsageError(f"no job {reference!r}", hint="honectl list shows all jobs")
     active = [job for job in named if not job.state.is_final]
     match active or named:
-        case [job]:
-            return job
+        case [listed]:
+            if (job := spool.job(listed.id)) is not None:
+                return job
+            raise UsageError(f"the entry of job {listed.id} cannot be read", hint="honectl doctor")
         case several:
             numbers = ", ".join(str(job.id) for job in several)
             raise UsageError(f"{len(several)} jobs are named {reference!r}", hint=f"use its number: {numbers}")
 
 
-def _is_of(job: Job, reference: str) -> bool:
+def _is_of(job: Listed, reference: str) -> bool:
     """Return True if a job is of the sweep with this name or number."""
-    return job.group is not None and reference in (job.group["name"], str(job.group["id"]))
+    return job.sweep is not None and reference in (job.sweep.name, str(job.sweep.id))
 
 
 def words_of_pruned(pruned: Job) -> str:
@@ -173,13 +176,13 @@ class Choice:
             raise UsageError("states and names must be lists", hint="honectl list --state running qa facts")
         return cls(frozenset(map(str, states)), frozenset(map(str, names)), limit, after)
 
-    def has(self, job: Job, asker: Asker) -> bool:
+    def has(self, job: Listed, asker: Asker) -> bool:
         if self.states and job.state not in self.states:
             return False
         if not self.names or str(job.id) in self.names:
             return True
         is_named = job.name in self.names or (
-            job.group is not None and (job.group["name"] in self.names or str(job.group["id"]) in self.names)
+            job.sweep is not None and (job.sweep.name in self.names or str(job.sweep.id) in self.names)
         )
         return is_named and asker.may_read(job)
 
@@ -195,14 +198,15 @@ def rows(
     """Iterate over the chosen jobs' rows, with None after many jobs without one. The jobs and their order are fixed
     now, each once; each row is built when it is requested. `queue` returns the queued jobs in their order; without it
     they are listed by priority and number."""
+    jobs = spool.all()
     if choice.limit is not None and choice.limit <= MAX_FEW and not choice.names:
-        found = (job for job in _ordered(spool.all(), choice.after, queue) if choice.has(job, asker))
-        return _rows(layout, list(islice(found, choice.limit)), asker)
+        found = (job for job in _ordered(jobs, choice.after, queue) if choice.has(job, asker))
+        return _rows(layout, jobs, list(islice(found, choice.limit)), asker)
     fixed = queue if queue is None else partial(iter, list(queue()))
-    return _rows(layout, _chosen(_ordered(spool.all(), choice.after, fixed), choice, asker), asker)
+    return _rows(layout, jobs, _chosen(_ordered(jobs, choice.after, fixed), choice, asker), asker)
 
 
-def _chosen(jobs: Iterator[Job], choice: Choice, asker: Asker) -> Iterator[Job | None]:
+def _chosen(jobs: Iterator[Listed], choice: Choice, asker: Asker) -> Iterator[Listed | None]:
     has = (job if choice.has(job, asker) else None for job in jobs)
     if choice.limit == 0:
         return
@@ -215,22 +219,22 @@ def _chosen(jobs: Iterator[Job], choice: Choice, asker: Asker) -> Iterator[Job |
             return
 
 
-def _rows(layout: Layout, jobs: Iterable[Job | None], asker: Asker) -> Iterator[Row | None]:
-    some: list[Job] = []
-    for job in jobs:
+def _rows(layout: Layout, jobs: Catalog, chosen: Iterable[Listed | None], asker: Asker) -> Iterator[Row | None]:
+    some: list[Listed] = []
+    for job in chosen:
         if job is None:
             yield None
             continue
         some.append(job)
         if len(some) == ROWS_AT_ONCE:
-            yield from _built(layout, some, asker)
+            yield from _built(layout, jobs, some, asker)
             some = []
-    yield from _built(layout, some, asker)
+    yield from _built(layout, jobs, some, asker)
 
 
-def _built(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[Row]:
-    for first in range(0, len(jobs), ROWS_AT_ONCE):
-        some = jobs[first : first + ROWS_AT_ONCE]
+def _built(layout: Layout, jobs: Catalog, chosen: Sequence[Listed], asker: Asker) -> Iterator[Row]:
+    for first in range(0, len(chosen), ROWS_AT_ONCE):
+        some = [job for each in chosen[first : first + ROWS_AT_ONCE] if (job := jobs.get(each.id)) is not None]
         with contextlib.closing(Reader(layout.database_path)) as reader:
             numbers = [job.id for job in some]
             progress, scores = reader.progress(numbers), reader.scores(numbers)
@@ -249,9 +253,9 @@ def _with_inputs(job: Job, layout: Layout) -> Job:
         return job
 
 
-def _ordered(jobs: Catalog, after: int | None, queue: Queue | None) -> Iterator[Job]:
+def _ordered(jobs: Catalog, after: int | None, queue: Queue | None) -> Iterator[Listed]:
     """Iterate over all jobs in list order, from the start or after the job `after`."""
-    last = jobs.get(after) if after is not None else None
+    last = jobs.listed(after) if after is not None else None
     if queue is None or (last is not None and last.state not in (State.RUNNING, State.QUEUED)):
         return jobs.ordered(after)
     found = chain(jobs.of_state(State.RUNNING), queue(), jobs.of_state(State.HELD), jobs.ended())
@@ -270,10 +274,14 @@ def overview(
         counts = {state: sum(job.state == state for job in chosen) for state in counts}
     else:
         chosen = list(_heads(jobs, choice, num, queue))
-    return {"jobs": list(_built(layout, chosen, asker)), "counts": counts, "refused": refused(spool, asker, limit=1)}
+    return {
+        "jobs": list(_built(layout, jobs, chosen, asker)),
+        "counts": counts,
+        "refused": refused(spool, asker, limit=1),
+    }
 
 
-def _heads(jobs: Catalog, choice: Choice, num: int, queue: Queue | None) -> Iterator[Job]:
+def _heads(jobs: Catalog, choice: Choice, num: int, queue: Queue | None) -> Iterator[Listed]:
     for state in (State.RUNNING, State.QUEUED, State.HELD):
         if not choice.states or state in choice.states:
             found = queue() if queue is not None and state is State.QUEUED else jobs.of_state(state)
@@ -285,15 +293,16 @@ def accepted(
     spool: Spool, layout: Layout, source: str, asker: Asker, since: str, *, number: int | None = None
 ) -> Row | None:
     """Return the newest job made since then from a file with this name, or the job with this number; None if none."""
+    jobs = spool.all()
     if number is not None:
-        job = spool.job(number) or _made_by(spool, number, asker)
-        return next(_built(layout, [job], asker)) if job is not None and asker.may_read(job) else None
+        job = jobs.listed(number) or _made_by(jobs, number, asker)
+        return next(_built(layout, jobs, [job], asker), None) if job is not None and asker.may_read(job) else None
     begin = _seconds(since)
-    for job in spool.all().newest():
+    for job in jobs.newest():
         if job.submitted_at < begin:
             return None
-        if source in (job.source, job.group["file"] if job.group else None) and asker.may_read(job):
-            return next(_built(layout, [job], asker))
+        if source in (job.source, job.sweep.file if job.sweep else None) and asker.may_read(job):
+            return next(_built(layout, jobs, [job], asker), None)
     return None
 
 
@@ -305,10 +314,10 @@ def _seconds(when: str) -> float:
         return -math.inf
 
 
-def _made_by(spool: Spool, number: int, asker: Asker) -> Job | None:
+def _made_by(jobs: Catalog, number: int, asker: Asker) -> Listed | None:
     """Return a job of the sweep with this number that the asker may read."""
-    later = itertools.takewhile(lambda job: job.id > number, spool.all().newest())
-    return next((job for job in later if job.group and job.group["id"] == number and asker.may_read(job)), None)
+    later = itertools.takewhile(lambda job: job.id > number, jobs.newest())
+    return next((job for job in later if job.sweep and job.sweep.id == number and asker.may_read(job)), None)
 
 
 def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> GroupShown:
@@ -318,42 +327,45 @@ def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) 
 
 def grouped(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> Iterator[Part]:
     """Return the same in parts. Raises UsageError and NotPermittedError at once."""
-    found: dict[int, list[Job]] = {}
+    found: dict[SweepName, list[int]] = {}
     is_others = False
-    for job in spool.all():
+    jobs = spool.all()
+    for job in jobs:
         if not _is_of(job, reference):
             continue
-        assert job.group is not None
+        assert job.sweep is not None
         if asker.may_read(job):
-            found.setdefault(job.group["id"], []).append(job)
+            found.setdefault(job.sweep, []).append(job.id)
         else:
-            is_others = is_others or reference == str(job.group["id"])
-    if numbered := {number: jobs for number, jobs in found.items() if reference == str(number)}:
+            is_others = is_others or reference == str(job.sweep.id)
+    if numbered := {sweep: members for sweep, members in found.items() if reference == str(sweep.id)}:
         found = numbered
     if not found and is_others:
         raise NotPermittedError(f"sweep {reference} belongs to another user", hint=_WHO_READS)
     if not found:
         raise UsageError(f"no sweep {reference!r}", hint="honectl list shows all jobs")
     if len(found) > 1:
-        numbers = ", ".join(map(str, sorted(found)))
+        numbers = ", ".join(str(sweep.id) for sweep in sorted(found))
         raise UsageError(f"{len(found)} sweeps are named {reference!r}", hint=f"use its number: {numbers}")
-    [jobs] = found.values()
-    return _members(layout, sorted(jobs, key=lambda job: job.id))
+    [(sweep, members)] = found.items()
+    return _members(layout, jobs, sweep, sorted(members))
 
 
-def _members(layout: Layout, jobs: Sequence[Job]) -> Iterator[Part]:
-    group = jobs[0].group
-    assert group is not None
-    yield {"id": group["id"], "name": group["name"], "file": group["file"], "jobs": []}
+def _members(layout: Layout, jobs: Catalog, sweep: SweepName, numbers: Sequence[int]) -> Iterator[Part]:
+    yield {**sweep._asdict(), "jobs": []}
     best: GroupJob | None = None
-    for each in jobs:  # one at a time: of each ended one, a result of any worker's is read
+    halving: Halving | None = None
+    for number in numbers:  # one at a time: of each ended one, its entry is read, and a result of any worker's
+        if (member := jobs.get(number)) is None or member.group is None:
+            continue
+        halving = member.group.get("halving")
         with contextlib.closing(Reader(layout.database_path)) as reader:
-            job = _group_job(layout, reader, each)
+            job = _group_job(layout, reader, member)
         loss, least = job["eval_loss"], best["eval_loss"] if best is not None else None
         if job["state"] == State.SUCCEEDED and loss is not None and (least is None or loss < least):
             best = job
         yield {"jobs": [job]}
-    yield {"best": best["id"] if best is not None else None, "halving": group.get("halving")}
+    yield {"best": best["id"] if best is not None else None, "halving": halving}
 
 
 def _group_job(layout: Layout, reader: Reader, job: Job) -> GroupJob:

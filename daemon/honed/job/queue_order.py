@@ -67,13 +67,13 @@ def expected(usage_path: Path, config: Config, jobs: Catalog) -> Iterator[Job]:
     """Yield the queued jobs in the order in which a honed that is not running would start them: by the shares that it
     has written last."""
     usage, entitlements = Usage(usage_path, is_ours=False), Entitlements(lambda: config)
-    queued = list(jobs.of_state(State.QUEUED))
+    queued = list(jobs.unfinished(State.QUEUED))
     ready = [job for job in queued if not (job.is_deferred or _waits(job, jobs))]
     places: dict[int, list[Place]] = {}
     for job in ready:
         places.setdefault(job.uid, []).append(place_of(config, job))
     levels = {uid: max(usage.level(uid), usage.floor) for uid in places}
-    for job in jobs.of_state(State.RUNNING):
+    for job in jobs.unfinished(State.RUNNING):
         if job.uid in levels:
             levels[job.uid] += usage.typical_sec / entitlements.weight(job.uid)
     found = by_turns(
@@ -92,4 +92,4 @@ def expected(usage_path: Path, config: Config, jobs: Catalog) -> Iterator[Job]:
 def _waits(job: Job, jobs: Catalog) -> bool:
     """Return True if a job depends on another one, by its number since it was accepted, that has not succeeded."""
     numbers = (int(reference) for reference in job.depends_on if reference.isdecimal())
-    return any((other := jobs.get(number)) is not None and other.state is not State.SUCCEEDED for number in numbers)
+    return any((other := jobs.listed(number)) is not None and other.state is not State.SUCCEEDED for number in numbers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from honed.job.corrupt import copy_of
@@ -22,7 +23,8 @@ log = logging.getLogger(__name__)
 
 def recover(spool: Spool, alive: Callable[[], None] = lambda: None) -> None:
     """Recover the spool. A damaged entry goes into corrupt/; that of a job that was running is rebuilt. `alive` is
-    called on the way."""
+    called on the way. Ended ones are looked at when they are asked for."""
+    spool.entries.when_damaged = partial(_set_aside, spool)
     for path, problem in spool.recover(alive):
         with passed_over(path):
             _set_aside(spool, path, problem)
@@ -30,7 +32,9 @@ def recover(spool: Spool, alive: Callable[[], None] = lambda: None) -> None:
 
 def _set_aside(spool: Spool, path: Path, problem: ValueError | OSError) -> None:
     number, files = int(path.stem), spool.files(int(path.stem))
-    known = spool.job(number)
+    known = spool.listed(number)
+    if known is not None and spool.entries.path(number, known.state) == path:  # it was in the index
+        known = None
     job = copy_of(files) if known is None and path.parent == spool.state_dir(State.RUNNING) else None
     if known is not None:
         done = f"Job {number} has another, whole entry, which is in {known.state}."
@@ -81,7 +85,7 @@ def _lost(words: str) -> OSError:
 def rebuild(spool: Spool, job: Job) -> Job:
     """Make a job whose worker lives a running one, whatever its entry says, and even if it was pruned."""
     spool.pruned.forget({job.id})
-    old = spool.job(job.id)
+    old = spool.listed(job.id)
     revision = max(job.revision, old.revision if old is not None else 0) + 1
     rebuilt = dataclasses.replace(job, state=State.RUNNING, revision=revision)
     durable.write(spool.entries.path(job.id, State.RUNNING), rebuilt.to_json())

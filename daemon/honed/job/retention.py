@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.job import refusals, row_cache
+from honed.job.brief import Listed
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.query import Asker, find
@@ -107,16 +108,18 @@ class Needs:
         self._path = re.compile(re.escape(str(layout.jobs_dir)) + r"/(\d+)(?:/|$)")
         self._named: dict[tuple[int, int], frozenset[int]] = {}
 
-    def of(self, job: Job) -> frozenset[int]:
+    def of(self, listed: Listed) -> frozenset[int]:
         """Return the other jobs whose files or success a job depends on."""
-        key = (job.id, job.revision)
+        key = (listed.id, listed.revision)
         if key not in self._named:
+            if (job := listed if isinstance(listed, Job) else self._spool.job(listed.id)) is None:
+                return frozenset()
             numbers = {int(name) for name in job.depends_on if name.isdecimal()}
             found = frozenset((numbers | set(job.inputs.values()) | set(self._in_plan(job))) - {job.id})
             self._named = {**self._named, key: found} if len(self._named) < 50_000 else {key: found}
         return self._named[key]
 
-    def reasons(self, jobs: Iterable[Job]) -> dict[int, str]:
+    def reasons(self, jobs: Iterable[Listed]) -> dict[int, str]:
         """Return {number: reason to keep it} for all jobs that the given unfinished and pinned jobs need."""
         found: dict[int, str] = {}
         for job in jobs:
@@ -135,11 +138,11 @@ class Needs:
                 yield int(match[1])
 
 
-def _why(job: Job) -> str:
+def _why(job: Listed) -> str:
     return "pinned" if job.state.is_final else str(job.state)
 
 
-def output_hosts(layout: Layout, jobs: Iterable[Job]) -> dict[int, str]:
+def output_hosts(layout: Layout, jobs: Iterable[Listed]) -> dict[int, str]:
     """Return the jobs whose directories contain another job's output, with the reason to keep them."""
     found: dict[int, str] = {}
     for job in jobs:
@@ -150,7 +153,7 @@ def output_hosts(layout: Layout, jobs: Iterable[Job]) -> dict[int, str]:
     return found
 
 
-def why_kept(job: Job, needed: dict[int, str]) -> str | None:
+def why_kept(job: Listed, needed: dict[int, str]) -> str | None:
     """Return the reason why a job cannot be removed; None if it can."""
     if not job.state.is_final:
         return f"it is {job.state}"
@@ -200,11 +203,14 @@ def _figure(value: Any) -> Any:
 class Choice:
     """The jobs that a request selects."""
 
-    jobs: list[Job] = field(default_factory=list)
-    kept: list[tuple[Job, str]] = field(default_factory=list)  #: requested or beyond a limit, but kept, with the reason
+    jobs: list[Listed] = field(default_factory=list)
+    #: Requested or beyond a limit, but kept, with the reason.
+    kept: list[tuple[Listed, str]] = field(default_factory=list)
 
 
-def choose(wish: Wish, jobs: Sequence[Job], needs: Needs, spool: Spool, asker: Asker, sizes: dict[int, int]) -> Choice:
+def choose(
+    wish: Wish, jobs: Sequence[Listed], needs: Needs, spool: Spool, asker: Asker, sizes: dict[int, int]
+) -> Choice:
     """Return the jobs that a request selects among those that the asker may change.
 
     Raises UsageError if the request has neither jobs nor limits, and NotPermittedError for another user's job.
@@ -213,7 +219,7 @@ def choose(wish: Wish, jobs: Sequence[Job], needs: Needs, spool: Spool, asker: A
         raise UsageError("nothing is selected", hint="name jobs, or add --older-than, --keep or --max-size")
     needed = needed_of(needs, spool, jobs)
     if wish.references:
-        asked = [find(spool, reference, asker) for reference in wish.references]
+        asked: list[Listed] = [find(spool, reference, asker) for reference in wish.references]
         for job in asked:
             if not (asker.is_administrator or job.uid == asker.uid):
                 raise NotPermittedError(
@@ -235,27 +241,27 @@ def choose(wish: Wish, jobs: Sequence[Job], needs: Needs, spool: Spool, asker: A
     return Choice([job for job in wanted if job.id not in staying], kept)
 
 
-def needed_of(needs: Needs, spool: Spool, jobs: Iterable[Job]) -> dict[int, str]:
+def needed_of(needs: Needs, spool: Spool, jobs: Iterable[Listed]) -> dict[int, str]:
     """Return {number: reason to keep it} for all jobs that must stay."""
     jobs = list(jobs)
     hosts = output_hosts(spool.layout, jobs)
     return _compared(jobs) | hosts | needs.reasons(job for job in jobs if job.is_pinned or not job.state.is_final)
 
 
-def _compared(jobs: Sequence[Job]) -> dict[int, str]:
+def _compared(jobs: Sequence[Listed]) -> dict[int, str]:
     """Return the ended jobs of sweeps whose others are still compared with them (`halving`), with the reason."""
     waiting: dict[tuple[int, int], Job] = {}
     for job in jobs:
-        if not job.state.is_final and job.group and job.group.get("halving"):
+        if isinstance(job, Job) and not job.state.is_final and job.group and job.group.get("halving"):
             waiting.setdefault((job.uid, job.group["id"]), job)
     return {
         job.id: f"job {other.id} ({other.name}) of its sweep, which is {_why(other)}, is compared with it"
         for job in jobs
-        if job.state.is_final and job.group and (other := waiting.get((job.uid, job.group["id"])))
+        if job.state.is_final and job.sweep and (other := waiting.get((job.uid, job.sweep.id)))
     }
 
 
-def _beyond(jobs: Iterable[Job], wish: Wish, spool: Spool, sizes: dict[int, int]) -> list[Job]:
+def _beyond(jobs: Iterable[Listed], wish: Wish, spool: Spool, sizes: dict[int, int]) -> list[Listed]:
     by_id = {job.id: job for job in jobs if not wish.states or job.state in wish.states}
     if not wish.limits:
         return list(by_id.values())
@@ -271,7 +277,7 @@ def _beyond(jobs: Iterable[Job], wish: Wish, spool: Spool, sizes: dict[int, int]
 def report(chosen: Choice, sizes: dict[int, int], *, is_measured: bool) -> PruneAnswer:
     """Return the jobs that go and the jobs that stay, in the format of `prune --json`."""
 
-    def row(job: Job) -> PrunedRow:
+    def row(job: Listed) -> PrunedRow:
         return {"id": job.id, "name": job.name, "state": job.state.value, "num_bytes": sizes.get(job.id)}
 
     return {

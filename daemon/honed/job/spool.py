@@ -21,15 +21,17 @@ import dataclasses
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from honed.job import lock as locks
+from honed.job.brief import UNKNOWN, Brief, Listed, brief, identity_of
 from honed.job.catalog import Catalog
 from honed.job.corrupt import Corrupt, keep_copy
 from honed.job.damaged import is_of_item, passed_over
+from honed.job.ended_index import EndedIndex
 from honed.job.job import MOVES, Job, State
 from honed.system import durable
 from honed.system.durable import Steps
@@ -54,8 +56,11 @@ class Entries:
     already listed, so `all`, `ids` and `get` list them twice.
     """
 
-    def __init__(self, spool_dir: Path) -> None:
-        self._dir = spool_dir
+    def __init__(self, layout: Layout) -> None:
+        self._dir = layout.spool_dir
+        self.ended_index = EndedIndex(layout.ended_path)
+        #: Is called with an ended entry that cannot be read when it is asked for, and why.
+        self.when_damaged: Damaged = _log_damaged
 
     def directory(self, state: State) -> Path:
         return self._dir / state.value
@@ -99,12 +104,14 @@ class Entries:
         numbered = [path for path in self.directory(state).glob("*.json") if path.stem.isdecimal()]
         return sorted(numbered, key=lambda path: int(path.stem))
 
-    def recovered(self, damaged: Damaged, alive: Callable[[], None]) -> Iterable[Job]:
-        """Return each job once; if an interrupted move left two copies, the older one is removed. `damaged` is called
-        for each entry that is none, `alive` on the way."""
-        newest: dict[int, Job] = {}
+    def recovered(self, damaged: Damaged, alive: Callable[[], None]) -> list[Listed]:
+        """Return each job once, ended ones in brief; if an interrupted move left two copies, the older one is removed.
+        An ended one that is in the index is not read. `damaged` is called for each entry that is none, `alive` on the
+        way."""
+        known = self.ended_index.read()
+        newest: dict[int, Listed] = {}
         for state in State:
-            for number, job in enumerate(self._recovered(state, damaged)):
+            for number, job in enumerate(self._recovered(state, known, damaged)):
                 if number % NUM_BETWEEN_SIGNS == 0:
                     alive()
                 other = newest.get(job.id)
@@ -114,9 +121,10 @@ class Entries:
                     log.warning("job %d: removed its older copy in %s", older.id, older.state)
                     self.path(older.id, older.state).unlink()
                     durable.sync_dir(self.directory(older.state))
-        return newest.values()
+        self.ended_index.compare(known, newest.values())
+        return list(newest.values())
 
-    def _recovered(self, state: State, damaged: Damaged) -> Iterator[Job]:
+    def _recovered(self, state: State, known: dict[int, Brief], damaged: Damaged) -> Iterator[Listed]:
         """Yield the jobs in a state's directory, removing temporary files of crashed writers."""
         directory = self.directory(state)
         for name in names_in(directory):
@@ -124,9 +132,39 @@ class Entries:
                 with passed_over(directory / name):
                     (directory / name).unlink(missing_ok=True)
             elif name.endswith(".json") and name[:-5].isdecimal():
-                job = _read(str(directory), name, state, damaged)
-                if job is not None:
-                    yield job
+                identity = _identity(f"{directory}/{name}") if state.is_final else UNKNOWN
+                found = known.get(int(name[:-5])) if identity != UNKNOWN else None
+                if found is not None and (found.identity, found.state) == (identity, state):
+                    yield found
+                elif (job := _read(str(directory), name, state, damaged)) is not None:
+                    yield brief(job, identity) if state.is_final else job
+
+    def load(self, ended: Brief) -> Job | None:
+        """Read an ended job's entry; None if it is gone, or damaged and set aside. Raises OSError for a fault of the
+        machine."""
+        problems: list[ValueError | OSError] = []
+        path = self.path(ended.id, ended.state)
+        job = read_entry(path, ended.state, lambda _path, problem: problems.append(problem))
+        if problems and not is_of_item(problems[0]):
+            raise problems[0]
+        if problems:
+            self.when_damaged(path, problems[0])
+        elif job is None:
+            log.warning("job %d (%s): its entry %s is gone", ended.id, ended.name, path, extra=about(ended.id))
+        return job
+
+    def brief(self, job: Job) -> Brief:
+        """Return an ended job, whose entry was just written, in brief."""
+        self.ended_index.num_behind += 1
+        return brief(job, _identity(str(self.path(job.id, job.state))))
+
+
+def _identity(path: str) -> int:
+    """Return the identity of an entry; UNKNOWN if it cannot be told."""
+    try:
+        return identity_of(os.stat(path))  # noqa: PTH116 - of 50,000 entries, Path objects take a third of the time
+    except OSError:
+        return UNKNOWN
 
 
 class Pruned:
@@ -193,7 +231,7 @@ class Spool:
         self.pruned = Pruned(self.dir)
         self.ended_dir = self.dir / "ended"
         self.corrupt = Corrupt(self.dir)
-        self.entries = Entries(self.dir)
+        self.entries = Entries(layout)
         #: True if every job's end is reported, whatever its spec says.
         self.tells_every_end = False
         for path in (self.incoming_dir, self.claimed_dir, self.rejected_dir, *map(self.state_dir, State)):
@@ -238,26 +276,32 @@ class Spool:
     def note(self, job: Job) -> None:
         """Update the catalog, if there is one, with an entry that is already on disk."""
         if self._catalog is not None:
-            self._catalog.put(job)
+            self._catalog.put(job, self.entries.brief(job) if job.state.is_final else None)
 
     def jobs(self, state: State) -> Iterator[Job]:
-        """Iterate over the jobs in a state, by number; an unreadable entry is logged and skipped."""
+        """Iterate over the jobs in a state, by number: one that is not final, where there is a catalog. An unreadable
+        entry is logged and skipped."""
         if self._catalog is not None:
-            yield from sorted(self._catalog.of_state(state), key=lambda job: job.id)
+            yield from sorted(self._catalog.unfinished(state), key=lambda job: job.id)
             return
         yield from self.entries.of(state)
 
-    def all_jobs(self) -> dict[int, Job]:
+    def all_jobs(self) -> Mapping[int, Listed]:
         """Return every job once, by number, also while the daemon moves entries beside this reader."""
         if self._catalog is not None:
             return {job.id: job for job in sorted(self._catalog, key=attrgetter("id"))}
         return self.entries.all()
 
     def job(self, job_id: int) -> Job | None:
-        """Return one job, in whatever state it is; of two copies the newer."""
+        """Return one job, in whatever state it is; of two copies the newer. Raises OSError if the machine prevents
+        reading an ended one's entry; a damaged one is set aside."""
         return self.entries.get(job_id) if self._catalog is None else self._catalog.get(job_id)
 
-    def named(self, name: str) -> list[Job]:
+    def listed(self, job_id: int) -> Listed | None:
+        """Return one job, or what is in memory of it."""
+        return self.entries.get(job_id) if self._catalog is None else self._catalog.listed(job_id)
+
+    def named(self, name: str) -> list[Listed]:
         """Return the jobs with this name, oldest first."""
         if self._catalog is not None:
             return self._catalog.named(name)
@@ -304,8 +348,8 @@ class Spool:
         revision = max(job.revision, failed or 0) + 1
         self._begun[job.id] = revision
         changed = dataclasses.replace(job, state=to, revision=revision, **changes)
-        old = self._catalog.get(job.id) if self._catalog is not None else None
-        if to is State.RUNNING and old is not None and old.attempts != changed.attempts:
+        old = self._catalog.listed(job.id) if self._catalog is not None else None
+        if to is State.RUNNING and isinstance(old, Job) and old.attempts != changed.attempts:
             keep_copy(self.files(job.id), changed)
         yield changed
         if failed is not None:  # the failed change may have left a copy in a third directory
@@ -322,24 +366,24 @@ class Spool:
 
     # -- pruned -------------------------------------------------------------------------------------------------------
 
-    def changed_at(self, job: Job) -> float:
+    def changed_at(self, job: Listed) -> float:
         """Return when an entry last changed, in seconds since the epoch. Raises FileNotFoundError if it is gone."""
         return self.entries.path(job.id, job.state).stat().st_mtime
 
-    def prune(self, *jobs: Job) -> None:
+    def prune(self, *jobs: Listed) -> None:
         """Prune finished jobs. The rename of an entry is the commit: a crash before it changes nothing. Afterwards
         other code removes the job's directory and rows, retrying until that is done.
         """
         for job in jobs:
             assert job.state.is_final
-            if job.id in self._begun:  # complete a failed change first: a copy of the entry may be in a third directory
-                self.annotate(job)
+            if job.id in self._begun and (whole := self.job(job.id)) is not None:
+                self.annotate(whole)  # complete a failed change first: a copy of the entry may be in a third directory
             self.entries.path(job.id, job.state).rename(self.pruned.path(job.id, job.state))
             if self._catalog is not None:
                 self._catalog.drop(job.id)
         self.finish_prune(*jobs)
 
-    def finish_prune(self, *jobs: Job) -> None:
+    def finish_prune(self, *jobs: Listed) -> None:
         """Make the renames of pruned entries durable, and forget the marks of their ends."""
         for directory in [self.pruned.dir, *{self.state_dir(job.state) for job in jobs}]:
             durable.sync_dir(directory)
@@ -380,7 +424,7 @@ class Spool:
                 raise problem
             damaged.append((path, problem))
 
-        self._catalog = Catalog(self.entries.recovered(note, alive))
+        self._catalog = Catalog(self.entries.recovered(note, alive), load=self.entries.load)
         return damaged
 
     def _drop_pruned_copies(self) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from honed.job.ahead import NO_DEVICE_KEY
+from honed.job.catalog import Catalog
 from honed.job.damaged import begun_anew
 from honed.job.job import Attempt, Job
 from honed.system import durable
@@ -101,8 +102,7 @@ class Usage:
 
     def charge(self, job: Job, weight: float) -> None:
         """Count the attempts of a job that have ended and were not counted yet; `flush` writes them."""
-        for attempt in job.attempts:
-            self._charge(job, attempt, weight)
+        self._charge_all(job, weight)
 
     def raise_to(self, level: float, uids: Iterable[int]) -> None:
         """Raise these users to a level, if theirs is lower; `flush` writes it."""
@@ -110,18 +110,24 @@ class Usage:
             if self.level(uid) < level:
                 self._add({"uid": uid, "level": level})
 
-    def catch_up(self, jobs: Iterable[Job], weight_of: Callable[[int], float]) -> None:
+    def catch_up(self, jobs: Catalog, weight_of: Callable[[int], float]) -> None:
         """Count what a crash has left out, and where there was no file, all attempts that are known: those change no
         level, or else users without a history would come before all others for a long time. Raises OSError."""
-        for job in jobs:
-            for attempt in job.attempts:
-                if (job.id, attempt.number) in self._counted:  # mostly, and before a weight is looked up
-                    continue
-                self._charge(job, attempt, weight_of(job.uid) if not self._is_new else None)
+        since = self._now() - MAX_AGE_SEC
+        for each in jobs:
+            numbers = range(1, each.last_ended + 1) if each.last_ended_at >= since else ()
+            if all((each.id, number) in self._counted for number in numbers):  # mostly, and before anything is read
+                continue
+            if (job := jobs.get(each.id)) is not None:
+                self._charge_all(job, weight_of(job.uid) if not self._is_new else None)
         if self._is_new:
             self._unwritten.append({"uid": _FLOOR, "level": self.floor})  # so that there is a file
         self.flush()
         self._is_new = False
+
+    def _charge_all(self, job: Job, weight: float | None) -> None:
+        for attempt in job.attempts:
+            self._charge(job, attempt, weight)
 
     def _charge(self, job: Job, attempt: Attempt, weight: float | None) -> None:
         ended_at = attempt.ended_at

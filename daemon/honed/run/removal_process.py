@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import IO
 
-from honed.job.job import Job
+from honed.job.brief import Listed
 from honed.job.spool import Spool
 from honed.job.tree import Count
 from honed.run.process import DAEMON_VARIABLES, SECRET_VARIABLES
@@ -45,14 +45,14 @@ class Sizes:
         self.kind = kind
         self._known: dict[tuple[int, int], int] = {}  # number and revision → bytes
 
-    def of(self, job: Job) -> int | None:
+    def of(self, job: Listed) -> int | None:
         """Return a job's bytes; None if they are unknown."""
         return self._known.get((job.id, job.revision))
 
-    def put(self, job: Job, num_bytes: int) -> None:
+    def put(self, job: Listed, num_bytes: int) -> None:
         self._known[job.id, job.revision] = num_bytes
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: Listed) -> None:
         self._known.pop((job.id, job.revision), None)
 
     def by_number(self) -> dict[int, int]:
@@ -85,7 +85,7 @@ class RemovalProcess:
         if item not in self._at_work:
             self._waiting[item] = None
 
-    def measure(self, jobs: Iterable[Job], sizes: Sizes) -> bool:
+    def measure(self, jobs: Iterable[Listed], sizes: Sizes) -> bool:
         """Have all unknown sizes measured. Returns True if any size is unknown."""
         missing = [job for job in jobs if sizes.of(job) is None]
         for job in missing:

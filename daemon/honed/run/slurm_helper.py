@@ -167,7 +167,7 @@ class Helper:
         """Return a running job's submitter. Raises RefusedError."""
         try:
             with self._as_daemon():
-                entry_path = Entries(self._layout.spool_dir).path(job_id, State.RUNNING)
+                entry_path = Entries(self._layout).path(job_id, State.RUNNING)
                 entry = Job.from_json(self._read(entry_path), State.RUNNING)
                 uid = self._user(self._layout.files(job_id))
         except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ var/lib/honed/honed.db                         SQLite, derived from the rest
 var/lib/honed/jobs/<id>/                       everything of one job, see JobFiles and JobLayout
 var/lib/honed/rows/<uid>/                      encoded rows that a user's jobs share, see row_cache.py
 var/lib/honed/index.html                       a page with all jobs, see report.py
+var/lib/honed/ended.index                      the ended jobs in brief, see ended_index.py
 var/lib/honed/counters.json                    counters for Prometheus, see counters.py
 var/lib/honed/outbox/                          metrics and predictions to be sent, see outbox.py
 run/honed/control.sock                         the control socket for honectl
@@ -89,6 +90,11 @@ class Layout(NamedTuple):
     def rows_dir(self) -> Path:
         """Encoded rows, by user; see row_cache.py."""
         return self.state_dir / "rows"
+
+    @property
+    def ended_path(self) -> Path:
+        """The ended jobs in brief; see ended_index.py."""
+        return self.state_dir / "ended.index"
 
     @property
     def index_path(self) -> Path:

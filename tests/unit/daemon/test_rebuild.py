@@ -60,7 +60,7 @@ def test_each_job_has_its_row_and_its_events_whether_its_directory_is_there_or_n
     assert database.states() == dict.fromkeys((1, 2, 3), "succeeded")
     assert [database.offset(3, attempt) > 0 for attempt in (1, 2)] == [True, True]
     assert not database.pending
-    first = {job.id: replace(job, attempts=job.attempts[:1]) for job in spool.all_jobs().values()}
+    first = {job.id: replace(job, attempts=job.attempts[:1]) for job in spool.entries.all().values()}
     assert [number for number, job in first.items() if database.has_event(job, "fallback")] == [2]
     assert database.evaluated(3)[1] == 9
     database.close()

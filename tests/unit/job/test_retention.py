@@ -61,6 +61,7 @@ def entry(spool: Spool, number: int, state: State, **keys: Any) -> Job:
         (path / "file").write_bytes(b"x" * 1000)
     files.plan_path.write_text(json.dumps({"spec": {}, **plan}))
     (spool.state_dir(state) / f"{number}.json").write_bytes(job.to_json())
+    spool.note(job)
     return job
 
 
@@ -68,6 +69,7 @@ def entry(spool: Spool, number: int, state: State, **keys: Any) -> Job:
 def spool(tmp_path: Path) -> Spool:
     made = Spool(Layout(tmp_path / "root"))
     (made.dir / "seq").write_text("50\n")
+    made.recover()
     return made
 
 

@@ -644,7 +644,7 @@ def life_together(spool: Spool, *, names: list[str]) -> None:
 
 def verify(spool: Spool, names: list[str]) -> None:
     """Check that each dropped file became exactly one job or one rejection, and that nothing else is left."""
-    done = [job.source for job in spool.jobs(State.SUCCEEDED)]
+    done = [job.source for job in spool.entries.of(State.SUCCEEDED)]
     refused = [each["file"] for each in query.refused(spool)["files"]]
     assert sorted(done + refused) == sorted(names)
     assert not [name for name in done if name.startswith("bad")]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from honed.job.ahead import NO_DEVICE_KEY
+from honed.job.catalog import Catalog
 from honed.job.job import Attempt, Job, State
 from honed.job.usage import MAX_AGE_SEC, NUM_RECENT, TYPICAL_SEC, Usage
 
@@ -39,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 def begun(path: Path, clock: Clock) -> Usage:
     """A usage whose file is there, as that of an instance that has run before."""
     usage = Usage(path, now=clock)
-    usage.catch_up([], lambda _uid: 1.0)
+    usage.catch_up(Catalog([]), lambda _uid: 1.0)
     return usage
 
 
@@ -72,7 +73,7 @@ def test_each_attempt_that_has_ended_counts_once_by_devices_and_weight(path: Pat
     assert (usage.level(1000), usage.used_sec(1000, DAY)) == (75.0, 150.0)
     assert (usage.level(1001), usage.used_sec(1001, DAY)) == (250.0, 250.0)
     again = Usage(path, now=clock)
-    again.catch_up([job(1, 1000, 100.0, 20.0, 30.0)], lambda _uid: 2.0)
+    again.catch_up(Catalog([job(1, 1000, 100.0, 20.0, 30.0)]), lambda _uid: 2.0)
     assert (again.level(1000), again.used_sec(1000, DAY)) == (75.0, 150.0)
     assert (again.level(1001), again.used_sec(1001, DAY)) == (250.0, 250.0)
 
@@ -80,7 +81,7 @@ def test_each_attempt_that_has_ended_counts_once_by_devices_and_weight(path: Pat
 def test_what_a_crash_has_left_out_is_added_at_the_next_start(path: Path, clock: Clock) -> None:
     begun(path, clock).charge(job(1, 1000, 100.0), 1.0)  # and never written
     again = Usage(path, now=clock)
-    again.catch_up([job(1, 1000, 100.0)], lambda _uid: 4.0)
+    again.catch_up(Catalog([job(1, 1000, 100.0)]), lambda _uid: 4.0)
     assert (again.level(1000), again.used_sec(1000, DAY)) == (25.0, 100.0)
 
 
@@ -88,7 +89,7 @@ def test_the_history_of_an_instance_without_the_file_fills_the_window_and_puts_n
     path: Path, clock: Clock
 ) -> None:
     usage = Usage(path, now=clock)
-    usage.catch_up([job(1, 1000, 5000.0), job(2, 1000, 9.0, ended_at=NOW - MAX_AGE_SEC - 1)], lambda _uid: 1.0)
+    usage.catch_up(Catalog([job(1, 1000, 5000.0), job(2, 1000, 9.0, ended_at=NOW - MAX_AGE_SEC - 1)]), lambda _uid: 1.0)
     assert (usage.level(1000), usage.used_sec(1000, DAY)) == (0.0, 5000.0)
     assert Usage(path, now=clock).used_sec(1000, DAY) == 5000.0
 
@@ -114,7 +115,7 @@ def test_old_lines_go_at_a_start_and_levels_stay(path: Path, clock: Clock) -> No
     assert Usage(path, now=clock).level(1000) == 500.0
     assert len(path.read_text().splitlines()) == 3  # the last attempt, the user's level, and the floor
     third = Usage(path, now=clock)
-    third.catch_up([job(1, 1000, 10.0)], lambda _uid: 1.0)  # too old to be counted again
+    third.catch_up(Catalog([job(1, 1000, 10.0)]), lambda _uid: 1.0)  # too old to be counted again
     assert (third.level(1000), third.used_sec(1000, DAY)) == (500.0, 10.0)
 
 
@@ -130,7 +131,7 @@ def test_a_line_that_is_cut_off_or_damaged_costs_no_other(
     path.write_bytes(whole[0] + whole[1] + b"\0\0\n" + nan + whole[2][:-9])
     again = Usage(path, now=clock)
     assert "3 damaged lines were left out" in caplog.text
-    again.catch_up([job(1, 1000, 10.0), job(2, 1000, 20.0)], lambda _uid: 1.0)
+    again.catch_up(Catalog([job(1, 1000, 10.0), job(2, 1000, 20.0)]), lambda _uid: 1.0)
     assert (again.level(1000), again.used_sec(1000, DAY)) == (30.0, 30.0)
     assert [json.loads(line)["level"] for line in path.read_text().splitlines()] == [10.0, 0.0, 10.0, 30.0]
 

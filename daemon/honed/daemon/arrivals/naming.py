@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from honed.daemon.arrivals.checks import MAX_TOGETHER, Pending
 from honed.daemon.arrivals.rejection import Rejection
 from honed.job import query
+from honed.job.brief import Listed
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
@@ -177,7 +178,7 @@ class Naming:
         self._waiting[waiting.job.id] = replace(waiting, missing_since=missing_since)
         return now - max(missing_since, self._quiet_since or missing_since) < NAMED_JOB_PATIENCE_SEC
 
-    def _named(self, name: str, job: Job) -> Job | None:
+    def _named(self, name: str, job: Job) -> Listed | None:
         """Return the job of that number, or the newest of that name; None while a newer one is still waiting."""
         known = [other for other in self._known(name) if other.id != job.id]
         if not self._config().policy.share_results and job.uid != 0:
@@ -187,8 +188,8 @@ class Naming:
         newest = max(known, key=lambda other: other.id, default=None)
         return None if self._names.newest(name, job) > (newest.id if newest else 0) else newest
 
-    def _known(self, name: str) -> list[Job]:
-        numbered = self._spool.job(int(name)) if name.isdecimal() else None
+    def _known(self, name: str) -> list[Listed]:
+        numbered = self._spool.listed(int(name)) if name.isdecimal() else None
         named = self._spool.named(name)
         return [*named, numbered] if numbered is not None else named
 
@@ -223,7 +224,7 @@ class Naming:
                 ahead += self._names.wanted_by(found, uid)
         return seen
 
-    def _with_inputs(self, job: Job, answer: Passed, named: dict[str, Job]) -> Job:
+    def _with_inputs(self, job: Job, answer: Passed, named: dict[str, Listed]) -> Job:
         """Return the job, depending on the makers of its inputs. Raises SpecError if one makes no such output."""
         for key, name in answer.references.items():
             plan = PlanFile.read(self._spool.files(named[name].id).plan_path)
@@ -233,7 +234,7 @@ class Naming:
         return replace(job, depends_on=tuple(dict.fromkeys(dependencies)), inputs=makers, is_deferred=bool(makers))
 
 
-def is_seen_by(other: Job, job: Job, config: Config) -> bool:
+def is_seen_by(other: Listed, job: Job, config: Config) -> bool:
     """Return True if a job's submitter may know of the other job."""
     return config.policy.share_results or job.uid in {0, other.uid}
 
@@ -253,7 +254,7 @@ def _key_of(name: str, answer: Passed) -> str:
     return next((key for key, maker in answer.references.items() if maker == name), "depends_on")
 
 
-def _check_product(key: str, maker: Job, plan: PlanFile) -> None:
+def _check_product(key: str, maker: Listed, plan: PlanFile) -> None:
     """Check that a job makes what another job's key asks for. Raises SpecError if not."""
     spec = plan.spec
     makes_adapter = spec["kind"] == "sft" and bool(spec.get("lora") or spec.get("adapter"))

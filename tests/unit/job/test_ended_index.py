@@ -1,0 +1,296 @@
+"""Ended jobs: what is in memory of them, the file that a start reads instead of their entries, and the entries that are
+read when somebody asks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from honed.job import recovery
+from honed.job.brief import Brief, brief
+from honed.job.catalog import MAX_RECENT
+from honed.job.ended_index import EndedIndex
+from honed.job.job import MOVES, Attempt, Fallback, Job, State
+from honed.job.spool import Spool
+from honed.system.layout import Layout
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return Layout(tmp_path)
+
+
+def started(layout: Layout) -> Spool:
+    """Return the spool as at the start of a honed."""
+    spool = Spool(layout)
+    recovery.recover(spool)
+    return spool
+
+
+def ended(spool: Spool) -> None:
+    """End a honed, after it has written the file if that is due."""
+    list(spool.entries.ended_index.tend(spool.catalog.ended()))
+    spool.close()
+
+
+def add(spool: Spool, number: int, name: str = "old", **keys: object) -> Job:
+    job = Job(number, name, float(number), f"{name}.yaml", 1000, f"/o/{number}", **keys)  # type: ignore[arg-type]
+    for _ in spool.adding(job):
+        pass
+    return spool.move(job, State.CANCELLED)
+
+
+def told_otherwise(layout: Layout) -> dict[int, Brief]:
+    """Give each job in the file another name: a start that reads an entry does not believe it. Returns what it has."""
+    index = EndedIndex(layout.ended_path)
+    lies = {number: found._replace(name="of the file") for number, found in index.read().items()}
+    index.num_behind = len(lies)
+    list(index.tend(lies.values()))
+    return lies
+
+
+def test_an_ended_job_is_read_once_and_again_when_its_entry_was_written_anew(layout: Layout) -> None:
+    first = started(layout)
+    jobs = {number: add(first, number) for number in range(1, 8)}
+    ended(first)
+    assert told_otherwise(layout).keys() == jobs.keys()
+    first = Spool(layout)
+    first.recover()
+    first.annotate(jobs[2], is_pinned=True)  # which keeps the time of its change
+    first.move(jobs[3], State.QUEUED)
+    first.prune(jobs[4])
+    first.close()
+    again = started(layout)
+    assert {job.id: job.name for job in again.catalog} == {
+        2: "old",
+        3: "old",
+        **dict.fromkeys((1, 5, 6, 7), "of the file"),
+    }
+    assert again.catalog.uid_of(2) == 1000
+    found = again.listed(2)
+    assert found is not None
+    assert found.is_pinned
+    assert again.job(1) == jobs[1]  # which is read
+    again.close()
+
+
+def test_the_newer_of_two_copies_counts_whichever_of_them_is_in_the_file(layout: Layout) -> None:
+    first = started(layout)
+    older, newer = add(first, 1), add(first, 2)
+    ended(first)
+    for job, copy in ((older, dataclasses.replace(older, revision=9)), (newer, dataclasses.replace(newer, revision=1))):
+        first.entries.path(job.id, State.QUEUED).write_bytes(copy.to_json())  # the other one, of a move
+    again = started(layout)
+    assert {job.id: (job.state, job.revision) for job in again.catalog} == {1: ("queued", 9), 2: ("cancelled", 2)}
+    assert sorted(path.name for path in layout.spool_dir.glob("*/[0-9]*.json")) == ["1.json", "2.json"]
+    again.close()
+
+
+def damage_its_middle(content: bytes) -> bytes:
+    return content.replace(b'"old"', b'"new"', 1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "is_kept"),
+    [
+        (damage_its_middle, True),
+        (lambda content: content[:-30], True),
+        (lambda content: content[: len(content) // 2], True),
+        (lambda _: b"", True),
+        (lambda _: b"\n0\n", True),
+        (lambda _: b"\xff" * 1000, True),
+        (lambda content: content + b"more\n", True),
+        (None, False),
+    ],
+)
+def test_without_a_whole_file_a_start_reads_the_entries(
+    layout: Layout, spoil: Callable[[bytes], bytes] | None, is_kept: bool
+) -> None:
+    first = started(layout)
+    jobs = {number: add(first, number) for number in range(1, 8)}
+    ended(first)
+    content = layout.ended_path.read_bytes()
+    if spoil is not None:
+        layout.ended_path.write_bytes(spoil(content))
+    else:
+        layout.ended_path.unlink()
+    again = started(layout)
+    assert {number: again.job(number) for number in again.all_jobs()} == jobs
+    assert layout.ended_path.with_name("ended.index.damaged").exists() == is_kept
+    ended(again)
+    assert EndedIndex(layout.ended_path).read().keys() == jobs.keys()
+
+
+def test_the_file_of_a_honed_that_keeps_other_facts_is_replaced(layout: Layout) -> None:
+    first = started(layout)
+    add(first, 1)
+    ended(first)
+    index = EndedIndex(layout.ended_path)
+    assert index.read()
+    head, *rest = layout.ended_path.read_bytes().splitlines(keepends=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("honed.job.ended_index._FORMAT", {"fields": [*Brief._fields, "other"]})
+        assert index.read() == {}
+    assert head
+    assert rest
+    assert not layout.ended_path.with_name("ended.index.damaged").exists()
+
+
+def test_the_file_is_written_when_it_differs_in_many_jobs_and_not_for_a_few_of_thousands(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("honed.job.ended_index.MAX_BEHIND", 0.1)
+    spool = started(layout)
+    for number in range(1, 21):
+        add(spool, number)
+    ended(spool)
+    spool = started(layout)
+    before = layout.ended_path.stat()
+    for number in (21, 22):
+        add(spool, number)
+    ended(spool)
+    assert os.path.samestat(layout.ended_path.stat(), before)
+    spool = started(layout)
+    spool.prune(*(job for job in map(spool.listed, (1, 2)) if job is not None))
+    ended(spool)  # it learns of pruned ones at a start
+    ended(started(layout))
+    assert EndedIndex(layout.ended_path).read().keys() == set(range(3, 23))
+
+
+def test_a_disk_that_does_not_take_the_file_costs_nothing_else(
+    layout: Layout, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = started(layout)
+    jobs = [add(spool, 1)]
+    layout.ended_path.mkdir(parents=True)
+    ended(spool)
+    assert "not written, so the next start reads the ended jobs' entries" in caplog.text
+    layout.ended_path.rmdir()
+    again = started(layout)
+    assert [again.job(1)] == jobs
+    ended(again)
+    assert EndedIndex(layout.ended_path).read().keys() == {1}
+    assert not list(layout.state_dir.glob(".*"))
+
+
+# -- when it is asked for ---------------------------------------------------------------------------------------------
+
+
+def after_a_start(layout: Layout) -> Spool:
+    """Return the spool of a honed that has seen nothing of its two ended jobs but the file."""
+    first = started(layout)
+    for number in (1, 2):
+        add(first, number)
+    ended(first)
+    return started(layout)
+
+
+def test_an_entry_that_is_damaged_when_it_is_asked_for_is_set_aside(
+    layout: Layout, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = after_a_start(layout)
+    path = spool.entries.path(1, State.CANCELLED)
+    path.write_text("rotten")
+    assert spool.job(1) is None
+    assert spool.listed(1) is None
+    assert [job.id for job in spool.catalog.ordered()] == [2]
+    assert spool.named("old") == [spool.listed(2)]
+    assert spool.corrupt.names() == ["1.cancelled.json"]
+    assert "in no queue or list any more" in (spool.corrupt.dir / "1.cancelled.json.reason").read_text()
+    assert not path.exists()
+    assert "damaged entry" in caplog.text
+    spool.close()
+
+
+def test_an_entry_that_somebody_has_removed_is_a_job_no_more(layout: Layout, caplog: pytest.LogCaptureFixture) -> None:
+    spool = after_a_start(layout)
+    spool.entries.path(1, State.CANCELLED).unlink()
+    assert spool.job(1) is None
+    assert [job.id for job in spool.catalog] == [2]
+    assert "its entry" in caplog.text
+    assert spool.corrupt.names() == []
+    spool.close()
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Take all free descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open("/", os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 50, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/", os.O_RDONLY))
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_machine_that_cannot_read_an_entry_now_loses_no_job(layout: Layout) -> None:
+    spool = after_a_start(layout)
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        spool.job(1)
+    assert [job.id for job in spool.catalog.ordered()] == [2, 1]
+    assert spool.corrupt.names() == []
+    assert spool.job(1) is not None
+    spool.close()
+
+
+def test_those_that_are_asked_for_often_are_not_read_again(layout: Layout) -> None:
+    spool = started(layout)
+    numbers = range(1, MAX_RECENT + 3)
+    jobs = {number: add(spool, number) for number in numbers}
+    assert all(spool.job(number) == jobs[number] for number in numbers)
+    assert spool.job(3) is spool.job(3)
+    changed = spool.annotate(jobs[3], is_pinned=True)
+    assert spool.job(3) == changed
+    spool.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_in_memory_is_what_the_entries_say_whatever_happens(layout: Layout, seed: int) -> None:
+    rng, spool = random.Random(seed), started(layout)
+    number = 0
+    for _ in range(200):
+        jobs = [job for listed in spool.catalog if (job := spool.job(listed.id)) is not None]
+        match rng.randrange(8):
+            case 0 | 1:
+                number += 1
+                job = Job(
+                    number, rng.choice(("a", "b")), float(number), "a.yaml", rng.choice((0, 1000)), f"/o/{number}"
+                )
+                for _step in spool.adding(job):
+                    pass
+            case 2 | 3 | 4 if jobs:
+                job = rng.choice(jobs)
+                to = rng.choice(sorted(MOVES[job.state]))
+                attempt = Attempt(
+                    len(job.attempts) + 1, "unsloth", 1.0, fallback=rng.choice((None, Fallback(1.0, "why")))
+                )
+                attempts = (*job.attempts, attempt) if to is State.RUNNING else job.attempts
+                if to.is_final and attempts:
+                    attempts = (*attempts[:-1], dataclasses.replace(attempts[-1], ended_at=float(number)))
+                spool.move(job, to, attempts=attempts)
+            case 5 if jobs:
+                spool.annotate(rng.choice(jobs), is_pinned=rng.random() < 0.5)
+            case 6 if any(job.state.is_final for job in jobs):
+                spool.prune(rng.choice([job for job in jobs if job.state.is_final]))
+            case _:
+                ended(spool) if rng.random() < 0.7 else spool.close()
+                spool = started(layout)
+        truth = Spool(layout, lock=False).entries.all()
+        assert [job.id for job in spool.catalog.newest()] == sorted(truth, reverse=True)
+        for each in spool.catalog:
+            whole = truth[each.id]
+            assert (each == whole) if isinstance(each, Job) else each == brief(whole, each.identity)
+    spool.close()
