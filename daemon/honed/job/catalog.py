@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from honed.job.brief import Brief, Listed
+from honed.job.brief import Brief, Listed, brief
 from honed.job.job import Job, State
 
 #: The list shows running jobs first, then the queue, then held jobs, then finished jobs, newest first. Here
@@ -19,7 +19,7 @@ from honed.job.job import Job, State
 _RANKS = {State.RUNNING: 0, State.QUEUED: 1, State.HELD: 2}
 _ENDED = len(_RANKS)
 _UNSTARTED = (State.QUEUED, State.HELD)
-#: Ended jobs that are kept whole: those that were asked for last.
+#: Ended jobs that are kept whole: those that were loaded or have ended last.
 MAX_RECENT = 256
 
 #: A job's place in the list.
@@ -36,14 +36,20 @@ class Catalog:
     """The latest entry of each job. Call `put` and `drop` only after the change is durable.
 
     `load` returns the whole job of one in brief, None if its entry is gone; where all are whole, it is not called.
+    `identities`: of the entries of ended jobs that are whole, until `shorten`.
     """
 
     def __init__(
-        self, jobs: Iterable[Listed] = (), *, load: Callable[[Brief], Job | None] = lambda _brief: None
+        self,
+        jobs: Iterable[Listed] = (),
+        *,
+        load: Callable[[Brief], Job | None] = lambda _brief: None,
+        identities: Mapping[int, int] | None = None,
     ) -> None:
         self._jobs = {job.id: job for job in jobs}
         self._load = load
-        self._recent: dict[int, Job] = {}  # of brief jobs, the one that was asked for last at the end
+        self._identities = dict(identities or {})
+        self._recent: dict[int, Job] = {}  # whole jobs of ones in brief, the latest at the end
         self._order = sorted((*key(job), job.id) for job in self._jobs.values())
         self._num = Counter(job.state for job in self._jobs.values())
         self._num_queued = Counter(job.uid for job in self._jobs.values() if job.state in _UNSTARTED)
@@ -63,26 +69,27 @@ class Catalog:
         """Register a callback for each change: it gets the job before and after; None where there was or is none."""
         self._listeners.append(told)
 
-    def put(self, job: Job, brief: Brief | None = None) -> None:
-        """Add a new job or replace a changed one; `brief` is what is kept of it, if not the whole."""
-        self._change(self._jobs.get(job.id), job, brief)
+    def put(self, job: Job, kept: Brief | None = None) -> None:
+        """Add a new job or replace a changed one; `kept` is what is kept of it, if not the whole."""
+        self._change(self._jobs.get(job.id), job, kept)
 
     def drop(self, job_id: int) -> None:
         """Remove a job whose entry is gone."""
         self._change(self._jobs.get(job_id), None, None)
 
-    def _change(self, old: Listed | None, new: Job | None, brief: Brief | None) -> None:
+    def _change(self, old: Listed | None, new: Job | None, kept: Brief | None) -> None:
         if old is not None:
             del self._jobs[old.id]
             self._recent.pop(old.id, None)
+            self._identities.pop(old.id, None)
             self._num[old.state] -= 1
             self._num_queued[old.uid] -= old.state in _UNSTARTED
             del self._order[bisect_left(self._order, (*key(old), old.id))]
             self._rename(old, is_there=False)
             self.give_back(old)
         if new is not None:
-            self._jobs[new.id] = brief or new
-            if brief is not None:
+            self._jobs[new.id] = kept or new
+            if kept is not None:
                 self._keep(new)
             self._num[new.state] += 1
             self._num_queued[new.uid] += new.state in _UNSTARTED
@@ -105,10 +112,17 @@ class Catalog:
 
     def _keep(self, job: Job) -> None:
         """Keep an ended job whole, for who asks next."""
-        self._recent.pop(job.id, None)
         self._recent[job.id] = job
         if len(self._recent) > MAX_RECENT:
             del self._recent[next(iter(self._recent))]
+
+    def shorten(self) -> Iterator[None]:
+        """Keep in brief the ended jobs that a start has read, a job at a time: the start needs most of them whole."""
+        while self._identities:
+            number, identity = self._identities.popitem()
+            if isinstance(job := self._jobs[number], Job):
+                self._jobs[number] = brief(job, identity)
+            yield
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -124,11 +138,11 @@ class Catalog:
         found = self._jobs.get(job_id)
         if not isinstance(found, Brief):
             return found
-        job = self._recent.get(job_id) or self._load(found)
-        if job is None:
-            self.drop(job_id)
-        else:
-            self._keep(job)
+        if (job := self._recent.get(job_id)) is None:
+            if (job := self._load(found)) is None:
+                self.drop(job_id)
+            else:
+                self._keep(job)
         return job
 
     def listed(self, job_id: int) -> Listed | None:

@@ -49,9 +49,9 @@ class EndedIndex:
 
     def compare(self, known: dict[int, Brief], jobs: Collection[Listed]) -> None:
         """Count in how many jobs the file differs from those that are there; `known` is what was read."""
-        there = {job.id for job in jobs if isinstance(job, Brief)}
-        same = {job.id for job in jobs if known.get(job.id) is job}
-        self.num_behind = len(there | known.keys()) - len(same)
+        num_same = sum(known.get(job.id) is job for job in jobs)
+        num_ended = sum(job.state.is_final for job in jobs)
+        self.num_behind = len(known) + num_ended - 2 * num_same
 
     def tend(self, jobs: Iterable[Listed]) -> Iterator[None]:
         """Write the file anew if it differs in many jobs, a bite at a time. After an error it is as it was: the next

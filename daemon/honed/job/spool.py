@@ -104,40 +104,43 @@ class Entries:
         numbered = [path for path in self.directory(state).glob("*.json") if path.stem.isdecimal()]
         return sorted(numbered, key=lambda path: int(path.stem))
 
-    def recovered(self, damaged: Damaged, alive: Callable[[], None]) -> list[Listed]:
-        """Return each job once, ended ones in brief; if an interrupted move left two copies, the older one is removed.
-        An ended one that is in the index is not read. `damaged` is called for each entry that is none, `alive` on the
-        way."""
+    def recovered(self, damaged: Damaged, alive: Callable[[], None]) -> Catalog:
+        """Return each job once; if an interrupted move left two copies, the older one is removed. An ended one that is
+        in the index is not read. `damaged` is called for each entry that is none, `alive` on the way."""
         known = self.ended_index.read()
         newest: dict[int, Listed] = {}
+        identities: dict[int, int] = {}
         for state in State:
-            for number, job in enumerate(self._recovered(state, known, damaged)):
+            for number, (job, identity) in enumerate(self._recovered(state, known, damaged)):
                 if number % NUM_BETWEEN_SIGNS == 0:
                     alive()
                 other = newest.get(job.id)
-                newest[job.id] = job if other is None or job.revision > other.revision else other
+                if other is None or job.revision > other.revision:
+                    newest[job.id], identities[job.id] = job, identity
                 if other is not None:
                     older = other if newest[job.id] is job else job
                     log.warning("job %d: removed its older copy in %s", older.id, older.state)
                     self.path(older.id, older.state).unlink()
                     durable.sync_dir(self.directory(older.state))
         self.ended_index.compare(known, newest.values())
-        return list(newest.values())
+        ended = (job.id for job in newest.values() if isinstance(job, Job) and job.state.is_final)
+        return Catalog(newest.values(), load=self.load, identities={number: identities[number] for number in ended})
 
-    def _recovered(self, state: State, known: dict[int, Brief], damaged: Damaged) -> Iterator[Listed]:
-        """Yield the jobs in a state's directory, removing temporary files of crashed writers."""
+    def _recovered(self, state: State, known: Mapping[int, Brief], damaged: Damaged) -> Iterator[tuple[Listed, int]]:
+        """Yield the jobs in a state's directory, with the identities of their entries; removing temporary files of
+        crashed writers."""
         directory = self.directory(state)
+        is_known = bool(known) and state.is_final
         for name in names_in(directory):
             if name.startswith(".") and name.endswith(".tmp"):
                 with passed_over(directory / name):
                     (directory / name).unlink(missing_ok=True)
             elif name.endswith(".json") and name[:-5].isdecimal():
-                identity = _identity(f"{directory}/{name}") if state.is_final else UNKNOWN
-                found = known.get(int(name[:-5])) if identity != UNKNOWN else None
-                if found is not None and (found.identity, found.state) == (identity, state):
-                    yield found
-                elif (job := _read(str(directory), name, state, damaged)) is not None:
-                    yield brief(job, identity) if state.is_final else job
+                found = known.get(int(name[:-5])) if is_known else None
+                if found is not None and found.state is state and found.identity == _identity(f"{directory}/{name}"):
+                    yield found, found.identity
+                elif (read := _read(str(directory), name, state, damaged)) is not None:
+                    yield read
 
     def load(self, ended: Brief) -> Job | None:
         """Read an ended job's entry; None if it is gone, or damaged and set aside. Raises OSError for a fault of the
@@ -424,7 +427,7 @@ class Spool:
                 raise problem
             damaged.append((path, problem))
 
-        self._catalog = Catalog(self.entries.recovered(note, alive), load=self.entries.load)
+        self._catalog = self.entries.recovered(note, alive)
         return damaged
 
     def _drop_pruned_copies(self) -> None:
@@ -467,13 +470,16 @@ def _log_damaged(path: Path, problem: ValueError | OSError) -> None:
 
 def read_entry(path: Path, state: State, damaged: Damaged = _log_damaged) -> Job | None:
     """Read an entry; None if it is gone, or cannot be read, of which `damaged` is told."""
-    return _read(str(path.parent), path.name, state, damaged)
+    read = _read(str(path.parent), path.name, state, damaged)
+    return read[0] if read is not None else None
 
 
-def _read(directory: str, name: str, state: State, damaged: Damaged) -> Job | None:
-    """Read an entry as `read_entry` does. Of 50,000 entries, Path objects would take a third of the time."""
+def _read(directory: str, name: str, state: State, damaged: Damaged) -> tuple[Job, int] | None:
+    """Read an entry as `read_entry` does, with the identity of its file. Of 50,000 entries, Path objects would take a
+    third of the time."""
     try:
-        job = Job.from_json(_content(f"{directory}/{name}"), state)
+        content, identity = _content(f"{directory}/{name}")
+        job = Job.from_json(content, state)
         if not name.startswith(f"{job.id}."):
             raise ValueError(f"it has the number of job {job.id}")
     except FileNotFoundError:
@@ -484,13 +490,13 @@ def _read(directory: str, name: str, state: State, damaged: Damaged) -> Job | No
         if error.errno != errno.ENAMETOOLONG:  # a user made up the name
             damaged(Path(directory, name), error)
     else:
-        return job
+        return job, identity
     return None
 
 
-def _content(path: str) -> bytes:
-    """Return the bytes of a file. After an input/output error it is read once more: a disk may fail a single read, and
-    an entry that cannot be read is set aside as damaged."""
+def _content(path: str) -> tuple[bytes, int]:
+    """Return the bytes of a file, and its identity. After an input/output error it is read once more: a disk may fail a
+    single read, and an entry that cannot be read is set aside as damaged."""
     try:
         return _content_at_once(path)
     except OSError as error:
@@ -499,14 +505,15 @@ def _content(path: str) -> bytes:
     return _content_at_once(path)
 
 
-def _content_at_once(path: str) -> bytes:
-    """Return the bytes of a file, without the buffers of a file object."""
+def _content_at_once(path: str) -> tuple[bytes, int]:
+    """Return the bytes of a file, without the buffers of a file object, and its identity."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        identity = identity_of(os.fstat(fd))
         content = os.read(fd, _ENTRY_BYTES)
         while more := os.read(fd, _ENTRY_BYTES):
             content += more
-        return content
+        return content, identity
     finally:
         os.close(fd)
 

@@ -36,6 +36,7 @@ def started(layout: Layout) -> Spool:
 
 def ended(spool: Spool) -> None:
     """End a honed, after it has written the file if that is due."""
+    list(spool.catalog.shorten())
     list(spool.entries.ended_index.tend(spool.catalog.ended()))
     spool.close()
 
