@@ -31,7 +31,7 @@ REASONS = {
         "job/fence.py": "require_current",
         "job/lock.py": "_note holder take",
         "job/row_cache.py": "RowCache._found RowCache._note _read",
-        "job/spool.py": "Entries._paths Pruned._paths Spool.recover _content_at_once",
+        "job/spool.py": "Entries._paths Pruned._paths Spool.recover _content",
         "job/submitted.py": "_num_bytes",
         "job/sweeping.py": "Sweeps._drop _remove",
         "job/usage.py": "Usage.flush",

@@ -29,6 +29,17 @@ def is_of_item(error: Exception) -> bool:
     return durable.machine_fault(error) is None or getattr(error, "errno", None) in UNREADABLE
 
 
+def twice(read: Callable[[], T]) -> T:
+    """Return what a file of honed's own holds. After an error that would set it aside as damaged it is read once more:
+    a disk may fail a single read."""
+    try:
+        return read()
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+    return read()
+
+
 @contextlib.contextmanager
 def passed_over(path: Path) -> Iterator[None]:
     """Run the recovery of one item. If that is damaged, it is logged and left as it is. Raises an exception for a fault
@@ -45,7 +56,7 @@ def begun_anew(path: Path, parse: Callable[[bytes], T]) -> T | None:
     """Return what a file of honed's own state says; None if there is none, or a damaged one, which is set aside. Raises
     an exception for a fault of the machine."""
     try:
-        return parse(durable.read(path))
+        return parse(twice(lambda: durable.read(path)))
     except FileNotFoundError:
         return None
     except Exception as error:

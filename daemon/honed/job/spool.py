@@ -30,7 +30,7 @@ from honed.job import lock as locks
 from honed.job.brief import UNKNOWN, Brief, Listed, brief, identity_of
 from honed.job.catalog import Catalog
 from honed.job.corrupt import Corrupt, keep_copy
-from honed.job.damaged import is_of_item, passed_over
+from honed.job.damaged import is_of_item, passed_over, twice
 from honed.job.ended_index import EndedIndex
 from honed.job.job import MOVES, Job, State
 from honed.system import durable
@@ -478,7 +478,7 @@ def _read(directory: str, name: str, state: State, damaged: Damaged) -> tuple[Jo
     """Read an entry as `read_entry` does, with the identity of its file. Of 50,000 entries, Path objects would take a
     third of the time."""
     try:
-        content, identity = _content(f"{directory}/{name}")
+        content, identity = twice(lambda: _content(f"{directory}/{name}"))
         job = Job.from_json(content, state)
         if not name.startswith(f"{job.id}."):
             raise ValueError(f"it has the number of job {job.id}")
@@ -495,17 +495,6 @@ def _read(directory: str, name: str, state: State, damaged: Damaged) -> tuple[Jo
 
 
 def _content(path: str) -> tuple[bytes, int]:
-    """Return the bytes of a file, and its identity. After an input/output error it is read once more: a disk may fail a
-    single read, and an entry that cannot be read is set aside as damaged."""
-    try:
-        return _content_at_once(path)
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-    return _content_at_once(path)
-
-
-def _content_at_once(path: str) -> tuple[bytes, int]:
     """Return the bytes of a file, without the buffers of a file object, and its identity."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -138,9 +138,10 @@ def test_an_entry_that_cannot_be_read_is_damaged_too(spool: Spool) -> None:
     assert found.attempts == job.attempts
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EBADMSG])
 @pytest.mark.parametrize("num_failing", [1, 2])
 def test_an_entry_is_damaged_if_a_second_read_fails_too(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch, num_failing: int
+    spool: Spool, monkeypatch: pytest.MonkeyPatch, num_failing: int, number: int
 ) -> None:
     job = add(spool, 1, State.RUNNING)
     path, real, failed = spool.entries.path(1, State.RUNNING), os.open, list[Any]()
@@ -148,7 +149,7 @@ def test_an_entry_is_damaged_if_a_second_read_fails_too(
     def fail(place: Any, *arguments: Any, **keys: Any) -> int:
         if str(place) == str(path) and len(failed) < num_failing:
             failed.append(place)
-            raise OSError(errno.EIO, os.strerror(errno.EIO), place)
+            raise OSError(number, os.strerror(number), place)
         return real(place, *arguments, **keys)
 
     monkeypatch.setattr(os, "open", fail)
