@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from honed.job.damaged import is_of_item
+from honed.job.damaged import is_of_item, twice
 from honed.job.job import Job
 from honed.job.shape import Closure, DeviceRow
 from honed.job.spool import Spool
@@ -84,7 +84,7 @@ class Availability:
 
     def _read(self) -> Standing:
         try:
-            return Standing.from_json(durable.read(self._path))
+            return Standing.from_json(twice(lambda: durable.read(self._path)))
         except FileNotFoundError:
             return Standing()
         except (OSError, ValueError) as error:

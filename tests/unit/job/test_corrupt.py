@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from honed.job.corrupt import copy_of
+from honed.job.damaged import begun_anew
 from honed.job.job import Attempt, Job, State
 from honed.job.recovery import recover, renewed
 from honed.job.spool import Spool
@@ -159,6 +160,24 @@ def test_an_entry_is_damaged_if_a_second_read_fails_too(
     found = spool.job(1)
     assert found is not None
     assert found.attempts == job.attempts
+
+
+@pytest.mark.parametrize("num_failing", [1, 2])
+def test_a_file_of_honeds_own_is_begun_anew_if_a_second_read_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_failing: int
+) -> None:
+    (path := tmp_path / "state").write_text("7")
+    real, failed = os.open, list[Any]()
+
+    def fail(place: Any, *arguments: Any, **keys: Any) -> int:
+        if str(place) == str(path) and len(failed) < num_failing:
+            failed.append(place)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), place)
+        return real(place, *arguments, **keys)
+
+    monkeypatch.setattr(os, "open", fail)
+    assert begun_anew(path, int) == (7 if num_failing == 1 else None)
+    assert [found.name for found in tmp_path.iterdir()] == (["state"] if num_failing == 1 else ["state.damaged"])
 
 
 #: What a machine says while it cannot read: it can in a moment.
