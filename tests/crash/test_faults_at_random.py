@@ -223,10 +223,12 @@ def test_what_the_daemon_knows_is_what_lies_on_the_disk_whatever_fails(tmp_path:
                     other = spool.job(job.held_for)
                     assert other is not None
                     assert other.state is not State.SUCCEEDED, f"job {job.id} is held for {other.id}"
-    for job in list(spool.all()):  # each change is made once more without a fault: then the disk is settled, too
-        spool.annotate(job)
+    whole = [job for each in spool.all() if (job := spool.job(each.id)) is not None]
+    whole = [spool.annotate(job) for job in whole]  # without a fault: then the disk is settled, too
     beside = Spool(layout, lock=False)
-    assert {job.id: (job.state, job) for job in beside.all()} == {job.id: (job.state, job) for job in spool.all()}
+    assert {job.id: (job.state, job) for job in beside.all()} == {job.id: (job.state, job) for job in whole}
+    brief = {job.id: (job.state, job.revision, job.name) for job in spool.all()}
+    assert brief == {job.id: (job.state, job.revision, job.name) for job in whole}
     assert len([path for state in State for path in spool.state_dir(state).glob("*.json")]) == len(spool.all())
     honed._close()
 
@@ -248,11 +250,11 @@ def test_a_job_whose_adjustments_cannot_be_written_waits_in_the_queue_and_is_the
         honed._dispatch.settle()
     assert honed._attempts.running == {}
     assert list(honed._dispatch.backlog.jobs()) == list(honed._spool.all())
-    assert [(each.state, each.attempts) for each in honed._spool.all()] == [(State.QUEUED, ())]
+    assert [(each.state, each.has_started) for each in honed._spool.all()] == [(State.QUEUED, False)]
     in_the_way.rmdir()
     now += 60.0
     honed._dispatch.look_around()  # a start that failed is a doubt: first it is seen which workers live
     honed._dispatch.start_next()
     honed._dispatch.settle()
-    assert [(each.state, len(each.attempts)) for each in honed._spool.all()] == [(State.SUCCEEDED, 1)]
+    assert [(each.state, each.last_ended) for each in honed._spool.all()] == [(State.SUCCEEDED, 1)]
     honed._close()
