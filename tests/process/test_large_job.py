@@ -6,6 +6,7 @@ import json
 import socket
 import sqlite3
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -20,10 +21,11 @@ from waiting import DEADLINE_SEC, wait_for
 NUM_STEPS, NUM_PREDICTIONS = 30_000, 3000
 
 
-@pytest.fixture
-def large(instance: Instance) -> Instance:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     """A honed with a job that has succeeded, and many more rows of it in honed.db. Its report, which `show` names once
     it is there, has been made."""
+    instance = Instance(tmp_path_factory.mktemp("large"))
     instance.start()
     instance.drop("succeed")
     job = instance.wait_state("succeed", State.SUCCEEDED)
@@ -38,7 +40,16 @@ def large(instance: Instance) -> Instance:
         db.executemany("INSERT INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, 'y', ?)", told)
         audits = ((1, 1, "audit", json.dumps({"when": str(number), "words": "x" * 500}), now) for number in range(1000))
         db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?)", audits)
-    return instance
+    yield instance
+    instance.end()
+
+
+@pytest.fixture
+def large(made: Instance) -> Instance:
+    """It, running."""
+    if made.process is None or made.process.poll() is not None:
+        made.start()
+    return made
 
 
 @pytest.mark.parametrize(("verb", "key"), [("losses", "page"), ("predictions", "page"), ("show", "part")])
