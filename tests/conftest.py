@@ -32,6 +32,12 @@ TESTS = Path(__file__).parent
 #: processors; the slow folders first, so that what is left at the end is short.
 WAITING = {"system": 40, "cluster": 60, "crash": 30, "process": 15}
 COMPUTING = {"worker": 9, "unit": 2}
+#: Files that take a minute or so by themselves, mostly waiting, and whose names would make them the last ones, waited
+#: for with processors idle. They begin before the others of their folder.
+LONG = {
+    f"test_{name}.py"
+    for name in ("submit", "tracker", "waiting", "web", "web_flood", "web_pages", "web_session", "worker_fates")
+}
 # Programs of the tests find each other beside themselves, though a test may call a program's main.
 for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "HONED_ROOT", "PYTHONSAFEPATH"):
     os.environ.pop(name, None)
@@ -92,9 +98,8 @@ def places_of(paths: Collection[Path]) -> dict[Path, float]:
     found: dict[Path, float] = {}
     for folders in (WAITING, COMPUTING):
         names = {path: path.relative_to(TESTS).parts[0] for path in paths}
-        ours = sorted(
-            (path for path in names if names[path] in folders), key=lambda path: [*folders].index(names[path])
-        )
+        ours = [path for path in names if names[path] in folders]
+        ours.sort(key=lambda path: ([*folders].index(names[path]), path.name not in LONG))
         ends = [*itertools.accumulate(folders[names[path]] for path in ours)]
         found |= {path: end / ends[-1] for path, end in zip(ours, [0, *ends], strict=False)}
     return found
