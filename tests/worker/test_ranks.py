@@ -27,7 +27,7 @@ from worker.test_media_training import colored_rows
 from zoo.vision import build_vision_checkpoint
 
 #: Seconds in which all ranks have to end after one has failed: they would wait for each other for hours.
-END_SEC = 120.0
+END_SEC = 300.0
 OFF = {"sample_frequency": "off"}
 
 
