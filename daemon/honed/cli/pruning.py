@@ -189,10 +189,10 @@ class Down:
             answer = retention.prune_rows(self._cache, wish, asker, is_dry=is_dry, now=time.time())
             tree.remove(row_cache.old_dir(layout))
             return answer
-        jobs = list(spool.all_jobs().values())
+        named, jobs = retention.asked(wish, spool, asker), list(spool.all_jobs().values())
         final = [job for job in jobs if job.state.is_final]
         sizes = {} if wish.references else {job.id: self._size(job.id, wish) for job in final}
-        chosen = retention.choose(wish, jobs, Needs(spool, layout), spool, asker, sizes)
+        chosen = retention.choose(wish, named, jobs, Needs(spool, layout), spool, asker, sizes)
         if is_dry:
             sizes |= {job.id: self._size(job.id, wish) for job in chosen.jobs if job.id not in sizes}
         else:

@@ -37,6 +37,7 @@ from honed.system.control import Parts, Request
 from honed.system.error import UsageError
 from honed.system.layout import Layout
 from honed.system.log import about
+from honed.system.part import Part
 
 log = logging.getLogger(__name__)
 
@@ -403,13 +404,21 @@ class Housekeeper:
             return Parts(retention.prune_refused(self._spool, wish, asker, is_dry=is_dry, now=self._now()))
         if wish.rows:
             return retention.prune_rows(self._row_cache, wish, asker, is_dry=is_dry, now=self._now())
+        return Parts(self._pruned(wish, retention.asked(wish, self._spool, asker), asker, is_dry=is_dry))
+
+    def _pruned(self, wish: Wish, named: Sequence[int], asker: Asker, *, is_dry: bool) -> Iterator[Part]:
+        """Prune jobs or their checkpoints, all in one turn, once it is known what the others need: that takes turns."""
+        for job in self._spool.catalog:
+            if job.is_pinned or not job.state.is_final:
+                self._needs.of(job)
+                yield None
         jobs = list(self._spool.all_jobs().values())
         mine = [job for job in jobs if job.state.is_final and (asker.is_administrator or job.uid == asker.uid)]
         known = self._removals.weights if wish.checkpoints else self._removals.sizes
         is_by_size = wish.limits.max_bytes is not None
         are_missing = is_by_size and self._removals.measure(mine, known)
         sizes = known.by_number()
-        chosen = retention.choose(wish, jobs, self._needs, self._spool, asker, sizes)
+        chosen = retention.choose(wish, named, jobs, self._needs, self._spool, asker, sizes)
         are_missing = self._removals.measure(chosen.jobs, known) or are_missing
         if not (is_dry or (is_by_size and are_missing)):
             why = f"requested by user {asker.uid}"
@@ -417,7 +426,7 @@ class Housekeeper:
                 self._pruning.drop_checkpoints(job, why)
             if not wish.checkpoints:
                 self._pruning.prune(chosen.jobs, why)
-        return retention.report(chosen, sizes, is_measured=not are_missing)
+        yield {**retention.report(chosen, sizes, is_measured=not are_missing)}
 
     def pruned(self, request: Request, asker: Asker) -> dict[str, Removed]:
         """Return the finished items of a requested removal, by number."""

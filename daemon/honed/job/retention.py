@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 DAY_SEC = 86400.0
 #: Files in rejected/; beyond it, the oldest of those users are removed who have the most.
 MAX_REJECTED = 10_000
+#: Jobs of which it is kept in memory what they need.
+MAX_NEEDS = 50_000
 #: Jobs whose removal is asked for in one request.
 MAX_ASKED = 1000
 
@@ -116,7 +118,9 @@ class Needs:
                 return frozenset()
             numbers = {int(name) for name in job.depends_on if name.isdecimal()}
             found = frozenset((numbers | set(job.inputs.values()) | set(self._in_plan(job))) - {job.id})
-            self._named = {**self._named, key: found} if len(self._named) < 50_000 else {key: found}
+            if len(self._named) >= MAX_NEEDS:
+                self._named.clear()
+            self._named[key] = found
         return self._named[key]
 
     def reasons(self, jobs: Iterable[Listed]) -> dict[int, str]:
@@ -208,26 +212,36 @@ class Choice:
     kept: list[tuple[Listed, str]] = field(default_factory=list)
 
 
-def choose(
-    wish: Wish, jobs: Sequence[Listed], needs: Needs, spool: Spool, asker: Asker, sizes: dict[int, int]
-) -> Choice:
-    """Return the jobs that a request selects among those that the asker may change.
-
-    Raises UsageError if the request has neither jobs nor limits, and NotPermittedError for another user's job.
-    """
+def asked(wish: Wish, spool: Spool, asker: Asker) -> list[int]:
+    """Return the numbers of the jobs that a request names. Raises UsageError if it has neither jobs nor limits, or
+    names one that is not there, and NotPermittedError for another user's job."""
     if not wish.references and not wish.limits:
         raise UsageError("nothing is selected", hint="name jobs, or add --older-than, --keep or --max-size")
+    found = {job.id: job for job in (find(spool, reference, asker) for reference in wish.references)}
+    for job in found.values():
+        if not (asker.is_administrator or job.uid == asker.uid):
+            raise NotPermittedError(
+                f"job {job.id} belongs to another user", hint="only its owner and the administrators may prune it"
+            )
+    return list(found)
+
+
+def choose(
+    wish: Wish,
+    named: Iterable[int],
+    jobs: Sequence[Listed],
+    needs: Needs,
+    spool: Spool,
+    asker: Asker,
+    sizes: dict[int, int],
+) -> Choice:
+    """Return the jobs that a request selects among those that the asker may change; `named` are those that it names."""
     needed = needed_of(needs, spool, jobs)
     if wish.references:
-        asked: list[Listed] = [find(spool, reference, asker) for reference in wish.references]
-        for job in asked:
-            if not (asker.is_administrator or job.uid == asker.uid):
-                raise NotPermittedError(
-                    f"job {job.id} belongs to another user", hint="only its owner and the administrators may prune it"
-                )
+        by_id = {job.id: job for job in jobs}
+        wanted = [by_id[number] for number in named if number in by_id]
         if wish.limits or wish.states:
-            asked = _beyond(asked, wish, spool, sizes)
-        wanted = list({job.id: job for job in asked}.values())
+            wanted = _beyond(wanted, wish, spool, sizes)
     else:
         mine = [job for job in jobs if job.state.is_final and (asker.is_administrator or job.uid == asker.uid)]
         if wish.checkpoints and not wish.states:  # a failed job may still be requeued and resume from them

@@ -17,8 +17,9 @@ from honed.job.query import Asker
 from honed.job.spool import Spool
 from honed.spec.config import Config
 from honed.system import durable
-from honed.system.control import Request
+from honed.system.control import Parts, Request
 from honed.system.layout import Layout
+from honed.system.part import joined
 from waiting import wait_for
 
 US = Asker(os.getuid(), is_administrator=True, reads_all=True)
@@ -45,7 +46,9 @@ class Scene:
 
     def prune(self, *numbers: int) -> None:
         ids = [str(number) for number in numbers]
-        self.keeper.prune(Request("prune", {"ids": ids, "dry_run": False}, os.getuid()), US)
+        answer = self.keeper.prune(Request("prune", {"ids": ids, "dry_run": False}, os.getuid()), US)
+        assert isinstance(answer, Parts)
+        joined(answer.parts)
 
     def pruned(self, number: int) -> bool:
         request = Request("pruned", {"ids": [number]}, os.getuid())

@@ -20,10 +20,12 @@ from honed.job import tree as trees
 from honed.job.arrival import Arrivals
 from honed.job.database import Database
 from honed.job.job import Job, State
+from honed.job.query import Asker
 from honed.job.retention import DAY_SEC, Item, Limits, Needs
 from honed.job.spool import Spool
 from honed.spec.config import Config, RetentionConfig
-from honed.system.error import SpecError
+from honed.system.control import Parts, Request
+from honed.system.error import SpecError, UsageError
 from honed.system.layout import Layout
 from honed.system.personpath import PersonPath
 from unit.job.test_spool import Crash, Faults
@@ -90,6 +92,26 @@ def test_what_an_unfinished_or_pinned_job_needs_stays_by_name_by_number_and_by_p
     assert retention.why_kept(jobs[4], needed) == "it is queued"
     assert retention.why_kept(jobs[6], needed) == "it is pinned"
     assert retention.why_kept(jobs[7], needed) is None
+
+
+def test_what_the_others_need_is_looked_up_one_by_one_between_other_answers(spool: Spool) -> None:
+    for number in (1, 2):
+        entry(spool, number, State.SUCCEEDED)
+    path = str(spool.layout.job(1).output_dir / "merged")
+    for number in range(3, 8):
+        entry(spool, number, State.HELD, plan={"spec": {"base_model": path if number == 7 else "elsewhere"}})
+    keeper = Housekeeper(spool.layout, Config(), spool, Database(spool.layout.database_path), list)
+    us = Asker(os.getuid(), is_administrator=False, reads_all=False)
+    answer = keeper.prune(Request("prune", {"ids": ["1", "2"], "dry_run": False}, us.uid), us)
+    assert isinstance(answer, Parts)
+    *looks, last = answer.parts
+    assert looks == [None] * 5
+    assert last is not None
+    assert ([row["id"] for row in last["jobs"]], [row["id"] for row in last["kept"]]) == ([2], [1])
+    assert [job.id for job in spool.catalog.ended()] == [1]
+    for wrong in ({"ids": ["9"]}, {}):
+        with pytest.raises(UsageError):
+            keeper.prune(Request("prune", wrong, us.uid), us)
 
 
 def test_what_a_sweep_compares_its_jobs_with_stays_until_it_has_ended(spool: Spool) -> None:
