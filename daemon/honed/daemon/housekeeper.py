@@ -140,6 +140,7 @@ class Pruning:
         gone = sorted(number for number in pruned if str(number) not in known)
         self._spool.pruned.forget(set(gone[:-MAX_REMEMBERED]))
         yield
+        yield from self._spool.pruned.read_names()
         yield from self._spool.catalog.shorten()
         yield from self._spool.entries.ended_index.tend(self._spool.catalog.ended())
 

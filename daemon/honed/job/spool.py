@@ -203,6 +203,13 @@ class Pruned:
             (job for job in found if reference in {job.id, job.name, str(job.id)}), key=lambda job: job.id, default=None
         )
 
+    def read_names(self) -> Iterator[None]:
+        """Learn the names of these jobs, one at a time: one of an unknown name may be any of ten thousand."""
+        for path in self._paths():
+            if path.name not in self._names and (job := _read_pruned(path)) is not None:
+                self._names[path.name] = job.name
+            yield
+
     def _named(self, name: str) -> list[Path]:
         """Return the paths of the jobs of this name. Each is read for its name once: any unknown name is asked for."""
         paths, known = {path.name: path for path in self._paths()}, self._names

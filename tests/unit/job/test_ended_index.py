@@ -295,3 +295,19 @@ def test_what_is_in_memory_is_what_the_entries_say_whatever_happens(layout: Layo
             whole = truth[each.id]
             assert (each == whole) if isinstance(each, Job) else each == brief(whole, each.identity)
     spool.close()
+
+
+def test_a_name_of_a_pruned_job_is_looked_up_without_reading_the_others_once_these_are_known(layout: Layout) -> None:
+    spool = started(layout)
+    jobs = [add(spool, number, f"n{number}") for number in (1, 2, 3)]
+    spool.prune(*jobs)
+    list(spool.pruned.read_names())
+    other = dataclasses.replace(jobs[0], name="other")  # no file there is ever rewritten: what is known counts
+    spool.pruned.path(1, State.CANCELLED).write_bytes(other.to_json())
+    assert spool.pruned.get("other") is None
+    assert spool.pruned.get("n2") == jobs[1]
+    spool.prune(add(spool, 4, "n4"))
+    found = spool.pruned.get("n4")
+    assert found is not None
+    assert found.id == 4
+    spool.close()
