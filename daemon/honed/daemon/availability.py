@@ -171,7 +171,7 @@ class Availability:
             return True
         if reservation.job is None:
             return False
-        job = self._spool.job(reservation.job)
+        job = self._spool.listed(reservation.job)
         return job is None or job.state.is_final
 
     def _hours_of(self, found: Device) -> Hours:

@@ -441,7 +441,7 @@ class Housekeeper:
         found: dict[str, Removed] = {}
         for number in numbers:
             item = f"{kind}:{number}"
-            job = self._spool.pruned.get(number) or self._spool.job(number)
+            job = self._spool.pruned.get(number) or self._spool.listed(number)
             if job is not None and not asker.may_read(job):
                 continue
             if not self._removals.is_pending(item) and not self._pruning.has_rows(number):

@@ -54,7 +54,7 @@ class Plans:
         """Have a job planned again, for this device or for its inputs, which exist now."""
         if device is not None:
             self._devices[job.id] = device
-        makers = {name: self._spool.job(number) for name, number in job.inputs.items()}
+        makers = {name: self._spool.listed(number) for name, number in job.inputs.items()}
         made = {name: Path(maker.output_dir) for name, maker in makers.items() if maker is not None}
         self.acceptance.replanning.plan_again(job, made, device)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import fields
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -46,6 +47,13 @@ _properties = attrgetter(*Brief._fields[:-1])
 def brief(job: Job, identity: int) -> Brief:
     """Return a job in brief."""
     return Brief._make((*_properties(job), identity))
+
+
+def as_known(listed: Listed) -> Job:
+    """Return a job with what is in memory of it."""
+    if isinstance(listed, Job):
+        return listed
+    return Job(**{field.name: getattr(listed, field.name) for field in fields(Job) if hasattr(listed, field.name)})
 
 
 def identity_of(info: os.stat_result) -> int:

@@ -50,6 +50,7 @@ class Catalog:
         self._load = load
         self._identities = dict(identities or {})
         self._recent: dict[int, Job] = {}  # whole jobs of ones in brief, the latest at the end
+        self._changing: dict[int, Job] = {}  # the same, of those whose change may have failed
         self._order = sorted((*key(job), job.id) for job in self._jobs.values())
         self._num = Counter(job.state for job in self._jobs.values())
         self._num_queued = Counter(job.uid for job in self._jobs.values() if job.state in _UNSTARTED)
@@ -81,6 +82,7 @@ class Catalog:
         if old is not None:
             del self._jobs[old.id]
             self._recent.pop(old.id, None)
+            self._changing.pop(old.id, None)
             self._identities.pop(old.id, None)
             self._num[old.state] -= 1
             self._num_queued[old.uid] -= old.state in _UNSTARTED
@@ -116,6 +118,11 @@ class Catalog:
         if len(self._recent) > MAX_RECENT:
             del self._recent[next(iter(self._recent))]
 
+    def hold(self, job: Job) -> None:
+        """Keep a job whole until its change is made: if that fails, nobody knows what its entry says."""
+        if job.state.is_final:
+            self._changing[job.id] = job
+
     def shorten(self) -> Iterator[None]:
         """Keep in brief the ended jobs that a start has read, a job at a time: the start needs most of them whole."""
         while self._identities:
@@ -138,7 +145,7 @@ class Catalog:
         found = self._jobs.get(job_id)
         if not isinstance(found, Brief):
             return found
-        if (job := self._recent.get(job_id)) is None:
+        if (job := self._changing.get(job_id) or self._recent.get(job_id)) is None:
             if (job := self._load(found)) is None:
                 self.drop(job_id)
             else:

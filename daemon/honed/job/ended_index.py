@@ -1,10 +1,10 @@
 """The ended jobs in brief, in one file, so that a start does not read fifty thousand entries.
 
-    var/lib/honed/ended.index     a line about the format, lines of jobs, a line with the checksum of all before
+    var/lib/honed/ended.index     a line about the file, lines of jobs, a line with the checksum of all before
 
-It only saves time: a job in it counts if its entry is still the file that it was made from, and every other entry is
-read. It is written anew once it differs in more than a share of the jobs. Nothing is lost with it; so it is not synced,
-and a damaged one, or one of another honed, is begun anew.
+It only saves time: a job in it counts if its entry is still the file that it was made from, and had been so for a
+moment; every other entry is read. It is written anew once it differs in more than a share of the jobs. Nothing is lost
+with it; so it is not synced, and a damaged one, or one of another honed, is begun anew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ MAX_BEHIND = 0.005
 #: Jobs of one line, which is written and read at once.
 NUM_PER_LINE = 100
 
-_FORMAT = {"fields": Brief._fields}
+#: Seconds in which a file system may give two changes the same time.
+TICK_SEC = 2.0
+
+#: To be raised if a field gets another meaning.
+_VERSION = 1
+_FORMAT = {"version": _VERSION, "fields": list(Brief._fields)}
+_NOTHING: tuple[float, dict[int, Brief]] = (0.0, {})
 _STATES = {state.value: state for state in State}
 
 
@@ -40,12 +46,14 @@ class EndedIndex:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.until = 0.0  #: entries that have changed since then count as changed; seconds since the epoch
         self.num_behind = 0  #: jobs in which it differs from those that are there
 
     def read(self) -> dict[int, Brief]:
         """Return what the file has, by number; nothing if there is none, a damaged one, or another honed's. Raises
         OSError for a fault of the machine."""
-        return begun_anew(self._path, _parsed) or {}
+        self.until, found = begun_anew(self._path, _parsed) or _NOTHING
+        return found
 
     def compare(self, known: dict[int, Brief], jobs: Collection[Listed]) -> None:
         """Count in how many jobs the file differs from those that are there; `known` is what was read."""
@@ -66,13 +74,16 @@ class EndedIndex:
                 self.num_behind -= num_behind
 
 
-def _parsed(content: bytes) -> dict[int, Brief]:
+def _parsed(content: bytes) -> tuple[float, dict[int, Brief]]:
+    if not content:  # after a power cut
+        return _NOTHING
     *lines, checksum, rest = content.split(b"\n")
     if rest or int(checksum) != zlib.crc32(content[: -len(checksum) - 1]):
         raise ValueError("it is not whole")
-    if json.loads(lines[0]) != json.loads(json.dumps(_FORMAT)):
-        return {}
-    return {found.id: found for line in lines[1:] for found in map(_brief, json.loads(line))}
+    head = json.loads(lines[0])
+    if {**head, "began": None} != {**_FORMAT, "began": None}:
+        return _NOTHING
+    return head["began"] - TICK_SEC, {found.id: found for line in lines[1:] for found in map(_brief, json.loads(line))}
 
 
 def _brief(raw: list[Any]) -> Brief:
@@ -92,7 +103,8 @@ def _written(path: Path, jobs: Iterable[Brief]) -> Iterator[None]:
     known = (job for job in jobs if job.identity != UNKNOWN)
     with open(temporary, "xb") as file:  # noqa: PTH123
         checksum = 0
-        for data in itertools.chain([_FORMAT], _batches(known)):
+        head = {**_FORMAT, "began": os.fstat(file.fileno()).st_mtime}  # by the clock of its file system
+        for data in itertools.chain([head], _batches(known)):
             line = json.dumps(data).encode() + b"\n"
             checksum = zlib.crc32(line, checksum)
             file.write(line)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from honed.job import history, preemption, refusals
-from honed.job.brief import Listed
+from honed.job.brief import Listed, as_known
 from honed.job.catalog import Catalog
 from honed.job.database import MAX_METRICS, Reader, figures, progress_of, timestamp
 from honed.job.event import Event
@@ -234,12 +234,21 @@ def _rows(layout: Layout, jobs: Catalog, chosen: Iterable[Listed | None], asker:
 
 def _built(layout: Layout, jobs: Catalog, chosen: Sequence[Listed], asker: Asker) -> Iterator[Row]:
     for first in range(0, len(chosen), ROWS_AT_ONCE):
-        some = [job for each in chosen[first : first + ROWS_AT_ONCE] if (job := jobs.get(each.id)) is not None]
+        some = [job for each in chosen[first : first + ROWS_AT_ONCE] if (job := _whole(jobs, each)) is not None]
         with contextlib.closing(Reader(layout.database_path)) as reader:
             numbers = [job.id for job in some]
             progress, scores = reader.progress(numbers), reader.scores(numbers)
         for job in some:
             yield _row(_with_inputs(job, layout), progress.get(job.id, NO_PROGRESS), scores.get(job.id), asker)
+
+
+def _whole(jobs: Catalog, each: Listed) -> Job | None:
+    """Return a job of a list; None if it is gone. Of one whose entry cannot be read, there is what is in memory: it
+    keeps no other out of the list."""
+    try:
+        return jobs.get(each.id)
+    except OSError as error:
+        return replace(as_known(each), remark=f"its entry cannot be read: {error.strerror}")
 
 
 def _with_inputs(job: Job, layout: Layout) -> Job:
@@ -327,7 +336,7 @@ def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) 
 
 def grouped(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> Iterator[Part]:
     """Return the same in parts. Raises UsageError and NotPermittedError at once."""
-    found: dict[SweepName, list[int]] = {}
+    found: dict[int, tuple[SweepName, list[int]]] = {}
     is_others = False
     jobs = spool.all()
     for job in jobs:
@@ -335,19 +344,19 @@ def grouped(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY
             continue
         assert job.sweep is not None
         if asker.may_read(job):
-            found.setdefault(job.sweep, []).append(job.id)
+            found.setdefault(job.sweep.id, (job.sweep, []))[1].append(job.id)
         else:
             is_others = is_others or reference == str(job.sweep.id)
-    if numbered := {sweep: members for sweep, members in found.items() if reference == str(sweep.id)}:
+    if numbered := {number: found[number] for number in found if reference == str(number)}:
         found = numbered
     if not found and is_others:
         raise NotPermittedError(f"sweep {reference} belongs to another user", hint=_WHO_READS)
     if not found:
         raise UsageError(f"no sweep {reference!r}", hint="honectl list shows all jobs")
     if len(found) > 1:
-        numbers = ", ".join(str(sweep.id) for sweep in sorted(found))
+        numbers = ", ".join(map(str, sorted(found)))
         raise UsageError(f"{len(found)} sweeps are named {reference!r}", hint=f"use its number: {numbers}")
-    [(sweep, members)] = found.items()
+    [(sweep, members)] = found.values()
     return _members(layout, jobs, sweep, sorted(members))
 
 

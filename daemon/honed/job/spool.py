@@ -137,37 +137,40 @@ class Entries:
                     (directory / name).unlink(missing_ok=True)
             elif name.endswith(".json") and name[:-5].isdecimal():
                 found = known.get(int(name[:-5])) if is_known else None
-                if found is not None and found.state is state and found.identity == _identity(f"{directory}/{name}"):
+                if found is not None and found.state is state and self._is_as_known(found, f"{directory}/{name}"):
                     yield found, found.identity
                 elif (read := _read(str(directory), name, state, damaged)) is not None:
                     yield read
 
     def load(self, ended: Brief) -> Job | None:
-        """Read an ended job's entry; None if it is gone, or damaged and set aside. Raises OSError for a fault of the
-        machine."""
+        """Read an ended job's entry; None if it is gone, or damaged and set aside. Raises OSError if it cannot be read:
+        then nothing is set aside, since of a disk that reads nothing for a moment those would be all jobs."""
         problems: list[ValueError | OSError] = []
         path = self.path(ended.id, ended.state)
         job = read_entry(path, ended.state, lambda _path, problem: problems.append(problem))
-        if problems and not is_of_item(problems[0]):
-            raise problems[0]
-        if problems:
-            self.when_damaged(path, problems[0])
-        elif job is None:
+        for problem in problems:
+            if isinstance(problem, OSError):
+                raise problem
+            self.when_damaged(path, problem)
+        if job is None and not problems:
             log.warning("job %d (%s): its entry %s is gone", ended.id, ended.name, path, extra=about(ended.id))
         return job
+
+    def _is_as_known(self, found: Brief, path: str) -> bool:
+        """Return True if an entry is the file that the index was made from."""
+        try:
+            info = os.stat(path)  # noqa: PTH116 - of 50,000 entries, Path objects would take a third of the time
+        except OSError:
+            return False
+        return found.identity == identity_of(info) and info.st_ctime < self.ended_index.until
 
     def brief(self, job: Job) -> Brief:
         """Return an ended job, whose entry was just written, in brief."""
         self.ended_index.num_behind += 1
-        return brief(job, _identity(str(self.path(job.id, job.state))))
-
-
-def _identity(path: str) -> int:
-    """Return the identity of an entry; UNKNOWN if it cannot be told."""
-    try:
-        return identity_of(os.stat(path))  # noqa: PTH116 - of 50,000 entries, Path objects take a third of the time
-    except OSError:
-        return UNKNOWN
+        try:
+            return brief(job, identity_of(self.path(job.id, job.state).stat()))
+        except OSError:
+            return brief(job, UNKNOWN)
 
 
 class Pruned:
@@ -361,6 +364,8 @@ class Spool:
         old = self._catalog.listed(job.id) if self._catalog is not None else None
         if to is State.RUNNING and isinstance(old, Job) and old.attempts != changed.attempts:
             keep_copy(self.files(job.id), changed)
+        if self._catalog is not None:
+            self._catalog.hold(job)
         yield changed
         if failed is not None:  # the failed change may have left a copy in a third directory
             for path in [self.entries.path(job.id, state) for state in State if state is not to]:

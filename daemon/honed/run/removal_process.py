@@ -194,7 +194,7 @@ class RemovalProcess:
         kind, _, number = item.partition(":")
         for sizes in (self.sizes, self.weights):
             if kind == sizes.kind:
-                if (job := self._spool.job(int(number))) is not None:
+                if (job := self._spool.listed(int(number))) is not None:
                     sizes.put(job, done.num_bytes)
                 return
         if done.num_bytes and kind in {"job", "checkpoints"}:
@@ -223,7 +223,7 @@ class RemovalProcess:
         if kind not in _OF_JOB:
             log.info("removed %s, %d files", "what was left" if item == LEFT else "old encoded rows", done.num_files)
             return
-        job = self._spool.job(int(number))
+        job = self._spool.listed(int(number))
         log.info(
             "job %s%s: removed %s, %d files, %d bytes",
             number,

@@ -3,28 +3,41 @@ read when somebody asks."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import errno
 import os
 import random
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from honed.job import recovery
+from honed.job import ended_index, query, recovery
 from honed.job.brief import Brief, brief
 from honed.job.catalog import MAX_RECENT
 from honed.job.ended_index import EndedIndex
-from honed.job.job import MOVES, Attempt, Fallback, Job, State
+from honed.job.job import MOVES, Attempt, Fallback, Job, State, SweepName
 from honed.job.spool import Spool
+from honed.system import durable
 from honed.system.layout import Layout
 
 
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
     return Layout(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Believe what the file says of entries that were written just before it."""
+    if "real_times" not in request.fixturenames:
+        monkeypatch.setattr("honed.job.ended_index.TICK_SEC", -60.0)
+
+
+@pytest.fixture
+def real_times() -> None:
+    """Believe it of those alone that had been there for a while."""
 
 
 def started(layout: Layout) -> Spool:
@@ -82,6 +95,22 @@ def test_an_ended_job_is_read_once_and_again_when_its_entry_was_written_anew(lay
     again.close()
 
 
+def test_the_sweep_of_an_ended_job_is_known_from_the_file(layout: Layout) -> None:
+    first = started(layout)
+    group = {"id": 9, "name": "lr", "file": "lr.yaml", "values": {"training.learning_rate": 1e-4}}
+    add(first, 10, group=group)
+    add(first, 11, group={**group, "file": "other.yaml"})  # anybody may write that
+    ended(first)
+    again = started(layout)
+    assert [job.sweep for job in again.catalog.newest()] == [
+        SweepName(9, "lr", "other.yaml"),
+        SweepName(9, "lr", "lr.yaml"),
+    ]
+    assert [row["id"] for row in query.group(again, layout, "9")["jobs"]] == [10, 11]
+    assert [row["id"] for row in query.list_jobs(again, layout)] == [11, 10]
+    again.close()
+
+
 def test_the_newer_of_two_copies_counts_whichever_of_them_is_in_the_file(layout: Layout) -> None:
     first = started(layout)
     older, newer = add(first, 1), add(first, 2)
@@ -104,7 +133,7 @@ def damage_its_middle(content: bytes) -> bytes:
         (damage_its_middle, True),
         (lambda content: content[:-30], True),
         (lambda content: content[: len(content) // 2], True),
-        (lambda _: b"", True),
+        (lambda _: b"", False),
         (lambda _: b"\n0\n", True),
         (lambda _: b"\xff" * 1000, True),
         (lambda content: content + b"more\n", True),
@@ -123,25 +152,39 @@ def test_without_a_whole_file_a_start_reads_the_entries(
     else:
         layout.ended_path.unlink()
     again = started(layout)
+    assert {job.id: job.name for job in again.catalog} == dict.fromkeys(jobs, "old")
     assert {number: again.job(number) for number in again.all_jobs()} == jobs
     assert layout.ended_path.with_name("ended.index.damaged").exists() == is_kept
     ended(again)
     assert EndedIndex(layout.ended_path).read().keys() == jobs.keys()
 
 
-def test_the_file_of_a_honed_that_keeps_other_facts_is_replaced(layout: Layout) -> None:
+@pytest.mark.parametrize(("key", "value"), [("version", 0), ("fields", [*Brief._fields, "other"])])
+def test_the_file_of_a_honed_that_keeps_other_facts_is_replaced(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, key: str, value: object
+) -> None:
+    first = started(layout)
+    add(first, 1)
+    with monkeypatch.context() as patch:
+        patch.setitem(ended_index._FORMAT, key, value)
+        ended(first)
+        assert EndedIndex(layout.ended_path).read()
+    assert EndedIndex(layout.ended_path).read() == {}
+    ended(started(layout))
+    assert EndedIndex(layout.ended_path).read().keys() == {1}
+    assert not layout.ended_path.with_name("ended.index.damaged").exists()
+
+
+@pytest.mark.usefixtures("real_times")
+def test_an_entry_that_was_written_just_before_the_file_is_read(layout: Layout) -> None:
+    """Of a file system with times of seconds, a later change of it may look the same."""
     first = started(layout)
     add(first, 1)
     ended(first)
-    index = EndedIndex(layout.ended_path)
-    assert index.read()
-    head, *rest = layout.ended_path.read_bytes().splitlines(keepends=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("honed.job.ended_index._FORMAT", {"fields": [*Brief._fields, "other"]})
-        assert index.read() == {}
-    assert head
-    assert rest
-    assert not layout.ended_path.with_name("ended.index.damaged").exists()
+    assert told_otherwise(layout).keys() == {1}
+    again = started(layout)
+    assert [job.name for job in again.catalog] == ["old"]
+    again.close()
 
 
 def test_the_file_is_written_when_it_differs_in_many_jobs_and_not_for_a_few_of_thousands(
@@ -220,31 +263,67 @@ def test_an_entry_that_somebody_has_removed_is_a_job_no_more(layout: Layout, cap
     spool.close()
 
 
-@contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Take all free descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = [os.open("/", os.O_RDONLY)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 50, hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open("/", os.O_RDONLY))
-        yield
-    finally:
-        for fd in taken:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+@pytest.fixture(params=[errno.EIO, errno.EMFILE, errno.EACCES, errno.ENOMEM])
+def failing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of files that cannot be opened now."""
+    names, real = set[str](), os.open
+
+    def fail(path: Any, *arguments: Any, **keys: Any) -> int:
+        if os.fspath(path).rpartition("/")[2] in names:
+            raise OSError(request.param, os.strerror(request.param), path)
+        return real(path, *arguments, **keys)
+
+    monkeypatch.setattr(os, "open", fail)
+    return names
 
 
-def test_a_machine_that_cannot_read_an_entry_now_loses_no_job(layout: Layout) -> None:
+def test_a_machine_that_cannot_read_an_entry_now_loses_no_job(layout: Layout, failing: set[str]) -> None:
     spool = after_a_start(layout)
-    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+    failing.add("1.json")
+    with pytest.raises(OSError, match=r"1\.json"):
         spool.job(1)
-    assert [job.id for job in spool.catalog.ordered()] == [2, 1]
+    rows = query.list_jobs(spool, layout)
+    assert [(row["id"], row["name"], row["state"]) for row in rows] == [
+        (2, "old", "cancelled"),
+        (1, "old", "cancelled"),
+    ]
+    assert rows[0]["remark"] == ""
+    assert rows[1]["remark"].startswith("its entry cannot be read: ")
     assert spool.corrupt.names() == []
+    failing.clear()
     assert spool.job(1) is not None
+    assert [row["remark"] for row in query.list_jobs(spool, layout)] == ["", ""]
     spool.close()
+
+
+@pytest.mark.parametrize("is_requeue", [True, False])
+def test_a_job_whose_change_failed_half_way_is_what_it_was_until_it_is_made(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, is_requeue: bool
+) -> None:
+    spool = after_a_start(layout)
+    jobs = [add(spool, number) for number in range(3, MAX_RECENT + 5)]
+    job = spool.job(1)
+    assert job is not None
+    synced = list[Path]()
+
+    def fail(path: Path) -> None:
+        synced.append(path)
+        if len(synced) == 1 + is_requeue:  # after the old entry was removed, or the new one was renamed
+            raise OSError(errno.EIO, "the disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "sync_dir", fail)
+        with pytest.raises(OSError, match="the disk"):
+            spool.move(job, State.QUEUED) if is_requeue else spool.annotate(job, is_pinned=True)
+    for each in jobs:
+        assert spool.job(each.id) is not None
+    assert spool.job(1) == job
+    done = spool.move(job, State.QUEUED) if is_requeue else spool.annotate(job, is_pinned=True)
+    assert spool.job(1) == done
+    spool.close()
+    again = started(layout)
+    assert again.job(1) == done
+    again.close()
 
 
 def test_those_that_are_asked_for_often_are_not_read_again(layout: Layout) -> None:
@@ -252,7 +331,12 @@ def test_those_that_are_asked_for_often_are_not_read_again(layout: Layout) -> No
     numbers = range(1, MAX_RECENT + 3)
     jobs = {number: add(spool, number) for number in numbers}
     assert all(spool.job(number) == jobs[number] for number in numbers)
-    assert spool.job(3) is spool.job(3)
+    first = spool.job(1)
+    assert first is spool.job(1)
+    for number in numbers:
+        spool.job(number)
+    assert first is not spool.job(1)  # they are not kept for ever
+    assert spool.job(3) == jobs[3]
     changed = spool.annotate(jobs[3], is_pinned=True)
     assert spool.job(3) == changed
     spool.close()
