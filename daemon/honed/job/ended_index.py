@@ -101,7 +101,8 @@ def _written(path: Path, jobs: Iterable[Brief]) -> Iterator[None]:
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()
     known = (job for job in jobs if job.identity != UNKNOWN)
-    with open(temporary, "xb") as file:  # noqa: PTH123
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)  # it has everybody's jobs
+    with os.fdopen(fd, "wb") as file:
         checksum = 0
         head = {**_FORMAT, "began": os.fstat(file.fileno()).st_mtime}  # by the clock of its file system
         for data in itertools.chain([head], _batches(known)):

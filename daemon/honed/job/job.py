@@ -395,6 +395,8 @@ class Job:
                 made["staged"] = Staged(**known(Staged, raw["staged"]))
             if raw.get("cut") is not None:
                 made["cut"] = Cut(**known(Cut, raw["cut"]))
+            if raw.get("group") is not None:
+                made["group"] = {**raw["group"]}
             made["stop"] = Stop(raw["stop"]) if raw.get("stop") else None
             made["state"] = state
             job = cls(**made)

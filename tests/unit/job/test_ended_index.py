@@ -74,6 +74,7 @@ def test_an_ended_job_is_read_once_and_again_when_its_entry_was_written_anew(lay
     first = started(layout)
     jobs = {number: add(first, number) for number in range(1, 8)}
     ended(first)
+    assert layout.ended_path.stat().st_mode & 0o007 == 0  # it has the names of everybody's jobs
     assert told_otherwise(layout).keys() == jobs.keys()
     first = Spool(layout)
     first.recover()

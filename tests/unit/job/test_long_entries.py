@@ -40,8 +40,9 @@ def test_what_is_short_enough_stays() -> None:
     assert (job.error, job.data) == (error, paths)
 
 
-def test_an_entry_with_an_error_that_is_none_is_damaged() -> None:
-    damaged = JOB.to_json().replace(b'"error": null', b'"error": "x"')
+@pytest.mark.parametrize("key", [b"error", b"group"])
+def test_an_entry_with_an_error_or_a_sweep_that_is_none_is_damaged(key: bytes) -> None:
+    damaged = JOB.to_json().replace(b'"%s": null' % key, b'"%s": "x"' % key)
     assert damaged != JOB.to_json()
     with pytest.raises(ValueError, match="not a job entry"):
         Job.from_json(damaged, State.FAILED)
