@@ -140,6 +140,7 @@ class Editing:
     def settle(self) -> None:
         """Make or refuse the edits that the helpers have answered on, each by itself. Raises OSError if the machine
         prevents one of them; it is tried again then, as is one that has begun, whatever prevents it."""
+        self._edits.tend()
         while self._not_asked:
             job = self._not_asked[-1]
             self._acceptance.replanning.check_edit(job, self._pending[job.id])

@@ -48,6 +48,7 @@ class Edits:
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
         self._dir = spool.dir / "edits"
+        self._unwanted: set[Path] = set()  # files that could not be removed
 
     def put(self, job: Job, data: bytes, suffix: str) -> Path:
         """Keep a job's new file until `make` or `drop`. Raises OSError if the machine prevents it."""
@@ -56,10 +57,18 @@ class Edits:
         try:
             durable.write(path, data, mode=0o600)
         except OSError:
-            with contextlib.suppress(OSError):  # it may be there, and nobody is told that it is
-                self.drop(path)
+            self._unwanted.add(path)  # it may be there, and nobody is told that it is
+            self.tend()
             raise
+        self._unwanted.discard(path)
         return path
+
+    def tend(self) -> None:
+        """Remove the files of edits that were refused or are made; what an error leaves, the next call removes."""
+        for path in list(self._unwanted):
+            with contextlib.suppress(OSError):
+                self.drop(path)
+                self._unwanted.discard(path)
 
     def drop(self, path: Path) -> None:
         """Forget an edit: its job stays as it is."""
@@ -97,8 +106,8 @@ class Edits:
         if plan is not None:
             plan.write(files.plan_path)
         job = self._spool.update(job, is_being_edited=False, is_deferred=is_deferred or plan is None)
-        with contextlib.suppress(OSError):  # it is made; the next start removes what is left
-            self.drop(path)
+        self._unwanted.add(path)
+        self.tend()
         return job
 
     def take_up(self) -> Iterator[tuple[Job, Path]]:

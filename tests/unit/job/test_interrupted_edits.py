@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -48,3 +49,43 @@ def test_an_edit_of_a_job_that_has_run_is_completed_whatever_the_clock_said_then
     job = edits.make(taken_up[0][0], path, {"priority": 7}, PlanFile({}))
     assert (job.is_being_edited, job.priority) == (False, 7)
     assert (files.dir / "spec.json").read_bytes() == NEW
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_the_file_of_an_edit_that_was_refused_or_made_goes_once_the_disk_lets_it(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch, is_made: bool
+) -> None:
+    """Left for the next start, a refused edit would be taken up there: whoever asked for it was told otherwise."""
+    files = spool.layout.job(1)
+    durable.make_dir(files.dir)
+    job = Job(1, "a", 1.0, "a.json", os.getuid(), "/o", state=State.HELD, priority=1)
+    durable.finish(spool.adding(job))
+    (files.dir / "spec.json").write_bytes(OLD)
+    edits = Edits(spool)
+    path = edits.put(job, NEW, ".json") if is_made else spool.dir / "edits/1.json"
+
+    def fail(*_: object, **_keys: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail)
+        if is_made:
+            edits.make(job, path, {"priority": 7}, PlanFile({}))
+        else:
+            real = durable.sync_and_close
+
+            def fail_once(fd: int) -> None:  # of the directory, after the rename
+                real(fd)
+                if path.exists():
+                    fail()
+
+            patch.setattr(durable, "sync_and_close", fail_once)
+            with pytest.raises(OSError, match="Read-only"):
+                edits.put(job, NEW, ".json")
+        assert path.read_bytes() == NEW
+        edits.tend()
+    edits.tend()
+    assert not path.exists()
+    assert edits.put(job, NEW, ".json").exists()
+    edits.tend()
+    assert path.exists()  # a later edit of that name is wanted
