@@ -22,6 +22,7 @@ from dataclasses import replace
 
 from honed.job import removal, retention
 from honed.job.brief import Listed
+from honed.job.damaged import passed_over
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.query import Asker
@@ -102,8 +103,11 @@ class Pruning:
 
     def drop_checkpoints(self, listed: Listed, why: str) -> None:
         """Remove a finished job's checkpoints; its entry is marked first, so that nobody relies on them."""
-        if (job := self._spool.job(listed.id)) is None:
-            return  # its entry is damaged
+        job = None
+        with passed_over(self._spool.entries.path(listed.id, listed.state)):
+            job = self._spool.job(listed.id)
+        if job is None:
+            return  # its entry cannot be read: others' checkpoints go all the same
         if not job.are_checkpoints_pruned:
             self._spool.annotate(job, are_checkpoints_pruned=True)
         item = f"checkpoints:{job.id}"
@@ -405,9 +409,9 @@ class Housekeeper:
             return Parts(retention.prune_refused(self._spool, wish, asker, is_dry=is_dry, now=self._now()))
         if wish.rows:
             return retention.prune_rows(self._row_cache, wish, asker, is_dry=is_dry, now=self._now())
-        return Parts(self._pruned(wish, retention.asked(wish, self._spool, asker), asker, is_dry=is_dry))
+        return Parts(self._prune_jobs(wish, retention.asked(wish, self._spool, asker), asker, is_dry=is_dry))
 
-    def _pruned(self, wish: Wish, named: Sequence[int], asker: Asker, *, is_dry: bool) -> Iterator[Part]:
+    def _prune_jobs(self, wish: Wish, named: Sequence[int], asker: Asker, *, is_dry: bool) -> Iterator[Part]:
         """Prune jobs or their checkpoints, all in one turn, once it is known what the others need: that takes turns."""
         for job in self._spool.catalog:
             if job.is_pinned or not job.state.is_final:

@@ -82,7 +82,7 @@ class Publishing:
         moved, self._database.moved = self._database.moved, set()
         self._reporter.tend(moved=moved, running=set(self._attempts.running), policy=self._config.policy)
         # Last, since it raises if the disk is full, and pages would then miss changes.
-        self._offline_runs.tend(moved=moved, job_of=self._spool.job, is_wanted=self._config.reporting.sync_wandb)
+        self._offline_runs.tend(moved=moved, job_of=self._spool.listed, is_wanted=self._config.reporting.sync_wandb)
 
     def patience(self) -> float:
         """Return the seconds until a page or the counters are due, or a running child is to be checked."""

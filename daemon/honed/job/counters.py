@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from honed.job import refusals
 from honed.job.brief import Listed
-from honed.job.damaged import begun_anew
+from honed.job.damaged import begun_anew, passed_over
 from honed.job.job import Job
 from honed.job.spool import Spool
 from honed.system import durable
@@ -236,8 +236,10 @@ class Counters:
                 self._count(job)
         self._pruned |= pruned
         for each in self._spool.catalog:
-            if Mark.of(each) != self._marks.get(each.id) and (job := self._spool.job(each.id)) is not None:
-                self._count(job)
+            if Mark.of(each) != self._marks.get(each.id):
+                with passed_over(self._spool.entries.path(each.id, each.state)):  # counted once it can be read
+                    if (job := self._spool.job(each.id)) is not None:
+                        self._count(job)
         found, are_all = self._refused()
         for number, code in found.items():
             self.count_rejection(number, code, None)

@@ -34,9 +34,8 @@ NUM_PER_LINE = 100
 #: Seconds in which a file system may give two changes the same time.
 TICK_SEC = 2.0
 
-#: To be raised if a field gets another meaning.
-_VERSION = 1
-_FORMAT = {"version": _VERSION, "fields": list(Brief._fields)}
+#: The version is raised when a field gets another meaning.
+_FORMAT = {"version": 1, "fields": list(Brief._fields)}
 _NOTHING: tuple[float, dict[int, Brief]] = (0.0, {})
 _STATES = {state.value: state for state in State}
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from honed.job import refusals, row_cache
 from honed.job.brief import Listed
+from honed.job.damaged import passed_over
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.query import Asker, find
@@ -114,10 +115,12 @@ class Needs:
         """Return the other jobs whose files or success a job depends on."""
         key = (listed.id, listed.revision)
         if key not in self._named:
-            if (job := listed if isinstance(listed, Job) else self._spool.job(listed.id)) is None:
-                return frozenset()
-            numbers = {int(name) for name in job.depends_on if name.isdecimal()}
-            found = frozenset((numbers | set(job.inputs.values()) | set(self._in_plan(job))) - {job.id})
+            job = listed if isinstance(listed, Job) else None
+            with passed_over(self._spool.entries.path(listed.id, listed.state)):
+                job = job or self._spool.job(listed.id)
+            found = frozenset((_named_by(job) | set(self._in_plan(listed))) - {listed.id})
+            if job is None:  # its plan has the paths of what it needs
+                return found
             if len(self._named) >= MAX_NEEDS:
                 self._named.clear()
             self._named[key] = found
@@ -131,7 +134,7 @@ class Needs:
                 found.setdefault(number, f"job {job.id} ({job.name}), which is {_why(job)}, needs it")
         return found
 
-    def _in_plan(self, job: Job) -> Iterator[int]:
+    def _in_plan(self, job: Listed) -> Iterator[int]:
         """Yield jobs whose directories contain paths in the plan, whose links were resolved during the check."""
         try:
             texts = [*problem.texts(PlanFile.read(self._layout.files(job.id).plan_path).document)]
@@ -140,6 +143,10 @@ class Needs:
         for _, text in texts:
             if (match := self._path.match(text)) is not None:
                 yield int(match[1])
+
+
+def _named_by(job: Job | None) -> set[int]:
+    return {int(name) for name in job.depends_on if name.isdecimal()} | {*job.inputs.values()} if job else set()
 
 
 def _why(job: Listed) -> str:

@@ -23,7 +23,7 @@ from typing import Any, NotRequired, TypedDict
 
 from honed.job.ahead import NO_DEVICE_KEY
 from honed.job.catalog import Catalog
-from honed.job.damaged import begun_anew
+from honed.job.damaged import begun_anew, is_of_item
 from honed.job.job import Attempt, Job
 from honed.system import durable
 
@@ -118,7 +118,14 @@ class Usage:
             numbers = range(1, each.last_ended + 1) if each.last_ended_at >= since else ()
             if all((each.id, number) in self._counted for number in numbers):  # mostly, and before anything is read
                 continue
-            if (job := jobs.get(each.id)) is not None:
+            try:
+                job = jobs.get(each.id)
+            except OSError as error:
+                if not is_of_item(error):
+                    raise
+                log.error("job %d (%s): not charged until its entry can be read: %s", each.id, each.name, error)  # noqa: TRY400
+                continue
+            if job is not None:
                 self._charge_all(job, weight_of(job.uid) if not self._is_new else None)
         if self._is_new:
             self._unwritten.append({"uid": _FLOOR, "level": self.floor})  # so that there is a file

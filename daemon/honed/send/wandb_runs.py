@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from honed.job import tree
-from honed.job.job import Job, State
+from honed.job.brief import Listed
+from honed.job.job import State
 from honed.send import outbox
 from honed.system import durable, untrusted
 from honed.system.layout import JobFiles, Layout
@@ -57,7 +58,7 @@ class Collector:
     def __init__(
         self,
         layout: Layout,
-        pruned: Callable[[int], Job | None],
+        pruned: Callable[[int], Listed | None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -76,7 +77,7 @@ class Collector:
         """Return the seconds until `tend` goes on with what is under way."""
         return math.inf if self._under_way is None else max(0.0, self._rests_until - self._clock())
 
-    def tend(self, *, moved: set[int], job_of: Callable[[int], Job | None], is_wanted: bool) -> None:
+    def tend(self, *, moved: set[int], job_of: Callable[[int], Listed | None], is_wanted: bool) -> None:
         """Copy for a moment the runs of jobs whose state changed; of all jobs at first, and when synchronising is
         switched on again.
 
@@ -115,7 +116,7 @@ class Collector:
                 self._due |= self._without_room
                 self._without_room = set()
 
-    def _collecting(self, due: set[int], job_of: Callable[[int], Job | None]) -> Iterator[None]:
+    def _collecting(self, due: set[int], job_of: Callable[[int], Listed | None]) -> Iterator[None]:
         """Copy the runs of the jobs that are due, a piece at a time."""
         while due:
             due.discard(job_id := min(due))
@@ -128,7 +129,7 @@ class Collector:
                 raise
             yield
 
-    def _room_of(self, uid: int, job_of: Callable[[int], Job | None]) -> int:
+    def _room_of(self, uid: int, job_of: Callable[[int], Listed | None]) -> int:
         """Return the bytes of copies that a user may still have."""
         copies = runs_dir(self._layout.outbox_dir).glob("[0-9]*/run-*.wandb")
         job_ids = {path: int(path.parent.name.partition(".")[0]) for path in copies}
@@ -136,14 +137,14 @@ class Collector:
         theirs = [path for path, number in job_ids.items() if self._owners[number] == uid]
         return MAX_USER_BYTES - sum(max(path.stat().st_size, MIN_BYTES) for path in theirs)
 
-    def _owner_of(self, number: int, job_of: Callable[[int], Job | None]) -> int | None:
+    def _owner_of(self, number: int, job_of: Callable[[int], Listed | None]) -> int | None:
         """Return the user of a job, a pruned one too; None if nobody knows."""
         if number in self._owners:
             return self._owners[number]
         job = job_of(number) or self._pruned(number)
         return job.uid if job is not None else None
 
-    def _collect(self, job: Job, job_of: Callable[[int], Job | None]) -> Iterator[None]:
+    def _collect(self, job: Listed, job_of: Callable[[int], Listed | None]) -> Iterator[None]:
         for run in _runs_of(self._layout.files(job.id)):
             yield
             name = f"{job.id}.{run.name}"

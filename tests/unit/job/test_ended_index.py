@@ -7,18 +7,22 @@ import dataclasses
 import errno
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from honed.job import ended_index, query, recovery
+from honed.job import ended_index, query, recovery, retention
 from honed.job.brief import Brief, brief
 from honed.job.catalog import MAX_RECENT
+from honed.job.counters import Counters
+from honed.job.counters import read as read_counters
 from honed.job.ended_index import EndedIndex
 from honed.job.job import MOVES, Attempt, Fallback, Job, State, SweepName
 from honed.job.spool import Spool
+from honed.job.usage import Usage
 from honed.system import durable
 from honed.system.layout import Layout
 
@@ -295,6 +299,49 @@ def test_a_machine_that_cannot_read_an_entry_now_loses_no_job(layout: Layout, fa
     assert spool.job(1) is not None
     assert [row["remark"] for row in query.list_jobs(spool, layout)] == ["", ""]
     spool.close()
+
+
+def test_an_entry_that_stays_unreadable_holds_up_neither_a_start_nor_others(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = started(layout)
+    Counters(layout.counters_path, first).recover()  # and then honed is killed before it counts
+    attempts = (Attempt(1, "unsloth", 1.0, ended_at=time.time(), took_sec=5.0),)
+    jobs = [add(first, number, attempts=attempts, is_pinned=True) for number in (1, 2)]
+    ended(first)
+    again = started(layout)
+    real = os.open
+
+    def fail(path: Any, *arguments: Any, **keys: Any) -> int:
+        if os.fspath(path).endswith("cancelled/1.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path, *arguments, **keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        counters, usage = Counters(layout.counters_path, again), Usage(layout.usage_path)
+        counters.recover()
+        counters.tend(is_last=True)
+        usage.catch_up(again.catalog, lambda _uid: 1.0)
+        needs = retention.Needs(again, layout)
+        assert [needs.of(job) for job in again.catalog] == [frozenset(), frozenset()]
+        assert {job.id for job in again.catalog} == {1, 2}
+    values = read_counters(layout.counters_path)
+    assert values is not None
+    assert values["counters"]["honed_jobs_finished_total"] == {"cancelled": 1}
+    assert usage.used_sec(jobs[0].uid, 3600.0) == pytest.approx(5.0, abs=0.1)
+    again.close()
+    last = started(layout)  # the disk reads it again
+    counters = Counters(layout.counters_path, last)
+    counters.recover()
+    counters.tend(is_last=True)
+    usage = Usage(layout.usage_path)
+    usage.catch_up(last.catalog, lambda _uid: 1.0)
+    assert usage.used_sec(jobs[0].uid, 3600.0) == pytest.approx(10.0, abs=0.1)
+    values = read_counters(layout.counters_path)
+    assert values is not None
+    assert values["counters"]["honed_jobs_finished_total"] == {"cancelled": 2}
+    last.close()
 
 
 @pytest.mark.parametrize("is_requeue", [True, False])
