@@ -94,9 +94,9 @@ def set_acl(path: Path | int, acl: Acl, *, inherited: bool = False) -> bool:
     Returns False, and logs that once, if the file system does not support ACLs.
     """
     try:
-        os.setxattr(path, ACCESS_XATTR, acl.encode())
-        if inherited:
-            os.setxattr(path, DEFAULT_XATTR, acl.encode())
+        # First what is inherited: who may write from now on makes nothing that inherits what was there before.
+        for name in (DEFAULT_XATTR, ACCESS_XATTR) if inherited else (ACCESS_XATTR,):
+            os.setxattr(path, name, acl.encode())
     except OSError as error:
         if error.errno != errno.ENOTSUP:
             raise

@@ -83,6 +83,31 @@ def test_a_job_directory_is_its_workers_group_and_its_submitters(
     assert (inherited.group, inherited.users, inherited.groups) == (found.group, found.users, found.groups)
 
 
+def test_what_a_worker_makes_at_the_moment_it_may_write_can_be_removed_by_honed(
+    open_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that inherited the ACL of before was closed to honed, and stayed when its job was pruned."""
+    access.open_job_dir(open_dir, STRANGER.uid, is_shared=False)
+    if access.acl_of(open_dir) is None:
+        pytest.skip("no ACLs on this file system")
+    setxattr, groups = os.setxattr, []
+
+    def set_and_look(path: Path, name: str, value: bytes) -> None:
+        setxattr(path, name, value)
+        mine, acl = open_dir / f"made-{len(groups)}", access.acl_of(open_dir)
+        mine.mkdir()
+        inherited = access.acl_of(mine)
+        assert acl is not None
+        assert inherited is not None
+        groups.append((acl.group, inherited.group))
+
+    monkeypatch.setattr(os, "setxattr", set_and_look)
+    access.give_job_dir(open_dir)
+    everything = READ | WRITE | ENTER
+    assert groups[-1] == (everything, everything)
+    assert all(inherited == everything for may_write, inherited in groups if may_write & WRITE)
+
+
 @needs_root
 @pytest.mark.parametrize("wanted", [READ, WRITE, READ | ENTER])
 def test_modes_and_acls_are_weighed_as_the_kernel_does(open_dir: Path, wanted: int) -> None:
