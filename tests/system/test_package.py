@@ -179,6 +179,10 @@ def test_an_upgrade_leaves_a_running_job_to_its_version_and_its_environment(
     first, environment = (
         machine.run("readlink", "-f", f"{path}/current").strip() for path in ("/usr/lib/honed", "/opt/honed-env")
     )
+    # Its worker is stopped below, and is not to be ended as one that hangs, however long the upgrade takes.
+    patience = "[jobs]\nstall_timeout_sec = 86400\nmin_stall_timeout_sec = 86400\n"
+    machine.write("/etc/honed/honed.toml.d/40-patience.toml", patience)
+    machine.run("systemctl", "reload", "honed")
     # A queued job waits for an environment, too.
     machine.run("honectl", "pause")
     drop(machine, "anna", "long", 150)
@@ -190,7 +194,6 @@ def test_an_upgrade_leaves_a_running_job_to_its_version_and_its_environment(
     events = machine.host_path(f"/var/lib/honed/jobs/{LONG}/attempts/1/events.jsonl")
     wait_for(lambda: events.exists() and 3 in steps(machine, LONG), what="step 3", deadline_sec=400)
     pid = worker_pid(machine, LONG)
-    # However long the upgrade takes, the job is still running after it.
     machine.run("kill", "-STOP", str(pid))
     before = machine.sh(f"find {first} -type f | sort")
     machine.write("/etc/honed/honed.toml.d/50-local.toml", "[jobs]\nretry_delay_sec = 7\n")
