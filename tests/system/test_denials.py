@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from machine import Machine
@@ -57,9 +58,9 @@ def honed(machine: Machine) -> Machine:
     return machine
 
 
-def drop(honed: Machine, user: str | None, *names: str) -> None:
+def drop(honed: Machine, user: str | None, *names: str, **keys: Any) -> None:
     for name in names:
-        spec = json.dumps(plain.spec(Path("/srv/model"), Path("/srv/rows.jsonl"), name=name))
+        spec = json.dumps(plain.spec(Path("/srv/model"), Path("/srv/rows.jsonl"), name=name, **keys))
         honed.run(
             "sh",
             "-ec",
@@ -118,7 +119,10 @@ def test_nothing_is_planted_in_a_jobs_directory_while_it_is_checked_and_later_it
         refusal(honed, f"broken-{number}.json")
     drop(honed, "berta", "beside-1", "beside-2", "beside-3")
     drop(honed, "mallory", *names[4:])
-    numbers = accepted(honed, "beside-1", "beside-2", "beside-3", *names)[3:]
+    drop(honed, "mallory", "swept", sweep={"training.seed": [1, 2]})
+    numbers = accepted(honed, "beside-1", "beside-2", "beside-3", *names, "swept-1", "swept-2")[3:]
+    sweep = honed.jobs()["swept-1"]["group"]["id"]
+    assert not honed.exists(f"{JOBS}/{sweep}"), "the copy of the sweep's own file, which honed removes"
     wait_for(lambda: all(honed.exists(f"{JOBS}/{number}/deep") for number in numbers), what="planted, in what is hers")
     honed.run("touch", OVER)
     wait_for(lambda: planting.poll() == 0, what="the end of the planting")
