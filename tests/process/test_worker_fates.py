@@ -82,6 +82,24 @@ def test_a_killed_worker_goes_on_from_its_checkpoint(instance: Instance) -> None
     assert [item["step"] for item in shown["events"] if item["event"] == "resumed"] == [5]
 
 
+def test_an_attempt_that_ends_while_honed_is_down_keeps_the_step_that_honed_had_read(instance: Instance) -> None:
+    instance.start()
+    instance.arrive("slow", name="slow-9999", retry={"max_attempts": 1})
+    wait_for(lambda: instance.show("slow-9999")["progress"]["step"], what="a step")
+    attempt = instance.layout.job(1).attempt(1)
+    record = json.loads((attempt.dir / "lock").read_text())
+    os.kill(record["worker_pid"], signal.SIGSTOP)
+    told = [json.loads(line) for line in attempt.events_path.read_text().splitlines()]
+    last = max(each["step"] for each in told if each["event"] == "step")
+    wait_for(lambda: instance.show("slow-9999")["progress"]["step"] == last, what="all its events read")
+    instance.kill(signal.SIGKILL)
+    os.kill(record["worker_pid"], signal.SIGKILL)
+    wait_for(attempt.exit_path.exists, what="its end")
+    instance.start()
+    job = instance.wait_state("slow-9999", State.FAILED)
+    assert (job.attempt.outcome, job.attempt.step) == ("killed", last)
+
+
 def test_noise_among_the_events_is_counted_and_harms_nothing(instance: Instance) -> None:
     instance.drop("garbage")
     assert instance.drain() == 0

@@ -162,6 +162,16 @@ class Following:
             )
         return not self._fault  # a disk may return them in a moment
 
+    def last_step(self, job: Job) -> int:
+        """Return the last step that the attempt has reported, 0 if there is none. If honed.db fails, only steps since
+        honed's start are known."""
+        if type(step := self.narrator.progress.get("step")) is int:
+            return step
+        try:
+            return self._database.last_step(job)
+        except sqlite3.Error:
+            return 0
+
     def written_bytes(self, job: Job) -> Written:
         """Return the bytes that the attempt has reported as written; none if honed.db fails."""
         try:

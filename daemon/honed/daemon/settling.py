@@ -117,8 +117,7 @@ class Settling:
 
     def _record(self, running: Running, outcome: Outcome, *, is_counted: bool = True) -> Job:
         """Record how the attempt ended, and move the job to its next state."""
-        told = running.following.narrator.progress.get("step")
-        step = outcome.step if outcome.step is not None else told if isinstance(told, int) else 0
+        step = outcome.step if outcome.step is not None else running.following.last_step(running.job)
         took_sec = running.deadlines.took_sec(running.ended)
         ended = {"ended_at": time.time(), "outcome": outcome.code, "step": step, "took_sec": took_sec}
         written = running.following.written_bytes(running.job)

@@ -96,6 +96,10 @@ _EVALUATION_AT = f"""
         SELECT * FROM (SELECT step, value, created_at FROM metrics WHERE job_id = ? AND name = 'eval_loss' AND step >= ?
             ORDER BY step, rowid LIMIT {MAX_WITHOUT}) WHERE value IS NOT NULL LIMIT {MAX_REPEATED})
     ORDER BY created_at, step LIMIT 1"""
+_OFFSET = "SELECT offset FROM offsets WHERE job_id = ? AND attempt = ?"
+_HAS_EVENT = "SELECT 1 FROM events WHERE job_id = ? AND attempt = ? AND kind = ?"
+_LAST_STEP = "SELECT max(step) FROM metrics WHERE job_id = ? AND attempt = ?"
+_WRITTEN = "SELECT kind, data FROM events WHERE job_id = ? AND attempt = ? AND kind IN ('checkpoint', 'artifact')"
 _EVALUATED = """
     SELECT (SELECT max(step) FROM metrics WHERE job_id = jobs.id AND name = 'eval_loss'), progress
     FROM jobs WHERE id = ?"""
@@ -350,20 +354,20 @@ class Database:
 
     def offset(self, job_id: int, attempt: int) -> int:
         """Return how many bytes of an attempt's events have been read."""
-        row = self._db.execute(
-            "SELECT offset FROM offsets WHERE job_id = ? AND attempt = ?", (job_id, attempt)
-        ).fetchone()
+        row = self._db.execute(_OFFSET, (job_id, attempt)).fetchone()
         return row[0] if row else 0
 
     def has_event(self, job: Job, kind: str) -> bool:
         """Return True if the latest attempt has reported an event of this kind."""
-        sql = "SELECT 1 FROM events WHERE job_id = ? AND attempt = ? AND kind = ?"
-        return self._db.execute(sql, (job.id, job.attempt.number, kind)).fetchone() is not None
+        return self._db.execute(_HAS_EVENT, (job.id, job.attempt.number, kind)).fetchone() is not None
+
+    def last_step(self, job: Job) -> int:
+        """Return the last step that the latest attempt has reported, 0 if there is none."""
+        return self._db.execute(_LAST_STEP, (job.id, job.attempt.number)).fetchone()[0] or 0
 
     def written_bytes(self, job: Job) -> Written:
         """Return the bytes that the latest attempt has reported as written."""
-        sql = "SELECT kind, data FROM events WHERE job_id = ? AND attempt = ? AND kind IN ('checkpoint', 'artifact')"
-        rows = self._db.execute(sql, (job.id, job.attempt.number))
+        rows = self._db.execute(_WRITTEN, (job.id, job.attempt.number))
         return written_bytes((kind, json.loads(data)) for kind, data in rows)
 
     def apply(self, job: Job, reading: Reading) -> None:

@@ -151,6 +151,16 @@ def test_after_a_fallback_the_last_events_of_the_other_worker_are_read(
     assert scene.steps() == list(range(20_000))
 
 
+def test_the_last_step_is_known_though_an_earlier_honed_has_read_it(scene: Scene) -> None:
+    assert scene.following.last_step(JOB) == 0
+    scene.write_steps(8)
+    scene.following.read(JOB)
+    offset = scene.following.offset
+    after = Following(JOB, offset, scene.layout, scene.database, lambda: None, clock=lambda: scene.now)
+    assert after.read_rest(JOB, sec=1.0)
+    assert (scene.following.last_step(JOB), after.last_step(JOB)) == (7, 7)
+
+
 def test_a_lock_is_waited_for_and_the_last_events_are_not_lost(scene: Scene) -> None:
     scene.write_steps(3)
     other = scene.lock()
