@@ -542,7 +542,8 @@ def main() -> None:
 
     def progress(stage: str) -> None:
         if stage_fd is not None:
-            os.pwrite(stage_fd, stage.ljust(STAGE_BYTES).encode(), 0)
+            with contextlib.suppress(OSError):  # of the machine, such as no memory: no fault of the job file
+                os.pwrite(stage_fd, stage.ljust(STAGE_BYTES).encode(), 0)
 
     with contextlib.suppress(ConnectionError):  # the daemon is gone
         answers.write(READY + b"\n")

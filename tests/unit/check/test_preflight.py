@@ -1135,6 +1135,17 @@ def test_the_stages_are_told_in_their_order(desk: Desk, is_rehearsed: bool) -> N
     assert max(map(len, stages)) <= STAGE_BYTES
 
 
+def test_a_stage_that_cannot_be_told_refuses_no_job(desk: Desk, daemon: Daemon) -> None:
+    slot = daemon.client._seats[0].slot
+    slot._stage_file.close()
+    sealed_fd = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(sealed_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    slot._stage_file = os.fdopen(sealed_fd, "r+b", buffering=0)
+    daemon.submit(1, desk.write(), Config(), CPU)
+    [answer] = daemon.answers(1)
+    assert isinstance(answer, Passed), answer
+
+
 def test_a_template_without_an_end_costs_its_own_job_and_is_told(desk: Desk, daemon: Daemon) -> None:
     endless = desk.path / "endless.jinja"
     loops = "".join(f"{{% for a{n} in range(99999) %}}" for n in range(4))
