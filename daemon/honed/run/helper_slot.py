@@ -9,6 +9,7 @@ Nothing here blocks: a helper is killed without waiting for its end, and reaped 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -88,7 +89,7 @@ class HelperSlot:
 
     def start(self) -> None:
         """Start a helper."""
-        self._stage_file.truncate(0)
+        self._forget_stage()
         try:
             self._helper = self._start(self._stage_file.fileno(), self._helper_changed)
         except OSError as error:  # no process or no descriptor available, or systemd does not start it
@@ -99,7 +100,7 @@ class HelperSlot:
     def send(self, line: bytes) -> None:
         """Send a request to the ready helper. If it is already dead, the next read detects it."""
         assert self._helper is not None
-        self._stage_file.truncate(0)
+        self._forget_stage()
         self._helper.write(line)
 
     def read_line(self) -> bytes | None:
@@ -162,6 +163,10 @@ class HelperSlot:
         """Return the helper's last reported stage."""
         told = os.pread(self._stage_file.fileno(), STAGE_BYTES, 0).decode("ascii", errors="replace").strip()
         return told if told.isprintable() and told else "start"
+
+    def _forget_stage(self) -> None:
+        with contextlib.suppress(OSError):  # of the machine: the last stage is quoted until the next is told
+            self._stage_file.truncate(0)
 
     def _become_ready(self) -> None:
         self._is_ready = True

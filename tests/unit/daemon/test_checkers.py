@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from honed.daemon.arrivals.checker import IDLE_SEC
+from honed.daemon.arrivals.checker import IDLE_SEC, Checker
 from honed.daemon.arrivals.checkers import NUM_MORE_UNITS, START_GRACE_SEC, TURN_SEC, Checkers
-from honed.run.helper import READY, STAGE_BYTES, ChildHelper, children
+from honed.run.helper import READY, STAGE_BYTES, ChildHelper, Watch, children
 from honed.run.helper_slot import MAX_PAUSE_SEC
 from honed.run.rehearsed import STAGE
 from honed.run.reply import Passed
@@ -630,3 +630,31 @@ def test_a_person_whose_copy_cannot_be_read_has_a_unit_again_for_it(desk: Desk) 
     desk.ahead += MAX_PAUSE_SEC
     desk.wait_answers(2)
     assert desk.whose() == {1: "1000", 2: "1000"}
+
+
+def test_an_answer_is_kept_though_the_next_helper_cannot_be_started(tmp_path: Path) -> None:
+    (tmp_path / "hang.json").write_text("{}")
+    command = [sys.executable, "-S", "-c", f"{HELPER}    break\n", "honed", str(tmp_path)]  # one answer each
+    started: list[ChildHelper] = []
+
+    def start(stage_fd: int, watch: Watch) -> ChildHelper:
+        if len(started) == 1 and not failed:
+            failed.append(True)
+            raise RuntimeError("a fault of honed's own")
+        started.append(ChildHelper(command, stage_fd, watch))
+        return started[-1]
+
+    failed: list[bool] = []
+    checker = Checker(start)
+    for number in (1, 2):
+        checker.submit(number, PersonPath.own(tmp_path / "hang.json"), Config())
+    wait_for(lambda: checker.poll() == [] and not checker.is_between, what="the first one sent")
+    (tmp_path / "go").touch()
+    started[0].process.wait(timeout=60)
+    with pytest.raises(RuntimeError):
+        checker.poll()
+    assert [answer.id for answer in checker.poll()] == [1]
+    found: list[int] = []
+    wait_for(lambda: found.extend(each.id for each in checker.poll()) or found, what="the second answer")
+    assert found == [2]
+    checker.close()

@@ -46,7 +46,7 @@ class Checker:
     ) -> None:
         self._clock = clock
         self._line = Line(num_helpers, weight)
-        self._unread: list[Answer] = []  # to job files that could not be read
+        self._answers: list[Answer] = []  # that `poll` has not returned yet
         self._may_go_on = may_go_on
         self._seats = [
             Seat(HelperSlot(start, helper_changed, self._advance, clock=clock, who=who), self._line, clock=clock)
@@ -65,7 +65,7 @@ class Checker:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._line or self._unread) or not self.is_between
+        return bool(self._line or self._answers) or not self.is_between
 
     @property
     def is_between(self) -> bool:
@@ -137,12 +137,13 @@ class Checker:
         self._advance()
 
     def poll(self) -> list[Answer]:
-        """Return the answers that have come since the last call."""
-        answers = [answer for seat in self._seats for answer in seat.poll()]
+        """Return the answers that have come since the last call. An error loses none: the next call returns them."""
+        for seat in self._seats:
+            self._answers += seat.poll()
         self._advance()
         self._end_idle()
-        unread, self._unread = self._unread, []
-        return [*answers, *unread]
+        answers, self._answers = self._answers, []
+        return answers
 
     def let(self, *, go_on: bool) -> None:
         """Allow another check to be begun, or not."""
@@ -167,7 +168,7 @@ class Checker:
             return
         for seat in self._seats:
             while seat.is_free and (request := self._line.take()) is not None:
-                self._unread += seat.send(request)
+                self._answers += seat.send(request)
         num_coming = sum(not seat.slot.is_empty and seat.current is None for seat in self._seats)
         for seat in self._seats:
             if self._line.num_takeable > num_coming and self._may_start(seat):

@@ -76,6 +76,7 @@ class Checkers:
         self._ending: set[int] = set()  # users with a place that give it up when their check has ended
         self._came: dict[int, float] = {}  # uid → when they came with work, of the last START_GRACE_SEC
         self._new: set[int] = set()  # of those, the ones whose helper is not ready yet
+        self._answers: list[Answer] = []  # that `poll` has not returned yet
 
     @property
     def deadline(self) -> float | None:
@@ -131,9 +132,11 @@ class Checkers:
         self._hand_out()
 
     def poll(self) -> list[Answer]:
-        """Return the answers that have come since the last call."""
-        answers = [answer for checker in (self._common, *self._people.values()) for answer in checker.poll()]
+        """Return the answers that have come since the last call. An error loses none: the next call returns them."""
+        for checker in (self._common, *self._people.values()):
+            self._answers += checker.poll()
         self._hand_out()
+        answers, self._answers = self._answers, []
         return answers
 
     def close(self) -> None:
