@@ -1,4 +1,4 @@
-"""Benchmark of one small job: its duration beside `trl sft`, started cold and from a spare worker; the idle daemon;
+"""Benchmark of one small job: its duration beside `trl sft`, the idle daemon;
 batched predictions.
 """
 
@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import demonstration
-
-from honed.system.client import Client
-from honed.system.layout import Layout
 
 STEPS, BATCH, RANK = 20, 8, 16
 #: Minimum speed-up of predictions in a batch of 16 on a CPU.
@@ -63,16 +60,9 @@ training:
 """
 
 
-#: Seconds for which a spare worker is kept: longer than a run of the benchmark.
-WARM_SEC = 3600
-
-
 @contextmanager
-def running_honed(root: Path, *, config: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def running_honed(root: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a daemon, started before the measurement."""
-    if config is not None:
-        (root / "etc/honed").mkdir(parents=True)
-        (root / "etc/honed/honed.toml").write_text(config)
     with (root / "honed.log").open("wb") as log:
         process = subprocess.Popen([sys.executable, "-m", "honed.daemon.loop", "--root", str(root)], stderr=log)
     while not (root / "run/honed/control.sock").exists():
@@ -98,35 +88,6 @@ def time_honed(root: Path, number: int) -> float:
         if reasons := list((root / "var/spool/honed/rejected").glob("*.reason")):
             raise SystemExit(reasons[0].read_text())
     return time.perf_counter() - started
-
-
-def wait_for_spare(root: Path) -> None:
-    """Wait until a spare worker is ready, and the machine has nothing else to do for the job before."""
-    client = Client(Layout(root).control_path)
-    while "spare worker" not in str(client.ask("status")["status"]):
-        time.sleep(0.05)
-    time.sleep(2.0)
-
-
-def time_warm(root: Path, number: int) -> float:
-    """Return the seconds from the drop to the entry in succeeded/, of a job that starts from a spare worker."""
-    wait_for_spare(root)
-    took_sec = time_honed(root, number)
-    events = (root / f"var/lib/honed/jobs/{number}/attempts/1/events.jsonl").read_text()
-    assert "started from a spare worker" in events
-    return took_sec
-
-
-def spare_bytes(process: subprocess.Popen[bytes]) -> int:
-    """Return the proportional share of memory of a daemon's spare workers and their shims."""
-    tree = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    found = 0
-    for pid in tree:
-        tree += [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        if b"--spare" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            found += next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    return found
 
 
 def time_trl(root: Path, number: int) -> float:
@@ -175,33 +136,21 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     runs = parser.parse_args().runs
     with tempfile.TemporaryDirectory(prefix="honed-bench-") as name:
-        cold, warm = Path(name, "cold"), Path(name, "warm")
-        for root in (cold, warm):
-            root.mkdir()
-            demonstration.build(root)
-        with (
-            running_honed(cold) as process,
-            running_honed(warm, config=f"[jobs]\nwarm_sec = {WARM_SEC}\n") as warm_process,
-        ):
+        root = Path(name)
+        demonstration.build(root)
+        with running_honed(root) as process:
             resident, share = idle(process)
-            time_honed(cold, 1), time_honed(warm, 1), time_trl(cold, 0)  # warm the caches
-            rounds = [
-                (time_honed(cold, number), time_warm(warm, number), time_trl(cold, number))
-                for number in range(2, runs + 2)
-            ]
-            wait_for_spare(warm)
-            kept_bytes, (_, kept_share) = spare_bytes(warm_process), idle(warm_process)
-        for root in (cold, warm):
-            result = json.loads((root / "var/lib/honed/jobs/2/attempts/1/result.json").read_text())
-            assert result["step"] == STEPS
-        asked = time_predictions(cold, runs)
+            time_honed(root, 1), time_trl(root, 0)  # warm the caches
+            rounds = [(time_honed(root, number), time_trl(root, number)) for number in range(2, runs + 2)]
+        result = json.loads((root / "var/lib/honed/jobs/2/attempts/1/result.json").read_text())
+        assert result["step"] == STEPS
+        asked = time_predictions(root, runs)
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {runs} rounds in turn")
     print("| submit to finished | median s | range | of `trl sft`, pair by pair |\n|---|---|---|---|")
-    for column, words in enumerate(("honed (daemon running)", "honed, from a spare worker")):
-        ratios = [each[column] / each[2] for each in rounds]
-        of_trl = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
-        print(f"{row(words, [each[column] for each in rounds])} {of_trl} |")
-    print(f"{row('`trl sft`', [each[2] for each in rounds])} |")
+    ratios = [ours / theirs for ours, theirs in rounds]
+    of_trl = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+    print(f"{row('honed (daemon running)', [ours for ours, _ in rounds])} {of_trl} |")
+    print(f"{row('`trl sft`', [theirs for _, theirs in rounds])} |")
     print("\n| 16 predictions of 64 tokens, float32 | median s |\n|---|---|")
     whole, half = asked["float32"], asked["bfloat16"]
     print(f"| in one batch | {whole['batch_sec']:.2f} |\n| one at a time | {whole['one_sec']:.2f} |")
@@ -210,7 +159,6 @@ def main() -> None:
     if whole["ratio"] < MIN_RATIO or whole["num_different"]:
         raise SystemExit(f"batched predictions should be the same texts, at least {MIN_RATIO} times as fast")
     print(f"\nidle daemon: {resident:.1f} MiB resident, {share:.2%} of a core over 20 s")
-    print(f"with a spare worker: {kept_share:.2%} of a core; the spare takes {kept_bytes / 2**20:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -92,10 +93,9 @@ def run_honed(job_dir: Path, found_path: Path) -> None:
     """Run honed's worker."""
     from honed.job import event
     from honed.worker import __main__ as worker
-    from honed.worker import imports
 
     marks = Marks()
-    imports._ADAPTED["transformers.trainer"] = marks.watch
+    marks.watch(importlib.import_module("transformers.trainer"))
     sys.argv = ["honed.worker", str(job_dir), "1"]
     status = worker.main()
     attempt_dir = job_dir / "attempts/1"

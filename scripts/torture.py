@@ -1,7 +1,7 @@
 """Random jobs with real training, while every process is killed at random: see scripts/torture.
 
 Two instances run beside each other. In the quiet one each kind of job trains once, undisturbed. In the other, the
-daemon, the shims and the workers, staged ones and spares among them, are killed, at random moments and at chosen ones
+daemon, the shims and the workers, staged ones among them, are killed, at random moments and at chosen ones
 (during a checkpoint, during the export, after the result), the daemon's system calls fail, and users drop, cancel, hold
 and release jobs. After the last kill it runs undisturbed until it is idle; then each dropped file must be exactly one
 job or one rejection, and each job that succeeded must have the same losses, predictions and weights as in the quiet
@@ -49,7 +49,6 @@ rescan_interval_sec = 1
 poll_interval_sec = 0.1
 retry_delay_sec = 0
 stage_min_available_bytes = 0
-warm_sec = 600
 """
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
 TRAINING = {
@@ -68,14 +67,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "4bit": {"lora": LORA, "quantization": "4bit"},
 }
 #: Targets of the kills, in percent: mostly daemons, which restart quickly.
-TARGETS = {"daemon": 65, "worker": 15, "shim": 10, "staged worker": 5, "staged shim": 3, "spare": 2}
+TARGETS = {"daemon": 65, "worker": 15, "shim": 10, "staged worker": 6, "staged shim": 4}
 #: The same for jobs of several ranks, of each rank: killed, asked to stop, frozen.
 RANK_TARGETS = {"daemon": 30, "shim": 16, "rank": 12, "stop of rank": 8, "freeze of rank": 7}
 SIGNALS = {"stop of rank": signal.SIGTERM, "freeze of rank": signal.SIGSTOP}
 #: Seconds without a sign of life after which a frozen rank is ended.
 RANK_STALL = "stall_timeout_sec = 60\nmin_stall_timeout_sec = 5\n"
 #: The same for a short run.
-FEW_TARGETS = {"daemon": 60, "worker": 15, "shim": 10, "staged worker": 10, "spare": 5}
+FEW_TARGETS = {"daemon": 60, "worker": 15, "shim": 10, "staged worker": 15}
 MANY_KILLS = 200
 #: Moments of an attempt at which a process is killed; `any` is a random one.
 PHASES = ("any", "started", "step", "checkpoint", "export", "result")
@@ -175,14 +174,6 @@ class Instance:
 
     def staged(self) -> Job | None:
         return next((job for job in self.spool.jobs(State.QUEUED) if job.staged is not None), None)
-
-    def spare_pid(self) -> int | None:
-        """Return the pid of a spare worker: a child of the daemon's that has no job yet."""
-        for number in self._children(self.daemon_pid() or 0):
-            with contextlib.suppress(OSError):
-                if b"--spare" in Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0"):
-                    return next(iter(self._children(number)), number)
-        return None
 
     def record(self, job: Job) -> dict[str, Any]:
         """Return the pids of a job's shim and worker, running or staged; empty if they are gone."""
@@ -407,11 +398,8 @@ class Torture:
             self.hit.process.wait(DEATH_SEC)
 
     def pid_of(self, target: str) -> int | None:
-        match target:
-            case "daemon":
-                return self.hit.daemon_pid()
-            case "spare":
-                return self.hit.spare_pid()
+        if target == "daemon":
+            return self.hit.daemon_pid()
         job = self.hit.staged() if target.startswith("staged") else self.hit.running()
         if "rank" in target:
             pids = self.hit.record(job).get("worker_pids") if job is not None else None

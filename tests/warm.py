@@ -234,8 +234,8 @@ def without(environment: Mapping[str, str]) -> dict[str, str]:
 
 def kind_of(command: Sequence[str]) -> str:
     """Return which server's imports are those of a shim's worker, of those servers that are known."""
-    from honed.job.needs import Needs
     from honed.job.plan_file import PlanFile
+    from honed.worker import imports
 
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         # `JOB_DIR ATTEMPT --backend NAME` ends what a shim starts, whatever program the worker is.
@@ -243,7 +243,7 @@ def kind_of(command: Sequence[str]) -> str:
         place = command.index("--backend") - 2 if has_backend else command.index("honed.worker") + 1
         plan = PlanFile.from_json(Path(command[place], "plan.json").read_bytes())
         backend = command[place + 3] if has_backend else plan.backend.name
-        hidden = list(Needs.of(plan, backend).hidden)
+        hidden = imports.hidden(plan, backend)
         for kind, names in HIDDEN.items():
             if names == hidden and backend_of(kind) == backend and ADDRESS.format(kind.upper()) in os.environ:
                 return kind
@@ -443,12 +443,11 @@ def import_of_worker(hidden: list[str] | None) -> None:
 
     del sys.modules["honed.worker.__main__"]
     os.environ.update(ENVIRONMENT)
-    from honed.worker import imports
     from honed.worker.model import load, torchvision
 
     before = dict(os.environ)
     if hidden is not None:
-        imports.narrow(hidden, defers=KIND != "unsloth")
+        sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     if KIND in ("seeing", "unsloth"):
         torchvision.mend()
     load.choose(backend_of(KIND)).import_libraries()
@@ -544,8 +543,8 @@ def has_usual_imports(words: list[str]) -> bool:
     except Exception:  # noqa: BLE001 - the worker is to say so
         return False
     hidden = [name for name in HIDDEN["worker"] if sys.modules.get(name, sys) is None]
-    is_known = KIND == "unsloth" or imports.is_plain(job)
-    return job.backend == backend_of(KIND) and imports.hidden(job) == hidden and is_known
+    is_known = KIND == "unsloth" or imports.is_known(job.plan, job.backend)
+    return job.backend == backend_of(KIND) and imports.hidden(job.plan, job.backend) == hidden and is_known
 
 
 if __name__ == "__main__":

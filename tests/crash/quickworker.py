@@ -1,8 +1,7 @@
 """A worker of a hundredth of a second, run as `python -I -S`: three steps, an evaluation, a prediction, an output.
 
 A job of the name `dies` is killed in its first attempt, right after its second step. With HONED_TEST_STAGING the first
-start of a job trains until the other job is staged, so that it is. With HONED_TEST_WARM the job `dies` begins again
-from a spare, which is made as the other job has ended: its first attempt waits for that.
+start of a job trains until the other job is staged, so that it is.
 """
 
 import json
@@ -12,22 +11,6 @@ import sys
 import time
 
 words = sys.argv[1:]
-if words[0] == "--spare":
-    os.write(0, b"ready")
-    os.close(os.open("../../../../spare-is-ready", os.O_CREAT | os.O_WRONLY))
-    message = os.read(0, 1 << 20)
-    if not message:
-        sys.exit(0)
-    given = json.loads(message)
-    os.environ.clear()
-    os.environ.update(given["environment"])
-    os.chdir(given["dir"])
-    log_fd = os.open(given["log"], os.O_WRONLY | os.O_APPEND)
-    os.dup2(log_fd, 1)
-    os.dup2(log_fd, 2)
-    os.write(0, b"taken")
-    print("from a spare", flush=True)
-    words = given["command"][-4:]
 job_dir, number = words[:2]
 attempt_dir = f"{job_dir}/attempts/{number}"
 with open(f"{job_dir}/plan.json", "rb") as file:  # noqa: PTH123 - pathlib would double the start
@@ -77,12 +60,6 @@ elif "HONED_TEST_STAGING" in os.environ:
     until = time.monotonic() + 60
     while time.monotonic() < until and waits_for_other():
         time.sleep(0.05)
-if "HONED_TEST_WARM" in os.environ and plan["job"]["name"] == "dies" and number == "1":
-    until = time.monotonic() + 60
-    marker = os.path.join(job_dir, "../../../../../spare-is-ready")  # noqa: PTH118
-    while time.monotonic() < until and not os.path.exists(marker):  # noqa: PTH110
-        time.sleep(0.02)
-    time.sleep(0.5)  # its shim passes the word on
 for step in (1, 2, 3):
     tell("step", step=step, num_steps=3, epoch=step / 3, loss=1 / step, learning_rate=0.1)
     if step == 2 and plan["job"]["name"] == "dies" and number == "1":

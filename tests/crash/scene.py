@@ -96,19 +96,14 @@ class Hit:
 class Scene:
     """An instance below `root`."""
 
-    def __init__(
-        self, root: Path, *, mutant: str | None = None, is_staging: bool = False, is_warm: bool = False
-    ) -> None:
+    def __init__(self, root: Path, *, mutant: str | None = None, is_staging: bool = False) -> None:
         """`mutant`: the bug that is planted in its honed; see mutants.py. `is_staging`: the second job is
-        staged while the first one runs. `is_warm`: both are one user's, and the second begins again from a spare."""
+        staged while the first one runs."""
         self.root = root
         self.layout = Layout(root)
         self.is_staging = is_staging
-        self.is_warm = is_warm
-        self.submitter = os.getuid() if is_warm else SUBMITTER
         self.mutant = mutant
         self.variables = {"HONED_TEST_STAGING": "1"} if is_staging else {}
-        self.variables |= {"HONED_TEST_WARM": "1"} if is_warm else {}
         self.log_path = root / "log"
 
     def prepare(self) -> None:
@@ -120,7 +115,7 @@ class Scene:
         dataset = plain.write_dataset(self.root / "rows.jsonl")
         text = json.dumps(plain.spec(model, dataset))
         spool = Spool(self.layout, lock=False)
-        Arrivals(spool).submit(HANDED, text.encode(), self.submitter)
+        Arrivals(spool).submit(HANDED, text.encode(), SUBMITTER)
         for place in [*filter(Path.is_dir, spool.dir.iterdir()), self.layout.jobs_dir]:
             if not any(place.iterdir()) and place != incoming_dir:
                 place.rmdir()
@@ -129,9 +124,7 @@ class Scene:
             path.write_text(text if name in GOOD else text[:20])
             os.utime(path, (seconds, seconds))  # so that each has the same number in each run
         self.layout.config_path.parent.mkdir(parents=True)
-        more = f"stage_ahead = {str(self.is_staging).lower()}\n"
-        more += "warm_sec = 600\nstage_min_available_bytes = 0\n" if self.is_warm else ""
-        self.layout.config_path.write_text(CONFIG + more)
+        self.layout.config_path.write_text(f"{CONFIG}stage_ahead = {str(self.is_staging).lower()}\n")
 
     def honed(self, *, tracer: Sequence[str] = (), shim_hit: Sequence[str] = ()) -> int | None:
         """Run honed until nothing is left to do, under strace with the arguments `tracer`. Returns its exit status;
@@ -167,11 +160,6 @@ class Scene:
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-
-    @property
-    def num_from_spares(self) -> int:
-        """The attempts that began as spares."""
-        return sum("from a spare" in path.read_text() for path in self.layout.jobs_dir.glob("*/attempts/*/worker.log"))
 
     # -- what must hold ---------------------------------------------------------------------------------------------
 
@@ -297,11 +285,10 @@ def try_hit(
     mutant: str | None = None,
     shim: bool = False,
     is_staging: bool = False,
-    is_warm: bool = False,
 ) -> list[str]:
     """One cell of the matrix: honed or its first shim is hit once; honed is started again where it died of that."""
     name = re.sub(r"\W+", "-", str(hit))
-    scene = Scene(directory / name, mutant=mutant, is_staging=is_staging, is_warm=is_warm)
+    scene = Scene(directory / name, mutant=mutant, is_staging=is_staging)
     scene.prepare()
     arguments = hit.arguments(scene.root)
     status = scene.honed(shim_hit=arguments) if shim else scene.honed(tracer=arguments)
@@ -323,14 +310,13 @@ def try_hit(
 
 
 def points_of(
-    directory: Path, *, mutant: str | None = None, shim: bool = False, is_staging: bool = False, is_warm: bool = False
+    directory: Path, *, mutant: str | None = None, shim: bool = False, is_staging: bool = False
 ) -> list[Point]:
     """The points of an undisturbed run, which must break nothing, whatever bug is planted: else any fault would do."""
-    scene = Scene(directory / "undisturbed", mutant=mutant, is_staging=is_staging, is_warm=is_warm)
+    scene = Scene(directory / "undisturbed", mutant=mutant, is_staging=is_staging)
     scene.prepare()
     found = scene.points(shim=shim)
     assert scene.violations() == []
-    assert scene.num_from_spares == int(is_warm)
     scene.clear()
     return found
 

@@ -80,18 +80,6 @@ def test_honed_hit_while_a_job_is_staged_loses_and_doubles_nothing(
     assert broken == {}
 
 
-@pytest.mark.timeout(20_000)
-def test_honed_hit_beside_a_spare_loses_and_doubles_nothing(strace: None, tmp_path: Path, is_whole: bool) -> None:
-    points = points_of(tmp_path, is_warm=True)
-    given = next(index for index, point in enumerate(points) if "attempts/2/" in point.path)
-    hits = [Hit(point, fault) for point in points[given - 60 :] for fault in (KILL, "ENOSPC") if point.call in CHANGING]
-    hits += [Hit(point, KILL) for point in points[given : given + 4]]
-    chosen = hits if is_whole else [*hits[-4::2], *hits[:: max(1, len(hits) // 4)][:4]]
-    broken = {str(hit): found for hit in chosen if (found := try_hit(tmp_path, hit, is_warm=True))}
-    print(f"warm: {len(chosen)} points of {len(hits)}, {len(broken)} violations")
-    assert broken == {}
-
-
 @pytest.mark.timeout(2_000)
 def test_the_last_rows_that_the_database_would_not_take_are_in_it_when_honed_has_ended(
     points: list[Point], tmp_path: Path

@@ -27,8 +27,6 @@ regress      ends worse than it began, explained
 hostile[-go]     escape sequences, markup and forged lines in all that it says, then an explanation of that kind;
                  with `go`, that waits for a file `go` in its directory
 torn             half a result file, then exit 0       make[-N]     as succeed, and leaves what such a job makes
-
-As a spare it imports nothing.
 """
 
 from __future__ import annotations
@@ -45,10 +43,8 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from honed.job.event import EventWriter
-from honed.job.needs import Needs
 from honed.system import durable, quote
 from honed.system.layout import JobLayout
-from honed.worker import spare
 from honed.worker.gate import Gate
 from honed.worker.pulse import Pulse
 from zoo import plain
@@ -107,9 +103,6 @@ def be_hostile(events_path: Path, result_path: Path, go: Path | None) -> int:
 def main() -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0  # what there is to write, rank 0 writes
-    if sys.argv[1] == "--spare":
-        spare.wait(Needs.from_json(sys.argv[2]), load=lambda _needs: None)
-        print("from a spare")
     job_dir, number, backend = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
     layout = JobLayout(job_dir)
     attempt = layout.attempt(number)

@@ -1,5 +1,4 @@
-"""The worker, with a torch whose GPU exists and may not be used: `python gatedworker.py JOB_DIR ATTEMPT …`, or
-`--spare NEEDS`.
+"""The worker, with a torch whose GPU exists and may not be used: `python gatedworker.py JOB_DIR ATTEMPT …`.
 
 NVML says that there is one GPU; every way of torch to initialise CUDA is written to `touched` in the working directory.
 """

@@ -20,7 +20,6 @@ from honed.daemon.pace import Pace
 from honed.daemon.running import Running, clear, gpu_of, keys_of, names_of, next_number
 from honed.daemon.settling import Settling
 from honed.daemon.shares import Use
-from honed.daemon.spares import Spares
 from honed.job import recovery, row_cache
 from honed.job.database import Database
 from honed.job.event import Event
@@ -63,12 +62,11 @@ class Attempts:
         self._database = database
         self._runner = runner
         self._clock = clock
-        self.spares = Spares(layout, lambda: self.config, runner, clock=clock)
         self.outbox: Outbox | None = None  #: where a metrics API is configured
         self.running: dict[int, Running] = {}
         self.staged: Collection[int] = ()  #: the jobs with a staged worker
         self.rows = RowCache(layout, lambda: self.config.retention.max_row_bytes, working=self._working)
-        self._settling = Settling(layout, lambda: self.config, spool, database, self.rows, self.spares, self.running)
+        self._settling = Settling(layout, lambda: self.config, spool, database, self.rows, self.running)
         self.failures = failures or Failures(log)  #: of single jobs' steps
         self._unadopted: dict[int, Job] = {}  # not taken over yet, for an error
         self._pace = Pace()
@@ -187,9 +185,7 @@ class Attempts:
             job, offset, self._layout, self._database, lambda: self.outbox, clock=self._clock, heard=self._hear
         )
         deadlines = Deadlines(job, self._layout, self._runner, config, clock=self._clock)
-        running = Running(
-            job, following, deadlines, self._layout, self._spool, self._runner, self.spares, config, self.rows
-        )
+        running = Running(job, following, deadlines, self._layout, self._spool, self._runner, config, self.rows)
         self.running[job.id] = running
         return running
 

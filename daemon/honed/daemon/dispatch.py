@@ -398,11 +398,6 @@ class Dispatch:
         )
         self._ahead.tend(self.selection, may_stage=may_stage)
 
-    def tend_spares(self) -> None:
-        """Make the spare workers that are to be there, and end the others."""
-        may_make = not (self._attempts.is_stopping or training.is_missing())
-        self._attempts.spares.tend(may_make=may_make, num_busy=len(self._attempts.running) + len(self.staged))
-
     def _start(self, choice: Choice) -> None:
         """Start a job. After an error, e.g. a full disk, it is still in queued/."""
         job = choice.job

@@ -3,7 +3,7 @@
 The loop is a list of named steps. Each does what can be done now, and never blocks:
 
     obey signals · settle what ended · follow events · halve sweeps · take arrivals · plan what waited for others ·
-    look for workers without entries · vacate closed devices · start what can · stage what is next · tend spares ·
+    look for workers without entries · vacate closed devices · start what can · stage what is next ·
     end what must · notify · have rows sent and pages made · keep house · keep the socket · report
 
 Signals, arrivals, the preflight helpers and the control socket only wake it. The control socket is served between the
@@ -196,7 +196,6 @@ class Daemon:
             self._dispatch.vacate,
             self._dispatch.start_next,
             self._dispatch.stage_next,
-            self._dispatch.tend_spares,
             self._attempts.enforce,
             self._publishing.notices.tend,
             self._publishing.tend_sender,
@@ -215,7 +214,7 @@ class Daemon:
 
     def _patience(self) -> float:
         """Return the seconds that the loop may sleep if nothing wakes it."""
-        parts = (self._dispatch, self._attempts.spares, self._housekeeper, self._publishing, self._notifier)
+        parts = (self._dispatch, self._housekeeper, self._publishing, self._notifier)
         waits = [part.patience() for part in parts]
         if not self._shutdown.is_asked:  # then no file is taken any more
             waits.append(self._intake.patience())
@@ -250,7 +249,6 @@ class Daemon:
                 tend_now()
 
     def _close(self) -> None:
-        self._attempts.spares.end_all("honed ends")
         self._answers.close()
         self._intake.stop()
         self._housekeeper.close()
@@ -280,13 +278,11 @@ class Daemon:
             self._reload()
         if self._shutdown.is_asked:
             self._shutdown.stop_jobs()
-            self._attempts.spares.end_all("honed ends")
 
     def _reload(self) -> None:
         self._notifier.reloading()
         if self._configuration.reload():
             self._attempts.config = self._configuration.get()
-            self._attempts.spares.end_all("the configuration was loaded again")
             self._housekeeper.reload(self._configuration.get())
             self._intake.reload()
             self._answers.reload()
@@ -303,7 +299,6 @@ class Daemon:
         for number in [job.id for job in accepted]:  # one that was found late may have moved on meanwhile
             if (job := self._spool.job(number)) is not None:
                 self._database.put_job(job)
-                self._attempts.spares.see(job.uid)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from honed.daemon.following import Following
-from honed.daemon.spares import Spares
 from honed.job.ahead import Pass
 from honed.job.job import Attempt, Cut, Fallback, Job, Preemption, Stop
 from honed.job.plan_file import PlanFile
@@ -69,7 +68,6 @@ class Running:
         layout: Layout,
         spool: Spool,
         runner: Runner,
-        spares: Spares,
         config: Callable[[], Config],
         rows: RowCache,
     ) -> None:
@@ -80,7 +78,6 @@ class Running:
         self._layout = layout
         self._spool = spool
         self._runner = runner
-        self._spares = spares
         self._config = config
         self.ended: Exit | None = None
         self._waits_at_gate = False  # it was staged, and could not be let through
@@ -133,10 +130,7 @@ class Running:
             return
         environment = worker_environment(self._layout, self._config(), job, gpu_uuid) | self._rows.environment(job)
         try:
-            if job.num_gpus > 1 or not self._spares.start(job, environment):
-                self._runner.start(
-                    job.id, attempt.number, attempt.start, backend=attempt.backend, environment=environment
-                )
+            self._runner.start(job.id, attempt.number, attempt.start, backend=attempt.backend, environment=environment)
         except OSError as problem:
             self.not_started = problem
 

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from honed.daemon.running import Running, gpu_of, worker_environment
-from honed.daemon.spares import Spares
+from honed.daemon.running import Running
 from honed.job.database import Database
 from honed.job.job import Job, State, Stop
 from honed.job.row_cache import RowCache
@@ -46,7 +45,6 @@ class Settling:
         spool: Spool,
         database: Database,
         rows: RowCache,
-        spares: Spares,
         running: dict[int, Running],
     ) -> None:
         self._layout = layout
@@ -54,7 +52,6 @@ class Settling:
         self._spool = spool
         self._database = database
         self._rows = rows
-        self._spares = spares
         self._running = running
         self.put_back: list[Job] = []  #: jobs whose workers could not be started
         self.is_stopping = False  #: honed itself was asked to stop
@@ -135,6 +132,4 @@ class Settling:
             self._database.is_behind = True
             self._database.uncounted.add(job.id)
         ending.tell(job, outcome, step, remedy)
-        if job.num_gpus <= 1:
-            self._spares.want(job, worker_environment(self._layout, self._config(), job, gpu_of(job.attempt)))
         return job

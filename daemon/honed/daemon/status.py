@@ -93,8 +93,6 @@ class Status:
         parts += [f"{self.backlog.num_held} held"] if self.backlog.num_held else []
         parts += [f"{self.backlog.num_short} waiting for disk space"] if self.backlog.num_short else []
         parts += self.intake.status(is_named=asker.reads_all)
-        num_spares = self.attempts.spares.num_ready
-        parts += [f"{num_spares} spare {'worker' if num_spares == 1 else 'workers'}"] if num_spares else []
         parts += ["paused"] if self.spool.is_paused else []
         rows = self.placement.availability.rows(self.placement.all())
         parts += together((row["label"], closure["detail"]) for row in rows for closure in row["closures"])

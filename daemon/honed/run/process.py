@@ -1,16 +1,12 @@
 """Workers as processes of the daemon's user, each in its own session, behind the shim.
 
 A restarted daemon adopts such workers by the shim's lock and reads their exit from exit.json.
-
-A worker may have been a spare before (spare.py): its shim and its session are then those that it had, and all else is
-what a start gives to any worker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import logging
 import os
 import signal
@@ -20,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from honed.job.needs import Needs
 from honed.run.runner import Exit, Live, device_of, exit_of, has_ended, is_staged, read_exit_record, read_lock_record
-from honed.run.spare import Spare
 from honed.system import durable, python, untrusted
 from honed.system.clock import Moment
 from honed.system.layout import AttemptFiles, Layout
@@ -41,8 +35,6 @@ class _Child:
     layout: AttemptFiles
     start: int
     process: subprocess.Popen[bytes] | None  #: None for an adopted one
-    #: Starts it anew if it was a spare, and has ended before it was the job's; None once it was asked to end.
-    start_anew: Callable[[], None] | None = None
 
 
 class ProcessRunner:
@@ -78,35 +70,6 @@ class ProcessRunner:
     def _worker(self, attempt: AttemptFiles, backend: str) -> list[str]:
         return [*self._command, str(attempt.dir.root), attempt.dir.name, "--backend", backend]
 
-    def make_spare(self, needs: Needs, *, environment: Mapping[str, str]) -> Spare:
-        """Start a spare worker, for a job with such needs. Raises OSError."""
-        durable.make_dir(self._layout.jobs_dir)
-        return Spare.make(
-            SHIM,
-            [*self._command, "--spare", needs.to_json()],
-            cwd=self._layout.jobs_dir,
-            environment={**inherited(), **environment},
-            popen=self._popen,
-        )
-
-    def start_with(
-        self, spare: Spare, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]
-    ) -> bool:
-        """Start the worker of an attempt by giving it a spare. Returns False if the two do not fit, or that failed.
-        Raises OSError."""
-        variables = {**inherited(), **environment}
-        if not (spare.is_ready and spare.suits(variables)):
-            return False
-        files = self._layout.files(job_id)
-        attempt = files.attempt(number)
-        untrusted.make_dirs(attempt.dir)
-        worker = self._worker(attempt, backend)
-        if not spare.give(attempt, start, cwd=files.place, command=worker, environment=variables):
-            return False
-        anew = functools.partial(self.start, job_id, number, start, backend=backend, environment=environment)
-        self._children[job_id] = _Child(attempt, start, spare.process, start_anew=anew)
-        return True
-
     def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:  # noqa: ARG002
         attempt = self._layout.files(job_id).attempt(number)
         untrusted.make_dirs(attempt.dir)
@@ -130,7 +93,7 @@ class ProcessRunner:
         ValueError or IndexError for other processes."""
         command = _words(process_dir / "cmdline")
         at = [word.endswith("/shim.py") for word in command].index(True) + 1
-        at += {"--relay": 1, "--worker": 2}.get(command[at], 0)
+        at += command[at] == "--relay"
         attempt_dir, start = Path(command[at]), int(command[at + 1])
         job_id, number = int(attempt_dir.parents[1].name), int(attempt_dir.name)
         files = self._layout.files(job_id)
@@ -159,7 +122,6 @@ class ProcessRunner:
         return False  # nothing tells us; but then honed is asked to stop as well
 
     def stop(self, job_id: int) -> None:
-        self._children[job_id].start_anew = None
         pid = self._shim_pid(self._children[job_id])
         if pid is not None:
             _signal(pid, signal.SIGTERM)
@@ -171,7 +133,6 @@ class ProcessRunner:
 
     def kill(self, job_id: int, *, shim_too: bool = False) -> None:
         child = self._children[job_id]
-        child.start_anew = None
         shim_pid = self._shim_pid(child)
         if shim_pid is None:
             return
@@ -189,10 +150,6 @@ class ProcessRunner:
         elif not _settle(child):
             return None
         record = read_exit_record(child.layout, child.start)
-        if record is None and child.start_anew is not None and not read_lock_record(child.layout, child.start):
-            with contextlib.suppress(OSError):  # a full disk, say: it is tried again at the next look
-                child.start_anew()
-            return None
         del self._children[job_id]
         return exit_of(record)
 

@@ -19,19 +19,6 @@ writes how many seconds did not pass for the job, so far in this start: the work
 START counts the worker starts of one attempt (a fallback makes a second). If exit.json for this START already exists,
 another process has settled it, and nothing is started; nor on a cluster if the lock file names this START.
 
-As `shim.py --spare COMMAND...` it starts a worker without a job (worker/spare.py), and waits on its standard input, a
-socket, for a job that the worker is given. It ends with that socket: with the daemon that holds the other end.
-
-    socket    ─► ready     once the worker has imported its libraries
-              ◄─ {"attempt_dir", "start", "dir", "command", "environment"}     at most one
-
-It then becomes, by exec, the shim of that start: `shim.py --worker PID:FD ATTEMPT_DIR START COMMAND...`, as which it
-holds the lock before the worker hears of the job. If the worker does not take the job, it is killed, and COMMAND is
-started as if there had been none.
-
-    FD        ─► {"dir", "log", "command", "environment"}
-              ◄─ taken     the worker is the job's from now on
-
 With $HONED_NUM_RANKS above 1 it starts that many workers, each with its RANK, LOCAL_RANK, WORLD_SIZE and
 LOCAL_WORLD_SIZE. Signals are forwarded to all. If one dies by a signal or with a status other than 0, the others are
 asked to stop, and killed RANK_END_SEC later. The first death is the one in exit.json, with its rank.
@@ -77,10 +64,6 @@ LOOK_INTERVAL_SEC = 10.0
 EXTENSION_SEC, EXTEND_INTERVAL_SEC = 20.0, 5.0
 #: Size of the lock file, in bytes: more than its record takes, with a pid for each rank.
 LOCK_BYTES = 4096
-#: Seconds in which a spare worker has to take its job.
-TAKE_SEC = 10.0
-#: Bytes of one message to a spare worker; a socket takes less.
-MAX_MESSAGE_BYTES = 1024 * 1024
 #: Seconds for which output of a dead worker's children is still read.
 DRAIN_SEC = 2.0
 #: Seconds. A shorter pause is what a busy machine makes (system/pauses.py).
@@ -108,13 +91,10 @@ FATAL = [
 def main() -> int:
     arguments = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD})
-    if arguments[0] == "--spare":
-        return wait_for_job(arguments[1:])
     if arguments[0] == "--node":
         return run_node(arguments[1], arguments[2:])
     relays = arguments[0] == "--relay"
-    spare = arguments[1] if arguments[0] == "--worker" else ""
-    arguments = arguments[2 if spare else relays :]
+    arguments = arguments[relays:]
     attempt_dir, start, command = arguments[0], int(arguments[1]), arguments[2:]
     # honed may be another user of our group, and tests the lock to see whether we are alive.
     lock_fd = os.open(f"{attempt_dir}/lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o664)
@@ -136,10 +116,8 @@ def main() -> int:
         append(f"{attempt_dir}/ranks/orders", b"")
     if num_ranks > 1:
         os.environ.update(as_rank(0, num_ranks))
-    shim_pid, worker_pid = os.getpid(), give(spare, f"{attempt_dir}/worker.log", command) if spare else None
-    worker_pids = [] if worker_pid is None else [worker_pid]
-    worker_pids += start_ranks(command, num_ranks, len(worker_pids), output_fd=pipe[1] if pipe else None)
-    who: dict[str, object] = {"shim_pid": shim_pid, "worker_pid": worker_pids[0], "start": start}
+    worker_pids = start_ranks(command, num_ranks, output_fd=pipe[1] if pipe else None)
+    who: dict[str, object] = {"shim_pid": os.getpid(), "worker_pid": worker_pids[0], "start": start}
     if num_ranks > 1:
         who["worker_pids"] = worker_pids
     if "HONED_FENCE" in os.environ:  # on a cluster, where it may have waited
@@ -243,11 +221,11 @@ def make_shared(directory: str) -> None:
 
 
 def start_ranks(
-    command: list[str], num_here: int, started: int = 0, *, first: int = 0, world: int = 0, output_fd: int | None = None
+    command: list[str], num_here: int, *, first: int = 0, world: int = 0, output_fd: int | None = None
 ) -> list[int]:
-    """Start the workers of this machine's ranks, but for those that are started, and return their pids."""
+    """Start the workers of this machine's ranks, and return their pids."""
     shim_pid, pids = os.getpid(), []
-    for rank in range(started, num_here):
+    for rank in range(num_here):
         pid = os.fork()
         if pid == 0:
             if num_here > 1 or world > 1:
@@ -268,11 +246,9 @@ def as_rank(rank: int, num_here: int, *, first: int = 0, world: int = 0) -> dict
     }
 
 
-def run(command: list[str], shim_pid: int, *, input_fd: int | None = None, output_fd: int | None = None) -> None:
+def run(command: list[str], shim_pid: int, *, output_fd: int | None = None) -> None:
     """Become the worker; it dies with the shim."""
     try:
-        if input_fd is not None:
-            os.dup2(input_fd, 0)
         if output_fd is not None:
             os.dup2(output_fd, 1)
             os.dup2(output_fd, 2)
@@ -286,79 +262,6 @@ def run(command: list[str], shim_pid: int, *, input_fd: int | None = None, outpu
         print(f"honed: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
     finally:
         os._exit(127)
-
-
-def wait_for_job(command: list[str]) -> int:
-    """Start a spare worker, and become the shim of the job that it is given. Returns if there is none any more."""
-    import socket  # noqa: PLC0415 - most shims never need it
-
-    link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    shim_pid, worker_pid = os.getpid(), os.fork()
-    if worker_pid == 0:
-        run(command, shim_pid, input_fd=theirs.fileno())
-    theirs.close()
-    poll = select.poll()
-    for fd in (0, link.fileno()):
-        poll.register(fd, select.POLLIN)
-    while True:
-        ready = {fd for fd, _ in poll.poll()}
-        if 0 in ready:
-            message = os.read(0, MAX_MESSAGE_BYTES)
-            if not message:
-                return 0  # honed has ended, or wants us no longer; the worker ends with us
-            become(worker_pid, link.fileno(), **json.loads(message))
-        if not (told := link.recv(64)):
-            return 1  # the worker has ended
-        with contextlib.suppress(OSError):  # honed has just ended
-            os.write(0, told)
-
-
-def become(
-    worker_pid: int,
-    link_fd: int,
-    *,
-    attempt_dir: str,
-    start: int,
-    dir: str,  # noqa: A002 - the message's word
-    command: list[str],
-    environment: dict[str, str],
-) -> None:
-    """Become the shim of a job's start, with the worker that there is; everything else is as if it were started now."""
-    os.chdir(dir)
-    null_fd = os.open(os.devnull, os.O_RDWR)
-    log_fd = os.open(f"{attempt_dir}/worker.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
-    for place, fd in enumerate((null_fd, log_fd, log_fd)):
-        os.dup2(fd, place)
-    os.close(null_fd)
-    os.close(log_fd)
-    os.set_inheritable(link_fd, True)
-    shim = [sys.executable, "-I", "-S", __file__, "--worker", f"{worker_pid}:{link_fd}"]
-    os.execve(sys.executable, [*shim, attempt_dir, str(start), *command], environment)
-
-
-def give(spare: str, log_path: str, command: list[str]) -> int | None:
-    """Give the job to a spare worker, and return its pid; None if it does not take it, and has ended."""
-    pid, link_fd = map(int, spare.split(":"))
-    os.set_inheritable(link_fd, False)
-    job = {"dir": os.getcwd(), "log": log_path, "command": command, "environment": dict(os.environ)}  # noqa: PTH109
-    poll = select.poll()
-    poll.register(link_fd, select.POLLIN)
-    deadline = time.monotonic() + TAKE_SEC
-    with contextlib.suppress(OSError):  # it has ended, or the message is too long
-        os.write(link_fd, json.dumps(job).encode())
-        while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            told = os.read(link_fd, 64)
-            if told == b"taken":
-                os.close(link_fd)
-                return pid
-            if not told:
-                break
-    print("honed: the spare worker did not take the job; it starts anew", file=sys.stderr, flush=True)
-    os.close(link_fd)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
 
 
 class Relay:

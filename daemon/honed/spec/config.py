@@ -202,12 +202,8 @@ class JobsConfig(_Section):
     """Start the worker of the job that is next for a device while that is still busy: it imports its libraries and
     encodes its data, and waits for the device. Only while a processor, memory and disk space are left for it."""
     stage_min_available_bytes: Annotated[int, Field(ge=0)] = 4 * 1024**3
-    """Bytes of host memory that must be available for a job to be staged, and for a spare worker (`warm_sec`). Below
-    half of that, staged workers are ended, and their jobs start at their turn; spare workers are ended, too."""
-    warm_sec: Annotated[float, Field(ge=0, le=86400)] = 0.0
-    """Seconds after a user's last job for which a spare worker, which has imported its libraries, is kept for the
-    user's next job; 0: none is made. New, so it is off unless turned on; 600 suits a person who tries, mends and
-    submits again. One takes about 0.3 GB of memory. Only where workers are processes of honed's own (`runner`)."""
+    """Bytes of host memory that must be available for a job to be staged. Below half of that, staged workers are
+    ended, and their jobs start at their turn."""
     on_stop: Literal["leave", "checkpoint"] = "leave"
     """Action for running jobs when honed itself is stopped or restarted: `leave` lets them continue, and the next honed
     takes them over; `checkpoint` has them write one and queues them. Only units can be left; a shutdown of the machine

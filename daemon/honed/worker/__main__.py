@@ -1,7 +1,4 @@
-"""The process of one training run: `python -m honed.worker JOB_DIR ATTEMPT [--backend NAME]`.
-
-With `--spare NEEDS` it imports its libraries first, and is given its arguments later; see spare.py.
-"""
+"""The process of one training run: `python -m honed.worker JOB_DIR ATTEMPT [--backend NAME]`."""
 
 from __future__ import annotations
 
@@ -13,11 +10,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from honed.job.needs import Needs
 from honed.system import python
 from honed.system.layout import JobLayout
 from honed.worker import assignment, imports
@@ -25,9 +20,6 @@ from honed.worker.gate import Gate
 from honed.worker.parallel import Ranks
 from honed.worker.pulse import Pulse
 from honed.worker.stop import Stop
-
-if TYPE_CHECKING:
-    from honed.worker.spare import Job
 
 #: Set before any library is imported; values that the daemon or the administrator has set stay.
 ENVIRONMENT = {
@@ -45,23 +37,13 @@ ENVIRONMENT = {
 def main() -> int:
     """Train one job. The exit status is 0 for success alone; see error.py for the others."""
     python.protect()
-    if sys.argv[1:2] != ["--spare"]:
-        return train(sys.argv[1:])
-    _set_defaults()
-    faulthandler.enable()
-    from honed.worker import spare
-
-    return train((job := spare.wait(Needs.from_json(sys.argv[2]))).words, spare=job)
-
-
-def train(words: Sequence[str], *, spare: Job | None = None) -> int:
-    """Train the job that the arguments name. `spare`: the process was a spare before."""
     parser = argparse.ArgumentParser(prog="python -m honed.worker", description=__doc__)
     parser.add_argument("job_dir", type=Path)
     parser.add_argument("attempt", type=int)
     parser.add_argument("--backend", choices=["transformers", "unsloth"], help="backend to use instead of the plan's")
-    arguments = parser.parse_args(words)
-    _set_defaults()
+    arguments = parser.parse_args()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     attempt_layout = JobLayout(arguments.job_dir.resolve()).attempt(arguments.attempt)
     ranks = Ranks.of(attempt_layout.dir)
     if not ranks.is_zero:
@@ -72,17 +54,14 @@ def train(words: Sequence[str], *, spare: Job | None = None) -> int:
     gate = Gate(JobLayout(arguments.job_dir.resolve()), arguments.attempt, beat=stop.check, kept=pulse.variables)
     signal.signal(signal.SIGTERM, stop.on_signal)
     signal.signal(signal.SIGINT, stop.on_signal)
-    stop.is_set = stop.is_set or (spare is not None and bool(spare.asked))
     faulthandler.enable()  # a worker that hangs is sent SIGABRT: its stacks go to worker.log
 
     with imports.quick():
         from honed.worker.run import run
 
     job_dir = arguments.job_dir.resolve()
-    if spare is None:
-        with contextlib.suppress(Exception):  # the run reports any problem with it
-            imports.prepare(assignment.read(job_dir, arguments.attempt, backend=arguments.backend))
-    origin = f"started from a spare worker that had waited for {spare.age_sec:.0f} s" if spare is not None else ""
+    with contextlib.suppress(Exception):  # the run reports any problem with it
+        imports.prepare(assignment.read(job_dir, arguments.attempt, backend=arguments.backend))
     return run(
         job_dir,
         arguments.attempt,
@@ -90,14 +69,8 @@ def train(words: Sequence[str], *, spare: Job | None = None) -> int:
         stop=stop,
         gate=gate,
         tell=pulse.tell,
-        origin=origin,
         ranks=ranks,
     )
-
-
-def _set_defaults() -> None:
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
 
 
 def end(status: int) -> NoReturn:

@@ -1,23 +1,22 @@
-"""Imports of a worker, and their speed: most of the time before the first step goes into modules."""
+"""Imports of a worker: most of the time before the first step goes into modules."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
-import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
-from typing import Any
+from collections.abc import Iterator
 
-from honed.job.needs import IMPORT_ALL_VARIABLE, Needs
-from honed.worker import deferred
+from honed.job.plan_file import PlanFile
 from honed.worker.assignment import Assignment
 
+#: In a worker's environment: import all that the libraries import. For comparisons, and in case that a library does not
+#: work without a package that is hidden.
+IMPORT_ALL_VARIABLE = "HONED_IMPORT_ALL"
+#: Optimizers of torch's own.
+PLAIN_OPTIMIZERS = frozenset({None, "adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd"})
 #: Modules that a run imports on its way, beside those of `run` and of its backend.
 ON_THE_WAY = (
     "honed.worker.train.watched",
@@ -31,47 +30,54 @@ ON_THE_WAY = (
 
 
 def prepare(job: Assignment) -> None:
-    """Have the libraries import only what the job needs. This lasts: call it only in a worker's own process."""
+    """Hide the packages that the job does not use. This lasts: call it only in a worker's own process."""
     if IMPORT_ALL_VARIABLE not in os.environ:
-        narrow(hidden(job), defers=is_plain(job) and "WORLD_SIZE" not in os.environ)
+        for name in hidden(job.plan, job.backend):
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # import takes None as a missing package
 
 
-def narrow(hidden: Sequence[str], *, defers: bool) -> None:
-    """Hide packages, and with `defers` load what few jobs use once something uses it."""
-    for name in hidden:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # import takes None as a missing package
-    if defers:
-        deferred.defer(deferred.ALL)
-        sys.meta_path.insert(0, _Finder())
+def hidden(plan: PlanFile, backend: str) -> list[str]:
+    """Return the packages that a job does not use although they may be installed, and that its libraries would import.
 
-
-def hidden(job: Assignment) -> list[str]:
-    """Return the packages that a job does not use, and that its libraries would import."""
-    return list(of(job).hidden)
-
-
-def of(job: Assignment) -> Needs:
-    """Return what a job needs of its libraries."""
-    return Needs.of(job.plan, job.backend)
+    wandb leaves directories in /tmp. datasets imports aiohttp for an exception of streaming over HTTP, transformers
+    imports torchvision with any model, and peft bitsandbytes with any adapter. Raises KeyError, TypeError, ValueError
+    or AttributeError for a damaged plan.
+    """
+    spec, precision, checkpoint = plan.spec, plan.precision, plan.checkpoint
+    training = spec.get("training") or {}
+    names = [] if "wandb" in (spec.get("report_to") or ()) else ["wandb"]
+    if is_known(plan, backend) and spec.get("kind", "sft") != "merge":
+        names.append("aiohttp")
+        if not checkpoint.has_vision:
+            names.append("torchvision")
+        # The plan may have chosen another optimizer than the job file's, whose default is plain.
+        optim = precision.optim or training.get("optim")
+        if precision.quantization == "none" and optim in PLAIN_OPTIMIZERS:
+            names.append("bitsandbytes")
+    return names
 
 
 def asks_device(job: Assignment) -> bool:
-    """Tell whether the imports of TRL and peft ask the device for its properties."""
-    return of(job).asks_device or IMPORT_ALL_VARIABLE in os.environ
+    """Tell whether the imports of TRL and peft ask the device for its properties: bitsandbytes does, in theirs."""
+    return "bitsandbytes" not in hidden(job.plan, job.backend) or IMPORT_ALL_VARIABLE in os.environ
 
 
 def can_be_ahead(job: Assignment) -> bool:
-    """Tell whether a job's imports may be made before a device is its own."""
-    return of(job).can_be_ahead and IMPORT_ALL_VARIABLE not in os.environ
+    """Tell whether a job's imports may be made before a device is its own: they ask none, and run no other code."""
+    return is_known(job.plan, job.backend) and not asks_device(job)
 
 
-def is_plain(job: Assignment) -> bool:
-    """Tell whether all code of the run is known."""
-    return of(job).is_plain
+def is_known(plan: PlanFile, backend: str) -> bool:
+    """Tell whether all code of the run is known: not with Unsloth, code of the model's own, or a compiled model."""
+    spec = plan.spec
+    training = spec.get("training") or {}
+    has_compiler = training.get("torch_compile") or training.get("use_liger_kernel")
+    has_compiler = has_compiler or plan.precision.attn_implementation == "flex_attention"
+    return backend == "transformers" and not spec.get("trust_remote_code") and not has_compiler
 
 
-def ahead(needs: Needs) -> None:
-    """Import what a run with such needs will import on its way, if that asks no device; nothing is lost by it."""
+def ahead() -> None:
+    """Import what a run will import on its way; nothing is lost by it."""
     from honed.worker.model import load, torchvision
 
     torchvision.mend()
@@ -79,82 +85,16 @@ def ahead(needs: Needs) -> None:
         load.choose("transformers").import_libraries()
         for name in ON_THE_WAY:
             importlib.import_module(name)
-        _import_model(needs.model_type)
-
-
-def _import_model(model_type: str) -> None:
-    """Import the modules of a kind of model, if transformers has it."""
-    import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    if isinstance(name, str):
-        with contextlib.suppress(AttributeError, ImportError):  # the job will tell
-            getattr(transformers, name)
-
-
-class _Finder:
-    """Import hook that adapts modules of libraries once they are imported."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, _target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in _ADAPTED:
-            return None
-        spec = PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_adapted(module: ModuleType) -> None:
-                execute(module)
-                _ADAPTED[fullname](module)
-
-            spec.loader.exec_module = execute_adapted  # type: ignore[method-assign]
-        return spec
-
-
-def _adapt_transformers(module: Any) -> None:
-    """Have transformers read its 2000 files once instead of twice, and import no distributed tensors.
-
-    A worker without other ranks is one process: what transformers does without torch.distributed is all it needs.
-    """
-    scan, found = module.create_import_structure_from_path, {}
-
-    def scanned(path: Any) -> Any:
-        place = os.path.dirname(path) if os.path.isfile(path) else str(path)  # noqa: PTH120, PTH113 - called so often
-        if place not in found:
-            found[place] = scan(path)
-        return found[place]
-
-    module.create_import_structure_from_path = scanned
-    module.is_torch_distributed_available = lambda: False
-
-
-def _adapt_accelerate(module: Any) -> None:
-    module.is_torch_distributed_available = lambda: False
-
-
-_ADAPTED: dict[str, Callable[[Any], None]] = {
-    "transformers.utils.import_utils": _adapt_transformers,
-    "accelerate.utils.imports": _adapt_accelerate,
-}
 
 
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
-    """Disable garbage collection while thousands of modules are imported, and exempt them from it afterwards.
-
-    The list of installed packages is read once: transformers and TRL read it each for itself.
-    """
+    """Disable garbage collection while thousands of modules are imported, and exempt them from it afterwards."""
     was_enabled, num_before = gc.isenabled(), len(sys.modules)
-    read = importlib.metadata.packages_distributions
-    importlib.metadata.packages_distributions = functools.cache(read)
     gc.disable()
     try:
         yield
     finally:
-        importlib.metadata.packages_distributions = read
         if len(sys.modules) > num_before:
             gc.freeze()
         if was_enabled:

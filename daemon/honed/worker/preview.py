@@ -22,7 +22,6 @@ from typing import Any, cast
 
 from honed.inputs import basemodel, dataset, hubdata
 from honed.inputs.row import Example
-from honed.job.needs import IMPORT_ALL_VARIABLE
 from honed.plan import prefix
 from honed.spec import spec
 from honed.spec.spec import DatasetSpec, JobSpec
@@ -31,7 +30,6 @@ from honed.system.error import DatasetError, HonedError, ModelError, SpecError, 
 from honed.text import asking, omission
 from honed.text.chat import ChatFormat, Encoded, MediaCutError, PreviewRow
 from honed.text.template import where
-from honed.worker import imports
 from honed.worker.assignment import Assignment
 from honed.worker.model import torchvision
 
@@ -44,8 +42,7 @@ class _Asked:
     base_model_path: Path
 
 
-def main(arguments: Sequence[str] | None = None, *, is_alone: bool = False) -> int:
-    """`is_alone`: the process is only for this, and its libraries may import less; see imports.py."""
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="honed.worker.preview", description="Show rows as they will be trained on.")
     parser.add_argument("spec_file", type=Path)
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="number of rows (default: 5)")
@@ -54,8 +51,6 @@ def main(arguments: Sequence[str] | None = None, *, is_alone: bool = False) -> i
     options = parser.parse_args(arguments)
     try:
         job_spec = _located(spec.load(options.spec_file))
-        if is_alone and not job_spec.trust_remote_code and IMPORT_ALL_VARIABLE not in os.environ:
-            imports.narrow([], defers=True)
         rows = preview(job_spec, num_rows=options.rows, base_model_path=options.base_model)
     except HonedError as error:
         if options.json:
@@ -201,4 +196,4 @@ def _tell(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(is_alone=True))
+    sys.exit(main())

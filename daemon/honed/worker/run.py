@@ -63,20 +63,19 @@ def run(
     stop: Stop | None = None,
     gate: Gate | None = None,
     tell: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
-    origin: str = "",
     ranks: Ranks = ALONE,
 ) -> int:
     """Run one attempt. Write events and, once everything else is durable, result.json; return the exit status.
 
-    Each event is also passed to `tell`. `gate`: before it the device is not used. `origin`: how the process began, for
-    the log, where that was not a start. Of several ranks, the first alone writes.
+    Each event is also passed to `tell`. `gate`: before it the device is not used. Of several ranks, the first
+    alone writes.
     """
     layout = JobLayout(job_dir).attempt(attempt)
     durable.make_dir(layout.dir)
     events = EventWriter(layout.events_path, tell=tell) if ranks.is_zero else Unwritten(tell)
     stop = stop or Stop()
     reserve = disk_reserve.Reserve(layout.dir) if ranks.is_zero else None
-    story = _Story(events, stop, gate or Gate(JobLayout(job_dir), attempt, {}), origin, ranks)
+    story = _Story(events, stop, gate or Gate(JobLayout(job_dir), attempt, {}), ranks)
 
     def conclude(error: HonedError | None) -> int:
         """Write the result, and return the exit status."""
@@ -186,11 +185,10 @@ _MEMORY_HINT = (
 class _Story:
     """The state of the run so far, for its result."""
 
-    def __init__(self, events: EventWriter, stop: Stop, gate: Gate, origin: str, ranks: Ranks) -> None:
+    def __init__(self, events: EventWriter, stop: Stop, gate: Gate, ranks: Ranks) -> None:
         self._events = events
         self._stop = stop
         self._gate = gate
-        self._origin = origin
         self._ranks = ranks
         self.step = 0
         self.metrics: dict[str, float] = {}
@@ -214,7 +212,7 @@ class _Story:
 
         def prepare() -> None:
             if job.spec.trial != "only" and not self._stop.is_set and imports.can_be_ahead(job):
-                imports.ahead(imports.of(job))
+                imports.ahead()
 
         found = trials.run(job, attempt=attempt, tell=self._log, stop=self._stop, meanwhile=prepare)
         self._events.emit("trial", **asdict(found))
@@ -226,8 +224,6 @@ class _Story:
         started, began = time.time(), time.monotonic()
         events, stop, spec, precision, ranks = self._events, self._stop, job.spec, job.precision, self._ranks
         events.emit("started", pid=os.getpid(), versions=versions(job.backend), backend=job.backend)
-        if self._origin:
-            self._log("info", self._origin)
         if job.adjustments:
             events.emit("adjusted", steps=[asdict(each) for each in job.adjustments])
 

@@ -21,7 +21,6 @@ OTHER_USES = {
     "daemon/health.py": "our own start again",
     "run/shim.py": "a shim imports nothing of honed's; it has -I",
     "worker/gate.py": "our own start again",
-    "worker/spare.py": "a file that is watched",
 }
 #: The programs that run unasked.
 PROTECTED = (
