@@ -114,7 +114,7 @@ REASONS = {
         "job/event.py": "EventWriter.__init__ has_begun",
         "run/jobunit.py": "end start",
         "run/shim.py": (
-            "Nodes.orders Relay.__init__ Watch._note_pause append become boot_id end_of_nodes has_ended main "
+            "Nodes.orders Relay.__init__ Watch._note_pause append boot_id end_of_nodes has_ended main "
             "make_shared out_of_memory_kills write_exit write_once"
         ),
     },
