@@ -22,6 +22,7 @@ from honed.daemon.editing import Editing
 from honed.daemon.fencing import RETRY_SEC, Fence
 from honed.daemon.halving import Halvings
 from honed.daemon.housekeeper import Housekeeper
+from honed.daemon.obstacles import Obstacles
 from honed.daemon.placement import Placement
 from honed.daemon.plans import Plans
 from honed.daemon.preempting import Preempting
@@ -30,13 +31,12 @@ from honed.daemon.staged import StagedWorkers
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
-from honed.job.progress import duration, gib
 from honed.job.shape import Wait
 from honed.job.spool import Spool
 from honed.job.usage import Usage
 from honed.run.runner import Runner
 from honed.spec.config import Config
-from honed.system import durable, training
+from honed.system import durable
 from honed.system.device import Device
 from honed.system.error import InternalError, said
 
@@ -68,23 +68,18 @@ class Selection:
         placement: Placement,
         shares: Shares,
         staged: StagedWorkers,
+        fence: Fence,
     ) -> None:
         self._spool = spool
-        self._config = config
         self._attempts = attempts
         self._backlog = backlog
         self._plans = plans
         self._placement = placement
         self._shares = shares
         self._staged = staged
+        self.obstacles = Obstacles(spool, config, attempts, backlog, plans, placement, shares, fence)
         self.backfill = Backfill(attempts, placement)
         self._waiting: set[int] = set()  # jobs whose wait for a GPU was logged
-
-    @property
-    def is_full(self) -> bool:
-        """True if as many jobs run as may."""
-        limit = self._config().jobs.max_running
-        return limit is not None and len(self._attempts.running) >= limit
 
     def next_that_fits(self) -> Choice | None:
         """Return the job to start on free devices, in the order of `Shares`; see backfill.py for jobs behind one that
@@ -121,7 +116,7 @@ class Selection:
     def could_start(self, job: Job) -> bool:
         """Return True if a job would start now if a device were free."""
         self._backlog.look_again()  # its entry may just have changed
-        is_closed = self._spool.is_paused or training.is_missing()
+        is_closed = self.obstacles.of_all() is not None
         return not is_closed and any(each.id == job.id for each in self._startable((True, False), with_ending=True))
 
     def _startable(self, for_gpu: Iterable[bool], *, with_ending: bool = False) -> Iterator[Job]:
@@ -135,7 +130,7 @@ class Selection:
         }
         for job in self._backlog.ready(for_gpu=for_gpu, levels=self._shares.levels(here), but=beyond):
             is_late = self._staged.is_stuck(job.id) or (not with_ending and self._staged.is_ending(job.id))
-            if not is_late and not self._is_put_off(job):
+            if not is_late and self.obstacles.of_job(job) is None:
                 yield job
 
     def queue(self) -> Iterator[Job]:
@@ -147,22 +142,21 @@ class Selection:
         told: set[int] = set()
         for but in (beyond, users - beyond):
             for job in self._backlog.ready(for_gpu=(True, False), levels=levels, but=but, spends=spends):
-                if not self._is_put_off(job):
+                if self.obstacles.of_job(job) is None:
                     told.add(job.id)
                     yield job
         yield from (job for job in self._spool.catalog.unfinished(State.QUEUED) if job.id not in told)
 
-    def _is_put_off(self, job: Job) -> bool:
-        return self._backlog.delay_sec(job) > 0 or job.id in self._plans.numbers or self._backlog.is_short(job)
-
     def _is_here(self, job: Job) -> bool:
         """Return True if a job could start on a device that is taken or free now: only then does its user compete."""
-        obstacle = None if self._is_put_off(job) else self._placement.obstacles(job) or ("", "")
-        return obstacle is not None and obstacle[0] in {"", "device"}
+        if self.obstacles.of_job(job) is not None:
+            return False
+        why = self.obstacles.device(job)
+        return why is None or why.reason == "device"
 
     def _tell_waits(self, job: Job) -> None:
-        obstacles = self._placement.obstacles(job)
-        if job.id not in self._waiting and obstacles is not None and obstacles[0] == "device":
+        why = self.obstacles.device(job)
+        if job.id not in self._waiting and why is not None and why.reason == "device":
             self._waiting.add(job.id)
             log.info("job %d (%s): waiting for a GPU: other processes use their memory", job.id, job.name)
 
@@ -176,31 +170,10 @@ class Selection:
         job = self._backlog.get(job_id)
         if job is None or job.state is not State.QUEUED:
             return None
-        reason, detail = self._why_waiting(job)
-        return {"reason": reason, "detail": detail}
-
-    def _why_waiting(self, job: Job) -> tuple[str, str]:
-        for other in self._backlog.dependencies.of(job):
-            if other.state is not State.SUCCEEDED:
-                return "dependency", f"job {other.id} ({other.name}), which it depends on, is {other.state}"
-        if job.is_being_edited or job.id in self._plans.editing.numbers:
-            return "plan", "its new job file is being checked"
-        if job.is_deferred or job.id in self._plans.numbers:
-            return "plan", "it is being planned again"
-        if (seconds := self._backlog.delay_sec(job)) > 0:
-            return "retry", f"it is retried in {duration(seconds)}"
-        if self._backlog.is_short(job):
-            return "disk", f"its checkpoints need {gib(job.needs_bytes)} of free disk space"
-        if self._spool.is_paused:
-            return "paused", "the queue is paused: honectl resume"
-        if training.is_missing():
-            return "environment", f"{training.MISSING}: {training.REMEDY}"
-        if self.is_full:
-            limit = self._config().jobs.max_running
-            return "device", f"{limit} jobs are running, the maximum of jobs.max_running"
-        if reached := self._shares.obstacle(job.uid):
-            return "limit", reached
-        return self._placement.obstacles(job) or ("turn", self.backfill.why_behind(job) or self._why_not_next(job))
+        why = self.obstacles.first(job)
+        if why is None:
+            return {"reason": "turn", "detail": self.backfill.why_behind(job) or self._why_not_next(job)}
+        return {"reason": why.reason, "detail": why.detail}
 
     def _why_not_next(self, job: Job) -> str:
         first = self._backlog.first_of(job)
@@ -268,7 +241,9 @@ class Dispatch:
         )
         editing = Editing(spool, database, acceptance, self.backlog, placement)
         self.plans = Plans(spool, self.backlog, placement, acceptance, editing)
-        self.selection = Selection(spool, config, attempts, self.backlog, self.plans, placement, shares, self.staged)
+        self.selection = Selection(
+            spool, config, attempts, self.backlog, self.plans, placement, shares, self.staged, self.fence
+        )
         self._preempting = Preempting(config, attempts, placement, shares, self.selection)
         self.halvings = Halvings(spool, database, attempts)
 
@@ -352,7 +327,7 @@ class Dispatch:
             for job_id, reason in list(self.placement.overstays()):
                 with self._attempts.failures.alone(f"job {job_id}"):
                     self._attempts.preempt(job_id, reason)
-            if not (self._spool.is_paused or self.fence.fault or training.is_missing()):
+            if self.selection.obstacles.of_all() is None:
                 self._preempting.tend()
                 self.selection.backfill.give_back(self.selection.startable())
 
@@ -366,10 +341,10 @@ class Dispatch:
 
     def start_next(self) -> None:
         """Start what can be started; nothing while it is not known which workers live."""
-        if self.fence.is_due or self.fence.fault or training.is_missing():
+        if self.fence.is_due:
             return
         num_failed = 0
-        while not (self._attempts.is_stopping or self._spool.is_paused or self.selection.is_full):
+        while self.selection.obstacles.of_all() is None and not self.selection.obstacles.is_full:
             chosen = self.selection.next_that_fits()
             if chosen is None:
                 self._grace.end()
@@ -393,10 +368,7 @@ class Dispatch:
 
     def stage_next(self) -> None:
         """Have the jobs that are next prepare while the devices are busy."""
-        may_stage = not (
-            self._attempts.is_stopping or self._spool.is_paused or self.fence.fault or training.is_missing()
-        )
-        self._ahead.tend(self.selection, may_stage=may_stage)
+        self._ahead.tend(self.selection, may_stage=self.selection.obstacles.of_all() is None)
 
     def _start(self, choice: Choice) -> None:
         """Start a job. After an error, e.g. a full disk, it is still in queued/."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 
 from honed.daemon.attempts import Attempts
@@ -133,7 +133,11 @@ class Placement:
 
     def is_any_free(self, wants_gpu: bool) -> bool:
         """Return True if any device is free and open: else a long queue need not be searched."""
-        return bool(self._free(wants_gpu, self._attempts.devices_in_use()))
+        users = self._users()
+        return any(
+            self.availability.closed(found) is None and self._in_use(found, users) is None
+            for found in self._among(wants_gpu, is_fresh=True)
+        )
 
     def free_devices(self, job: Job, *, but: Set[str] = frozenset()) -> tuple[Device, ...] | None:
         """Return as many devices as a job wants that no process uses and that are alike, preferably those for which the
@@ -142,10 +146,7 @@ class Placement:
         GPUs are probed again every few seconds.
         """
         number = max(1, job.num_places)
-        taken = self._attempts.devices_in_use() | self._unfit.get(job.id, {}).keys() | but
-        free = [
-            found for found in self._free(job.num_places > 0, taken) if self.availability.reserved(found, job) is None
-        ]
+        free = [found for found in self._free(job) if found.key not in but]
         groups = [group for group in device.alike(free) if len(group) >= number]
         chosen = next((group for group in groups if self.holds_on(job, group[0])), groups[0] if groups else None)
         return tuple(chosen[:number]) if chosen is not None else None
@@ -157,22 +158,48 @@ class Placement:
 
     def free_keys(self, job: Job) -> set[str]:
         """Return the devices that no process uses, and on which a job may start."""
-        return {found.key for found in self._free(job.num_places > 0, self._attempts.devices_in_use())}
+        return {found.key for found in self._free(job)}
 
-    def _free(self, wants_gpu: bool, taken: set[str]) -> list[Device]:
-        if self._clock() - self._probed_at >= self.probe_interval_sec:
-            self._look()
-        wants_gpu = wants_gpu and any(found.kind == "cuda" for found in self._devices)
-        if UNKNOWN_DEVICE in taken:
-            return []
+    def _free(self, job: Job) -> list[Device]:
+        users = self._users()
         return [
             found
-            for found in self.all()
-            if found.key not in taken
-            and (found.kind == "cuda") == wants_gpu
-            and self.availability.closed(found) is None
-            and (found.kind != "cuda" or device.is_free(found, self._config().device.busy_bytes))
+            for found in self._among(job.num_places > 0, is_fresh=True)
+            if self._closed_to(job, found) is None and self._in_use(found, users) is None
         ]
+
+    def _among(self, wants_gpu: bool, *, is_fresh: bool = False) -> list[Device]:
+        """Return the devices of the kind that a job wants. `is_fresh`: probed within the last seconds."""
+        if is_fresh and self._clock() - self._probed_at >= self.probe_interval_sec:
+            self._look()
+        wants_gpu = wants_gpu and any(found.kind == "cuda" for found in self._devices)
+        return [found for found in self.all() if (found.kind == "cuda") == wants_gpu]
+
+    # -- what is in the way: each question above and below is answered by these ----------------------------------------
+
+    def _users(self) -> dict[str, int]:
+        """Return the running job of each device in use."""
+        return {
+            key: running.job.id
+            for running in self._attempts.running.values()
+            for key in running.job.attempt.devices or (UNKNOWN_DEVICE,)
+        }
+
+    def _closed_to(self, job: Job, found: Device) -> tuple[str, str] | None:
+        """Return why a job may not start on a device, were it free: `unfit`, or as `Availability.obstacle` does."""
+        if (problem := self._unfit.get(job.id, {}).get(found.key)) is not None:
+            return "unfit", f"it cannot run on {found.name}: {problem}"
+        return self.availability.obstacle(job, found)
+
+    def _in_use(self, found: Device, users: Mapping[str, int]) -> str | None:
+        """Return who uses a device, for people; None if nobody does."""
+        if UNKNOWN_DEVICE in users:
+            return f"job {users[UNKNOWN_DEVICE]} runs on a device that honed does not know"
+        if found.key in users:
+            return f"job {users[found.key]} runs on {found.name}"
+        if found.kind == "cuda" and not device.is_free(found, self._config().device.busy_bytes):
+            return f"other processes use the memory of {found.name}"
+        return None
 
     def holds_on(self, job: Job, found: Device) -> bool:
         """Return True if a job's plan, made for one GPU, holds on this one: precision and memory depend on the GPU."""
@@ -188,58 +215,40 @@ class Placement:
 
     def suits(self, job: Job, found: Device) -> bool:
         """Return True if a job could start on a device, were it free."""
-        wants_gpu = job.num_places > 0 and any(each.kind == "cuda" for each in self._devices)
-        return (
-            (found.kind == "cuda") == wants_gpu
-            and found.key not in self._unfit.get(job.id, {})
-            and self.availability.obstacle(job, found) is None
-            and self.holds_on(job, found)
-        )
+        is_of_kind = found in self._among(job.num_places > 0)
+        return is_of_kind and self._closed_to(job, found) is None and self.holds_on(job, found)
 
     def rule_out(self, job: Job, found: Device, why: str) -> None:
         """Record that a job cannot run on a device: the job is not offered that device again while it is queued."""
         self._unfit.setdefault(job.id, {})[found.key] = why
 
-    def obstacles(self, job: Job) -> tuple[str, str] | None:
+    def obstacle(self, job: Job) -> tuple[str, str] | None:
         """Return why no device is available for a job, as last probed, with a text for people: `device` if one is in
         use, else `hours`, `reserved` or `drained` if one will be open again, else `unfit`. None if one is available."""
-        wants_gpu = job.num_places > 0 and any(found.kind == "cuda" for found in self._devices)
-        users = {
-            key: running.job.id
-            for running in self._attempts.running.values()
-            for key in running.job.attempt.devices or (UNKNOWN_DEVICE,)
-        }
-        if UNKNOWN_DEVICE in users:
-            return "device", f"job {users[UNKNOWN_DEVICE]} runs on a device that honed does not know"
-        closed: dict[str, list[tuple[str, str]]] = {"hours": [], "reserved": [], "drained": []}
+        users, number = self._users(), max(1, job.num_places)
         why: dict[str, list[str]] = {code: [] for code in ("device", "hours", "reserved", "drained", "unfit")}
-        free, usable = [], []
-        for found in self.all():
-            if (found.kind == "cuda") != wants_gpu:
-                continue
-            problem, obstacle = self._unfit.get(job.id, {}).get(found.key), self.availability.obstacle(job, found)
-            if problem is not None:
-                why["unfit"].append(f"it cannot run on {found.name}: {problem}")
-            elif obstacle is not None:
-                closed[obstacle[0]].append((found.label, obstacle[1]))
-            elif found.key in users:
-                why["device"].append(f"job {users[found.key]} runs on {found.name}")
-            elif found.kind == "cuda" and not device.is_free(found, self._config().device.busy_bytes):
-                why["device"].append(f"other processes use the memory of {found.name}")
-            else:
-                free.append(found)
-            if obstacle is None and problem is None:
-                usable.append(found)
-        number, groups = max(1, job.num_places), device.alike(free)
-        if any(len(group) >= number for group in groups):
+        closed: dict[str, list[tuple[str, str]]] = {"hours": [], "reserved": [], "drained": []}
+        usable, free = [], []
+        for found in self._among(job.num_places > 0):
+            match self._closed_to(job, found):
+                case "unfit", text:
+                    why["unfit"].append(text)
+                case code, text:
+                    closed[code].append((found.label, text))
+                case None:
+                    usable.append(found)
+                    if (user := self._in_use(found, users)) is None:
+                        free.append(found)
+                    else:
+                        why["device"].append(user)
+        most_free, most_usable = (max(map(len, device.alike(some)), default=0) for some in (free, usable))
+        if most_free >= number:
             return None
-        if not any(len(group) >= number for group in device.alike(usable)):
-            kinds = f"at most {most} alike" if (most := max(map(len, device.alike(usable)), default=0)) else "none"
-            if number > 1:
-                why["unfit"].append(f"it needs {number} GPUs that are alike, and there are {kinds} that it may use now")
+        if number > 1 and most_usable >= number:
+            why["device"].insert(0, f"it needs {number} GPUs at the same time, and {most_free} are free")
         elif number > 1:
-            most = max(map(len, groups), default=0)
-            why["device"].insert(0, f"it needs {number} GPUs at the same time, and {most} are free")
+            kinds = f"at most {most_usable} alike" if most_usable else "none"
+            why["unfit"].append(f"it needs {number} GPUs that are alike, and there are {kinds} that it may use now")
         why |= {code: together(facts) for code, facts in closed.items()}
         reason = next((code for code, texts in why.items() if texts), "unfit")
         return reason, "; ".join(dict.fromkeys(text for texts in why.values() for text in texts))

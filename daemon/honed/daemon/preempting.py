@@ -67,7 +67,7 @@ class Preempting:
                 return
             if not class_of(config, job.job_class).preempts or promised[job.uid] >= self._shares.room(job.uid):
                 continue
-            if not self._selection.is_full and self._placement.free_devices(job) is not None:
+            if not self._selection.obstacles.is_full and self._placement.free_devices(job) is not None:
                 promised[job.uid] += 1
                 continue
             if (freed := self._enough(job, coming)) is not None:

@@ -97,8 +97,8 @@ def test_a_job_gets_all_its_devices_at_once_and_alike(tmp_path: Path) -> None:
     made = placed(tmp_path, devices)
     assert [each.index for each in made.free_devices(wanting(3)) or ()] == [0, 2, 3]
     assert made.free_devices(wanting(4)) is None
-    assert made.obstacles(wanting(3)) is None
-    reason, detail = made.obstacles(wanting(4)) or ("", "")
+    assert made.obstacle(wanting(3)) is None
+    reason, detail = made.obstacle(wanting(4)) or ("", "")
     assert (reason, "at most 3 alike" in detail) == ("unfit", True)
 
 
@@ -106,7 +106,7 @@ def test_devices_of_a_job_on_several_are_all_taken(tmp_path: Path) -> None:
     made = placed(tmp_path, [gpu(0), gpu(1), gpu(2)], "GPU-0", "GPU-2")
     assert [each.index for each in made.free_devices(wanting(1)) or ()] == [1]
     assert made.free_devices(wanting(2)) is None
-    reason, detail = made.obstacles(wanting(2)) or ("", "")
+    reason, detail = made.obstacle(wanting(2)) or ("", "")
     assert reason == "device"
     assert "needs 2 GPUs at the same time, and 1 are free" in detail
 

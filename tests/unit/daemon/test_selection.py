@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from honed.daemon.availability import Availability
 from honed.daemon.dispatch import MAX_LOOKS, Selection
 from honed.daemon.placement import Placement
 from honed.daemon.plans import Plans
-from honed.job.job import Job, State
+from honed.job.job import Attempt, Job, State
 from honed.spec.config import Config
 from honed.system.device import Device
 from unit.daemon.test_shares import House
@@ -25,10 +26,11 @@ GPU = Device("cuda", "GPU 0", 0, "GPU-0", (9, 0), 80 * 2**30, 80 * 2**30)
 class _Attempts:
     """One job runs on the GPU, and takes time."""
 
-    running: dict[int, Any] = {}  # noqa: RUF012
+    is_stopping = False
 
-    def devices_in_use(self) -> dict[str, int]:
-        return {"GPU-0": 1}
+    def __init__(self) -> None:
+        attempt = Attempt(1, "transformers", 0.0, device="GPU-0")
+        self.running: dict[int, Any] = {99: SimpleNamespace(job=SimpleNamespace(id=99, attempt=attempt))}
 
 
 class _Nothing:
@@ -63,7 +65,10 @@ class Room(House):
         super().__init__(path, config)
         self.staged = _Staged()
         staged: Any = self.staged
-        attempts: Any = _Attempts()
+        self.fence = SimpleNamespace(fault="")
+        fence: Any = self.fence
+        self.attempts = _Attempts()
+        attempts: Any = self.attempts
         nothing: Any = _Nothing()
         availability = Availability(self.spool, lambda: self.config, now=lambda: 0.0)
         placement = Placement(
@@ -79,6 +84,7 @@ class Room(House):
             placement,
             self.shares,
             staged,
+            fence,
         )
 
     def startable(self) -> list[int]:
@@ -151,7 +157,7 @@ def test_a_user_whose_staged_worker_ends_loses_nothing_by_that(room: Made) -> No
 def test_a_job_whose_staged_worker_ends_keeps_its_turn(room: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     fair = room()
     first, second = fair.admit(uid=1, num_gpus=1), fair.admit(uid=1, num_gpus=1)
-    monkeypatch.setattr(_Attempts, "devices_in_use", lambda _self: {})
+    fair.attempts.running.clear()
     monkeypatch.setattr(Placement, "holds_on", lambda _self, _job, _device: True)
 
     def chosen() -> int | None:
@@ -185,7 +191,7 @@ def test_a_pass_asks_each_users_limits_once_and_looks_at_few_jobs(room: Made, mo
     placement = fair.selection._placement
     monkeypatch.setattr(fair.shares, "obstacle", counted("limits", fair.shares.obstacle))
     monkeypatch.setattr(fair.shares, "levels", counted("levels", fair.shares.levels))
-    monkeypatch.setattr(placement, "obstacles", counted("obstacles", placement.obstacles))
+    monkeypatch.setattr(placement, "obstacle", counted("obstacles", placement.obstacle))
     monkeypatch.setattr(fair.shares, "place", counted("places", fair.shares.place))
     monkeypatch.setattr(fair.shares, "turn", counted("turns", fair.shares.turn))
     next(fair.selection.startable())
@@ -197,3 +203,25 @@ def test_a_pass_asks_each_users_limits_once_and_looks_at_few_jobs(room: Made, mo
     assert len(fair.startable()) == 60
     assert asked == {"limits": 3, "levels": 1, "obstacles": 3, "turns": 60}
     assert 3 * MAX_LOOKS < 60  # what a pass looks at where no job of a user can start
+
+
+def test_what_keeps_all_jobs_from_starting_is_what_is_shown(room: Made) -> None:
+    fair = room()
+    job = fair.admit(uid=1, num_gpus=1)
+    fair.attempts.running.clear()
+
+    def shown() -> str:
+        found = fair.selection.waits_for(job.id)
+        assert found is not None
+        assert fair.selection.could_start(job) is (found["reason"] == "turn")
+        return found["reason"]
+
+    assert shown() == "turn"
+    fair.fence.fault = "running workers cannot be listed"
+    assert shown() == "environment"
+    fair.fence.fault = ""
+    fair.attempts.is_stopping = True
+    assert shown() == "paused"
+    fair.attempts.is_stopping = False
+    fair.spool.pause(True)
+    assert shown() == "paused"
