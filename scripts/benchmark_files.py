@@ -90,15 +90,15 @@ def attempt(directory: Path, number: int, place: Path, *, by_stage: bool) -> int
 
     clock = Clock(place)
     if by_stage:
-        from honed.worker import run
+        from honed.worker.recipe.base import Run
 
-        stage = run._Story._stage
+        stage = Run.stage
 
-        def entered(story: Any, name: str) -> None:
+        def entered(run: Run, name: str) -> None:
             clock.enter(name)
-            stage(story, name)
+            stage(run, name)
 
-        run._Story._stage = entered  # type: ignore[method-assign]
+        Run.stage = entered  # type: ignore[method-assign]
     else:
         from honed.worker.assignment import read
 
@@ -107,7 +107,8 @@ def attempt(directory: Path, number: int, place: Path, *, by_stage: bool) -> int
             found = importlib.import_module(module)
             clock.wrap(name, getattr(found, kind) if kind else found, function)
     try:
-        return worker.train([str(directory), str(number)])
+        sys.argv = ["honed.worker", str(directory), str(number)]
+        return worker.main()
     finally:
         clock.end()
 

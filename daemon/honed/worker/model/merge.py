@@ -13,10 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,11 +23,9 @@ from typing import Any
 
 from honed.inputs import basemodel
 from honed.inputs.basemodel import DTYPES, FLOAT_DTYPES, Tensor
-from honed.job.event import EventWriter
 from honed.job.plan_file import Precision
 from honed.system import durable, installed, quote
-from honed.system.error import DivergedError, HonedError, ModelError, PrecisionError, TimeLimitError
-from honed.worker.assignment import Assignment
+from honed.system.error import DivergedError, HonedError, ModelError, PrecisionError
 from honed.worker.model import (
     adapter,
     beginning,
@@ -40,16 +36,11 @@ from honed.worker.model import (
     tokenizer_files,
     written,
 )
-from honed.worker.model.card import Facts
 from honed.worker.model.oracle import Oracle
 from honed.worker.model.stored import Base
-from honed.worker.stop import Stop
-from honed.worker.timelimit import TimeLimit
 
 #: Largest size of one file of weights, in bytes.
 MAX_SHARD_BYTES = 4 * 1024**3
-#: Seconds between progress events.
-TELL_INTERVAL_SEC = 1.0
 #: Files copied from the base model's directory: no weights, nothing of other tools.
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 NOT_COPIED = re.compile(
@@ -60,67 +51,6 @@ WORDS = {torch_word: word for word, (torch_word, _) in DTYPES.items()}
 
 #: Called with the numbers of written and of all tensors; may raise, to stop.
 Progress = Callable[[int, int], None]
-
-
-def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
-    """Run a merge job from beginning to end. Returns the artifacts; any exception ends the attempt."""
-    from honed.worker.model import export, likeness, load
-    from honed.worker.run import versions
-
-    started = time.time()
-    limit = TimeLimit(job.spec.time_limit_sec, 0.0, job.attempt.paused_path)
-    events.emit("started", pid=os.getpid(), versions=versions(job.backend), backend=job.backend)
-    told_at = -TELL_INTERVAL_SEC
-
-    def check() -> None:
-        stop.check()
-        if limit.is_reached:
-            raise TimeLimitError(f"time limit of {job.spec.time_limit_sec:g} s reached", hint="increase time_limit_sec")
-
-    def progress(number: int, count: int) -> None:
-        nonlocal told_at
-        check()
-        if time.monotonic() - told_at >= TELL_INTERVAL_SEC or number == count:
-            told_at = time.monotonic()
-            events.emit("step", step=number, num_steps=count)
-
-    events.emit("stage", stage="prepare")
-    job.check_inputs()
-    assert job.spec.adapter is not None
-    adapter_dir, dtype = Path(job.spec.adapter), job.precision.load_dtype
-    config = load.load_config(job)
-
-    events.emit("stage", stage="merge")
-    events.log("info", f"merging {adapter_dir} into {job.base_model_path}, in {dtype}")
-    with export.beside(job.output_dir) as place:
-        merged = merge(
-            job.base_model_path,
-            adapter_dir,
-            place,
-            dtype=dtype,
-            config=config,
-            chat_template=job.spec.chat_template,
-            trust_remote_code=job.spec.trust_remote_code,
-            progress=progress,
-        )
-        events.log("info", str(merged))
-        compared = likeness.compare(place, job, beat=check)
-        events.log("info", compared)
-
-        stop.check()
-        events.emit("stage", stage="export")
-        facts = Facts(
-            started=started,
-            versions=versions(job.backend),
-            step=merged.num_tensors,
-            metrics={},
-            changes=[*merged.changes, compared],
-        )
-        export.finish(job, place, facts)
-    artifacts = {"output_dir": str(job.output_dir)}
-    num_bytes = durable.num_bytes_below(job.output_dir)
-    events.emit("artifact", name="output_dir", path=artifacts["output_dir"], num_bytes=num_bytes)
-    return artifacts
 
 
 @dataclass(frozen=True)
