@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from honed.run import slurm_client
 from honed.run.slurm_request import NO_SUCH_NODES, Request, is_refusal, may_have_nodes, try_out
+from honed.spec import kind
 from honed.spec.config import Config, SlurmConfig
 from honed.spec.spec import JobSpec
 from honed.system.error import ClusterRefusedError, EnvironmentInvalidError, NotPermittedError, SpecError
@@ -72,7 +73,7 @@ def ask(job_spec: JobSpec, config: Config, progress: Callable[[str], None] = lam
         return []
     progress("cluster")
     resources = job_spec.resources
-    num_gpus = resources.gpus if asked.gpu_bytes and job_spec.kind != "merge" else 0
+    num_gpus = resources.gpus if asked.gpu_bytes and kind.of(job_spec).needs_device else 0
     wanted = Request(resources.nodes, num_gpus, resources.profile, job_spec.time_limit_sec)
     key = tuple(wanted.options(config.slurm))
     known = _answers.get(key)

@@ -11,7 +11,7 @@ from honed.inputs.basemodel import AdapterInfo, BaseModelInfo, UncachedError
 from honed.plan import packing
 from honed.run import snapshot
 from honed.run.snapshot import Missing
-from honed.spec import spec
+from honed.spec import kind, spec
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec
 from honed.system import installed, quote
@@ -132,7 +132,7 @@ def warnings(model: BaseModelInfo) -> list[str]:
 
 def check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> None:
     """Check that the merge, or `save_merged`, can be done with these files. Raises ModelError or SpecError."""
-    if job_spec.kind != "merge" and job_spec.save_merged == "none":
+    if kind.of(job_spec).makes != "merged" and job_spec.save_merged == "none":
         return
     if model.is_pickled:
         raise ModelError(
@@ -164,7 +164,7 @@ def check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | 
 
 def _unmerged(job_spec: JobSpec) -> Fix:
     """Return the fix that trains without the merged checkpoint; none for a job of kind merge."""
-    return {} if job_spec.kind == "merge" else {"save_merged": None}
+    return {} if kind.of(job_spec).makes == "merged" else {"save_merged": None}
 
 
 def _check_model_type(job_spec: JobSpec, model: BaseModelInfo) -> None:

@@ -16,6 +16,7 @@ from honed.job.progress import gib
 from honed.plan import pace, precision
 from honed.plan.plan import Plan
 from honed.plan.row_needs import ROW_MEMORY_BYTES
+from honed.spec import kind
 from honed.spec.spec import JobSpec
 from honed.system import untrusted
 from honed.system.device import cpu
@@ -138,9 +139,9 @@ def check_room(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
     output = written + beside
     if (saved := made.precision.save_dtype) is not None:
         output = written * BITS[saved] // BITS[made.precision.load_dtype] + beside
-    if job_spec.kind == "merge":
+    if kind.of(job_spec).makes == "merged":
         checkpoints, output = 0, made.model.num_parameters * BITS[made.precision.load_dtype] // 8
-    if job_spec.kind == "evaluate":
+    if not kind.of(job_spec).makes:
         checkpoints, output = 0, 0
     if job_spec.save_merged != "none":
         output += made.model.num_parameters * 2 + beside

@@ -62,7 +62,7 @@ from honed.run.helper import READY, STAGE_BYTES
 from honed.run.rehearsed import STAGE, Kept
 from honed.run.reply import Answer, Passed, Refused
 from honed.run.snapshot import Missing
-from honed.spec import problem, recipient, spec, sweep
+from honed.spec import kind, problem, recipient, spec, sweep
 from honed.spec.config import Config, devices
 from honed.spec.document import Document
 from honed.spec.spec import JobSpec
@@ -245,7 +245,7 @@ def _check_halving(job_spec: JobSpec, member: Member, parsed: Document) -> None:
     if member.halving is None:
         return
     first, last = member.halving["min_steps"], job_spec.training.max_steps
-    if job_spec.kind != "sft":
+    if not kind.of(job_spec).trains:
         raise sweep.halving_fault(parsed.lines, "", f"kind: {job_spec.kind} has no steps to stop at", "remove it")
     if job_spec.eval_strategy == "no":
         raise sweep.halving_fault(
@@ -347,7 +347,7 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     made = replace(
         _first_that_fits(candidates, fitting),
         rows_template=templatecheck.for_rows(job_spec, model),
-        rows=looked.needs if job_spec.kind != "merge" else None,
+        rows=looked.needs if kind.of(job_spec).has_rows else None,
     )
     progress("output directory")
     output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)
@@ -436,7 +436,7 @@ def _check_the_rest(
 
 def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[Device]:
     """Return the devices that the job may run on; it is planned for the first on which it fits."""
-    if job_spec.resources.gpus == 0 or job_spec.kind == "merge":
+    if job_spec.resources.gpus == 0 or not kind.of(job_spec).needs_device:
         return [device.cpu()]
     if given:
         return [given]

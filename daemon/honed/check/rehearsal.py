@@ -25,6 +25,7 @@ from honed.inputs.basemodel import BaseModelInfo
 from honed.plan.plan import Plan
 from honed.run import rehearsed
 from honed.run.rehearsed import Kept, Rehearsed
+from honed.spec import kind
 from honed.spec.config import Config, SpoolConfig
 from honed.spec.spec import JobSpec, LoraSpec
 from honed.system import installed, python
@@ -161,7 +162,7 @@ def _own_dir() -> Path:
 
 def is_needed(job_spec: JobSpec, model: BaseModelInfo, made: Plan, *, sees: bool) -> bool:
     """Tell whether a job may meet errors that only a step shows."""
-    if job_spec.kind not in ("sft", "evaluate") or job_spec.adapter is not None or made.backend.name != "transformers":
+    if not kind.of(job_spec).has_rows or job_spec.adapter is not None or made.backend.name != "transformers":
         return False
     if "auto_map" in model.config and job_spec.trust_remote_code:
         return False  # the check runs no code that comes with a model

@@ -21,6 +21,7 @@ from honed.inputs.datadir import files_of
 from honed.inputs.media import PLURAL
 from honed.inputs.row import Example
 from honed.plan import parameter
+from honed.spec import kind
 from honed.spec.media import Kind
 from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import quote
@@ -57,7 +58,7 @@ def check(
 ) -> list[str]:
     """Return warnings. Raises DatasetError, which names the data set, if none of its first rows can be trained on, and
     ModelError for a template or a tokenizer with which no row can be."""
-    if model is None or job_spec.kind != "sft" or job_spec.trust_remote_code:
+    if model is None or not kind.of(job_spec).trains or job_spec.trust_remote_code:
         return []
     from honed.text.chat import ChatFormat  # noqa: PLC0415  (most checks end before they need jinja2)
     from honed.text.tokenfile import read  # noqa: PLC0415

@@ -22,6 +22,7 @@ from honed.inputs import modality
 from honed.inputs.basemodel import QUANTIZATION_STATE, AdapterInfo, BaseModelInfo
 from honed.plan import loadedname, parameter, placement, precision
 from honed.plan.parameter import Parameter
+from honed.spec import kind as kinds
 from honed.spec.media import Part
 from honed.spec.problem import shown
 from honed.spec.spec import JobSpec, LoraSpec
@@ -179,7 +180,7 @@ def _check_parts(job_spec: JobSpec, modules: Modules, where: str) -> None:
                 f"parts.{kind}: no module of {where} has a name that contains {shown(text)}",
                 hint=f"{'near it' if near else 'there'}: {', '.join(named[:MAX_NAMED])}",
             )
-    if not precision.is_full(job_spec) or job_spec.kind != "sft":
+    if not precision.is_full(job_spec) or not kinds.of(job_spec).trains:
         return
     there = {modality.part(name) for name in modules.layers | modules.flat | modules.packed}
     for kind in job_spec.train_parts:

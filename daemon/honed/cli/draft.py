@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypedDict
 from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.run.snapshot import Missing
-from honed.spec import config, problem, relative
+from honed.spec import config, kind, problem, relative
 from honed.system import python, quote
 from honed.system.error import DatasetError, ErrorRecord, HonedError, InternalError, ModelError, UsageError, from_dict
 from honed.text import omission
@@ -206,7 +206,7 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     words = {None: "none", True: "yes", False: "no"}
     for key, why in made.precision.reasons.items():
         value = getattr(made.precision, key, None)
-        if key == "optim" and value is None and verdict.spec.kind == "sft":  # the plan keeps the job's own
+        if key == "optim" and value is None and kind.of(verdict.spec).trains:  # the plan keeps the job's own
             value = verdict.spec.training.optim
         terminal.say(f"{key}: {words[value] if value is None or isinstance(value, bool) else value}", style="bold")
         terminal.say(f"  {why}")

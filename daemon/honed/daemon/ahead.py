@@ -21,6 +21,7 @@ from honed.daemon.running import Running
 from honed.daemon.staged import StagedWorkers, Worker
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile, RowNeeds
+from honed.spec import kind
 from honed.spec.config import Config, JobsConfig
 from honed.system import usage
 from honed.system.device import Device
@@ -62,9 +63,7 @@ def _is_stageable(job: Job, plan: PlanFile) -> bool:
     spec = plan.spec
     begins_with_trial = bool(spec.get("trial")) and not job.attempts
     is_alone = spec.get("resources", {}).get("gpus", 1) <= 1
-    return (
-        is_alone and spec.get("kind", "sft") != "merge" and not begins_with_trial and not spec.get("trust_remote_code")
-    )
+    return is_alone and kind.of(spec).has_rows and not begins_with_trial and not spec.get("trust_remote_code")
 
 
 def why_not(

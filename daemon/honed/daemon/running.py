@@ -35,6 +35,7 @@ from honed.run.runner import (
     Runner,
     UnreachedError,
 )
+from honed.spec import kind
 from honed.spec.config import Config
 from honed.system import durable, error, message, untrusted
 from honed.system.clock import Moment
@@ -99,7 +100,7 @@ class Running:
     def can_resume(self) -> bool:
         """True if it goes on from its checkpoint: merges and evaluations have none, and would begin again."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            return bool(PlanFile.read(self._layout.files(self.job.id).plan_path).document["spec"]["kind"] == "sft")
+            return kind.of(PlanFile.read(self._layout.files(self.job.id).plan_path).spec).resumes
         return False
 
     @property

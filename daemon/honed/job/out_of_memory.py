@@ -21,6 +21,7 @@ from typing import Any
 
 from honed.job.job import Adjustment
 from honed.job.plan_file import Memory
+from honed.spec import kind
 
 #: Default number of prompts per batch; the second for images, videos or sounds, each of which may have thousands of
 #: tokens.
@@ -83,11 +84,11 @@ def next_step(
     `phase` is train, evaluate or predict, or else a stage. `is_sure` means that the worker itself reported the phase,
     so that only steps for that phase can help.
     """
-    if phase in WITHOUT_BATCHES or spec.get("kind") == "merge":
+    if phase in WITHOUT_BATCHES or not kind.of(spec).has_batches:
         return None
     training = DEFAULTS | (spec.get("training") or {})
     rungs = {
-        "train": [] if spec.get("kind") == "evaluate" else [*_divided(training), *_recomputed(training)],
+        "train": [*_divided(training), *_recomputed(training)] if kind.of(spec).trains else [],
         "evaluate": list(_evaluated(spec, training)),
         "predict": list(_predicted(spec, has_media=bool(media.kinds))),
     }

@@ -44,6 +44,7 @@ from honed.job.shape import (
     Wait,
 )
 from honed.job.spool import Spool
+from honed.spec import kind
 from honed.system import durable, untrusted
 from honed.system.error import NotPermittedError, TimeLimitError, UsageError, plain
 from honed.system.layout import JobFiles, Layout
@@ -509,8 +510,7 @@ def shown(
         ],
         "num_preemptions": job.num_preemptions,
         "artifacts": {
-            "output_dir": _text(artifacts.get("output_dir"))
-            or (None if spec.get("kind") == "evaluate" else job.output_dir),
+            "output_dir": _text(artifacts.get("output_dir")) or (job.output_dir if kind.of(spec).makes else None),
             "report": report,
             "merged": _text(artifacts.get("merged")),
         },

@@ -32,6 +32,7 @@ from honed.page import plot
 from honed.page.page import document, text
 from honed.page.plot import Series
 from honed.page.story import ELSEWHERE, MAX_CURVES, Story, gather
+from honed.spec import kind as kinds
 from honed.system import access, durable, niceness, untrusted
 from honed.system import layout as layouts
 from honed.system.layout import Layout
@@ -440,12 +441,12 @@ def _loading(story: Story) -> dict[str, Any]:
     """Return the values in the code that loads the job's output; `outputs` is empty if it has made none."""
     made, plan, spec = story.shown["artifacts"], story.shown["plan"], story.shown["spec"]
     is_made = any(event["event"] == "artifact" for event in story.events) or story.job.state == "succeeded"
-    is_adapter = spec.get("kind") != "merge" and bool(spec.get("lora") or spec.get("adapter"))
+    is_adapter = kinds.of(spec).trains and bool(spec.get("lora") or spec.get("adapter"))
     dtype = (plan.get("precision") or {}).get("load_dtype") or "auto"
     outputs = [(str(made["output_dir"]), dtype, is_adapter)]
     if made.get("merged"):
         outputs.append((str(made["merged"]), "auto", False))
-    is_shown = is_made and spec.get("kind") != "evaluate"
+    is_shown = is_made and bool(kinds.of(spec).makes)
     return {
         "outputs": outputs if is_shown else [],
         "serving": _serving(story, outputs[-1][0], is_adapter=outputs[-1][2]) if is_shown else "",

@@ -25,6 +25,7 @@ from honed.job.plan_file import Memory, Precision
 from honed.plan import activation, parameter
 from honed.plan.activation import Extent, Row
 from honed.plan.parameter import Parameter, Shape
+from honed.spec import kind
 from honed.spec.optimizer import SLICE_ELEMENTS
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
@@ -59,9 +60,9 @@ def estimate(
     """
     loaded = parameter.parameters(model)
     available_bytes = max(0, device.total_bytes - reserve_bytes)
-    if spec.kind == "merge":
+    if not kind.of(spec).has_rows:
         return _merge(model, adapter, available_bytes)
-    if spec.kind == "evaluate":
+    if kind.of(spec).freezes_base:
         return _evaluation(spec, model, device, choices, adapter, available_bytes, num_row_tokens, num_rows, rows)
     learns = parameter.trained(spec, model, adapter)
     size = BITS[choices.adapter_dtype or choices.load_dtype] // 8

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 
 from honed.plan import precision
+from honed.spec import kind
 from honed.spec.spec import JobSpec
 
 #: Optimizers to whose learning rates the ranges below apply; others have different scales.
@@ -66,7 +67,7 @@ def unfit(spec: JobSpec, steps: int, *, is_most: bool = False) -> Iterator[str]:
 
 def rate(spec: JobSpec) -> Iterator[str]:
     """Yield a warning about a learning rate that is far from all usual ones."""
-    if spec.kind != "sft" or not _ADAM.search(spec.training.optim):
+    if not kind.of(spec).trains or not _ADAM.search(spec.training.optim):
         return
     is_full, found = precision.is_full(spec), spec.training.learning_rate
     low, high = FULL_RATES if is_full else ADAPTER_RATES
@@ -82,7 +83,7 @@ def rate(spec: JobSpec) -> Iterator[str]:
 
 def warnings(spec: JobSpec, num_rows: int | None) -> list[str]:
     """Return all warnings known at the check. `num_rows`: rows of the training data sets, if all were inspected."""
-    if spec.kind != "sft":
+    if not kind.of(spec).trains:
         return []
     steps = num_steps(spec, num_rows)
     found = [] if steps is None else list(unfit(spec, steps, is_most=spec.training.max_steps < 0))

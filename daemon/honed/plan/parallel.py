@@ -18,6 +18,7 @@ from honed.job.plan_file import Memory, Parallel, Precision
 from honed.job.progress import gib
 from honed.plan import precision
 from honed.plan.rung import Rung
+from honed.spec import kind
 from honed.spec.optimizer import DIVIDABLE
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
@@ -72,7 +73,7 @@ def modes(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_media: boo
 
 def why_whole(spec: JobSpec, model: BaseModelInfo, *, has_media: bool = False) -> str:
     """Return why a model cannot be divided; empty if it can. Rules of the job file refuse some of it by name, too."""
-    if spec.kind != "sft" or spec.trial:
+    if not kind.of(spec).trains or spec.trial:
         return "only a training without a trial can divide a model"
     if has_media:
         return WITH_MEDIA

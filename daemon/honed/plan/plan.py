@@ -16,6 +16,7 @@ from honed.job.progress import gib
 from honed.plan import loss, memory, parallel, parameter, precision
 from honed.plan.activation import Row
 from honed.plan.rung import Rung
+from honed.spec import kind
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec
 from honed.system import quote
@@ -119,7 +120,7 @@ def make(
     and `num_rows` is the number of all rows. `pinned` and `adapter_dtype` are the rung and the adapter's dtype that an
     earlier plan of the job chose.
     """
-    if spec.kind == "merge":
+    if not kind.of(spec).has_rows:
         return _merge(spec, model, device, reserve_bytes=config.device.reserve_bytes, adapter=adapter)
 
     def look(rung: Rung | None, mode: parallel.Mode) -> tuple[Precision, Memory]:
@@ -162,7 +163,7 @@ def make(
     why = parallel.why_whole(spec, model, has_media=bool(rows))
     division = parallel.choose(spec, mode, needed, tried[modes[0]][1], why)
     backend = choose_backend(spec, model, choices, device, installed, adapter)
-    num_trained = 0 if spec.kind == "evaluate" else parameter.trained(spec, model, adapter).num_parameters
+    num_trained = parameter.trained(spec, model, adapter).num_parameters if kind.of(spec).trains else 0
     chosen = choose_loss(spec, model, device, adapter)
     warnings = (*_warnings(model, choices, needed), *_passed_over(spec, model, adapter))
     return Plan(
@@ -269,7 +270,7 @@ def _unsloth_obstacle(
     """Return the reason why Unsloth cannot do what is planned, or would silently deviate; empty where it can."""
     if not (installed.has("unsloth") and installed.has("unsloth_zoo")):
         return "Unsloth is not installed"
-    if spec.kind == "evaluate" and not spec.adapter:
+    if not kind.of(spec).trains and not spec.adapter:
         return "Unsloth is for training, and this evaluation has no adapter that it may have trained"
     if spec.resources.num_ranks > 1:
         return f"Unsloth trains on one GPU here, and this job uses {spec.resources.num_ranks}"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from honed.inputs.basemodel import BaseModelInfo
 from honed.job.plan_file import Precision
 from honed.plan.rung import Rung, accumulates, candidates, loses
+from honed.spec import kind
 from honed.spec.media import Part
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
@@ -176,7 +177,7 @@ def _check(precision: Precision, device: Device) -> None:
 
 def is_full(spec: JobSpec) -> bool:
     """Return True for full fine-tuning: no new adapter, and none to continue from."""
-    return spec.kind != "evaluate" and spec.lora is None and not spec.adapter
+    return kind.of(spec).trains and spec.lora is None and not spec.adapter
 
 
 #: For each part of a model, the key under `lora:` that says whether it gets an adapter.
@@ -369,7 +370,7 @@ def _full_dtype(spec: JobSpec, model: BaseModelInfo, device: Device, rung: Rung)
 def _kept(spec: JobSpec, model: BaseModelInfo, rung: Rung | None) -> tuple[_Choice, _Choice, _Choice]:
     """Choose how full fine-tuning keeps the weights, the optimizer, and the dtype of the output."""
     is_asked = "optim" in spec.training.model_fields_set
-    if spec.kind == "evaluate":
+    if kind.of(spec).freezes_base:
         nothing = _Choice("", "nothing is trained")
         return nothing, nothing, nothing
     if rung is None:
@@ -463,7 +464,7 @@ def _adapter_dtype(spec: JobSpec, load_dtype: str, pinned: str | None) -> _Choic
     """Choose the dtype of what is trained beside a frozen base: float32 by default, whatever the dtype of the base."""
     if is_full(spec):
         return _Choice("", "full fine-tuning: there is no adapter")
-    if spec.kind == "evaluate" and not spec.adapter:
+    if kind.of(spec).freezes_base and not spec.adapter:
         return _Choice("float32", "there is no adapter: nothing of the model is trained")
     if spec.adapter_dtype == "bfloat16":
         if load_dtype != "bfloat16":

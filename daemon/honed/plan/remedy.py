@@ -10,7 +10,7 @@ from honed.job.plan_file import Memory
 from honed.job.progress import gib
 from honed.plan import loss, precision
 from honed.plan.activation import UNCUT_LENGTH
-from honed.spec import rule
+from honed.spec import kind, rule
 from honed.spec.field import Section
 from honed.spec.spec import JobSpec, LoraSpec
 from honed.system.device import Device
@@ -144,7 +144,7 @@ def _changed(spec: JobSpec, **training: Any) -> JobSpec:
 
 
 def _checkpointing(spec: JobSpec, _device: Device) -> Iterator[Change]:
-    if not spec.training.gradient_checkpointing and spec.kind != "evaluate":
+    if not spec.training.gradient_checkpointing and kind.of(spec).trains:
         yield "gradient_checkpointing: true", _changed(spec, gradient_checkpointing=True)
 
 
@@ -156,7 +156,7 @@ def _chunked_loss(spec: JobSpec, device: Device) -> Iterator[Change]:
 
 def _smaller_batch(spec: JobSpec, _device: Device) -> Iterator[Change]:
     """Yield smaller batches, the largest first, with more accumulation to keep the product."""
-    if spec.kind == "evaluate":
+    if not kind.of(spec).trains:
         for smaller in range(spec.training.per_device_eval_batch_size - 1, 0, -1):
             yield f"per_device_eval_batch_size: {smaller}", _changed(spec, per_device_eval_batch_size=smaller)
         return
@@ -209,7 +209,7 @@ def _divided(num_devices: int, spec: JobSpec, device: Device) -> Iterator[Change
 
 
 def _eight_bit_optimizer(spec: JobSpec, device: Device) -> Iterator[Change]:
-    if spec.kind != "evaluate" and spec.training.optim.startswith("adamw_torch") and device.kind == "cuda":
+    if kind.of(spec).trains and spec.training.optim.startswith("adamw_torch") and device.kind == "cuda":
         yield "optim: adamw_8bit", _changed(spec, optim="adamw_8bit")
 
 

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from honed.spec import document, other_tool, problem, pydantic_errors, rule, sweep, synonym, variant
+from honed.spec import kind as kinds
 from honed.spec.advice import Advice
 from honed.spec.config import MAIL_ADDRESS, WEBHOOK_NAME
 from honed.spec.data_form import form_of
@@ -904,7 +905,7 @@ def validate(
         raise InvalidSpecError(problems, hint=other_tool.hint(data, problems))
     assert spec is not None
     spec = rule.with_batch(spec)
-    if spec.kind == "merge" and "resources" not in spec.model_fields_set:
+    if not kinds.of(spec).needs_device and "resources" not in spec.model_fields_set:
         return spec.model_copy(update={"resources": ResourceSpec(gpus=0)})  # a merge does not need a GPU
     return spec
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from honed.job.plan_file import PlanFile
+from honed.spec import kind
 from honed.worker.assignment import Assignment
 
 #: In a worker's environment: import all that the libraries import. For comparisons, and in case that a library does not
@@ -46,7 +47,7 @@ def hidden(plan: PlanFile, backend: str) -> list[str]:
     spec, precision, checkpoint = plan.spec, plan.precision, plan.checkpoint
     training = spec.get("training") or {}
     names = [] if "wandb" in (spec.get("report_to") or ()) else ["wandb"]
-    if is_known(plan, backend) and spec.get("kind", "sft") != "merge":
+    if is_known(plan, backend) and kind.of(spec).has_rows:
         names.append("aiohttp")
         if not checkpoint.has_vision:
             names.append("torchvision")

@@ -23,7 +23,7 @@ from typing import Any, cast
 from honed.inputs import basemodel, dataset, hubdata
 from honed.inputs.row import Example
 from honed.plan import prefix
-from honed.spec import spec
+from honed.spec import kind, spec
 from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import quote
 from honed.system.error import DatasetError, HonedError, ModelError, SpecError, plain, said
@@ -64,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = None) -> list[PreviewRow]:
     """Return the first rows that are trained on, in the form that `main` prints."""
-    if job_spec.kind == "merge":
+    if not kind.of(job_spec).has_rows:
         raise SpecError("kind: a merge job trains on no rows")
     path = base_model_path or _resolve(job_spec)
-    if job_spec.kind == "evaluate":  # its rows are those that it is evaluated on
+    if not kind.of(job_spec).trains:  # its rows are those that it is evaluated on
         job_spec = job_spec.model_copy(update={"datasets": job_spec.eval_datasets})
     # With the date as if the job were accepted now.
     chat = ChatFormat.of(job_spec, _load_tokenizer(_Asked(job_spec, path)), date=datetime.now(UTC).astimezone())

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from honed.job.plan_file import PlanFile
+from honed.spec import kind
 from honed.spec.spec import JobSpec, LoraSpec
 from honed.system import quote
 from honed.system.error import ErrorRecord, HonedError
@@ -324,7 +325,7 @@ def _step(small: _Small) -> None:
         raise remedy.LostNamesError(lost)
     _set_up(model, job)
     batch = small.batch(model)
-    trains = spec.kind == "sft"
+    trains = kind.of(spec).trains
     with torch.set_grad_enabled(trains), _autocast(job):
         loss = model(**batch, use_cache=False).loss
     if trains:
@@ -352,8 +353,8 @@ def _set_up(model: Any, job: Assignment) -> None:
         text.output_router_logits = (
             getattr(text, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
         ) != 0
-    model.train(job.spec.kind == "sft")
-    if job.spec.kind == "sft" and job.spec.training.gradient_checkpointing:
+    model.train(kind.of(job.spec).trains)
+    if kind.of(job.spec).trains and job.spec.training.gradient_checkpointing:
         if job.spec.lora is not None:
             model.enable_input_require_grads()
         chosen = dict(job.spec.training.gradient_checkpointing_kwargs or {})

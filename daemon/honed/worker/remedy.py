@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from honed.spec import kind
 from honed.spec.spec import JobSpec, LoraSpec
 from honed.system.error import Fix, HonedError, ModelError, SpecError
 from honed.worker.assignment import Assignment
@@ -107,9 +108,9 @@ def _edits(spec: JobSpec, error: Exception, model_of: Callable[[], Any]) -> Iter
     lora, training = spec.lora, spec.training
     if lora is not None:
         yield from _adapter_edits(lora, error, model_of)
-    if hasattr(model_of().config.get_text_config(), "output_router_logits") and spec.kind == "sft":
+    if hasattr(model_of().config.get_text_config(), "output_router_logits") and kind.of(spec).trains:
         yield {"training.router_aux_loss_coef": 0}
-    if training.gradient_checkpointing and spec.kind == "sft":
+    if training.gradient_checkpointing and kind.of(spec).trains:
         if training.gradient_checkpointing_kwargs:
             yield {"training.gradient_checkpointing_kwargs": None}
         yield {"training.gradient_checkpointing": False}

@@ -19,6 +19,7 @@ from typing import Any
 from honed.inputs import modality
 from honed.job import trial
 from honed.job.event import EventWriter
+from honed.spec import kind
 from honed.system import durable
 from honed.system.error import (
     DiskShortError,
@@ -172,7 +173,7 @@ def _check_ranks(job: Assignment, ranks: Ranks) -> None:
         return
     if job.backend != "transformers":
         raise SpecError(f"backend: {job.backend} trains on one GPU only", hint="backend: transformers")
-    if job.spec.kind == "merge":
+    if not kind.of(job.spec).has_batches:
         raise SpecError(f"kind: {job.spec.kind} runs on one GPU only", hint="resources: {gpus: 1}")
 
 

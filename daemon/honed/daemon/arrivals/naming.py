@@ -18,7 +18,7 @@ from honed.job.job import Job
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.run.reply import Passed
-from honed.spec import problem
+from honed.spec import kind, problem
 from honed.spec.config import Config
 from honed.system.error import HonedError, SpecError
 
@@ -257,9 +257,9 @@ def _key_of(name: str, answer: Passed) -> str:
 def _check_product(key: str, maker: Listed, plan: PlanFile) -> None:
     """Check that a job makes what another job's key asks for. Raises SpecError if not."""
     spec = plan.spec
-    makes_adapter = spec["kind"] == "sft" and bool(spec.get("lora") or spec.get("adapter"))
+    makes_adapter = kind.of(spec).trains and bool(spec.get("lora") or spec.get("adapter"))
     who = f"{key}: job {maker.id} ({maker.name})"
-    if spec["kind"] == "evaluate":
+    if not kind.of(spec).makes:
         raise SpecError(f"{who} is an evaluation, which produces no model", hint="name the job that it evaluates")
     if key == "adapter" and not makes_adapter:
         raise SpecError(

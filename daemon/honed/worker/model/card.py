@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NotRequired, TypedDict
 
 from honed import __version__
+from honed.spec import kind as kinds
 from honed.system.error import plain
 from honed.worker.assignment import Assignment
 
@@ -26,7 +27,7 @@ class Facts(TypedDict):
 def made(assignment: Assignment, facts: Facts, *, manifest: str) -> str:
     """Return the model card of an output; `manifest` names the file beside it that has the rest."""
     spec, metrics = assignment.spec, facts["metrics"]
-    if spec.kind == "merge":
+    if kinds.of(spec).makes == "merged":
         return _merged(assignment, facts, manifest)
     kind = "LoRA adapter" if spec.lora or spec.adapter else "fully fine-tuned model"
     library = "peft" if spec.lora or spec.adapter else "transformers"

@@ -13,6 +13,7 @@ from typing import Any
 
 from honed.plan import placement
 from honed.plan.parameter import EXPERT_NAMES
+from honed.spec import kind
 from honed.spec.spec import LoraSpec
 from honed.system import quote
 from honed.system.error import ModelError
@@ -165,7 +166,7 @@ def counted(model: Any, assignment: Assignment) -> Iterator[str]:
     """Yield a warning where another number of parameters is trained than the plan counted."""
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     planned, unsure = assignment.plan.checkpoint.num_trained, assignment.plan.checkpoint.trained_unsure
-    if assignment.spec.kind == "sft" and trained != planned:
+    if kind.of(assignment.spec).trains and trained != planned:
         key = "lora" if assignment.spec.lora is not None else "adapter" if assignment.spec.adapter else "base_model"
         why = f" ({unsure})" if unsure else ""
         counted = f"{trained:,} parameters are trained, not {planned:,} as planned"

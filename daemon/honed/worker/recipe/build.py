@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from honed.spec import kind
 from honed.worker import imports, parallel
 from honed.worker.model import audit, load, token_rows
 from honed.worker.recipe.base import Run
@@ -59,7 +60,7 @@ def build(run: Run, start: Start, rows: Rows) -> Built:
     plain_loss = losscheck.PlainLoss(loaded.model)
     trainer = _trainer(run, start, rows, loaded, auditor, exam)
     predictor.optimizer, predictor.rule = lambda: trainer.optimizer, loaded.rule
-    if job.spec.kind == "evaluate":  # a training ends between two steps
+    if kind.of(job.spec).freezes_base:  # a training ends between two steps
         predictor.is_late = lambda: trainer.is_late
     memory = usage.Usage(run.events)
     trainer.add_callback(memory)
@@ -82,7 +83,7 @@ def _check_model(run: Run, start: Start, rows: Rows, loaded: load.Loaded, audito
     # An adapter's wrapper of the embeddings has their weight, not their num_embeddings.
     num_embeddings = loaded.model.get_input_embeddings().weight.shape[0]
     datas.check_ids(rows.data, rows.chat.tokenizer, num_embeddings, job.base_model_path)
-    if job.spec.kind == "sft" and not job.is_trial:
+    if kind.of(job.spec).trains and not job.is_trial:
         for text in token_rows.remarks(loaded.model, rows.data.train.lacking):
             run.warn(text)
 
@@ -131,7 +132,7 @@ def _trainer(
         save_interval_sec=job.spec.save_interval_sec,
         ranks=run.ranks,
     )
-    is_evaluation = job.spec.kind == "evaluate"
+    is_evaluation = kind.of(job.spec).freezes_base
     with (
         start.backend.building(),
         evaluation.untrained(loaded.model) if is_evaluation else contextlib.nullcontext(),

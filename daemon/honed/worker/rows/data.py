@@ -19,6 +19,7 @@ from honed.inputs.census import Census
 from honed.inputs.datadir import files_of
 from honed.job.shape import Segment
 from honed.job.trial import NUM_ROWS
+from honed.spec import kind
 from honed.spec.spec import JobSpec
 from honed.system import quote
 from honed.system.error import DatasetError, ModelError
@@ -221,7 +222,7 @@ def build(
     wanted = [datasets for datasets in (spec.datasets, spec.eval_datasets) if datasets]
     cache.keep(assignment.rows_dir, map(maker.name, wanted))
     tables = [maker.table(datasets) for datasets in wanted]
-    is_evaluation = spec.kind == "evaluate"
+    is_evaluation = kind.of(spec).freezes_base
     places, held_out = _divided(assignment, tables)
     max_length, media = spec.training.cut_at, maker.media
     train = select(tables[0], places, max_length, has_media=media is not None)

@@ -31,7 +31,7 @@ from trl import SFTConfig, SFTTrainer
 from honed.job import tree
 from honed.job.event import EventWriter
 from honed.plan import loss
-from honed.spec import metric_names
+from honed.spec import kind, metric_names
 from honed.spec.optimizer import EIGHT_BIT
 from honed.spec.training import TrainingSpec
 from honed.system import durable, manual
@@ -411,7 +411,7 @@ class Trainer(SFTTrainer):
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader = self._eval_loader(*args, **kwargs)
-        if self._assignment.spec.kind == "evaluate":  # a training ends between two steps
+        if kind.of(self._assignment.spec).freezes_base:  # a training ends between two steps
             self._timely = loader = Timely(loader, lambda: any(self._ranks.agree(self.is_late)))
         return loader
 
