@@ -194,7 +194,7 @@ class Scene:
         found += [
             f"job {job.id} ({job.name}) is user {job.uid}'s"
             for job in jobs
-            if job.uid != (self.submitter if job.source == HANDED else os.getuid())
+            if job.uid != (SUBMITTER if job.source == HANDED else os.getuid())
         ]
         for job in jobs:
             if job.state is not State.SUCCEEDED:
