@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -234,23 +233,43 @@ def test_what_the_database_did_not_take_of_an_attempt_is_counted_when_its_job_ru
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_database_of_the_first_schema_keeps_its_rows(tmp_path: Path) -> None:
+NEXT = database.SCHEMA_VERSION + 1
+#: A migration to the version that follows.
+MADE_UP = "DROP INDEX events_by_kind; CREATE INDEX made_up ON events (kind)"
+
+
+def made(path: Path) -> None:
+    """Make a database of today's schema, with rows."""
+    db = Database(path)
+    with db.made_again():
+        db.put_job(JOB)
+    db.apply(JOB, Reading([Event("log", 1.0, {"message": "old"})], 10, 0))
+    db.close()
+
+
+def version_of(path: Path) -> int:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def test_a_migrated_database_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "honed.db"
-    shutil.copy(DATA / "honed-v1.db", path)
+    made(path)
     before = dump(path)
-    made = Database(path)
-    assert not made.is_new
+    monkeypatch.setitem(database.MIGRATIONS, database.SCHEMA_VERSION, MADE_UP)
+    monkeypatch.setattr(database, "SCHEMA_VERSION", NEXT)
+    monkeypatch.setattr(
+        database,
+        "SCHEMA",
+        database.SCHEMA.replace("events_by_kind ON events (job_id, kind)", "made_up ON events (kind)"),
+    )
+    migrated = Database(path)
+    assert not migrated.is_new
     assert dump(path) == before
-    made.apply(JOB, Reading([Event("log", 1.0, {"message": "new"})], 10, 0))
-    losses = [row[:2] for row in history.present(history.metric(path, 1, "loss"))]
-    assert losses == [(step, 3 / step) for step in range(1, 7)]
-    assert [row["prediction"] for row in history.present(history.predictions(path, 2))] == ["Wien", "Lima"]
-    db = sqlite3.connect(path)
-    assert db.execute("PRAGMA user_version").fetchone() == (database.SCHEMA_VERSION,)
-    assert database.SCHEMA_VERSION > 2  # the last honed that took several devices for one supports 2
-    assert db.execute("SELECT name, state, step FROM jobs_v1 WHERE id = 1").fetchone() == ("capitals", "succeeded", 6)
-    fresh = Database(tmp_path / "fresh.db")
-    assert schema(path) == schema(fresh.path)
+    assert version_of(path) == NEXT
+    migrated.apply(JOB, Reading([Event("log", 1.0, {"message": "new"})], 20, 0))
+    assert len(dump(path)["events"]) == len(before["events"]) + 1
+    assert schema(path) == schema(Database(tmp_path / "fresh.db").path)
 
 
 def schema(path: Path) -> set[tuple[str, str]]:
@@ -259,26 +278,26 @@ def schema(path: Path) -> set[tuple[str, str]]:
 
 def test_a_migration_cut_short_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "honed.db"
-    shutil.copy(DATA / "honed-v1.db", path)
+    made(path)
+    before = dump(path)
     # sqlite3 loses a transaction that was open, as it does in a kill.
-    killed = "import os, sqlite3, sys\nfrom honed.job import database\n"
-    killed += "database.MIGRATIONS[1] += '; SELECT die()'\nconnect = sqlite3.connect\n"
-    killed += "def connected(*arguments, **keys):\n    db = connect(*arguments, **keys)\n"
-    killed += "    db.create_function('die', 0, lambda: os._exit(9))\n    return db\n"
-    killed += "sqlite3.connect = connected\nfrom pathlib import Path\ndatabase.Database(Path(sys.argv[1]))\n"
-    ended = subprocess.run([sys.executable, "-c", killed, str(path)], env=os.environ, check=False)
-    assert ended.returncode == 9
-    assert sqlite3.connect(path).execute("PRAGMA user_version").fetchone() == (1,)
-    Database(path).close()
-    assert sqlite3.connect(path).execute("PRAGMA user_version").fetchone() == (database.SCHEMA_VERSION,)
+    later = "import os, sqlite3, sys\nfrom honed.job import database\n"
+    later += f"database.MIGRATIONS[database.SCHEMA_VERSION] = {MADE_UP!r} + sys.argv[2]\ndatabase.SCHEMA_VERSION += 1\n"
+    later += "connect = sqlite3.connect\ndef connected(*arguments, **keys):\n    db = connect(*arguments, **keys)\n"
+    later += "    db.create_function('die', 0, lambda: os._exit(9))\n    return db\n"
+    later += "sqlite3.connect = connected\nfrom pathlib import Path\ndatabase.Database(Path(sys.argv[1]))\n"
+    for end, status, version in (("; SELECT die()", 9, NEXT - 1), ("", 0, NEXT)):
+        ended = subprocess.run([sys.executable, "-c", later, str(path), end], env=os.environ, check=False)
+        assert (ended.returncode, version_of(path)) == (status, version)
+        assert dump(path) == before
 
 
 def test_a_database_of_a_later_honed_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
     layout.database_path.parent.mkdir(parents=True)
-    shutil.copy(DATA / "honed-v1.db", layout.database_path)
+    made(layout.database_path)
     db = sqlite3.connect(layout.database_path)
-    db.execute(f"PRAGMA user_version = {database.SCHEMA_VERSION + 1}")
+    db.execute(f"PRAGMA user_version = {NEXT}")
     db.close()
     before = layout.database_path.read_bytes()
     command = [sys.executable, "-m", "honed.daemon.loop", "--root", str(tmp_path), "--drain"]

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any
 
@@ -272,21 +271,6 @@ def test_refused_files_go_beyond_a_number_and_after_their_time(instance: Instanc
     instance.configure("[retention]\nmax_rejected_age_days = 0\n")
     look(instance)
     wait_for(lambda: not list(rejected.iterdir()), what="their end")
-
-
-def test_nothing_is_removed_while_a_key_that_may_have_protected_it_is_ignored(instance: Instance) -> None:
-    run_jobs(instance, "succeed.a", "succeed.b")
-    age(instance, 1, 40)
-    age(instance, 2, 1)
-    start_and_look(instance, "max_job_age_days = 15\ninterval_sec = 31_536_000")
-    wait_for(lambda: "nothing is removed" in instance.log, what="the warning")
-    time.sleep(0.5)
-    assert directories(instance) == {1, 2}
-    assert "retention is off" in instance.client.ask("status")["status"]
-    instance.configure("[retention]\nmax_job_age_days = 15\n")
-    look(instance)
-    wait_for(lambda: directories(instance) == {2}, what="the old one's end once the line is gone")
-    assert "retention is off" not in instance.client.ask("status")["status"]
 
 
 def test_a_removal_that_was_cut_short_is_finished_at_the_next_start(instance: Instance) -> None:

@@ -19,7 +19,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from honed.worker.train import checkpoint
 from honed.worker.train.trainer import Trainer
 from worker.conftest import MakeJob, WorkerJob
 
@@ -96,13 +95,11 @@ def test_the_losses_are_those_of_a_bare_trainer(
     assert list(ended.losses.values()) == expected
 
 
-@pytest.mark.parametrize("is_older", [False, True], ids=["by length", "begun by an earlier version"])
 def test_evaluations_are_those_of_a_bare_trainer(
     make_job: MakeJob,
     checkpoint_of: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    is_older: bool,
 ) -> None:
     """Whatever the batches, they are those of one batch of all rows; TRL averages its batches' means."""
     asked = case(eval_strategy="steps", eval_steps=2, eval_on_start=True, per_device_eval_batch_size=2)
@@ -118,10 +115,6 @@ def test_evaluations_are_those_of_a_bare_trainer(
         eval_datasets=[{"path": str(path)}],
         dtype="float32",
     )
-    if is_older:
-        older = checkpoint.Progress()
-        assert not older.evaluates_by_length
-        monkeypatch.setattr(checkpoint, "Progress", lambda **_: older)
     lengths: list[int] = []
     predict = Trainer.prediction_step
 
@@ -133,19 +126,16 @@ def test_evaluations_are_those_of_a_bare_trainer(
     ended = job.run()
     assert ended.status == 0, ended.result
     assert len(lengths) == 3 * 8
-    assert (lengths[:8] == sorted(lengths[:8], reverse=True)) is not is_older
+    assert lengths[:8] == sorted(lengths[:8], reverse=True)
     told: list[dict[str, float]] = []
-    if not is_older:
-        asked["training"]["per_device_eval_batch_size"] = 8
+    asked["training"]["per_device_eval_batch_size"] = 8
     bare(job, asked, base, tmp_path / "bare", held_out=rows("pc")[:8], told=told)
     names = ("eval_loss", "eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens")
     found = [tuple(item["metrics"][name] for name in names) for item in ended.of("evaluation")]
     expected = [tuple(entry[name] for name in names) for entry in told if "eval_loss" in entry]
     assert len(found) == 3
-    if is_older:
-        assert found == expected
-    else:  # sums in another order
-        assert all(ours == pytest.approx(theirs, rel=1e-5) for ours, theirs in zip(found, expected, strict=True))
+    # Sums in another order.
+    assert all(ours == pytest.approx(theirs, rel=1e-5) for ours, theirs in zip(found, expected, strict=True))
 
 
 def bare(

@@ -46,10 +46,7 @@ def test_a_part_restores_weights_and_buffers(tmp_path: Path) -> None:
         ("cut", "2.weight"),
     ],
 )
-@pytest.mark.parametrize("has_digests", [True, False])
-def test_a_part_that_is_not_what_the_rank_had_is_refused_by_name(
-    how: str, name: str, has_digests: bool, tmp_path: Path
-) -> None:
+def test_a_part_that_is_not_what_the_rank_had_is_refused_by_name(how: str, name: str, tmp_path: Path) -> None:
     place = tmp_path / "checkpoint-1"
     place.mkdir()
     written(place)
@@ -67,10 +64,6 @@ def test_a_part_that_is_not_what_the_rank_had_is_refused_by_name(
             tensors[name] = tensors[name].bfloat16()
         case "cut":
             tensors[name] = tensors[name][:1].clone()
-    if not has_digests:
-        del found["digests"]
-        if how == "altered":
-            return  # nobody can know
     torch.save(found, path)
     with pytest.raises((ModelError, PrecisionError), match=name):
         parts.load_weights(place, build(2), ALONE)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -186,34 +184,6 @@ def test_one_that_is_damaged_twice_has_two_places(place: Path) -> None:
         flip(write(place, 6) / "optimizer.pt", 3)
         checkpoint.find(place)
     assert names(place) == {"checkpoint-6.damaged", "checkpoint-6.damaged-2"}
-
-
-def test_what_an_earlier_version_wrote_is_read(place: Path) -> None:
-    """Its manifest had no hash of its own, no step, no hashes of large files, and less progress."""
-    path = place / "checkpoint-7"
-    fill(path, 7, large_bytes=digest.PIECE_BYTES + 1)
-    files = {
-        name: {"size": (path / name).stat().st_size, "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
-        for name in ("trainer_state.json", "optimizer.pt")
-    } | {"model.safetensors": {"size": digest.PIECE_BYTES + 1, "sha256": None}}
-    progress = {
-        "is_evaluation_due": True,
-        "predicted_step": 5,
-        "elapsed_sec": 3.5,
-        "num_trained_tokens": 9,
-        "data_hashes": {"a": "b"},
-        "guard_before": None,
-        "num_below": 0,
-        "prediction_sec": 1.0,
-        "figures_before": {"eval_loss": 3.0},
-    }
-    (path / "MANIFEST.json").write_text(json.dumps({"files": files, "progress": progress}))
-    found, _ = checkpoint.find(place)
-    assert found is not None
-    assert found.step == 7
-    assert asdict(found.progress) | progress == asdict(found.progress)
-    os.truncate(path / "model.safetensors", 5)
-    assert checkpoint.find(place)[0] is None
 
 
 def test_what_a_later_version_has_to_say_harms_no_checkpoint(place: Path) -> None:

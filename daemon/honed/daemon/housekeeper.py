@@ -242,10 +242,6 @@ class Sweep:
 
     def _look_over(self) -> Iterator[None]:
         """Find and remove what exceeds the configured retention, a piece at a time."""
-        if not self._config().may_remove:
-            log.warning("nothing is removed: honed.toml has keys of retention that are ignored; see honectl doctor")
-            yield from self._pruning.find_leftovers()
-            return
         config = self._config().retention
         if jump := self._calendar.look():
             log.warning("the system clock was set by %.0f s: nothing is removed for its age this time", jump)

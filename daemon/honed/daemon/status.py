@@ -97,9 +97,6 @@ class Status:
         rows = self.placement.availability.rows(self.placement.all())
         parts += together((row["label"], closure["detail"]) for row in rows for closure in row["closures"])
         parts += ["stopping"] if self.shutdown.is_asked else []
-        parts += (
-            [] if self.configuration.get().may_remove else ["retention is off until keys are deleted: honectl doctor"]
-        )
         parts += [f"{training.MISSING}: {training.REMEDY}"] if training.is_missing() else []
         fault = self.configuration.fault
         parts += [f"NOT reloaded, the old configuration stays in force: {fault}"] if fault else []

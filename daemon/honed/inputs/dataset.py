@@ -324,19 +324,14 @@ class Reading:
         ]
 
 
-def split(
-    examples: Sequence[Example], eval_split: float, seed: int, *, together: bool = True
-) -> tuple[list[Example], list[Example]]:
-    """Split examples into those to train on and those held out, in order; see `hold_out`.
-
-    Rows of the same content stay on one side, except without `together`, as in jobs that began before that rule.
-    """
-    held = hold_out(len(examples), eval_split, seed, first_of=census.firsts(examples) if together else None)
+def split(examples: Sequence[Example], eval_split: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """Split examples into those to train on and those held out, in order; see `hold_out`."""
+    held = hold_out(len(examples), eval_split, seed, first_of=census.firsts(examples))
     train = [example for n, example in enumerate(examples) if n not in held]
     return train, [example for n, example in enumerate(examples) if n in held]
 
 
-def hold_out(num_rows: int, eval_split: float, seed: int, *, first_of: Sequence[int] | None) -> set[int]:
+def hold_out(num_rows: int, eval_split: float, seed: int, *, first_of: Sequence[int]) -> set[int]:
     """Return the places of the rows that are held out, at least one. Raises DatasetError if all have the same content.
 
     `first_of` has for each row the place of the first with the same content: such rows stay on one side.
@@ -348,8 +343,7 @@ def hold_out(num_rows: int, eval_split: float, seed: int, *, first_of: Sequence[
             fix={"eval_split": None},
         )
     num_held = min(max(round(num_rows * eval_split), 1), num_rows - 1)
-    held = set(random.Random(seed).sample(range(num_rows), num_held))
-    held = held if first_of is None else census.together(first_of, held)
+    held = census.together(first_of, set(random.Random(seed).sample(range(num_rows), num_held)))
     if not held or len(held) == num_rows:
         raise DatasetError(
             f"all {num_rows} examples are identical and cannot be split",

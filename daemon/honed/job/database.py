@@ -39,13 +39,11 @@ from honed.system.message import DATABASE_DAMAGED
 
 log = logging.getLogger(__name__)
 
-#: Migrations of an older honed's database, by the version it has. They keep rows of jobs whose files were removed
+#: Statements that bring a database from a version to the next one. They keep rows of jobs whose files were removed
 #: since, which could not be rebuilt. Views (views.py) are recreated at each start. A version without a change keeps an
-#: older honed from an instance that it would misread: the database is the one file whose version every honed checks.
-MIGRATIONS = {
-    1: "DROP INDEX events_by_job; CREATE INDEX events_by_kind ON events (job_id, kind)",
-    2: "SELECT 1",  # attempts on several devices: it would take these for one, and give them to other jobs
-}
+#: earlier honed from an instance that it would misread: the database is the one file whose version every honed checks.
+#: The schema of 0.2.0 has version 1.
+MIGRATIONS: dict[int, str] = {}
 #: The value of `user_version`; 0 marks a database whose rows have yet to be built.
 SCHEMA_VERSION = len(MIGRATIONS) + 1
 SCHEMA = """

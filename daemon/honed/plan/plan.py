@@ -91,8 +91,6 @@ class Plan:
             "device": self.device.as_dict(),
             "training_chat_template": None if self.rows_template is None else str(self.rows_template),
             "warnings": list(self.warnings),
-            # Rows of the same meaning stay on one side of eval_split. Plans from before that rule lack this key.
-            "splits_by_meaning": True,
         }
 
 

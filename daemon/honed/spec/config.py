@@ -20,7 +20,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from honed.spec import hours, setting
 from honed.spec.hours import Hours
 from honed.spec.problem import MAX_PROBLEMS
-from honed.spec.setting import Gone
 from honed.system import device, manual, quote
 from honed.system.device import Device
 from honed.system.error import SpecError
@@ -557,23 +556,18 @@ class Config(_Section):
     classes: dict[Annotated[str, _name_of("class", CLASS_NAME)], ClassConfig] = {}
     users: dict[str, UserConfig] = {}
 
-    _outdated: tuple[tuple[Path, Gone], ...] = ()
+    _outdated: tuple[str, ...] = ()
 
     @property
     def outdated(self) -> tuple[str, ...]:
-        """A warning for each key that an earlier honed read and this one ignores."""
-        return tuple(f"{path}: {gone.problem}" for path, gone in self._outdated)
-
-    @property
-    def may_remove(self) -> bool:
-        """False while a key that is ignored may have kept what this version's limits would remove."""
-        return not any(gone.has_protected for _, gone in self._outdated)
+        """A warning for each key in `setting.GONE` that the files have."""
+        return self._outdated
 
 
 def load(layout: Layout) -> Config:
     """Load the current configuration, with defaults for missing files. Raises SpecError, which names file and key."""
     merged: dict[str, Any] = {}
-    outdated: list[tuple[Path, Gone]] = []
+    outdated: list[str] = []
     for path in [layout.config_path, *sorted(layout.config_dropin_dir.glob("*.toml"))]:
         merged = _merge(merged, _read(path, outdated))
     if not layout.is_of_system:
@@ -603,7 +597,7 @@ def _require_one_default(config: Config) -> None:
         raise SpecError(problem, hint="set default = true in one of them")
 
 
-def _read(path: Path, outdated: list[tuple[Path, Gone]]) -> dict[str, Any]:
+def _read(path: Path, outdated: list[str]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         data = tomllib.loads(text)
@@ -616,7 +610,7 @@ def _read(path: Path, outdated: list[tuple[Path, Gone]]) -> dict[str, Any]:
         raise SpecError(
             f"{path}: {words}", hint=f"honed.toml must be TOML; {manual.all_keys('honed.toml.5')}"
         ) from error
-    outdated += [(path, gone) for gone in setting.take_gone(data, text)]
+    outdated += [f"{path}: {problem}" for problem in setting.take_gone(data, text)]
     try:
         Config.model_validate(data)
     except ValidationError as error:

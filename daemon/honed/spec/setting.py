@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -14,20 +12,9 @@ from honed.spec import toml_lines
 from honed.spec.field import describe, keys, kinds
 from honed.spec.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
 
-_STAYS = (
-    "delete this line: events are kept as long as their job, which max_job_age_days, max_jobs and max_job_bytes limit"
-)
-#: Keys that an earlier honed read, and what to write instead; they are ignored with a warning.
-GONE = {
-    "retention.max_checkpoint_jobs": "delete this line; max_checkpoint_bytes limits checkpoints: `honectl prune "
-    "--checkpoints --max-size SIZE --dry-run` shows what a size would remove",
-    "retention.max_rejected": "delete this line: the newest 10,000 rejected files are kept",
-    "retention.max_event_age_days": _STAYS,
-    "retention.max_events": _STAYS,
-    "retention.interval_sec": "delete this line: honed checks once an hour, and after a reload",
-}
-#: Values of them beyond which they kept what the limits of today would remove.
-_KEEPS_MORE = {"retention.max_rejected": 10_000, "retention.interval_sec": 3600}
+#: Keys that an earlier version read, as `section.key`, and what to write instead. They are ignored with a warning: an
+#: upgrade does not stop honed over a key that a default in its own honed.toml has had. Before 0.2.0 there were none.
+GONE: dict[str, str] = {}
 
 
 def lines_of(text: str) -> dict[KeyPath, int]:
@@ -41,26 +28,16 @@ def lines_of(text: str) -> dict[KeyPath, int]:
     return lines
 
 
-@dataclass(frozen=True)
-class Gone:
-    """A key that an earlier honed read and this one ignores."""
-
-    problem: Problem
-    has_protected: bool  #: True if it kept what the limits of today would remove
-
-
-def take_gone(data: dict[str, Any], text: str) -> list[Gone]:
-    """Remove the keys that an earlier honed read, and return them."""
+def take_gone(data: dict[str, Any], text: str) -> list[Problem]:
+    """Remove the keys in `GONE`, and return a problem for each."""
     found = []
     for key, instead in GONE.items():
         section, name = key.split(".")
         table = data.get(section)
         if isinstance(table, dict) and name in table:
-            value, limit = table.pop(name), _KEEPS_MORE.get(key, math.inf)
-            has_protected = key in _KEEPS_MORE and not (isinstance(value, int | float) and value <= limit)
+            del table[name]
             line = lines_of(text).get((section, name))
-            hint = f"{instead}; until then honed removes nothing" if has_protected else instead
-            found.append(Gone(Problem(key, line, "is no longer a key; it is ignored", hint), has_protected))
+            found.append(Problem(key, line, "is no longer a key; it is ignored", instead))
     return found
 
 

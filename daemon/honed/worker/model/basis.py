@@ -70,10 +70,7 @@ class Basis:
     def restore(self, directory: Path, model: Any) -> None:
         """Put back the buffers that training had changed. Raises ModelError, naming the layers, unless the adapter was
         trained on what this run has loaded."""
-        path = directory / NAME
-        if not path.is_file():
-            return  # an earlier version has written the checkpoint
-        stored = json.loads(path.read_bytes())
+        stored = json.loads((directory / NAME).read_bytes())
         if other := _unequal(stored["weights"], self.compared.digests):
             raise ModelError(
                 f"{self.base_dir} has other weights than the run began with: {quote.first(other, _MAX_NAMED)}",

@@ -70,7 +70,7 @@ def write(directory: Path, found: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def read(path: Path, *, hint: str) -> dict[str, str] | None:
-    """Return the digests of a file's tensors; None where another program, or an earlier version, has taken none."""
+    """Return the digests of a file's tensors; None where another program wrote the file."""
     try:
         return dict(json.loads((path.parent / NAME).read_bytes())[path.name])
     except FileNotFoundError:

@@ -80,7 +80,7 @@ def _resumed(run: Run, job: Assignment, attempt: int) -> Start:
         run.log("error", "all checkpoints of this job are damaged: it starts from the beginning")
     if resumed is None and any(has_begun(job.layout.attempt(number).events_path) for number in range(1, attempt)):
         run.events.emit("started_over", reason="damaged" if set_aside else "no checkpoint")
-    progress = resumed.progress if resumed else checkpoint.Progress(evaluates_by_length=True, predicts_evenly=True)
+    progress = resumed.progress if resumed else checkpoint.Progress()
     start = Start(job, resumed, progress, load.choose(job.backend))
     if resumed and progress.num_ranks != ranks.world:
         run.warn(

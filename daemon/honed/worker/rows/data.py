@@ -296,7 +296,7 @@ def _divided(assignment: Assignment, tables: Sequence[Table]) -> tuple[npt.NDArr
         return places, np.arange(len(tables[-1]))
     if not spec.eval_split:
         return places, places[:0]
-    first_of = _firsts(tables[0].column("digest")) if assignment.plan.splits_by_meaning else None
+    first_of = _firsts(tables[0].column("digest"))
     held = dataset.hold_out(len(places), spec.eval_split, assignment.seed, first_of=first_of)
     is_held: npt.NDArray[np.bool_] = np.zeros(len(places), bool)
     is_held[list(held)] = True

@@ -58,16 +58,14 @@ class Progress:
     running_figures: dict[str, list[float]] = field(default_factory=dict)  #: TRL's metrics since then
     logged_step: int | None = None  #: the last step whose loss was logged
     num_seen_tokens: int = 0  #: by TRL's count, without padding
-    loss_type: str | None = None  #: SFTConfig's; None in a checkpoint of an earlier version
-    predicts_evenly: bool = False  #: predictions are of each held-out data set; not in a run of an earlier version
+    loss_type: str | None = None  #: SFTConfig's, once it was compared with the model's
     num_ranks: int = 1  #: processes that trained together
     running_losses: list[float] = field(default_factory=list)  #: of each rank, where there are several
     is_divided: bool = False  #: each rank has written its part, as in parts.py
-    evaluates_by_length: bool = False  #: as in evaluation.py; a run begun by an earlier version keeps TRL's means
 
     @classmethod
     def read(cls, found: dict[str, Any]) -> Progress:
-        """Read the progress in a manifest; an earlier version's lacks some keys, and a later one's has unknown ones."""
+        """Read the progress in a manifest; unknown keys of a later version are left out."""
         return cls(**known(cls, found))
 
 
@@ -215,12 +213,12 @@ def read(path: Path, *, beat: Callable[[], None] = _no_beat) -> tuple[Progress |
         return None, "it is not a directory of its own"
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        if (word := manifest.pop("sha256", None)) not in (None, _fingerprint(manifest)):
+        if manifest.pop("sha256") != _fingerprint(manifest):
             return None, f"{MANIFEST} was changed"
         entries = manifest["files"]
         if REQUIRED not in entries:
             return None, f"{MANIFEST} does not list {REQUIRED}"
-        if word is not None and path.name != f"checkpoint-{manifest['step']}":
+        if path.name != f"checkpoint-{manifest['step']}":
             return None, f"it is of step {manifest['step']}"
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in entries):
             return None, f"{MANIFEST} refers to a file outside the checkpoint"

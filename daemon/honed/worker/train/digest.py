@@ -42,10 +42,7 @@ def take(directory: Path, names: Iterable[str], *, beat: Beat) -> dict[str, dict
 
 
 def fault(directory: Path, entries: Mapping[str, Mapping[str, Any]], *, beat: Beat) -> str | None:
-    """Return the fault of the first file that does not match its entry; None if all match. Raises OSError.
-
-    For an entry whose `sha256` is None only the size is checked: earlier versions did not hash large files.
-    """
+    """Return the fault of the first file that does not match its entry; None if all match. Raises OSError."""
     for name, entry in entries.items():
         try:
             size = _open_size(directory / name)
@@ -54,7 +51,7 @@ def fault(directory: Path, entries: Mapping[str, Mapping[str, Any]], *, beat: Be
         if size != entry["size"]:
             return f"{name} has {size} bytes instead of {entry['size']}"
     with ThreadPoolExecutor(_num_threads()) as pool:
-        sizes = {name: int(entry["size"]) for name, entry in entries.items() if entry["sha256"] is not None}
+        sizes = {name: int(entry["size"]) for name, entry in entries.items()}
         hashes = _hash(pool, directory, sizes, beat)
     return next((f"{name} was changed" for name, found in hashes.items() if found != entries[name]["sha256"]), None)
 

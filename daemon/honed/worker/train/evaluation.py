@@ -19,7 +19,6 @@ from honed.text.maskcheck import IGNORED
 from honed.worker.parallel import ALONE, Ranks, real_rows
 from honed.worker.rows.data import Data, Rows
 from honed.worker.rows.group import Groups
-from honed.worker.train.checkpoint import Progress
 
 
 @contextlib.contextmanager
@@ -50,12 +49,11 @@ def _longest_first(rows: Rows, args: Any) -> npt.NDArray[np.int64] | None:
     return None if is_packed or args.padding_free else np.argsort(-rows.lengths, kind="stable")
 
 
-def kinds_by_length(data: Data, args: Any, progress: Progress) -> Kinds | None:
+def kinds_by_length(data: Data, args: Any) -> Kinds | None:
     """Return the kinds of the rows in the order of `by_length`; None where they have no groups, or no such order."""
     held_out, groups = data.held_out, data.groups
-    # A run that an earlier version began keeps its batches; TRL shuffles held-out rows, too.
-    is_kept = progress.evaluates_by_length and progress.predicts_evenly and not args.shuffle_dataset
-    if held_out is None or groups is None or not groups.names or not is_kept:
+    # TRL shuffles held-out rows, too.
+    if held_out is None or groups is None or not groups.names or args.shuffle_dataset:
         return None
     order = _longest_first(held_out, args)
     return None if order is None else Kinds(groups, groups.codes[order])

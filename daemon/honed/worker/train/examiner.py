@@ -83,7 +83,7 @@ class Examiner:
                 num_samples=job.spec.predictions.num_samples,
                 seed=job.seed,
                 groups=data.groups,
-                evenly=progress.predicts_evenly,
+                evenly=True,
             )
         asked = job.spec.predictions.metrics
         names = score.recognise([question.ground_truth for question in self._questions]) if asked == "auto" else asked

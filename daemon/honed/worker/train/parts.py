@@ -67,8 +67,7 @@ def _check(directory: Path, pieces: list[dict[str, Any]], held: dict[str, set[st
     for piece in pieces:
         for kind, names in held.items():
             tensorfile.compare_names(directory.name, set(piece[kind]), names, hint=hint)
-            if "digests" in piece:  # an earlier version took none
-                tensorfile.compare(directory.name, piece["digests"][kind], piece[kind], hint=hint)
+            tensorfile.compare(directory.name, piece["digests"][kind], piece[kind], hint=hint)
 
 
 def _put(directory: Path, name: str, tensor: Any, found: Any) -> None:

@@ -30,7 +30,6 @@ from trl import SFTConfig, SFTTrainer
 
 from honed.job import tree
 from honed.job.event import EventWriter
-from honed.plan import loss
 from honed.spec import kind, metric_names
 from honed.spec.optimizer import EIGHT_BIT
 from honed.spec.training import TrainingSpec
@@ -75,7 +74,7 @@ def arguments(
 ) -> SFTConfig:
     """Return the SFTConfig: the user's keys override honed's defaults and TRL's, and the plan's decisions override all.
 
-    `loss_type` is the one with which a resumed run was begun, where it is known.
+    `loss_type` is the one with which a resumed run was begun.
     """
     spec, precision = assignment.spec, assignment.precision
     asked = spec.training.as_kwargs()
@@ -85,7 +84,7 @@ def arguments(
         defaults["eval_on_start"] = spec.eval_strategy != "no"  # the baseline
     if not torch.cuda.is_available():
         defaults["dataloader_pin_memory"] = False
-    if (loss_type := _loss_type(assignment, pinned=loss_type, is_resumed=is_resumed)) is not None:
+    if (loss_type := _loss_type(assignment, pinned=loss_type)) is not None:
         defaults["loss_type"] = loss_type
     if spec.early_stopping_patience is not None:
         # It goes by the best evaluation, and restores its checkpoint.
@@ -151,15 +150,13 @@ def _batch(assignment: Assignment) -> dict[str, int]:
     }
 
 
-def _loss_type(assignment: Assignment, *, pinned: str | None, is_resumed: bool) -> str | None:
+def _loss_type(assignment: Assignment, *, pinned: str | None) -> str | None:
     """Return the plan's loss; a resumed run keeps the one with which it was begun. None: the backend's own."""
     has_gpu = torch.cuda.is_available()
     if pinned is not None and (has_gpu or pinned != "chunked_nll"):
         return pinned
-    planned = assignment.plan.loss
-    if planned is None or (is_resumed and pinned is None):  # planned by a version that had one rule for all models
-        return loss.default_type(assignment.spec, has_gpu=has_gpu)
-    return planned.type if planned.type is not None or has_gpu else "nll"
+    planned = assignment.plan.loss.type
+    return planned if planned is not None or has_gpu else "nll"
 
 
 def _promised() -> dict[str, Any]:
@@ -260,9 +257,9 @@ class Trainer(SFTTrainer):
         self._stop = stop
         self._progress = progress
         self._limit = TimeLimit(assignment.spec.time_limit_sec, progress.elapsed_sec, assignment.attempt.paused_path)
-        kinds = kinds_by_length(data, args, progress)
+        kinds = kinds_by_length(data, args)
         self._means = TokenMeans(kinds, ranks)
-        if kinds is None and progress.predicts_evenly and data.groups is not None and data.groups.names:
+        if kinds is None and data.groups is not None and data.groups.names:
             events.log(
                 "info", "rows that are packed or shuffled have no evaluation loss by data set and tag, only scores"
             )
@@ -282,7 +279,7 @@ class Trainer(SFTTrainer):
             model=loaded.model,
             args=args,
             train_dataset=data.train.dataset,
-            eval_dataset=_held_out(data, args, progress),
+            eval_dataset=_held_out(data, args),
             # The tokenizer, not the processor: TRL's own support for images makes another mask.
             processing_class=loaded.tokenizer,
             data_collator=_collator(assignment, data, loaded.tokenizer, args),
@@ -402,9 +399,8 @@ class Trainer(SFTTrainer):
             output = super().evaluation_loop(*args, **kwargs)
         finally:
             self.args.average_tokens_across_devices = is_averaged
-        if self._progress.evaluates_by_length:
-            self._means.weigh(output.metrics, "eval_loss", self._metrics["eval"])
-            output.metrics.update(self._means.of_groups("eval_loss"))
+        self._means.weigh(output.metrics, "eval_loss", self._metrics["eval"])
+        output.metrics.update(self._means.of_groups("eval_loss"))
         if self._timely is not None and self._timely.is_cut:  # transformers would reckon its speed by all rows
             output = output._replace(num_samples=self._means.num_measured(self.args.eval_batch_size))
         return output
@@ -758,11 +754,11 @@ def _name_of(args: SFTConfig) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def _held_out(data: Data, args: SFTConfig, progress: Progress) -> Any:
+def _held_out(data: Data, args: SFTConfig) -> Any:
     """Return the rows to evaluate on, in the order in which they are batched."""
     if data.held_out is None:
         return None
-    return by_length(data.held_out, args) if progress.evaluates_by_length else data.held_out.dataset
+    return by_length(data.held_out, args)
 
 
 def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfig) -> Any:

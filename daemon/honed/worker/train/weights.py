@@ -106,5 +106,7 @@ def _copy(path: Path, tensors: Mapping[str, Any], *, skip: Collection[str] = ())
 
 
 def _check(path: Path, tensors: Mapping[str, Any]) -> None:
-    if (digests := tensorfile.read(path, hint=hint(path.parent))) is not None:
-        tensorfile.compare(path.parent.name, digests, tensors, hint=hint(path.parent))
+    digests = tensorfile.read(path, hint=hint(path.parent))
+    if digests is None:
+        raise ModelError(f"{path.parent} has no {tensorfile.NAME}", hint=hint(path.parent))
+    tensorfile.compare(path.parent.name, digests, tensors, hint=hint(path.parent))
