@@ -298,21 +298,6 @@ def test_an_edit_that_honed_ends_before_it_is_settled_is_said_to_be_kept(tmp_pat
         short.end()
 
 
-def test_an_edit_of_a_job_that_has_run_meanwhile_is_not_made(waiting: Instance) -> None:
-    waiting.client.ask("resume")
-    job = waiting.wait_state("succeed", State.SUCCEEDED)
-    files = files_of(waiting, job)
-    waiting.kill(signal.SIGKILL)
-    edits_dir = waiting.layout.spool_dir / "edits"
-    edits_dir.mkdir(exist_ok=True)
-    (edits_dir / f"{job.id}.json").write_text("{}")
-    waiting.spool.annotate(job, is_being_edited=True, edited_at=(job.attempt.started_at - 1,))
-    waiting.start()
-    assert files_of(waiting, job) == files
-    assert (job_of(waiting).is_being_edited, list(edits_dir.iterdir())) == (False, [])
-    assert "has run before its edit was complete" in waiting.log
-
-
 def test_a_job_whose_half_made_edit_is_lost_waits_for_a_person(waiting: Instance) -> None:
     job = job_of(waiting)
     waiting.kill(signal.SIGKILL)

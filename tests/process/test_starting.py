@@ -16,11 +16,8 @@ from pathlib import Path
 import pytest
 from harness import DEADLINE_SEC, HERE, Instance
 
-from honed.daemon import owning
 from honed.job import lock
 from honed.job.job import State
-from honed.system.error import EnvironmentInvalidError
-from honed.system.notify import Notifier
 from waiting import wait_for
 
 
@@ -177,38 +174,3 @@ def test_a_daemons_note_counts_only_for_the_process_that_has_the_lock(tmp_path: 
         found = lock.holder(path)
         assert (found.pid, found.is_daemon) == (other.pid, False)
         assert "fcntl.flock" in found.words
-
-
-@pytest.mark.parametrize(
-    ("command", "is_daemon"),
-    [
-        (("bin/honed", "--verbose"), True),
-        ((sys.executable, "bin/honed"), True),
-        ((sys.executable, "-P", "-X", "utf8", "-m", "honed.daemon.loop", "--root", "a"), True),
-        (("bin/honectl", "prune", "honed"), False),
-        ((sys.executable, "-m", "honed.cli.honectl", "prune"), False),
-    ],
-)
-def test_a_holder_without_a_note_is_told_by_its_command(
-    tmp_path: Path, command: tuple[str, ...], is_daemon: bool
-) -> None:
-    """As a daemon before the note, beside which another one would wait for ever."""
-    program = f"#!{sys.executable}\nimport fcntl, sys\nfcntl.flock(file := open('lock', 'r+'), 2)\n"
-    program += "print(flush=True)\nsys.stdin.read()\n"
-    for name in ("bin/honed", "bin/honectl", "honed/daemon/loop.py", "honed/cli/honectl.py"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(program)
-        path.chmod(0o755)
-    for package in ("honed", "honed/daemon", "honed/cli"):  # else the installed one is found
-        (tmp_path / package / "__init__.py").touch()
-    path = tmp_path / "lock"
-    path.touch()
-    environment, pipe = {"PYTHONPATH": str(tmp_path)}, subprocess.PIPE
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdin=pipe, stdout=pipe) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        assert (lock.holder(path).pid, lock.holder(path).is_daemon) == (holder.pid, is_daemon)
-        if is_daemon:
-            with pytest.raises(EnvironmentInvalidError, match="another honed instance uses this spool"):
-                owning.take(path, Notifier())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,8 @@ def plan_job(directory: Path, document: dict[str, Any], *, number: int = 1) -> W
     with modality.naming(spec.parts.patterns):
         planned = plan.make(spec, info, cpu(), config=Config(), installed=INSTALLED, adapter=adapter)
     contents = {
-        "job": {"id": number, "name": "facts", "user_id": "1000"},
+        "job": {"id": number, "name": "facts", "user_id": "1000", "instance": "/spool"},
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "spec": spec.model_dump(mode="json"),
         "base_model_path": str(base),
         "output_dir": spec.output_dir or str(directory / "output"),

@@ -74,7 +74,8 @@ class Found:
         job_dir = self.layout.job(1).dir
         job_dir.mkdir()
         plan = {
-            "job": {"id": 1, "name": "found", "user_id": "0"},
+            "job": {"id": 1, "name": "found", "user_id": "0", "instance": "/spool"},
+            "date": "2026-11-29T12:00:00+00:00",
             "spec": verdict.spec.model_dump(mode="json"),
             "output_dir": str(verdict.output_dir),
             **verdict.plan.as_dict(),

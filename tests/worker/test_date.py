@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import transformers.utils.chat_template_utils as rendering
 
 from honed.inputs.row import Example
 from honed.text.chat import ChatFormat
-from honed.worker import assignment as assignments
 from worker.conftest import MakeJob
 from zoo.shipped import build_shipped, source
 
@@ -54,13 +52,3 @@ def test_training_predictions_and_the_manifest_have_the_date_of_the_acceptance(
     assert "Today Date: 29 Feb 2024" in "".join(part["text"] for part in example["segments"])
     assert all("29 Feb 2024" in row["prompt"] for each in ended.of("predictions") for row in each["rows"])
     assert json.loads((job.output_dir / "honed.json").read_text())["plan"]["date"] == ACCEPTED.isoformat()
-
-
-def test_a_job_of_an_older_honed_keeps_the_date_of_its_first_attempt(make_job: MakeJob) -> None:
-    job = make_job("llama")
-    assert assignments.read(job.dir, 1).date.date() == datetime.now().astimezone().date()
-    job.events_path(1).parent.mkdir(parents=True)
-    job.events_path(1).write_text(json.dumps({"event": "started", "time": ACCEPTED.timestamp()}) + "\n")
-    assert assignments.read(job.dir, 2).date == ACCEPTED
-    job.events_path(1).write_text("torn" + os.linesep)
-    assert assignments.read(job.dir, 2).plan.document["date"][:4] >= "2026"

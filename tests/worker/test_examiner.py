@@ -99,7 +99,7 @@ def test_what_has_regressed_leaves_another_jobs_regressed_output_alone(make_job:
     job = made_worse(make_job, learned, guard={"metric": "token_f1", "max_drop": 0.1})
     place = job.output_dir.with_name("output.regressed")
     place.mkdir()
-    (place / "honed.json").write_text('{"job": {"id": 4711}}')
+    (place / "honed.json").write_text('{"job": {"id": 4711, "name": "facts", "instance": "/spool"}}')
     ended = job.run()
     assert ended.result["error"]["code"] == "regressed", ended.result
     assert (Path(ended.result["artifacts"]["output_dir"]) / "model.safetensors").exists()
@@ -133,7 +133,7 @@ def test_a_model_that_gets_better_is_not_warned_of_and_takes_the_place_of_one_of
     own, numbered, anothers = (job.output_dir.with_name(f"output{word}.regressed") for word in ("", ".1", ".2"))
     for place, number in ((own, 1), (numbered, 1), (anothers, 2)):
         place.mkdir()
-        (place / "honed.json").write_text(json.dumps({"job": {"id": number}}))
+        (place / "honed.json").write_text(json.dumps({"job": {"id": number, "name": "facts", "instance": "/spool"}}))
         (place / "model.safetensors").write_bytes(b"worse")
     ended = job.run()
     assert not [text for text in ended.messages("warning") if "worse" in text]

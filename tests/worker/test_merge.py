@@ -646,7 +646,8 @@ def merge_job(directory: Path, base: Path, adapter: Path, **keys: Any) -> Worker
         adapter=basemodel.inspect_adapter(adapter),
     )
     contents = {
-        "job": {"id": 1, "name": "merged", "user_id": "1000"},
+        "job": {"id": 1, "name": "merged", "user_id": "1000", "instance": "/spool"},
+        "date": "2026-11-29T12:00:00+00:00",
         "spec": spec.model_dump(mode="json") | {"adapter": "job:stage1"},
         "adapter_path": str(adapter),
         "output_dir": str(directory / "output"),

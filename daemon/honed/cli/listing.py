@@ -13,7 +13,7 @@ from honed.cli import column, terminal
 from honed.cli.column import COLUMNS, USUAL
 from honed.cli.instance import Instance
 from honed.job.progress import duration, together
-from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
+from honed.system.error import EnvironmentInvalidError, NotPermittedError, UsageError
 
 if TYPE_CHECKING:
     from honed.job.shape import Arrival, GroupShown, Overview, Refusal, Refused, Row, Shown
@@ -49,7 +49,7 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     if left := _left_out(jobs, found["counts"]):
         terminal.say(f"… and {left}: honectl list --all", style="dim")
     if not (options.ids or options.state or options.filter):
-        _say_num_refused(found.get("refused"))
+        _say_num_refused(found["refused"])
     _say_status(instance, jobs)
     return 0
 
@@ -143,9 +143,9 @@ def _say_status(instance: Instance, jobs: list[Row]) -> None:
         terminal.say(_DOWN, style="dim")
 
 
-def _say_num_refused(found: Refused | None) -> None:
-    """Print how many refused files there are, if any; an older honed does not say."""
-    if found and found["num"]:
+def _say_num_refused(found: Refused) -> None:
+    """Print how many refused files there are, if any."""
+    if found["num"]:
         more = "" if found["are_all"] else " or more"
         files = "rejected file" if found["num"] == 1 else "rejected files"
         newest = terminal.plain(found["files"][0]["file"], limit=40)
@@ -371,12 +371,9 @@ def _adapter(spec: Mapping[str, Any]) -> str:
 
 def _refusal(instance: Instance, name: str) -> Refusal | None:
     """Return the refusal of a file, by the name that it was dropped with, with or without its suffix."""
-    try:
-        if (found := instance.refusal(Path(name).name)) is not None:
-            return found
-        files = instance.refused()["files"]
-    except HonedError:  # an older honed
-        return None
+    if (found := instance.refusal(Path(name).name)) is not None:
+        return found
+    files = instance.refused()["files"]
     return next((each for each in files if Path(name).name in (each["file"], Path(each["file"]).stem)), None)
 
 

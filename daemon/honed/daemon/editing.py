@@ -269,7 +269,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 def _stated(value: Any) -> Any:
-    """Return a value without keys that are not set: a file of an earlier honed has none of the later keys."""
+    """Return a value without keys that are not set: a key that a later version adds is no change."""
     if isinstance(value, Mapping):
         stated = {key: _stated(each) for key, each in value.items()}
         return {key: each for key, each in stated.items() if each is not None} or None

@@ -13,7 +13,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
+from typing import Any
 
 from honed.job import recovery
 from honed.job.corrupt import copy_of
@@ -149,4 +150,13 @@ def _planned(files: JobFiles, live: Live) -> Job:
         return bare
     if not (isinstance(name, str) and isinstance(output_dir, str) and document["job"].get("id") == live.job_id):
         return bare
-    return dataclasses.replace(bare, name=name, uid=uid, output_dir=output_dir)
+    return dataclasses.replace(bare, name=name, uid=uid, output_dir=output_dir, **_inputs(document))
+
+
+def _inputs(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model and the data of a plan, for an entry; nothing if they cannot be read."""
+    try:
+        spec = document["spec"]
+        return {"model": str(spec["base_model"]), "data": tuple(str(each["path"]) for each in spec["datasets"])}
+    except (KeyError, TypeError):
+        return {}

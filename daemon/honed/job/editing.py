@@ -5,14 +5,13 @@
 The change of the entry is the commit (`begin`): before it the job is as it was. The new entry has the facts of the new
 file, and `is_being_edited` says that spec.* and plan.json are being replaced: the job is neither planned, staged nor
 started until `complete` has replaced them, each by one rename, and has changed the entry again. `make` does both, and
-goes on from any point. An edit whose job has run all the same (an older honed started it) is given up.
+goes on from any point.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -95,9 +94,7 @@ class Edits:
     def begin(self, job: Job, changes: Mapping[str, Any]) -> Job:
         """Commit an edit: from here on it is completed."""
         first = {**changes, "is_deferred": True, "is_being_edited": True, "staged": None}
-        # After its last start, though the clock was set back since: `has_run_since` compares the two.
-        now = max(time.time(), math.nextafter(job.attempts[-1].started_at, math.inf) if job.attempts else 0.0)
-        return self._spool.update(job, **first, edited_at=(*job.edited_at, now))
+        return self._spool.update(job, **first, edited_at=(*job.edited_at, time.time()))
 
     def complete(self, job: Job, path: Path, data: bytes, plan: PlanFile | None, *, is_deferred: bool) -> Job:
         """Replace the files of a job whose edit has begun, and let it start."""
@@ -122,21 +119,13 @@ class Edits:
     def _interrupted(self, path: Path) -> Job | None:
         """Return the job of which this edit was interrupted. Of any other, the file is removed."""
         job = self._spool.job(int(path.stem)) if path.stem.isdecimal() else None
-        if job is not None and job.is_being_edited and has_run_since(job):
-            log.error("job %d (%s): it has run before its edit was complete, and keeps its files", job.id, job.name)
-            path.unlink()
-            self._spool.annotate(job, is_being_edited=False)
-        elif job is not None and (job.is_being_edited or (job.is_editable and not self._is_made(job, path))):
+        if job is not None and (job.is_being_edited or (job.is_editable and not self._is_made(job, path))):
             return job
-        else:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         return None
 
     def give_up(self, job: Job) -> None:
         """Let go of an edit whose new file is gone. The job has one file of the two, and a person decides."""
-        if has_run_since(job):
-            self._spool.annotate(job, is_being_edited=False)
-            return
         lost = EnvironmentInvalidError(
             "its edit was interrupted, and the new file is lost",
             hint=f"look at its job file, edit it again if need be, then honectl release {job.id}",
@@ -154,10 +143,3 @@ class Edits:
             return untrusted.read_plain(self._spool.files(job.id).spec_path) == path.read_bytes()
         except OSError:
             return False  # its check says what is wrong
-
-
-def has_run_since(job: Job) -> bool:
-    """Return True if a job has run since its last edit began: its files are those of that run."""
-    if job.state in {State.RUNNING, State.SUCCEEDED, State.FAILED}:
-        return True
-    return bool(job.attempts and job.edited_at) and job.attempts[-1].started_at >= job.edited_at[-1]

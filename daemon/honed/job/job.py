@@ -103,7 +103,7 @@ class Attempt:
     step: int = 0  #: the last step that it reported
     device: str | None = None  #: the devices it ran on: GPUs' uuids, separated by commas, or cpu
     fallback: Fallback | None = None  #: between its two starts
-    started_monotonic: float | None = None  #: seconds of CLOCK_MONOTONIC; None if an older honed wrote it
+    started_monotonic: float | None = None  #: seconds of CLOCK_MONOTONIC; None if that is not known
     boot_id: str | None = None  #: the boot that started_monotonic belongs to
     is_resumed: bool = False  #: ended, and had resumed from a checkpoint
     is_adjusted: bool = False  #: ended, and its lack of memory was answered with an Adjustment
@@ -135,10 +135,8 @@ class Attempt:
 
     @property
     def spent_sec(self) -> float:
-        """The duration of a finished attempt; if an older honed wrote it, by the wall clock."""
-        if self.took_sec is not None:
-            return self.took_sec
-        return max(0.0, (self.ended_at or self.started_at) - self.started_at)
+        """The duration of a finished attempt; 0 while it runs."""
+        return self.took_sec or 0.0
 
 
 #: Outcome of a job that its sweep has ended early.
@@ -269,13 +267,13 @@ class Job:
     time_limit_sec: float | None = None  #: limit in seconds for all attempts together, from its spec
     held_for: int | None = None  #: the failed dependency it is held for: it is released when that job succeeds
     notify: Notify | None = None  #: from its spec
-    arrived_at: float | None = None  #: seconds since the epoch; None if an older honed accepted it
+    arrived_at: float | None = None  #: seconds since the epoch; None in an entry that was made again
     staged: Staged | None = None  #: its worker, started ahead of its turn
     num_staged: int = 0  #: workers that were staged for it so far
     num_unreached: int = 0  #: its last starts, of which no worker is known to have begun
     group: Group | None = None  #: of a job that a sweep made
     cut: Cut | None = None  #: why its sweep has ended it early
-    model: str = ""  #: the base model as its spec names it; empty if an older honed accepted it
+    model: str = ""  #: the base model as its spec names it; empty in an entry that was made again
     data: tuple[str, ...] = ()  #: the paths of its data sets, likewise
     ends: tuple[str, ...] = ()  #: the outcome of each time it finished: a requeued job finishes again
     edited_at: tuple[float, ...] = ()  #: seconds since the epoch, of each edit of its job file

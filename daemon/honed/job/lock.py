@@ -3,7 +3,7 @@
     lock    flock; {"pid", "is_daemon"} of who took it last
 
 Who holds it is the kernel's word, where it has one (/proc/locks); the note says what the holder is. Notes of the dead
-stay, so a note counts only for a process that lives. An older honed writes none: its command tells what it is.
+stay, so a note counts only for a process that lives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,23 +66,7 @@ def holder(path: Path) -> Holder:
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     command = plain(" ".join(filter(None, words)))[:MAX_COMMAND]
-    return Holder(pid, command, is_daemon=is_daemon if pid == noted else _runs_daemon(words))
-
-
-def _runs_daemon(command: Sequence[str]) -> bool:
-    """Return True if a command is the daemon: `honed`, `python …/bin/honed` or `python -m honed.daemon.…`."""
-    program, *words = command or [""]
-    if not Path(program).name.startswith("python"):
-        return Path(program).name == "honed"
-    while words and words[0].startswith("-"):
-        option, *words = words
-        if option == "-m":
-            return bool(words) and words[0].startswith("honed.daemon")
-        if option == "-c":
-            return False
-        if option in {"-X", "-W"}:
-            words = words[1:]
-    return bool(words) and Path(words[0]).name == "honed"
+    return Holder(pid, command, is_daemon=is_daemon and pid == noted)
 
 
 def _note(path: Path) -> tuple[int | None, bool]:

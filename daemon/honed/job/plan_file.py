@@ -2,7 +2,7 @@
 
     preflight   PlanFile.checked    the decisions, the warnings, the inputs and who may read them
     daemon      accepted            the job's identity, its spec, its output directory, the date
-    worker      adjusted, dated     the spec of one attempt; `reduced` in trial.py: the spec of a trial
+    worker      adjusted            the spec of one attempt; `reduced` in trial.py: the spec of a trial
 
 `honectl plan --json` prints the decisions in the same shape; `show --json` and an output's manifest contain the file.
 """
@@ -46,7 +46,7 @@ class Precision:
     attn_implementation: str
     reasons: dict[str, str]  #: why, for each of these fields
     warnings: tuple[str, ...] = ()
-    #: In full fine-tuning: float32, compensated or none; None for adapters, and in plans of earlier versions.
+    #: In full fine-tuning: float32, compensated or none; None for adapters.
     master_weights: str | None = None
     optim: str | None = None  #: the optimizer that the plan chose; None: the job's
     save_dtype: str | None = None  #: of a full fine-tuning's output; None: as trained
@@ -108,10 +108,7 @@ class Memory:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Memory:
-        """Read an estimate; older ones have fewer keys."""
-        figures: dict[str, Any] = {each.name: data.get(each.name) or 0 for each in fields(cls)}
-        more = {"num_ranks": max(1, figures["num_ranks"]), "media": tuple(data.get("media") or ())}
-        return cls(**{**figures, **more})
+        return cls(**{**known(cls, data), "media": tuple(data["media"])})
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class Parallel:
     num_ranks: int = 1  #: processes that train, one for each device
     ranks_per_node: int = 1
     num_nodes: int = 1
-    per_device_train_batch_size: int | None = None  #: of each rank; None in plans of earlier versions: the job's
+    per_device_train_batch_size: int | None = None  #: of each rank; None: the job's
     gradient_accumulation_steps: int | None = None  #: likewise
     effective_batch: int | None = None  #: rows of one optimizer step on all devices together; likewise
     reasons: Mapping[str, str] = field(default_factory=dict)  #: why, for mode and effective_batch
@@ -153,17 +150,17 @@ class Parallel:
 class Checkpoint:
     """The base model's facts."""
 
-    num_parameters: int = 0
-    num_trained: int = 0
-    trained_unsure: str = "an earlier version of honed planned it"  #: why it is an estimate; empty where it is exact
-    stored_dtypes: Mapping[str, int] = field(default_factory=dict)  #: dtype → parameters
-    num_weight_bytes: int = 0
-    model_type: str | None = None
-    architectures: tuple[str, ...] = ()
-    quantization_method: str | None = None  #: of a checkpoint that is stored quantized
-    has_chat_template: bool = False
-    has_vision: bool = False  #: True for any encoder beside the language model: images, videos or sounds
-    is_pickled: bool = False
+    num_parameters: int
+    num_trained: int
+    trained_unsure: str  #: why it is an estimate; empty where it is exact
+    stored_dtypes: Mapping[str, int]  #: dtype → parameters
+    num_weight_bytes: int
+    model_type: str | None
+    architectures: tuple[str, ...]
+    quantization_method: str | None  #: of a checkpoint that is stored quantized
+    has_chat_template: bool
+    has_vision: bool  #: True for any encoder beside the language model: images, videos or sounds
+    is_pickled: bool
 
     def as_dict(self) -> dict[str, object]:
         facts = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -171,7 +168,7 @@ class Checkpoint:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
-        return cls(**{**known(cls, data), "architectures": tuple(data.get("architectures") or ())})
+        return cls(**{**known(cls, data), "architectures": tuple(data["architectures"])})
 
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
@@ -220,7 +217,7 @@ class Identity:
 
     id: int
     name: str
-    instance: str  #: the spool that numbered the job; empty in files of older versions
+    instance: str  #: the spool that numbered the job
 
     @property
     def owner(self) -> tuple[int, str]:
@@ -229,16 +226,16 @@ class Identity:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Identity:
-        return cls(int(data["id"]), str(data.get("name") or ""), str(data.get("instance", "")))
+        return cls(int(data["id"]), str(data["name"]), str(data["instance"]))
 
 
 @dataclass(frozen=True)
 class PlanFile:
     """The content of one plan.json.
 
-    Each property reads one key; a key that older versions did not write has a default. A damaged value raises KeyError,
-    TypeError or ValueError where it is read, so a reader of one key does not depend on the others. The preflight has
-    its submitter's permissions, so a plan may have any value but for its spec, output directory and identity.
+    Each property reads one key. A damaged value raises KeyError, TypeError or ValueError where it is read, so a reader
+    of one key does not depend on the others. The preflight has its submitter's permissions, so a plan may have any
+    value but for its spec, output directory and identity.
     """
 
     document: dict[str, Any]  #: the whole file: its keys in their order, unknown ones included
@@ -282,7 +279,7 @@ class PlanFile:
     @property
     def backend(self) -> Backend:
         given = self.document["backend"]
-        return Backend(given["name"], tuple(given.get("reasons") or ()))
+        return Backend(given["name"], tuple(given["reasons"]))
 
     @property
     def precision(self) -> Precision:
@@ -294,19 +291,18 @@ class PlanFile:
         return Memory.from_dict(dict(given)) if given else None
 
     @property
-    def loss(self) -> Loss | None:
-        """The loss; None if a version planned it that had one rule for all models."""
-        given = self.document.get("loss")
-        return None if given is None else Loss(given["type"], tuple(given.get("reasons") or ()))
+    def loss(self) -> Loss:
+        given = self.document["loss"]
+        return Loss(given["type"], tuple(given["reasons"]))
 
     @property
     def parallel(self) -> Parallel:
-        """The division between devices; plans of earlier versions have none, for one device."""
-        return Parallel(**known(Parallel, dict(self.document.get("parallel") or {})))
+        """The division between devices."""
+        return Parallel(**known(Parallel, dict(self.document["parallel"])))
 
     @property
     def checkpoint(self) -> Checkpoint:
-        return Checkpoint.from_dict(dict(self.document.get("checkpoint") or {}))
+        return Checkpoint.from_dict(dict(self.document["checkpoint"]))
 
     @property
     def device(self) -> Device | None:
@@ -316,11 +312,6 @@ class PlanFile:
     @property
     def warnings(self) -> tuple[str, ...]:
         return tuple(self.document.get("warnings") or ())
-
-    @property
-    def splits_by_meaning(self) -> bool:
-        """True if rows of the same meaning stay on one side of eval_split."""
-        return bool(self.document.get("splits_by_meaning"))
 
     # -- what is read and written
 
@@ -368,10 +359,9 @@ class PlanFile:
         return dict(self.document["spec"])
 
     @property
-    def date(self) -> datetime | None:
-        """The date that chat templates are given; None in plans of older versions."""
-        given = self.document.get("date")
-        return datetime.fromisoformat(given) if given is not None else None
+    def date(self) -> datetime:
+        """The date that chat templates are given."""
+        return datetime.fromisoformat(self.document["date"])
 
     @property
     def is_trial(self) -> bool:
@@ -413,9 +403,6 @@ class PlanFile:
     def adjusted(self, spec: Mapping[str, Any], adjustments: Sequence[Adjustment]) -> PlanFile:
         """Return the plan of an attempt whose spec was changed for lack of memory."""
         return self._with(spec=spec, adjustments=[asdict(each) for each in adjustments])
-
-    def dated(self, date: datetime) -> PlanFile:
-        return self._with(date=date.isoformat(timespec="seconds"))
 
     def for_trial(self, spec: Mapping[str, Any], output_dir: Path) -> PlanFile:
         return self._with(spec=spec, output_dir=str(output_dir), is_trial=True, parallel=asdict(Parallel()))

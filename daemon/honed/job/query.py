@@ -240,7 +240,7 @@ def _built(layout: Layout, jobs: Catalog, chosen: Sequence[Listed], asker: Asker
             numbers = [job.id for job in some]
             progress, scores = reader.progress(numbers), reader.scores(numbers)
         for job in some:
-            yield _row(_with_inputs(job, layout), progress.get(job.id, NO_PROGRESS), scores.get(job.id), asker)
+            yield _row(job, progress.get(job.id, NO_PROGRESS), scores.get(job.id), asker)
 
 
 def _whole(jobs: Catalog, each: Listed) -> Job | None:
@@ -250,17 +250,6 @@ def _whole(jobs: Catalog, each: Listed) -> Job | None:
         return jobs.get(each.id)
     except OSError as error:
         return replace(as_known(each), remark=f"its entry cannot be read: {error.strerror}")
-
-
-def _with_inputs(job: Job, layout: Layout) -> Job:
-    """Return a job with its model and its data; of one that an older honed accepted, only its plan has them."""
-    if job.model:
-        return job
-    try:
-        spec = _plan(layout.files(job.id)).spec
-        return replace(job, model=str(spec["base_model"]), data=tuple(str(each["path"]) for each in spec["datasets"]))
-    except (KeyError, TypeError, ValueError):
-        return job
 
 
 def _ordered(jobs: Catalog, after: int | None, queue: Queue | None) -> Iterator[Listed]:
@@ -500,7 +489,7 @@ def shown(
     artifacts = value if isinstance(value := result.get("artifacts"), dict) else {}
     report = str(files.report_path) if untrusted.exists(files.report_path) else None
     head = {
-        **explain(summary(_with_inputs(job, layout), progress, score)),
+        **explain(summary(job, progress, score)),
         "spec": spec,
         "plan": plan,
         "attempts": [_attempt(attempt) for attempt in job.attempts],
@@ -621,7 +610,7 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
         eval_loss, last_predictions = _eval_loss(reader, job), reader.last_predictions(job.id)
     resident_bytes, cpu_sec = _worker(layout, job) if job.state is State.RUNNING and job.attempts else (None, None)
     return {
-        **summary(_with_inputs(job, layout), progress, score),
+        **summary(job, progress, score),
         "stage": stage,
         "course": course,
         "predictions": last_predictions,

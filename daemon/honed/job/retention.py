@@ -347,7 +347,7 @@ def _readable(path: PersonPath) -> Reason | None:
 
 
 def remove_refused(spool: Spool, name: str) -> bool:
-    """Remove a file in rejected/. Logs a warning and returns False for a directory, which an earlier honed has kept."""
+    """Remove a file in rejected/. Logs a warning and returns False for a directory, which a person has made there."""
     path = spool.rejected / Path(name).name
     try:
         untrusted.remove(path)

@@ -250,7 +250,7 @@ class Spool:
         for path in (self.incoming_dir, self.claimed_dir, self.rejected_dir, *map(self.state_dir, State)):
             durable.make_dir(path)
         durable.make_dir(layout.jobs_dir)
-        if lock:  # an older honed did not create them, and a reader may not
+        if lock:  # a reader may not create them
             durable.make_dir(self.pruned.dir)
             durable.make_dir(self.ended_dir)
         take_lock = lock if callable(lock) else _take_lock

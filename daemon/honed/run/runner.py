@@ -169,7 +169,7 @@ def _ended(record: Mapping[str, Any]) -> Moment | None:
     if wall is None:
         return None
     if monotonic is None or not isinstance(boot, str):
-        return Moment(wall)  # written by an older shim
+        return Moment(wall)  # not as the shim writes it
     return Moment(wall, monotonic, boot)
 
 

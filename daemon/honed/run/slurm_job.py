@@ -104,7 +104,7 @@ class SlurmJob:
         self._make_submission = submission
         self._lane = lane
         self._clock = clock
-        now = clock()  # a command of an earlier honed may still be under way
+        now = clock()  # a command of the honed before this start may still be under way
         self._submission = _Submission(argv, now, now + AGAIN_SEC)
         self._wish = _Wish()
         #: Since when its end is recorded, and it is not known who has stopped it.

@@ -50,7 +50,7 @@ class CheckUnits:
             for unit in self._systemd.live_units("honed-check@*.service"):
                 stop(self._systemd, unit)
         except BusError as error:
-            log.warning("the checks started by an earlier honed cannot be stopped: %s", error)
+            log.warning("the checks that were started before honed restarted cannot be stopped: %s", error)
 
 
 class UnitHelper(Helper):

@@ -116,7 +116,7 @@ class Sender:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Hold the lock: one process delivers at a time. An earlier honed-send may be finishing."""
+        """Hold the lock: one process delivers at a time. The honed-send before a restart may be finishing."""
         fd = os.open(outbox.sender_dir(self._path) / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o640)
         try:
             has_said = False

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
@@ -31,7 +31,7 @@ class Assignment:
     output_dir: Path
     backend: str
     precision: Precision
-    plan: PlanFile  #: with the adjustments and the date, as the output's manifest has it
+    plan: PlanFile  #: with the adjustments, as the output's manifest has it
     layout: JobLayout
     attempt: AttemptLayout
     date: datetime  #: given to chat templates that ask for the date, in local time
@@ -99,14 +99,12 @@ def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignme
     adjustments = _adjustments(layout)
     if adjustments:
         plan = plan.adjusted(out_of_memory.adjusted(plan.spec, adjustments), adjustments)
-    date = _date(plan, layout)
-    plan = plan.dated(date)
     spec = hubdata.placed(JobSpec.model_validate(plan.spec), plan.hub_datasets)
     if plan.adapter_path is not None:
         spec = spec.model_copy(update={"adapter": str(plan.adapter_path)})  # where the spec says job:NAME
     return Assignment(
         job_id=plan.job.id,
-        name=plan.job.name or f"job {plan.job.id}",
+        name=plan.job.name,
         spec=spec,
         base_model_path=plan.base_model_path,
         output_dir=plan.output_dir,
@@ -115,19 +113,9 @@ def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignme
         plan=plan,
         layout=layout,
         attempt=layout.attempt(attempt),
-        date=date,
+        date=plan.date,
         adjustments=adjustments,
     )
-
-
-def _date(plan: PlanFile, layout: JobLayout) -> datetime:
-    """Return when the job was accepted, or when its first attempt started if an older honed accepted it."""
-    with contextlib.suppress(TypeError, ValueError):
-        if plan.date is not None:
-            return plan.date
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), layout.attempt(1).events_path.open() as events:
-        return datetime.fromtimestamp(json.loads(next(events, ""))["time"], UTC).astimezone()
-    return datetime.now(UTC).astimezone()
 
 
 def _adjustments(layout: JobLayout) -> tuple[Adjustment, ...]:

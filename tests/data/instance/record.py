@@ -1,7 +1,7 @@
-"""Record the instance of an earlier honed: python record.py COMMIT (with the tests' environment; a minute).
+"""Record an instance that later versions must load: python record.py COMMIT VERSION (a minute).
 
-It runs that commit's daemon and workers in the directory `ROOT`, on real tiny models, until there are jobs in every
-state, kills them all, and packs what they leave:
+With the tests' environment. It runs that commit's daemon and workers, as that version, in the directory `ROOT`, on
+real tiny models, until there are jobs in every state, kills them all, and packs what they leave:
 
     instance.tar.xz    the directory
     recorded.json      the versions and the processor, the jobs as that honed lists them, and what was delivered
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -75,12 +76,7 @@ hosts = ["train.example.org"]
 [retention]
 max_job_age_days = 36500
 max_jobs = 1000
-max_checkpoint_jobs = 500
 max_rejected_age_days = 36500
-max_rejected = 2000
-max_event_age_days = 36500
-max_events = 1000000
-interval_sec = 60
 
 [notify]
 admin_webhook = "team"
@@ -135,6 +131,10 @@ def main() -> None:
         command = ["git", "archive", "--format=tar", sys.argv[1]]
         archive = subprocess.run(command, cwd=HERE.parents[2], stdout=subprocess.PIPE, check=True)
         subprocess.run(["tar", "--extract", "--directory", tree], input=archive.stdout, check=True)
+        for name in ("pyproject.toml", "daemon/honed/__init__.py"):  # as scripts/release writes it
+            path = Path(tree, name)
+            text = re.sub(r'(version(?:__)?) = "[0-9.]+"', rf'\1 = "{sys.argv[2]}"', path.read_text(), count=1)
+            path.write_text(text)
         # The packages of this environment but for its .pth files, which add today's honed. By links, so that tracebacks
         # in the recording do not name this environment.
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment_dir], check=True)
@@ -147,7 +147,7 @@ def main() -> None:
             "PYTHONPATH": f"{tree}/daemon:{tree}/tests:{ROOT}/packages",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
-            "HONED_RECORDED": sys.argv[1],
+            "HONED_RECORDED": " ".join(sys.argv[1:]),
         }
         subprocess.run([f"{environment_dir}/bin/python", __file__], env=environment, check=True)
 
@@ -244,8 +244,8 @@ class Recording:
 
     def half_prune(self, name: str) -> None:
         """Commit the removal of a job, and be killed before the rest."""
-        from honed.layout import Layout
-        from honed.spool import Spool
+        from honed.job.spool import Spool
+        from honed.system.layout import Layout
 
         spool = Spool(Layout(ROOT))
         [job] = spool.named(name)
@@ -257,8 +257,10 @@ class Recording:
         import transformers
         import trl
 
+        commit, version = os.environ["HONED_RECORDED"].split()
         recorded = {
-            "commit": os.environ["HONED_RECORDED"],
+            "commit": commit,
+            "version": version,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "trl": trl.__version__,
@@ -328,7 +330,7 @@ class Recording:
 
     def start(self) -> None:
         with (ROOT / "honed.log").open("wb") as log:
-            command = [sys.executable, "-m", "honed.daemon", "--root", ROOT]
+            command = [sys.executable, "-m", "honed.daemon.starting", "--root", ROOT]
             self.daemon = subprocess.Popen(command, stdout=log, stderr=log)
 
     def drop(self, file: str, **keys: Any) -> None:
@@ -338,7 +340,7 @@ class Recording:
         temporary.rename(self.incoming_dir / f"{file}.json")
 
     def honectl(self, *words: str) -> str:
-        command = [sys.executable, "-m", "honed.honectl", "--root", ROOT, *words]
+        command = [sys.executable, "-m", "honed.cli.honectl", "--root", ROOT, *words]
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     def list(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What stays in an edit, and what counts as a change where a file is of an earlier honed."""
+"""What stays in an edit, and what counts as a change where a later version adds a key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check(job: dict[str, Any], before: dict[str, Any], **changed: Any) -> None:
     _check_kept(held, before, answer)
 
 
-def test_keys_that_an_earlier_honed_did_not_have_are_no_change() -> None:
+def test_keys_that_a_later_version_adds_are_no_change() -> None:
     now = {**SPEC, "group": {**GROUP, "halving": None}, "resources": {"gpus": 1, "profile": None}}
     before = {**SPEC, "resources": {"gpus": 1}}
     ran = {"group": GROUP, "attempts": (Attempt(1, "transformers", 1.0, device="cpu"),)}

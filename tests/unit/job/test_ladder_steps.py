@@ -120,7 +120,7 @@ def test_frames_and_pixels_are_only_touched_with_leave() -> None:
 
 @pytest.mark.parametrize(("num_pixels", "first"), [(12_000_000, 12_000_000), (150_528, 150_528), (0, 1024 * 1024)])
 def test_without_a_limit_pixels_are_halved_from_those_that_there_are(num_pixels: int, first: int) -> None:
-    seen = Media.of(Memory.from_dict({"media": ["image"], "num_frames": 0, "num_pixels": num_pixels}))
+    seen = Media.of(Memory(0, 0, 0, 0, 0, 0, 1, 8, media=("image",), num_pixels=num_pixels))
     training = {"per_device_train_batch_size": 1}
     (step, *_) = steps(seen=seen, training=training, retry={"may_shrink_media": True})
     assert step == f"media.max_pixels {first} → {first // 2}"

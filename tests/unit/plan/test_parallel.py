@@ -10,7 +10,7 @@ import pytest
 
 from honed.inputs import basemodel
 from honed.inputs.basemodel import BaseModelInfo
-from honed.job.plan_file import Parallel, PlanFile
+from honed.job.plan_file import PlanFile
 from honed.plan import parallel, plan, remedy
 from honed.plan.plan import Plan
 from honed.spec import spec as job_spec
@@ -70,7 +70,6 @@ def test_an_effective_batch_survives_the_plan_and_its_second_reading() -> None:
 
 
 def test_a_plan_of_an_earlier_version_has_no_division(model: BaseModelInfo) -> None:
-    assert PlanFile({}).parallel == Parallel("none", 1)
     made = make(model, 2)
     assert PlanFile(made.as_dict()).parallel == made.parallel
     assert PlanFile(made.as_dict()).memory == made.memory

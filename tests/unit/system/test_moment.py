@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from typing import Any
 
 import pytest
 
-from honed.job.job import Attempt, Job, State
 from honed.run.runner import exit_of
 from honed.system.clock import Calendar, Moment, boot_id
 
@@ -23,7 +20,7 @@ BEGAN = Moment(1.8e9, 500.0, "this boot")
         (Moment(1.8e9 + 24 * HOUR_SEC, 560.0, "this boot"), 60),
         (Moment(1.8e9 - 24 * HOUR_SEC, 560.0, "this boot"), 60),
         (Moment(1.8e9 + HOUR_SEC, 20.0, "the next boot"), HOUR_SEC),
-        (Moment(1.8e9 + HOUR_SEC), HOUR_SEC),  # an older shim wrote it down
+        (Moment(1.8e9 + HOUR_SEC), HOUR_SEC),
         (Moment(1.8e9 - HOUR_SEC, 20.0, "the next boot"), 0),
         (Moment(1.8e9 - HOUR_SEC), 0),
     ],
@@ -38,18 +35,6 @@ def test_moments_of_unknown_boots_are_not_of_one() -> None:
 
 def test_now_is_of_this_boot() -> None:
     assert Moment.now().is_of_boot(Moment.now())
-
-
-def test_an_entry_of_an_older_honed_tells_what_its_attempts_took() -> None:
-    attempts = (Attempt(1, "transformers", 100.0, ended_at=160.0), Attempt(2, "transformers", 200.0, ended_at=150.0))
-    job = Job(id=1, name="j", submitted_at=0, source="j", uid=0, output_dir="/o", attempts=attempts)
-    entry = json.loads(job.to_json())
-    for attempt in entry["attempts"]:
-        for key in ("started_monotonic", "boot_id", "took_sec"):
-            del attempt[key]
-    read = Job.from_json(json.dumps(entry).encode(), State.QUEUED)
-    assert [each.spent_sec for each in read.attempts] == [60, 0]
-    assert [each.spent_sec for each in (dataclasses.replace(each, took_sec=7.0) for each in attempts)] == [7, 7]
 
 
 class Wall:
@@ -131,7 +116,7 @@ def test_an_end_that_a_worker_could_have_written_is_a_moment_or_none(
         ({"boot_id": "another"}, True),
         ({"boot_id": "another", "system_state": "running"}, False),
         ({"boot_id": boot_id(), "system_state": "stopping"}, True),
-        ({"boot_id": None}, True),  # an older shim's: long before this boot, by the clock on the wall
+        ({"boot_id": None}, True),  # not as the shim writes it: long before this boot, by the clock on the wall
     ],
 )
 def test_a_unit_that_had_nobody_to_ask_ended_in_a_shutdown_if_that_was_another_boot(

@@ -65,7 +65,8 @@ def _assignment(root: Path, kind: str, hostile: str) -> Assignment:
                 "spec": spec,
                 "base_model_path": str(model_dir),
                 "output_dir": str(root / "out"),
-                "backend": {"name": "transformers"},
+                "backend": {"name": "transformers", "reasons": []},
+                "date": "2026-11-29T12:00:00+00:00",
                 "precision": precision,
             }
         )

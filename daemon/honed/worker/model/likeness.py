@@ -155,8 +155,7 @@ def _check_kind(job: Assignment) -> None:
 def _check_room(made: Path, job: Assignment, rows: Sequence[Row], *, is_held: bool) -> None:
     """Raise _NotWholeError unless what is loaded fits where the plan has activations, or the whole merge."""
     memory = job.plan.memory
-    if memory is None:
-        raise _NotComparedError("the plan, of an earlier version, has no estimate of memory")
+    assert memory is not None
     num_tokens = sum(row["input_ids"].numel() for row in rows)
     model_bytes = sum(path.stat().st_size for path in made.glob("*.safetensors"))
     needed = comparison_bytes(model_bytes, load_config(job).to_dict(), num_tokens) + memory.tower_bytes
