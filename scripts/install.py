@@ -389,9 +389,6 @@ class Installer:
             return
         self._systemctl("daemon-reload")
         self._check_user_database()
-        for job_id in _running_jobs():
-            # A job started by an older version has no view yet, and its unit's last step now needs the user from it.
-            self._systemctl("start", f"honed-view@{job_id}.service", may_fail=True)
         if not self._options.no_restart:
             # Running jobs are units of their own: they continue, and the new honed adopts them.
             self._systemctl("try-restart", "honed.service", "honed-send.service", "honed-web.service")
@@ -513,13 +510,6 @@ def _lines_of(path: Path) -> list[str]:
     with contextlib.suppress(OSError):
         return [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     return []
-
-
-def _running_jobs() -> list[int]:
-    """Return the numbers of the jobs whose units are running."""
-    words = ["systemctl", "list-units", "--plain", "--no-legend", "--state=active,activating", "honed-job@*.service"]
-    told = subprocess.run(words, capture_output=True, text=True, check=False).stdout
-    return [int(number) for number in re.findall(r"^honed-job@(\d+)\.service", told, re.MULTILINE)]
 
 
 def main() -> None:

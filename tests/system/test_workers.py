@@ -113,11 +113,11 @@ def test_a_worker_has_the_rights_of_its_submitter_and_no_others(honed: Machine) 
     ]
 
 
-def test_roots_jobs_and_those_of_before_the_upgrade_run_as_honed_job(honed: Machine) -> None:
+def test_roots_jobs_and_those_whose_submitter_may_not_write_run_as_honed_job(honed: Machine) -> None:
     wanted = honed.run("id", "-u", "honed-job").strip()
     assert probe(honed, job_of(honed, None, "roots"), "id -u") == f"{wanted}\n"
     before = job_of(honed, "anna", "before")
-    # A directory of an older version: its submitter can read, the workers' group can write.
+    # As where nobody could write the ACL anew: its submitter can read, the workers' group can write.
     uid = honed.run("id", "-u", "anna").strip()
     code = (
         "from pathlib import Path; from honed.system.access import Acl, set_acl; "

@@ -145,8 +145,8 @@ datasets:
 ```
 
 **Duplicate rows** are counted in the `data` event and warned about: `num_twice` counts training rows that repeat an
-earlier row, `num_in_both` held-out rows that are also trained on. `eval_split` keeps duplicates on one side; a job
-that was planned by an older honed without this rule keeps its split.
+earlier row, `num_in_both` held-out rows that are also trained on. `eval_split` keeps duplicates on one
+side.
 """
 
 

@@ -10,7 +10,7 @@
 
 systemd resolves `User=honed-j%i` by these records (nss-systemd), so that the worker starts with its submitter's
 permissions and the unit needs no capability. The user is the one with write access in the ACL of the job's directory.
-Jobs of root and of system accounts, and jobs accepted before there was such an ACL, run as honed-job.
+Jobs of root and of system accounts, and jobs on a file system without ACLs, run as honed-job.
 
 honed, which owns these files, gains no permissions: the inputs that it names are opened with the submitter's
 permissions, and it cannot choose a user below FIRST_PERSON.

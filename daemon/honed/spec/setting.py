@@ -13,7 +13,7 @@ from honed.spec.field import describe, keys, kinds
 from honed.spec.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
 
 #: Keys that an earlier version read, as `section.key`, and what to write instead. They are ignored with a warning: an
-#: upgrade does not stop honed over a key that a default in its own honed.toml has had. Before 0.2.0 there were none.
+#: upgrade does not stop honed over a line that was valid before it.
 GONE: dict[str, str] = {}
 
 

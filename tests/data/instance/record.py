@@ -330,7 +330,7 @@ class Recording:
 
     def start(self) -> None:
         with (ROOT / "honed.log").open("wb") as log:
-            command = [sys.executable, "-m", "honed.daemon.starting", "--root", ROOT]
+            command = [sys.executable, "-m", "honed.daemon.loop", "--root", ROOT]
             self.daemon = subprocess.Popen(command, stdout=log, stderr=log)
 
     def drop(self, file: str, **keys: Any) -> None:
