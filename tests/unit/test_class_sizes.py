@@ -1,4 +1,4 @@
-"""Each class is small enough to be held in mind: its lines, and on the daemon's side what it keeps."""
+"""Classes and functions are small enough to be held in mind: their lines, and what a class of the daemon's keeps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import honed
 
 TOP = Path(honed.__file__).parent
 MAX_LINES = 250
+MAX_FUNCTION_LINES = 90
 MAX_ATTRIBUTES = 15
 
 
@@ -42,6 +43,18 @@ def test_no_class_is_too_large() -> None:
     assert any(name == "Daemon" for _, _, name in sizes)
     large = [f"{path}: {name} has {size} lines" for size, path, name in sizes if size > MAX_LINES]
     assert not large, "\n".join(large)
+
+
+def test_no_function_is_too_long() -> None:
+    sizes = [
+        ((node.end_lineno or 0) - node.lineno + 1, path.relative_to(TOP), node.name)
+        for path in sorted(TOP.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert len(sizes) > 1000
+    long = [f"{path}: {name} has {size} lines" for size, path, name in sizes if size > MAX_FUNCTION_LINES]
+    assert not long, "\n".join(long)
 
 
 def test_no_class_of_the_daemons_side_keeps_too_much() -> None:
