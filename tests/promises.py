@@ -92,8 +92,10 @@ class Watching(Stop):
     def check(self) -> None:
         super().check()
         frame = sys._getframe(1)
-        if frame.f_locals.get("name") == "export" and frame.f_back is not None:
-            model = frame.f_back.f_locals["trainer"].model
+        if frame.f_locals.get("name") != "export" or frame.f_back is None:
+            return
+        if (trainer := frame.f_back.f_locals.get("trainer")) is not None:  # a merge has none
+            model = trainer.model
             if self.logits_path is not None:
                 torch.save(live_logits(model), self.logits_path)
             if self.live_dir is not None:

@@ -36,46 +36,36 @@ import stat
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from honed.check import (
+    checklist,
     clustercheck,
     datacheck,
-    modelcheck,
-    packagecheck,
-    placecheck,
-    rehearsal,
-    rowcheck,
-    target,
-    templatecheck,
 )
+from honed.check.checklist import Asked, Progress, Verdict
 from honed.check.policy import Policy, inputs
-from honed.inputs import basemodel, hubdata, modality
-from honed.inputs.basemodel import UncachedError
+from honed.inputs import hubdata, modality
 from honed.job import entitlement
-from honed.job.plan_file import DatasetPlace, PlanFile, Precision
-from honed.plan import loss, pace, parallel, plan, position, remedy, rung
-from honed.plan.plan import Plan
+from honed.job.plan_file import PlanFile, Precision
 from honed.run.helper import READY, STAGE_BYTES
-from honed.run.rehearsed import STAGE, Kept
+from honed.run.rehearsed import Kept
 from honed.run.reply import Answer, Passed, Refused
-from honed.run.snapshot import Missing
-from honed.spec import kind, problem, recipient, spec, sweep
-from honed.spec.config import Config, devices
+from honed.spec import kind, problem, spec, sweep
+from honed.spec.config import Config
 from honed.spec.document import Document
 from honed.spec.spec import JobSpec
 from honed.spec.sweep import Member
-from honed.system import device, installed, niceness, python, quote, training
 from honed.system import layout as layouts
+from honed.system import niceness, python, quote
 from honed.system.device import Device
 from honed.system.error import (
     DatasetError,
     EnvironmentInvalidError,
     HonedError,
     InternalError,
-    MemoryShortError,
     SpecError,
     said,
     unreadable,
@@ -85,68 +75,6 @@ from honed.system.log import trace
 
 #: Bytes of address space for the helper: enough for pyarrow's pools and a large .json, without exhausting the machine.
 MAX_HELPER_BYTES = 4 * 1024**3
-
-#: Called with the name of each stage as it is entered.
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A job that may run, or a job whose plan has to wait for another job's output or for a fetch."""
-
-    spec: JobSpec
-    plan: Plan | None  #: None while the job waits
-    output_dir: Path
-    warnings: list[str]  #: with quoted content marked
-    adapter_path: Path | None = None
-    waits_for: Mapping[str, str] = field(default_factory=dict)  #: key → name of the job that makes its input
-    needs_fetch: Missing | None = None  #: a base model or data set that is not in the cache but may be fetched
-    commit: str | None = None  #: the commit that the base model's hub id points to now; a branch may move
-    lines: Mapping[str, int] = field(default_factory=dict)  #: line numbers of the job file's top-level keys
-    hub_datasets: Mapping[str, DatasetPlace] = field(default_factory=dict)  #: local paths of hub data sets, by key
-    is_sampled: bool = False  #: True if a data set has more rows than the first ones, which were checked
-    members: tuple[Member, ...] = ()  #: of a sweep; the rest is about the first of them
-
-    def places(self) -> dict[str, dict[str, object]]:
-        """Return `hub_datasets` in the plan's format."""
-        sets = {"datasets": self.spec.datasets, "eval_datasets": self.spec.eval_datasets}
-        made = {}
-        for key, place in self.hub_datasets.items():
-            section, _, number = key.partition(".")
-            made[key] = place.as_dict(sets[section][int(number)].path)
-        return made
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The arguments of `check` other than the job file."""
-
-    layout: Layout
-    config: Config
-    device: Device | None
-    job_id: int | None
-    jobs: Mapping[str, Path]
-    commit: str | None
-    dataset_commits: Mapping[str, str]
-    pinned: Precision | None
-    uid: int | None
-    progress: Progress
-    cache: datacheck.Cache | None
-    keep: Callable[[Kept], None]
-
-    @property
-    def has_network(self) -> bool:
-        """False in the unit that checks a user's file for the shared instance: Slurm is asked at the job's turn."""
-        return not self.layout.is_of_system or self.uid is None
-
-    @property
-    def rights(self) -> Policy:
-        return Policy.of(self.layout, self.config, self.uid)
-
-    @property
-    def kept_in(self) -> list[Path]:
-        """Directories with the submitter's kept rehearsals."""
-        return rehearsal.kept_in(self.layout, os.getuid() if self.uid is None else self.uid)
 
 
 def check(
@@ -178,7 +106,7 @@ def check(
     An unforeseen exception becomes an InternalError, with its traceback on stderr.
     """
     try:
-        asked = _Asked(
+        asked = Asked(
             layout,
             config,
             device,
@@ -204,7 +132,7 @@ def check(
                 job_spec, places, missing = hubdata.located(
                     job_spec, layout.cache_dir, allow_hub=config.policy.hub, commits=asked.dataset_commits
                 )
-                verdict = replace(_check(job_spec, asked, missing), hub_datasets=places, members=members)
+                verdict = replace(checklist.run(job_spec, asked, missing), hub_datasets=places, members=members)
         except HonedError as error:
             problem.locate(error, parsed.data, parsed.lines)
             raise
@@ -272,244 +200,6 @@ def _check_halving(job_spec: JobSpec, member: Member, parsed: Document) -> None:
             f"{first} is not before the last step (training.max_steps: {last})",
             f"use less, such as {max(1, last // 4)}",
         )
-
-
-def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict:  # noqa: PLR0915 - a linear sequence
-    layout, config, jobs, progress, rights = asked.layout, asked.config, asked.jobs, asked.progress, asked.rights
-    if asked.commit is not None:
-        job_spec = job_spec.model_copy(update={"revision": asked.commit})
-    _check_policy(job_spec, config)
-    if training.is_missing():
-        raise EnvironmentInvalidError(training.MISSING, hint=training.REMEDY)
-    progress("permissions")
-    _check_rights(job_spec, rights, config, jobs)
-    waits_for = {key: name for key, name in spec.references(job_spec).items() if name not in jobs}
-    if waits_for or missing is not None:
-        return _check_the_rest(job_spec, asked, waits_for, missing)
-    progress("base model")
-    try:
-        model = modelcheck.inspect(job_spec, layout, config, jobs)
-    except UncachedError:
-        return _check_the_rest(job_spec, asked, {}, None)
-    progress("adapter")
-    adapter = modelcheck.inspect_adapter(job_spec, jobs)
-    if adapter is not None:
-        basemodel.check_fits(adapter, model)
-        target.check_adapter(adapter, model)
-    modelcheck.check_merge(job_spec, model, adapter)
-    loss.check(job_spec, model, adapter)
-    named = [*_of_itself(job_spec), *modelcheck.warnings(model), *target.check(job_spec, model)]
-    progress("chat template")
-    has_chat_template = templatecheck.check(job_spec, model)
-    progress("datasets")
-    looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, cache=asked.cache)
-    warnings = named + looked.warnings + position.check(job_spec, model, looked.num_row_tokens)
-    warnings += pace.warnings(job_spec, looked.num_train_rows)
-    progress("rows in the chat template")
-    warnings += [*templatecheck.unused(job_spec, model), *rowcheck.check(job_spec, model, rights, cache=asked.cache)]
-    progress("packages")
-    here = installed.look()
-    candidates = _devices(job_spec, config, asked.device)
-    packagecheck.check(job_spec, model, candidates[0], here)
-    warnings += packagecheck.outside_window(here) + packagecheck.lacking(looked.attached, here)
-    warnings += packagecheck.unpaged(job_spec, candidates[0])
-    progress("plan")
-
-    pinned = rung.pinned(asked.pinned)
-
-    def planned(changed: JobSpec, target: Device) -> Plan:
-        return plan.make(
-            changed,
-            model,
-            target,
-            config=config,
-            installed=here,
-            adapter=adapter,
-            num_row_tokens=looked.num_row_tokens,
-            num_rows=looked.num_rows,
-            rows=looked.attached,
-            pinned=pinned,
-            adapter_dtype=asked.pinned.adapter_dtype if asked.pinned else None,
-        )
-
-    def fitting(target: Device) -> Plan:
-        made = planned(job_spec, target)
-        progress("memory")
-        remedy.check(
-            job_spec,
-            made.memory,
-            target,
-            lambda changed: planned(changed, target).memory,
-            num_devices=_num_like(target, job_spec, config),
-        )
-        return made
-
-    made = replace(
-        _first_that_fits(candidates, fitting),
-        rows_template=templatecheck.for_rows(job_spec, model),
-        rows=looked.needs if kind.of(job_spec).has_rows else None,
-    )
-    progress("output directory")
-    output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)
-    progress("disk")
-    warnings += placecheck.check_apart(job_spec, output_dir, model)
-    placecheck.check_room(job_spec, made, layout, output_dir)
-    warnings += clustercheck.ask(job_spec, config, progress) if asked.has_network else []
-    warnings += rehearsal.check(
-        job_spec,
-        model,
-        made,
-        config,
-        sees=any(media.kind == "image" for row in looked.attached for media in row.media),
-        places=asked.kept_in,
-        keep=asked.keep,
-        begins=lambda: progress(STAGE),
-    )
-    return Verdict(
-        job_spec,
-        made,
-        output_dir,
-        [*made.warnings, *warnings],
-        adapter.path if adapter else None,
-        commit=modelcheck.commit(job_spec, model),
-        is_sampled=looked.is_sampled,
-    )
-
-
-def _check_the_rest(
-    job_spec: JobSpec, asked: _Asked, waits_for: Mapping[str, str], missing_data: Missing | None
-) -> Verdict:
-    """Check a job that waits for another job's output or for a fetch, as far as possible without them."""
-    layout, config, jobs, progress, rights = asked.layout, asked.config, asked.jobs, asked.progress, asked.rights
-    model, missing = None, None
-    warnings = _of_itself(job_spec)
-    if "base_model" not in waits_for:
-        progress("base model")
-        try:
-            model = modelcheck.inspect(job_spec, layout, config, jobs)
-            modelcheck.check_merge(job_spec, model, None)
-            warnings += [*modelcheck.warnings(model), *target.check(job_spec, model)]
-        except UncachedError as error:
-            missing = error.missing
-    if "adapter" not in waits_for:
-        progress("adapter")
-        adapter = modelcheck.inspect_adapter(job_spec, jobs)
-        if adapter is not None and model is not None:
-            basemodel.check_fits(adapter, model)
-            target.check_adapter(adapter, model)
-        elif adapter is not None:
-            basemodel.check_whole(adapter)
-    progress("chat template")
-    has_chat_template = templatecheck.check(job_spec, model)
-    progress("datasets")
-    looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, cache=asked.cache)
-    warnings += looked.warnings + pace.warnings(job_spec, looked.num_train_rows)
-    progress("rows in the chat template")
-    warnings += [*templatecheck.unused(job_spec, model), *rowcheck.check(job_spec, model, rights, cache=asked.cache)]
-    progress("packages")
-    here = installed.look()
-    packagecheck.check(job_spec, model, _devices(job_spec, config, asked.device)[0], here)
-    warnings += packagecheck.outside_window(here)
-    progress("output directory")
-    output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)
-    warnings += placecheck.check_apart(job_spec, output_dir, model)
-    warnings += [
-        f"{key}: job:{name}: checked, and the job planned, once that job has succeeded"
-        for key, name in waits_for.items()
-    ]
-    # Data sets first: they are small, and their faults show early.
-    for each in filter(None, (missing_data, missing)):
-        where = f"{each.repo_id} at {each.revision} is not, or only partly, in the local cache"
-        warnings.append(f"{each.key}: {where}: honed first fetches it from the hub, then checks and plans the job")
-    commit = modelcheck.commit(job_spec, model) if model is not None else None
-    return Verdict(
-        job_spec,
-        None,
-        output_dir,
-        warnings,
-        waits_for=waits_for,
-        needs_fetch=missing_data or missing,
-        commit=commit,
-        is_sampled=looked.is_sampled,
-    )
-
-
-def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[Device]:
-    """Return the devices that the job may run on; it is planned for the first on which it fits."""
-    if job_spec.resources.gpus == 0 or not kind.of(job_spec).needs_device:
-        return [device.cpu()]
-    if given:
-        return [given]
-    found = devices(config, job_spec.resources.profile)
-    if (asked := clustercheck.profile(job_spec, config)) is not None:
-        clustercheck.require_gpus(job_spec, asked)
-        return found[:1]
-    gpus = device.alike([each for each in found if each.kind == "cuda"])
-    parallel.check_devices(job_spec, max(map(len, gpus), default=0), sum(map(len, gpus)))
-    if job_spec.resources.gpus <= 1:
-        return found
-    # Each set of GPUs that are alike has its smallest one for all.
-    return [min(each, key=lambda one: one.total_bytes) for each in gpus if len(each) >= job_spec.resources.gpus]
-
-
-def _num_like(target: Device, job_spec: JobSpec, config: Config) -> int:
-    """Return how many devices like this one the machine has."""
-    found = devices(config, job_spec.resources.profile) if target.kind == "cuda" else []
-    return sum(device.are_alike(each, target) for each in found) or 1
-
-
-def _first_that_fits(candidates: list[Device], fitting: Callable[[Device], Plan]) -> Plan:
-    """Return the plan for the device with the best rung; among equals, the first. Raises the largest device's refusal
-    if the job fits on none."""
-    refusals, lower = [], []
-    for candidate in candidates:
-        try:
-            made = fitting(candidate)
-        except MemoryShortError as error:
-            refusals.append((candidate.total_bytes, error))
-        else:
-            if not made.num_passed:
-                return made
-            lower.append(made)
-    if lower:
-        return min(lower, key=lambda made: made.num_passed)
-    raise max(refusals, key=lambda refusal: refusal[0])[1]
-
-
-def _check_policy(job_spec: JobSpec, config: Config) -> None:
-    if job_spec.trust_remote_code and not config.policy.trust_remote_code:
-        raise SpecError(
-            "trust_remote_code: running code from model repositories is not allowed here",
-            hint="remove it, or ask the administrator to set policy.trust_remote_code in honed.toml",
-            fix={"trust_remote_code": None},
-        )
-    parallel.check(job_spec, has_cluster=config.jobs.runner == "slurm")
-    clustercheck.profile(job_spec, config)
-    recipient.check(job_spec.notify, config.notify)
-
-
-def _of_itself(job_spec: JobSpec) -> list[str]:
-    """Return a warning for each key that names the job's own name, which means an earlier job of that name."""
-    if job_spec.name is None:
-        return []
-    named = [key for key, name in spec.references(job_spec).items() if name == job_spec.name]
-    named += ["depends_on"] if job_spec.name in job_spec.depends_on else []
-    return [
-        f"{key}: {job_spec.name} is also this job's name: the latest earlier job of that name is used; without one, "
-        "this job is rejected"
-        for key in named
-    ]
-
-
-def _check_rights(job_spec: JobSpec, rights: Policy, config: Config, jobs: Mapping[str, Path]) -> None:
-    """Check the rights to all paths, before any is opened, except other jobs' outputs: daemon/arrivals/naming.py."""
-    named = spec.references(job_spec)
-    model = None
-    with contextlib.suppress(UncachedError):  # it will be fetched into honed's own cache
-        model = None if "base_model" in named else modelcheck.resolve(job_spec, rights.layout, config, jobs)
-    adapter = None if job_spec.adapter is None or "adapter" in named else Path(job_spec.adapter)
-    for each in inputs(job_spec, model, adapter):
-        rights.check_read(each)
 
 
 # --- The helper -------------------------------------------------------------------------------------------------------

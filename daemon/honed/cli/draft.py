@@ -23,7 +23,7 @@ from honed.system.error import DatasetError, ErrorRecord, HonedError, InternalEr
 from honed.text import omission
 
 if TYPE_CHECKING:
-    from honed.check.preflight import Verdict
+    from honed.check.checklist import Verdict
     from honed.spec.spec import JobSpec
     from honed.text.chat import PreviewRow
 

@@ -28,7 +28,7 @@ from honed.system import untrusted
 from honed.system.error import EnvironmentInvalidError, HonedError, UsageError, from_dict
 
 if TYPE_CHECKING:
-    from honed.check.preflight import Verdict
+    from honed.check.checklist import Verdict
     from honed.job.shape import Edited, Shown
 
 #: Editors of those who have set neither VISUAL nor EDITOR, the first that is there.

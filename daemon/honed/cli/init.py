@@ -27,7 +27,7 @@ from honed.system.error import HonedError, MemoryShortError, SpecError, UsageErr
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from honed.check.preflight import Verdict
+    from honed.check.checklist import Verdict
 
 #: Corrections after which the check would still fail for a reason of its own.
 MAX_ROUNDS = 12

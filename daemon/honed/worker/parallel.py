@@ -62,20 +62,101 @@ class Asked:
 
 
 @dataclass
-class Ranks:
-    """This process's place among the ranks of its run."""
+class _Place:
+    """This process's place among the ranks of its run, and what it does where another rank fails."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     dir: Path | None = None  #: what the ranks share
     meet_at: str = ""  #: the address of rank 0's machine; empty if it is this one for all
-    is_out_of_step: bool = False  #: rank 0 has failed in a call that the others are still in
     pulse: Pulse | None = None
     num_calls: int = 0  #: to the others, and steps: the rank with the fewest is the one that they wait for
     _waits: bool = False  #: for another rank
     _has_noticed: bool = False  #: this rank ends by itself
     _end: Callable[[HonedError | None], None] = field(default=lambda _error: None)
+
+    @property
+    def is_zero(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def are_several(self) -> bool:
+        return self.world > 1
+
+    def watch(self, end: Callable[[HonedError | None], None]) -> None:
+        """Look for errors of other ranks from now on. `end` ends this process with one, or with None if a rank was
+        lost, where this rank does not end by itself.
+        """
+        if self.are_several:
+            self._end = end
+            threading.Thread(target=self._look, name="ranks", daemon=True).start()
+
+    def notice(self) -> None:
+        """End by ourselves from now on, however long it takes."""
+        self._has_noticed = True
+
+    def fail(self, problem: Exception, error: HonedError) -> HonedError | None:
+        """Return the error with which all ranks end after this one's, the first of any; None if a rank was lost."""
+        self.notice()
+        if self.dir is None:
+            return error
+        if not _is_lost(problem):
+            if self._lost:
+                return None
+            _write_once(self.dir / "error.json", {"rank": self.rank, **message.error_record(error)})
+        return self._first_error() if self._has_reason() else None
+
+    def _has_reason(self) -> bool:
+        """Wait, for a while, until another rank's error or its loss is known: the shim notes a loss a moment after the
+        others' connections have broken. Return False if neither is."""
+        deadline = time.monotonic() + REASON_SEC
+        while not (has_reason := self._lost or self._first_error() is not None) and time.monotonic() < deadline:
+            time.sleep(LOOK_INTERVAL_SEC)
+        return has_reason
+
+    def wait_for_result(self, path: Path) -> None:
+        """Wait for rank 0's result before a rank ends with an error: its end has the shim end the others."""
+        deadline = time.monotonic() + RESULT_SEC
+        while not self.is_zero and not path.exists() and not self._lost and time.monotonic() < deadline:
+            time.sleep(LOOK_INTERVAL_SEC / 4)
+
+    @property
+    def _lost(self) -> bool:
+        return self.dir is not None and (self.dir / "lost.json").exists()
+
+    def _first_error(self) -> HonedError | None:
+        assert self.dir is not None
+        try:
+            record = json.loads((self.dir / "error.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        return message.error_of(record)
+
+    def _look(self) -> None:
+        assert self.dir is not None
+        told_at, path = 0.0, self.dir / f"alive.{self.rank}"
+        while not self._lost and not (self.dir / "error.json").exists():
+            if time.monotonic() - told_at >= ALIVE_INTERVAL_SEC:
+                told_at = time.monotonic()
+                self._tell_alive(path)
+            time.sleep(LOOK_INTERVAL_SEC)
+        time.sleep(GRACE_SEC)
+        if not self._has_noticed:
+            self._end(None if self._lost else self._first_error())
+
+    def _tell_alive(self, path: Path) -> None:
+        with contextlib.suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:  # a full disk
+            file.write(b"%-20d" % self.num_calls)
+        if self._waits and self.pulse is not None and not self.is_zero:
+            self.pulse.touch()
+
+
+@dataclass
+class Ranks(_Place):
+    """The ranks of a run, as this one calls them."""
+
+    is_out_of_step: bool = False  #: rank 0 has failed in a call that the others are still in
 
     @classmethod
     def of(cls, attempt_dir: Path, environment: Mapping[str, str] = os.environ) -> Ranks:
@@ -85,14 +166,6 @@ class Ranks:
             return cls()
         meet_at = environment.get(rendezvous.VARIABLE, "")
         return cls(int(environment["RANK"]), world, int(environment["LOCAL_RANK"]), attempt_dir / "ranks", meet_at)
-
-    @property
-    def is_zero(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def are_several(self) -> bool:
-        return self.world > 1
 
     def join(self) -> None:
         """Meet the other ranks. Afterwards all calls work."""
@@ -270,75 +343,6 @@ class Ranks:
             self._waits = False
         if self.pulse is not None and not self.is_zero:
             self.pulse.resume()
-
-    # --- errors -----------------------------------------------------------------------------------------------------
-
-    def watch(self, end: Callable[[HonedError | None], None]) -> None:
-        """Look for errors of other ranks from now on. `end` ends this process with one, or with None if a rank was
-        lost, where this rank does not end by itself.
-        """
-        if self.are_several:
-            self._end = end
-            threading.Thread(target=self._look, name="ranks", daemon=True).start()
-
-    def notice(self) -> None:
-        """End by ourselves from now on, however long it takes."""
-        self._has_noticed = True
-
-    def fail(self, problem: Exception, error: HonedError) -> HonedError | None:
-        """Return the error with which all ranks end after this one's, the first of any; None if a rank was lost."""
-        self.notice()
-        if self.dir is None:
-            return error
-        if not _is_lost(problem):
-            if self._lost:
-                return None
-            _write_once(self.dir / "error.json", {"rank": self.rank, **message.error_record(error)})
-        return self._first_error() if self._has_reason() else None
-
-    def _has_reason(self) -> bool:
-        """Wait, for a while, until another rank's error or its loss is known: the shim notes a loss a moment after the
-        others' connections have broken. Return False if neither is."""
-        deadline = time.monotonic() + REASON_SEC
-        while not (has_reason := self._lost or self._first_error() is not None) and time.monotonic() < deadline:
-            time.sleep(LOOK_INTERVAL_SEC)
-        return has_reason
-
-    def wait_for_result(self, path: Path) -> None:
-        """Wait for rank 0's result before a rank ends with an error: its end has the shim end the others."""
-        deadline = time.monotonic() + RESULT_SEC
-        while not self.is_zero and not path.exists() and not self._lost and time.monotonic() < deadline:
-            time.sleep(LOOK_INTERVAL_SEC / 4)
-
-    @property
-    def _lost(self) -> bool:
-        return self.dir is not None and (self.dir / "lost.json").exists()
-
-    def _first_error(self) -> HonedError | None:
-        assert self.dir is not None
-        try:
-            record = json.loads((self.dir / "error.json").read_bytes())
-        except (OSError, ValueError):
-            return None
-        return message.error_of(record)
-
-    def _look(self) -> None:
-        assert self.dir is not None
-        told_at, path = 0.0, self.dir / f"alive.{self.rank}"
-        while not self._lost and not (self.dir / "error.json").exists():
-            if time.monotonic() - told_at >= ALIVE_INTERVAL_SEC:
-                told_at = time.monotonic()
-                self._tell_alive(path)
-            time.sleep(LOOK_INTERVAL_SEC)
-        time.sleep(GRACE_SEC)
-        if not self._has_noticed:
-            self._end(None if self._lost else self._first_error())
-
-    def _tell_alive(self, path: Path) -> None:
-        with contextlib.suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:  # a full disk
-            file.write(b"%-20d" % self.num_calls)
-        if self._waits and self.pulse is not None and not self.is_zero:
-            self.pulse.touch()
 
 
 class Unwritten(EventWriter):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from honed.check import modelcheck, preflight
-from honed.check.preflight import Verdict
+from honed.check.checklist import Verdict
 from honed.inputs import basemodel
 from honed.spec.config import Config
 from honed.system import installed

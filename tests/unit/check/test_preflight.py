@@ -22,7 +22,7 @@ from PIL import Image
 
 import gpus
 from honed.check import datacheck, placecheck, preflight
-from honed.check.preflight import Verdict
+from honed.check.checklist import Verdict
 from honed.daemon.arrivals.checker import Checker
 from honed.plan.plan import Plan
 from honed.run.helper import READY, STAGE_BYTES, ChildHelper, children

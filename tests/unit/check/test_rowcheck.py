@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from honed.check import datacheck, preflight
-from honed.check.preflight import Verdict
+from honed.check.checklist import Verdict
 from honed.spec.config import Config
 from honed.system import quote
 from honed.system.device import Device

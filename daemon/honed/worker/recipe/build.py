@@ -110,12 +110,12 @@ def _predictor(run: Run, start: Start, rows: Rows) -> prediction.Predictor:
 def _trainer(
     run: Run, start: Start, rows: Rows, loaded: load.Loaded, auditor: audit.Auditor, exam: examiner.Examiner
 ) -> WatchedTrainer:
-    from honed.worker.train import evaluation, trainer
+    from honed.worker.train import arguments, evaluation
     from honed.worker.train.callback import RunCallback
     from honed.worker.train.watched import WatchedTrainer
 
     job, data, resumed = start.job, rows.data, start.resumed
-    arguments = trainer.arguments(
+    args = arguments.arguments(
         job,
         has_eval=data.held_out is not None,
         has_media=data.media is not None,
@@ -144,7 +144,7 @@ def _trainer(
             events=run.events,
             stop=run.stop,
             progress=start.progress,
-            args=arguments,
+            args=args,
             resumed_step=resumed.step if resumed else None,
             auditor=auditor,
             callback=callback,

@@ -210,18 +210,7 @@ def build(
     The processor is loaded if a row has media, and takes part in `chat` from then on.
     """
     spec = assignment.spec
-    for each in [*spec.datasets, *spec.eval_datasets]:
-        for file in files_of(each):
-            assignment.check_read(Named("datasets", file, DatasetError))
-    files = [file for each in [*spec.datasets, *spec.eval_datasets] for file in files_of(each)]
-    before = _stamps(files)
-    hashes = {str(file): sha256(file, stop) for file in files}
-    maker = Maker(
-        assignment, chat, stop, load_processor, warn, hashes, lambda: _stamps(files) == before, is_ahead=is_ahead
-    )
-    wanted = [datasets for datasets in (spec.datasets, spec.eval_datasets) if datasets]
-    cache.keep(assignment.rows_dir, map(maker.name, wanted))
-    tables = [maker.table(datasets) for datasets in wanted]
+    maker, tables = _tables(assignment, chat, stop, load_processor, warn, is_ahead=is_ahead)
     is_evaluation = kind.of(spec).freezes_base
     places, held_out = _divided(assignment, tables)
     max_length, media = spec.training.cut_at, maker.media
@@ -274,7 +263,7 @@ def build(
         train,
         evaluated,
         counts,
-        hashes,
+        dict(maker.hashes),
         media,
         read,
         num_dropped,
@@ -286,6 +275,30 @@ def build(
         num_in_both,
         None if evaluated is None else group.of(tables[-1], evaluated.places, spec.eval_datasets or spec.datasets),
     )
+
+
+def _tables(
+    assignment: Assignment,
+    chat: ChatFormat,
+    stop: Stop,
+    load_processor: Callable[[], Processor] | None,
+    warn: Callable[[str], None],
+    *,
+    is_ahead: bool,
+) -> tuple[Maker, list[Table]]:
+    """Encode the data sets, or take what was kept of an earlier job's: those to train on, and those to evaluate on."""
+    spec = assignment.spec
+    files = [file for source in [*spec.datasets, *spec.eval_datasets] for file in files_of(source)]
+    for file in files:
+        assignment.check_read(Named("datasets", file, DatasetError))
+    before = _stamps(files)
+    hashes = {str(file): sha256(file, stop) for file in files}
+    maker = Maker(
+        assignment, chat, stop, load_processor, warn, hashes, lambda: _stamps(files) == before, is_ahead=is_ahead
+    )
+    wanted = [datasets for datasets in (spec.datasets, spec.eval_datasets) if datasets]
+    cache.keep(assignment.rows_dir, map(maker.name, wanted))
+    return maker, [maker.table(datasets) for datasets in wanted]
 
 
 def _divided(assignment: Assignment, tables: Sequence[Table]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
