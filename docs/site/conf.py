@@ -39,7 +39,16 @@ PARTS = {
     ),
     "Use": ("honectl", "administration", "monitoring"),
     "Reference": ("job-spec", "configuration", "jobs", "data", "files", "database", "gpu"),
-    "Explanation": ("architecture", "precision", "masks", "reliability", "families", "security", "benchmarks", "comparison"),
+    "Explanation": (
+        "architecture",
+        "precision",
+        "masks",
+        "reliability",
+        "families",
+        "security",
+        "benchmarks",
+        "comparison",
+    ),
 }
 
 
