@@ -90,6 +90,6 @@ def test_the_table_of_codes_has_each_with_its_exit_status_and_whether_it_is_retr
 
 def test_a_setting_whose_default_is_a_list_is_called_one() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| `\[", text, re.MULTILINE)
+    rows = re.findall(r"^- `(\w+)` \((.*?); default `\[", text, re.MULTILINE)
     assert len(rows) > 2
     assert [key for key, value in rows if "a list" not in value] == []
