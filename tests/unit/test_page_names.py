@@ -10,7 +10,7 @@ import honed
 from honed.system.error import BY_CODE
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")])
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), ROOT / "tests/README.md"])
 PACKAGE = Path(honed.__file__).parent
 TESTS = {path.name: path for path in ROOT.glob("tests/**/*.py")}
 UNITS = {path.name for path in ROOT.glob("units/**/*")}
