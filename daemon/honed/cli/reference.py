@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,21 +248,24 @@ def _section(title: str, note: str, model: type[BaseModel]) -> str:
 
 
 def _item(name: str, annotation: Any, info: FieldInfo, told: str | None) -> str:
-    takes = describe(annotation).removesuffix(", or null")
-    return f"- `{name}` ({takes}{_default(info)}): {_plain(told)}"
+    takes = re.sub(r", at least (\S+) and at most (\S+)", r" from \1 to \2", describe(annotation))
+    value = [takes.removesuffix(", or null"), *_default(info)]
+    if value[0] == "true or false" and len(value) > 1:
+        del value[0]  # the default says it
+    return f"- `{name}` ({'; '.join(value)}): {_plain(told)}"
 
 
-def _default(info: FieldInfo) -> str:
+def _default(info: FieldInfo) -> list[str]:
     default = info.get_default(call_default_factory=True)
     match default:
         case value if value is PydanticUndefined:
-            return "; **required**"
+            return ["**required**"]
         case None | BaseModel() | [] | {}:
-            return ""
+            return []
         case str():
-            return f"; default `{default}`"
+            return [f"default `{default}`"]
         case _:
-            return f"; default `{json.dumps(default)}`"
+            return [f"default `{json.dumps(default)}`"]
 
 
 def _plain(description: str | None) -> str:
