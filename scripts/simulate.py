@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from honed.daemon.availability import Availability
@@ -167,6 +168,8 @@ class _Running:
 class _Attempts:
     """Running jobs that only take time. A preempted one writes a checkpoint, and loads it when it resumes."""
 
+    is_stopping = False
+
     def __init__(self, now: Callable[[], float], outcome: Outcome) -> None:
         self._now = now
         self._outcome = outcome
@@ -278,8 +281,9 @@ class Simulation:
         nothing: Any = _Nothing()
         plans = Plans(self._spool, backlog, placement, nothing, nothing)
         staged: Any = _NoStaged()
+        fence: Any = SimpleNamespace(fault="")
         self._selection = Selection(
-            self._spool, lambda: config, self._attempts, backlog, plans, placement, self._shares, staged
+            self._spool, lambda: config, self._attempts, backlog, plans, placement, self._shares, staged, fence
         )
         self._preempting = Preempting(
             lambda: config,

@@ -45,37 +45,30 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 PAGE = """# Families of models
 
 `scripts/torture --families` makes a tiny model of each family below (random weights, with each kind of layer that the
-family has), trains it through the real worker and compares the result with another computation. The last run
-was on {date}, on a CPU, with {versions}. The test run tries some of them (`tests/worker/test_family_promises.py`).
-Of {total} families {tried} were tried then, and {count} keep all seven promises.
+family has), trains it with the real worker and compares the result with another computation: {date}, on a CPU, with
+{versions}. The test run tries some of them (`tests/worker/test_family_promises.py`). Of {total} families {tried} were
+tried, and {count} keep all seven promises:
 
-- **resumed**: full fine-tuning that is killed with SIGKILL and resumed from its checkpoint has the losses and, bit for
-  bit, the weights of an undisturbed run.
+- **resumed**: full fine-tuning, killed with SIGKILL and resumed, has the losses and, bit for bit, the weights of an
+  undisturbed run.
 - **best**: `load_best_model_at_end` gives the weights of a run that ends at the best step, bit for bit.
-- **divided**: one step on four rows of unequal length, as a batch of 4, as 2 of 2 and as 4 of 1, has the same gradient:
-  each element within 0.1 % of the tensor's largest.
-- **merged**: `kind: merge` writes a model with the logits of the LoRA adapter (`target_modules: all-linear`) on its
-  base, which PEFT computes in a process without honed.
-- **exported**: full fine-tuning in float32 writes a model that transformers opens in a process without honed: no tensor
-  is missing or left over, and its logits are those of the trained model before its export.
-- **bfloat16**: a base model stored in bfloat16 gives a model stored so, with the logits of transformers' own cast.
-- **adapted**: the adapter, opened by PEFT in a process without honed, has the logits of the trained model.
+- **divided**: four rows of unequal length, as a batch of 4, as 2 of 2 and as 4 of 1, have the same gradient: each
+  element within 0.1 % of the tensor's largest.
+- **merged**: `kind: merge` writes a model with the logits of the adapter (`target_modules: all-linear`) on its base.
+- **exported**: full fine-tuning in float32 writes a model that transformers opens without missing or surplus tensors,
+  and with the logits of the trained model.
+- **bfloat16**: the same for a base stored in bfloat16, with the logits of transformers' own cast.
+- **adapted**: the adapter, opened by PEFT, has the logits of the trained model.
 
-Logits are equal or differ by at most 1e-5 in float32 and by 2 units in the last place in bfloat16. Where PEFT's own
-merge in memory differs more from its adapter, because sums are rounded in another order, a merge may differ twice as
-much. Models that see are trained on text; their vision encoders stay frozen.
+The other computation runs in a process without honed. Logits are equal, or differ by at most 1e-5 in float32 and 2
+units in the last place in bfloat16; a merge by twice what PEFT's own merge in memory differs. Models with images are
+trained on text. Families are the `model_type` of `config.json`; numbers refer to the remarks at the end. `xlstm` is
+missing: transformers' kernels for CPUs do not train it at these widths.
+{tables}
 
-| family | kind | {headings} |
-|---|---|{rules}
-{rows}
+## Remarks
 
-## Exceptions
-
-What is marked "no" or "refused", or has a remark (\\*), and the error or the difference; "–" was not tried that day.
-Families are listed by the `model_type` of their `config.json`. `xlstm` is not in the table: transformers' own kernels
-for CPUs do not train it at these widths.
-
-{exceptions}
+{remarks}
 """
 
 
@@ -98,21 +91,32 @@ def exceptions(family: str, promises: Mapping[str, str]) -> list[str]:
 
 
 def page(results: Mapping[str, Mapping[str, str]], *, date: str, versions: str) -> str:
-    rows = [
-        f"| `{family}` | {KINDS[kind]} | {' | '.join(word(results[family][each]) for each in PROMISES)} |"
-        for family, (kind, _) in FAMILIES.items()
-    ]
-    said = [line for family in FAMILIES for line in exceptions(family, results[family])]
+    remarks: dict[str, int] = {}
+    tables = []
+    for kind, title in KINDS.items():
+        tables += ["", f"## {title.capitalize()}", "", "| family | exceptions |", "|---|---|"]
+        for family in (name for name, (its_kind, _) in FAMILIES.items() if its_kind == kind):
+            tables.append(f"| `{family}` | {exceptions_of(results[family], remarks)} |".replace("  ", " "))
     return PAGE.format(
         date=date,
         versions=versions,
         count=sum(all(each.startswith("holds") for each in results[family].values()) for family in FAMILIES),
         tried=sum(NOT_TRIED not in results[family].values() for family in FAMILIES),
         total=len(FAMILIES),
-        headings=" | ".join(PROMISES),
-        rules="---|" * len(PROMISES),
-        rows="\n".join(rows),
-        exceptions="\n".join(said) or "None.",
+        tables="\n".join(tables),
+        remarks="\n".join(f"{number}. {text}" for text, number in remarks.items()) or "None.",
+    )
+
+
+def exceptions_of(promises: Mapping[str, str], remarks: dict[str, int]) -> str:
+    """Return the exceptions of a family, each with the number of its remark; new remarks are added."""
+    kept: dict[str, list[str]] = {}
+    for promise in PROMISES:
+        if (result := promises[promise]) != "holds":
+            kept.setdefault(result, []).append(promise)
+    return ", ".join(
+        f"{'all' if len(names) == len(PROMISES) else ', '.join(names)}: {remarks.setdefault(result, len(remarks) + 1)}"
+        for result, names in kept.items()
     )
 
 

@@ -37,8 +37,18 @@ PARTS = {
         "web",
         "cluster",
     ),
-    "Reference": ("job-spec", "configuration", "operation", "database", "gpu"),
-    "Explanation": ("architecture", "precision", "masks", "reliability", "families", "security", "benchmarks"),
+    "Use": ("honectl", "administration", "monitoring"),
+    "Reference": ("job-spec", "configuration", "jobs", "data", "files", "database", "gpu"),
+    "Explanation": (
+        "architecture",
+        "precision",
+        "masks",
+        "reliability",
+        "families",
+        "security",
+        "benchmarks",
+        "comparison",
+    ),
 }
 
 

@@ -274,7 +274,7 @@ def test_the_rules_have_what_prometheus_needs_of_them() -> None:
 def test_the_manual_lists_every_metric(instance: Instance) -> None:
     assert instance.drain() == 0
     instance.start()
-    manual = (ETC.parent / "docs/operation.md").read_text()
+    manual = (ETC.parent / "docs/monitoring.md").read_text()
     text = scrape(Source(instance.layout), query.ANYBODY, with_process=False).decode()
     for family in text_string_to_metric_families(text):
         name = f"{family.name}_total" if family.type == "counter" else family.name

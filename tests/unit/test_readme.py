@@ -1,12 +1,10 @@
-"""The README: its links, and its pictures, which are of this version's output."""
+"""The README's pictures, which are of this version's output."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from xml.etree import ElementTree
-
-import pytest
 
 from honed.cli import column, command_line
 
@@ -23,20 +21,6 @@ def terminal() -> list[str]:
         if (place := each.get("y")) is not None and each.text:
             lines.setdefault(float(place), []).append((float(each.get("x", 0)), each.text.replace("\xa0", " ")))
     return [" ".join(" ".join(text for _, text in sorted(words)).split()) for _, words in sorted(lines.items())]
-
-
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)]+)\)", README))))
-def test_a_link_leads_somewhere(target: str) -> None:
-    path, _, anchor = target.partition("#")
-    if "://" in target:
-        return
-    text = (ROOT / path).read_text(encoding="utf-8") if path.endswith(".md") else README if not path else ""
-    assert (ROOT / path).exists()
-    if anchor:
-        heads = [
-            re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)", text, re.M)
-        ]
-        assert anchor in heads
 
 
 def test_the_pictures_are_in_the_readme_and_load_nothing() -> None:

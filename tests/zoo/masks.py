@@ -247,11 +247,11 @@ def _without_reasoning(text: str) -> str:
 def page() -> str:
     """Return docs/masks.md."""
     kinds = list(CONVERSATIONS)
-    rows = []
+    same: dict[tuple[str, ...], list[str]] = {}
     for name in templates():
         chat = chat_of(name)
-        cells = [compare(name, chat, kind).letters for kind in kinds]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
+        same.setdefault(tuple(compare(name, chat, kind).letters for kind in kinds), []).append(name)
+    rows = [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in same.items()]
     used = {letter for row in rows for letter in row.partition("|")[2].partition("|")[2]}
     return "\n".join(
         [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,9 +233,9 @@ def _note(section: type[BaseModel]) -> str:
 def _section(title: str, note: str, model: type[BaseModel]) -> str:
     annotations, told = kinds(model), docstrings(model)
     above = [note] if note.strip() else []
-    lines = [f"## {title}\n", *above, "| Key | Value | Default | Meaning |", "|---|---|---|---|"]
+    lines = [f"## {title}\n", *above]
     lines += [
-        _row(name, annotations[name], info, told.get(name))
+        _item(name, annotations[name], info, told.get(name))
         for name, info in keys(model).items()
         if name not in setting.tables_in(model)
     ]
@@ -246,22 +247,25 @@ def _section(title: str, note: str, model: type[BaseModel]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(name: str, annotation: Any, info: FieldInfo, told: str | None) -> str:
-    takes = describe(annotation).removesuffix(", or null").replace("|", "\\|")
-    return f"| `{name}` | {takes} | {_default(info)} | {_plain(told)} |"
+def _item(name: str, annotation: Any, info: FieldInfo, told: str | None) -> str:
+    takes = re.sub(r", at least (\S+) and at most (\S+)", r" from \1 to \2", describe(annotation))
+    value = [takes.removesuffix(", or null"), *_default(info)]
+    if value[0] == "true or false" and len(value) > 1:
+        del value[0]  # the default says it
+    return f"- `{name}` ({'; '.join(value)}): {_plain(told)}"
 
 
-def _default(info: FieldInfo) -> str:
+def _default(info: FieldInfo) -> list[str]:
     default = info.get_default(call_default_factory=True)
     match default:
         case value if value is PydanticUndefined:
-            return "**required**"
+            return ["**required**"]
         case None | BaseModel() | [] | {}:
-            return "–"
+            return []
         case str():
-            return f"`{default}`"
+            return [f"default `{default}`"]
         case _:
-            return f"`{json.dumps(default)}`"
+            return [f"default `{json.dumps(default)}`"]
 
 
 def _plain(description: str | None) -> str:

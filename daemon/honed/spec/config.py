@@ -498,7 +498,7 @@ class ClassConfig(_Section):
     """[classes.NAME]: a class of jobs, which a job file names with `class: NAME`."""
 
     rank: Annotated[int, Field(ge=-1000, le=1000)] = 0
-    """Jobs of a class with a higher rank start first, whoever submitted them."""
+    """Jobs of a class with a higher rank start first, regardless of who submitted them."""
     default: bool = False
     """Class of jobs that name none. Without a default class, such jobs have rank 0 and the other defaults below."""
     users: list[str] | None = None

@@ -535,7 +535,7 @@ class PredictionSpec(Section):
         BeforeValidator(_metric_names, json_schema_input_type=NotEmpty | NotEmptyList),
         Expected("auto, or a list of metric names"),
     ] = "auto"
-    """Metrics on predictions; `auto` chooses by the expected answers. docs/operation.md lists all of them."""
+    """Metrics on predictions; `auto` chooses by the expected answers. docs/data.md lists all of them."""
     sample: SampleSpec | None = None
     """Sampling settings; null takes the likeliest token each time."""
     settings: Literal["greedy", "base"] = "greedy"

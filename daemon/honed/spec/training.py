@@ -150,7 +150,7 @@ class TrainingSpec(Section):
     # Loss
     loss_type: Literal["nll", "dft", "chunked_nll"] | None = None
     """Loss function; null leaves it to TRL, or to Unsloth, which computes the same in its own way. Where their loss is
-    not the model's, null takes nll: see docs/operation.md."""
+    not the model's, null takes nll: see docs/jobs.md."""
     label_smoothing_factor: Fraction = 0.0
     """Factor of label smoothing."""
     neftune_noise_alpha: Annotated[float, Ge(0)] | None = None

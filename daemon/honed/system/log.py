@@ -58,7 +58,7 @@ class Subject(Protocol):
 def about(job: Subject | int | None = None, message: str | None = None, **fields: object) -> dict[str, object]:
     """Return the `extra=` of a log call: the subject of the entry. `step=3` becomes HONED_STEP=3; None is left out.
 
-    docs/operation.md lists the fields. By MESSAGE_ID `journalctl -x` explains the entry.
+    docs/monitoring.md lists the fields. By MESSAGE_ID `journalctl -x` explains the entry.
     """
     if isinstance(job, int):
         fields = {"job": job, **fields}
