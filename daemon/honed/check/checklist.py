@@ -304,18 +304,18 @@ def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[De
     if (asked := clustercheck.profile(job_spec, config)) is not None:
         clustercheck.require_gpus(job_spec, asked)
         return found[:1]
-    gpus = device.alike([each for each in found if each.kind == "cuda"])
+    gpus = device.alike([item for item in found if item.kind == "cuda"])
     parallel.check_devices(job_spec, max(map(len, gpus), default=0), sum(map(len, gpus)))
     if job_spec.resources.gpus <= 1:
         return found
     # Each set of GPUs that are alike has its smallest one for all.
-    return [min(each, key=lambda one: one.total_bytes) for each in gpus if len(each) >= job_spec.resources.gpus]
+    return [min(item, key=lambda one: one.total_bytes) for item in gpus if len(item) >= job_spec.resources.gpus]
 
 
 def _num_like(target: Device, job_spec: JobSpec, config: Config) -> int:
     """Return how many devices like this one the machine has."""
     found = devices(config, job_spec.resources.profile) if target.kind == "cuda" else []
-    return sum(device.are_alike(each, target) for each in found) or 1
+    return sum(device.are_alike(item, target) for item in found) or 1
 
 
 def _first_that_fits(candidates: list[Device], fitting: Callable[[Device], Plan]) -> Plan:
@@ -368,5 +368,5 @@ def _check_rights(job_spec: JobSpec, rights: Policy, config: Config, jobs: Mappi
     with contextlib.suppress(UncachedError):  # it will be fetched into honed's own cache
         model = None if "base_model" in named else modelcheck.resolve(job_spec, rights.layout, config, jobs)
     adapter = None if job_spec.adapter is None or "adapter" in named else Path(job_spec.adapter)
-    for each in inputs(job_spec, model, adapter):
-        rights.check_read(each)
+    for item in inputs(job_spec, model, adapter):
+        rights.check_read(item)

@@ -145,20 +145,20 @@ def check(
     looked: dict[str, list[tuple[DatasetSpec, _Seen]]] = {"datasets": [], "eval_datasets": []}
     num_missing = 0
     for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
-        for number, each in enumerate(datasets):
-            if each.is_missing:
+        for number, item in enumerate(datasets):
+            if item.is_missing:
                 num_rows, num_missing = None, num_missing + 1
                 continue
             name = f"{key}.{number}"
             try:
-                warnings += [f"{name}: {told}" for told in _check_names(key, each)]
-                seen = _check_dataset(each, rights, cache, has_chat_template=has_chat_template)
+                warnings += [f"{name}: {told}" for told in _check_names(key, item)]
+                seen = _check_dataset(item, rights, cache, has_chat_template=has_chat_template)
                 found = seen.found
                 if model is not None:
                     prefix.check_row(model.model_type, found.most_turns[1], found.most_turns[0])
-                noted = [*_overlooked(model, found), *_untrained(each, found), *_told_together(found)]
+                noted = [*_overlooked(model, found), *_untrained(item, found), *_told_together(found)]
                 warnings += [f"{name}: {told}" for told in noted]
-                warnings += _check_attached(job_spec, model, each, found)
+                warnings += _check_attached(job_spec, model, item, found)
             except DatasetError as error:
                 fix = {_within(name, key): value for key, value in error.fix.items()}
                 raise DatasetError(f"{name}: {error.said}", hint=error.hint, fix=fix) from error
@@ -166,8 +166,8 @@ def check(
             lengths += [] if seen.num_row_tokens is None else [seen.num_row_tokens]
             attached += [Row(_num_tokens(list(row.texts)), row.media) for row in found.attached]
             num_rows = num_rows + found.num_rows if num_rows is not None and found.is_whole else None
-            inspected[name] = (each, found)
-            looked[key].append((each, seen))
+            inspected[name] = (item, found)
+            looked[key].append((item, seen))
         num_train_rows = num_rows if key == "datasets" else num_train_rows
     warnings += _check_held_out(job_spec, inspected)
     is_sampled = any(not found.is_whole for _, found in inspected.values())
@@ -181,7 +181,7 @@ def _needs(job_spec: JobSpec, looked: Mapping[str, Sequence[tuple[DatasetSpec, _
     for pairs in looked.values():
         if any(seen.found.num_attached or not seen.row_bytes for _, seen in pairs):
             return None
-        extents = [_extent(each, seen) for each, seen in pairs]
+        extents = [_extent(pair, seen) for pair, seen in pairs]
         training = job_spec.training
         needs = row_needs.estimate(extents, max_length=training.cut_at, is_packed=training.packing)
         if extents:
@@ -278,8 +278,8 @@ def _overlooked(model: BaseModelInfo | None, found: dataset.Inspection) -> list[
     """Return warnings about media in the rows that are not read (not for a text model), and about absent columns."""
     told = list(found.overlooked) if model is None or model.has_vision or model.has_audio else []
     return told + [
-        f"`columns` names `{quote.name(each)}`, and none of the {found.num_rows} rows has that column"
-        for each in found.absent
+        f"`columns` names `{quote.name(item)}`, and none of the {found.num_rows} rows has that column"
+        for item in found.absent
     ]
 
 
@@ -318,10 +318,10 @@ def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec
     """Return warnings about held-out rows that are also trained on. Raises DatasetError if `eval_split` has no rows to
     hold out."""
     trained = {name: found for name, (_, found) in inspected.items() if name.startswith("datasets.")}
-    is_all = not any(each.is_missing for each in job_spec.datasets)
+    is_all = not any(item.is_missing for item in job_spec.datasets)
     if job_spec.eval_split is not None and is_all and all(found.is_whole for found in trained.values()):
         num_rows = sum(found.census.num_rows for found in trained.values())
-        said = {each for found in trained.values() for each in found.census.digests}
+        said = {digest for found in trained.values() for digest in found.census.digests}
         if len(said) < 2:
             what = "there is one row" if num_rows == 1 else f"all {num_rows} rows are identical"
             raise DatasetError(
@@ -330,9 +330,9 @@ def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec
                 fix={"eval_split": None},
             )
     warnings = []
-    for name, (each, found) in inspected.items():
+    for name, (item, found) in inspected.items():
         for other, theirs in trained.items() if name.startswith("eval_datasets.") else ():
-            if shared := _shared(each, inspected[other][0]):
+            if shared := _shared(item, inspected[other][0]):
                 warnings.append(f"{name}: {shared} is also trained on ({other}): the metrics measure memorization")
             elif num_shared := found.census.num_in(theirs.census):
                 seen = "" if found.is_whole and theirs.is_whole else "the first "

@@ -141,7 +141,7 @@ def _check_there(key: str, module: str, wanted: str) -> None:
 def lacking(attached: list[Row], here: Installed) -> list[str]:
     """Return a warning if torchvision is missing, which most models' image and video processors need, though not
     all."""
-    if here.versions["torchvision"] is None and any(each.kind != "audio" for row in attached for each in row.media):
+    if here.versions["torchvision"] is None and any(item.kind != "audio" for row in attached for item in row.media):
         return ["torchvision is not installed: most vision models' processors need it, and the job may fail without it"]
     return []
 

@@ -103,10 +103,10 @@ def check_apart(job_spec: JobSpec, output_dir: Path, model: BaseModelInfo | None
     the job's data, where the next job would read it as rows."""
     if job_spec.output_dir is None:
         return []
-    for key, each in job_spec.each_dataset():
-        if each.is_missing:
+    for key, item in job_spec.each_dataset():
+        if item.is_missing:
             continue
-        data = each.place.resolve()
+        data = item.place.resolve()
         if output_dir == data or (data.is_dir() and data in output_dir.parents):
             raise SpecError(
                 f"output_dir: {output_dir} is in {data}, which {key} reads",

@@ -225,10 +225,10 @@ def inputs(job_spec: JobSpec, model: Path | None, adapter: Path | None) -> Itera
         yield Named("chat_template", Path(job_spec.chat_template))
     if (rows_template := job_spec.training_chat_template) not in (None, variant.ASKED):
         yield Named("training_chat_template", Path(rows_template))
-    for key, each in job_spec.each_dataset():
-        if not each.is_missing:
-            yield Named(f"{key}.path", each.place, DatasetError)
-        match each.media_dir:
+    for key, item in job_spec.each_dataset():
+        if not item.is_missing:
+            yield Named(f"{key}.path", item.place, DatasetError)
+        match item.media_dir:
             case MediaDirSpec() as places:
                 for kind, place in places:
                     if place is not None:

@@ -291,7 +291,8 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
         waits_for=verdict.waits_for,
         needs_fetch=verdict.needs_fetch,
         members=tuple(
-            {"document": each.document, "values": each.values, "halving": each.halving} for each in verdict.members
+            {"document": member.document, "values": member.values, "halving": member.halving}
+            for member in verdict.members
         ),
         rehearsed=next(iter(kept), None),
     )
@@ -304,7 +305,7 @@ def _plan_file(verdict: Verdict, rights: Policy) -> PlanFile:
         grant = rights.grant(inputs(verdict.spec, verdict.plan.model.path, verdict.adapter_path))
     return PlanFile.checked(
         verdict.plan.as_dict() if verdict.plan else {},
-        warnings=[quote.show(each) for each in verdict.warnings],
+        warnings=[quote.show(warning) for warning in verdict.warnings],
         adapter_path=verdict.adapter_path,
         base_model_commit=verdict.commit,
         hub_datasets=verdict.places(),

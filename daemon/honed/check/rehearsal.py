@@ -126,7 +126,7 @@ def check(
     if not config.spool.rehearsal_cpu_sec or not is_needed(job_spec, model, made, sees=sees):
         return []
     key = _key(job_spec, model, made, sees=sees)
-    answer = next(filter(None, (rehearsed.read(each, key) for each in places)), None)
+    answer = next(filter(None, (rehearsed.read(place, key) for place in places)), None)
     if answer is None:
         begins()
         answer, is_lasting = _run(job_spec, made, config, sees=sees)

@@ -89,17 +89,17 @@ def _check(
     job_spec: JobSpec, model: BaseModelInfo, rights: Policy, chat: ChatFormat, cache: datacheck.Cache | None
 ) -> Iterator[str]:
     notes: dict[str, None] = {}
-    for key, each in job_spec.each_dataset():
-        if each.is_missing:
+    for key, item in job_spec.each_dataset():
+        if item.is_missing:
             continue
-        paths = files_of(each)
-        done = _key(job_spec, model, chat, datacheck.identity(each, paths, rights)[0])
+        paths = files_of(item)
+        done = _key(job_spec, model, chat, datacheck.identity(item, paths, rights)[0])
         if cache is None or (told := cache.rendered(done)) is None:
             try:
-                told = _look(job_spec, model, chat, each, rights)
+                told = _look(job_spec, model, chat, item, rights)
             except DatasetError as error:
                 raise DatasetError(f"{key}: {error.said}", hint=error.hint, fix=error.fix) from error
-            if cache is not None and datacheck.identity(each, paths, rights)[1]:
+            if cache is not None and datacheck.identity(item, paths, rights)[1]:
                 cache.remember(done, told)
         yield from (f"{key}: {text}" for text in told[0])
         notes |= dict.fromkeys(told[1])
@@ -236,12 +236,12 @@ def _check_ids(model: BaseModelInfo, chat: ChatFormat, seen: _Looked) -> None:
 def _num_embeddings(model: BaseModelInfo) -> int | None:
     """Return the number of rows of the language model's embeddings; None if the header does not show it for sure."""
     found = {
-        each.shape[0]
-        for each in parameter.parameters(model)
-        if each.role == "embedding"
-        and modality.part(each.module) == "language"
-        and len(each.shape) == 2
-        and each.module.rpartition(".")[2] in ("embed_tokens", "wte", "embed_in", "word_embeddings")
+        item.shape[0]
+        for item in parameter.parameters(model)
+        if item.role == "embedding"
+        and modality.part(item.module) == "language"
+        and len(item.shape) == 2
+        and item.module.rpartition(".")[2] in ("embed_tokens", "wte", "embed_in", "word_embeddings")
     }
     return found.pop() if len(found) == 1 and not model.is_quantized else None
 

@@ -174,7 +174,7 @@ def _check_parts(job_spec: JobSpec, modules: Modules, where: str) -> None:
         pattern = re.compile(text)
         if not any(modality.is_within(name, pattern) for name in modules.all):
             words = {word for name in modules.all for word in name.split(".") if not word.isdecimal()}
-            near = [each for asked in re.findall(r"\w+", text) for each in get_close_matches(asked, sorted(words))]
+            near = [match for asked in re.findall(r"\w+", text) for match in get_close_matches(asked, sorted(words))]
             named = list(dict.fromkeys(near)) or sorted(name for name in modules.containers if name.count(".") < 2)
             raise SpecError(
                 f"parts.{kind}: no module of {where} has a name that contains {shown(text)}",
@@ -296,11 +296,11 @@ def _check_kind(
     lora: LoraSpec, wanted: Sequence[str], name: str, modules: Modules, parts: frozenset[Part], where: str
 ) -> None:
     """Raise SpecError for a name in `lora.target_modules` whose modules cannot carry an adapter."""
-    key, others = f"lora.target_modules.{wanted.index(name)}", [each for each in wanted if each != name]
+    key, others = f"lora.target_modules.{wanted.index(name)}", [item for item in wanted if item != name]
     if _matching(name, modules.layers | modules.packed) or not (found := _matching(name, modules.all)):
         return
-    below = {other.removeprefix(f"{each}.") for each in found for other in modules.all if other.startswith(f"{each}.")}
-    if any(other in modules.packed for each in found for other in modules.all if other.startswith(f"{each}.")):
+    below = {other.removeprefix(f"{item}.") for item in found for other in modules.all if other.startswith(f"{item}.")}
+    if any(other in modules.packed for item in found for other in modules.all if other.startswith(f"{item}.")):
         return
     held = [leaf for leaf in modules.leaves(parts) if leaf in {other.rpartition(".")[2] for other in below}]
     if held:
@@ -308,7 +308,7 @@ def _check_kind(
             f"{key}: {shown(name)} is not a layer in {where} but a container of layers, and only layers can have an "
             "adapter",
             hint=f"name the layers in it: [{', '.join(held[:MAX_NAMED])}]",
-            fix={"lora.target_modules": [*others, *(each for each in held if each not in others)]},
+            fix={"lora.target_modules": [*others, *(item for item in held if item not in others)]},
         )
     raise SpecError(
         f"{key}: {shown(name)} has no weight matrix in {where}, so it cannot have an adapter",
@@ -369,7 +369,7 @@ def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where:
     left = trained - (
         {name for name in trained if re.fullmatch(excluded, name)}
         if isinstance(excluded, str)
-        else {name for each in excluded for name in _matching(each, frozenset(trained))}
+        else {name for item in excluded for name in _matching(item, frozenset(trained))}
     )
     if not left:
         raise SpecError(
@@ -395,7 +395,7 @@ def _check_saved(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:
         raise SpecError(
             f"lora.modules_to_save.{number}: no module of {where} is named {shown(name)}: it would not be trained",
             hint=f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(_tops(modules)))}",
-            fix={"lora.modules_to_save": [near[0] if each == name else each for each in lora.modules_to_save or ()]}
+            fix={"lora.modules_to_save": [near[0] if item == name else item for item in lora.modules_to_save or ()]}
             if near
             else None,
         )
@@ -405,27 +405,27 @@ def _check_parameters(lora: LoraSpec, modules: Modules, model: BaseModelInfo) ->
     """Check `target_parameters`: the worker refuses a name that is the end of no parameter's."""
     yield from ()
     found = parameter.parameters(model)
-    loaded = [spelled for each in found for spelled in placement.spellings(each.name)]
+    loaded = [spelled for item in found for spelled in placement.spellings(item.name)]
     for number, name in enumerate(lora.target_parameters or ()):
         words = name.removesuffix(".weight").removesuffix(".bias").split(".")
-        if flat := [each.name for each in found if len(each.shape) < 2 and _ends(each, name)]:
+        if flat := [item.name for item in found if len(item.shape) < 2 and _ends(item, name)]:
             raise SpecError(
                 f"lora.target_parameters.{number}: {flat[0]} is no matrix, and takes no adapter",
                 hint="remove it; lora.modules_to_save trains norms in full, lora.bias biases",
-                fix={"lora.target_parameters": [each for each in lora.target_parameters or () if each != name] or None},
+                fix={"lora.target_parameters": [item for item in lora.target_parameters or () if item != name] or None},
             )
-        ended = [each for each in found if _ends(each, name)]
+        ended = [item for item in found if _ends(item, name)]
         others = lora.model_copy(update={"target_parameters": None})
-        if twice := [key for each in ended if (key := parameter.key_of(others, each, model.model_type))]:
+        if twice := [key for item in ended if (key := parameter.key_of(others, item, model.model_type))]:
             raise SpecError(
                 f"lora.target_parameters.{number}: {ended[0].name} is the weight of a layer that {twice[0]} chooses, "
                 "too",
                 hint=f"remove {shown(name)} here",
-                fix={"lora.target_parameters": [each for each in lora.target_parameters or () if each != name] or None},
+                fix={"lora.target_parameters": [item for item in lora.target_parameters or () if item != name] or None},
             )
         if ended or modules.may_have(words[-1]):
             continue
-        ends = sorted({".".join(each.split(".")[-3:]) for each in loaded if ".experts." in each})
+        ends = sorted({".".join(item.split(".")[-3:]) for item in loaded if ".experts." in item})
         near = get_close_matches(name, ends, n=1, cutoff=0.5)
         raise SpecError(
             f"lora.target_parameters.{number}: no parameter of {model.path} has a name that ends in {shown(name)}",
@@ -460,7 +460,7 @@ def _check_patterns(lora: LoraSpec, modules: Modules, where: str) -> Iterator[st
             else:
                 near = _near(leaf, modules, frozenset(("language",))) if full != f"lora.{key}" else []
                 value = getattr(lora, key)[pattern]
-                fix = {full: None, **{f"lora.{key}.{each}": value for each in near}} if near else {}
+                fix = {full: None, **{f"lora.{key}.{item}": value for item in near}} if near else {}
                 raise SpecError(what, hint=_meant(leaf, modules, frozenset(("language",))), fix=fix)
 
 
@@ -476,7 +476,7 @@ def _check_layers(lora: LoraSpec, modules: Modules, model: BaseModelInfo, parts:
             f"lora.layers_to_transform.{wanted.index(beyond[0])}: {model.path} has no layer {beyond[0]}: the last of "
             f"its {max(there) + 1} is {max(there)}",
             hint=f"layers are counted from 0: use numbers up to {max(there)}",
-            fix={"lora.layers_to_transform": kept} if (kept := [each for each in wanted if each not in beyond]) else {},
+            fix={"lora.layers_to_transform": kept} if (kept := [item for item in wanted if item not in beyond]) else {},
         )
 
 
@@ -538,9 +538,9 @@ def _near(names: Sequence[str], modules: Modules, parts: frozenset[Part]) -> lis
 def _near_one(name: str, leaves: Sequence[str]) -> list[str]:
     """Return the likely meaning of a name here: families name attention's inputs too differently for a fuzzy match."""
     for one, whole in _ATTENTION:
-        if name in whole and name not in leaves and (there := [each for each in one if each in leaves]):
+        if name in whole and name not in leaves and (there := [item for item in one if item in leaves]):
             return there
-        if name in one and (there := [each for each in whole if each in leaves]):
+        if name in one and (there := [item for item in whole if item in leaves]):
             return there
     return get_close_matches(name, leaves, n=1)
 

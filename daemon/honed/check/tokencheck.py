@@ -27,9 +27,9 @@ def check(lora: LoraSpec, model: BaseModelInfo) -> None:
         return
     if isinstance(lora.trainable_token_indices, dict):
         _check_names(lora.trainable_token_indices, loaded, words, tied, where)
-    for each, ids in parameter.token_rows(lora.trainable_token_indices, loaded):
-        _check_ids(lora, each, ids, where)
-        _check_once(lora, each)
+    for row, ids in parameter.token_rows(lora.trainable_token_indices, loaded):
+        _check_ids(lora, row, ids, where)
+        _check_once(lora, row)
     if tied is not None:
         _check_once(lora, tied)
     _check_bias(lora, loaded, tied, where)
@@ -50,8 +50,8 @@ def check_adapter(adapter: AdapterInfo, model: BaseModelInfo) -> None:
 def _stored_ids(adapter: AdapterInfo) -> Iterator[int]:
     """Yield the ids in an adapter's config; it is another program's file."""
     found = adapter.config.get("trainable_token_indices")
-    for each in found.values() if isinstance(found, dict) else [found]:
-        yield from (number for number in (each if isinstance(each, list) else ()) if isinstance(number, int))
+    for item in found.values() if isinstance(found, dict) else [found]:
+        yield from (number for number in (item if isinstance(item, list) else ()) if isinstance(number, int))
 
 
 def _check_names(
@@ -67,7 +67,7 @@ def _check_names(
         if parameter.named_words(name, loaded):
             continue
         if tied is not None and name.rpartition(".")[2] == _leaf(tied):
-            own = next((each for key, each in asked.items() if key.rpartition(".")[2] == name_of), None)
+            own = next((item for key, item in asked.items() if key.rpartition(".")[2] == name_of), None)
             if own != ids:
                 every = list(dict.fromkeys([*(own or ()), *ids]))
                 raise SpecError(
@@ -77,8 +77,8 @@ def _check_names(
                     fix={KEY: every},
                 )
             continue
-        known = {_leaf(each): each.role for each in loaded if each.role in ("embedding", "head")}
-        near = [each for each in known if known[each] == "head" and parameter.is_head(name)]
+        known = {_leaf(item): item.role for item in loaded if item.role in ("embedding", "head")}
+        near = [item for item in known if known[item] == "head" and parameter.is_head(name)]
         near = near or get_close_matches(name.rpartition(".")[2], sorted(known), n=1)
         raise SpecError(
             f"{KEY}.{name}: no embedding or head of {where} is named {shown(name)}",
@@ -105,7 +105,7 @@ def _key_of(lora: LoraSpec, ids: list[int]) -> str:
     asked = lora.trainable_token_indices
     if not isinstance(asked, dict):
         return KEY
-    return f"{KEY}.{next(name for name, each in asked.items() if each is ids)}"
+    return f"{KEY}.{next(name for name, item in asked.items() if item is ids)}"
 
 
 def _check_once(lora: LoraSpec, each: Parameter) -> None:
@@ -129,9 +129,9 @@ def _names(name: str, each: Parameter) -> bool:
 
 def _check_bias(lora: LoraSpec, loaded: tuple[Parameter, ...], tied: Parameter | None, where: str) -> None:
     """Raise SpecError for a head that has a bias, which peft leaves out of the sum."""
-    heads = [each for each, _ in parameter.token_rows(lora.trainable_token_indices, loaded) if each.role == "head"]
+    heads = [row for row, _ in parameter.token_rows(lora.trainable_token_indices, loaded) if row.role == "head"]
     heads += [tied] if tied is not None else []
-    names = {each.name for each in loaded}
+    names = {item.name for item in loaded}
     for head in heads:
         if f"{head.module}.bias" in names:
             raise SpecError(

@@ -96,7 +96,7 @@ def _alone(settings: Sequence[str]) -> dict[str, Problem]:
     try:
         spec.validate(changed({}, settings))
     except InvalidSpecError as error:
-        return {each.key: each for each in error.problems}
+        return {item.key: item for item in error.problems}
     except HonedError:
         pass
     return {}
@@ -164,7 +164,7 @@ def _free_name(instance: Instance, name: str) -> str:
     """Return the name of a rerun, which no other job has: capitals-2 after capitals, capitals-3 after capitals-2."""
     match = _NUMBERED.fullmatch(name)
     stem = name
-    if match and any(each["name"] == match["name"] for each in instance.jobs(names=[match["name"]])):  # not a sweep's
+    if match and any(job["name"] == match["name"] for job in instance.jobs(names=[match["name"]])):  # not a sweep's
         stem = match["name"]
     number = 2
     while instance.jobs(names=[made := f"{stem[: _MAX_NAME - len(str(number)) - 1]}-{number}"]):

@@ -56,7 +56,7 @@ def _each(instance: Instance, verb: str, reference: str) -> list[str]:
         stay = (
             "1 job that it stopped early stays" if len(early) == 1 else f"{len(early)} jobs that it stopped early stay"
         )
-        found = [each for each in found if each not in early]
+        found = [item for item in found if item not in early]
         if not found:
             raise UsageError(
                 f"sweep {reference}: no job failed or was cancelled but the {len(early)} that it stopped early",

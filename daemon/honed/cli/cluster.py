@@ -109,12 +109,12 @@ def _prove(place_dir: Path, slurm: SlurmConfig) -> tuple[Status, str, str]:
                 hint = "honed, its directory and Python must have the same paths on every node"
                 return "error", f"a tiny job fails on a node: {done}", hint
             told = [json.loads(line) for line in done.stdout.splitlines()]
-            nodes = ", ".join(sorted(str(each["node"]) for each in told))
+            nodes = ", ".join(sorted(str(item["node"]) for item in told))
             if fault := _fault(place, told):
                 return "error", f"{fault[0]} ({nodes})", fault[1]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return "error", f"a tiny job cannot be tried: {error}", ""
-    if late := [each for each in told if not began - MAX_SKEW_SEC <= each["now"] <= began + took_sec + MAX_SKEW_SEC]:
+    if late := [item for item in told if not began - MAX_SKEW_SEC <= item["now"] <= began + took_sec + MAX_SKEW_SEC]:
         return "warning", f"the clock of {late[0]['node']} differs by {late[0]['now'] - began:.0f} s", "use NTP"
     if slurm.gpu_bytes and (warning := _gpu_fault(slurm, told)):
         return warning
@@ -131,34 +131,34 @@ def _num_idle(slurm: SlurmConfig) -> int:
 
 def _fault(place: Path, told: list[dict[str, Any]]) -> tuple[str, str] | None:
     """Return what the shared file system does not do, and what to do about it."""
-    if any(not each["lock"] for each in told):
+    if any(not item["lock"] for item in told):
         return "a lock that is held here is not seen on a node", "use a file system with locks"
     lines = [str(number) for number in range(20)]
-    if any((place / f"{each['node']}.log").read_text().splitlines() != lines for each in told):
+    if any((place / f"{item['node']}.log").read_text().splitlines() != lines for item in told):
         return "lines that a node has appended to a file are lost", "use a file system with O_APPEND"
-    if any((place / f"{each['node']}.link").read_text() != each["node"] for each in told):
+    if any((place / f"{item['node']}.link").read_text() != item["node"] for item in told):
         return "what a node has written is not seen here", "use one shared file system"
-    if any(each["user"] != os.geteuid() for each in told):
+    if any(item["user"] != os.geteuid() for item in told):
         return "a job runs as another user than this instance", "give users the same numbers on all machines"
     return None
 
 
 def _gpu_fault(slurm: SlurmConfig, told: list[dict[str, Any]]) -> tuple[Status, str, str] | None:
     """Return a difference between the GPUs that jobs get and those that they are planned for."""
-    for each in told:
-        if not each["gpus"]:
+    for item in told:
+        if not item["gpus"]:
             return (
                 "error",
-                f"a job on {each['node']} got no GPU from Slurm",
+                f"a job on {item['node']} got no GPU from Slurm",
                 "see gres.conf, or set slurm.gpu_bytes = 0",
             )
-        memory, _, capability = str(each["gpu"]).partition(",")
+        memory, _, capability = str(item["gpu"]).partition(",")
         if memory.strip().isdecimal() and int(memory) * 2**20 < slurm.gpu_bytes * (1 - TOLERANCE):
-            detail = f"a GPU on {each['node']} has {int(memory) * 2**20} bytes, but slurm.gpu_bytes is more"
+            detail = f"a GPU on {item['node']} has {int(memory) * 2**20} bytes, but slurm.gpu_bytes is more"
             return "warning", detail, "set slurm.gpu_bytes to the smallest GPU's, or make a profile for each kind"
         planned = ".".join(map(str, slurm.gpu_compute_capability))
         if capability and capability.strip() != planned:
-            detail = f"a GPU on {each['node']} has compute capability {capability.strip()}, planned is {planned}"
+            detail = f"a GPU on {item['node']} has compute capability {capability.strip()}, planned is {planned}"
             return "warning", detail, "set slurm.gpu_compute_capability, or make a profile for each kind of GPU"
     return None
 

@@ -88,7 +88,7 @@ def _score(row: Row) -> float | None:
 
 
 def _data(row: Row) -> str:
-    names = [short(each) for each in row.get("data") or ()]
+    names = [short(item) for item in row.get("data") or ()]
     return names[0] + (f" +{len(names) - 1}" if names[1:] else "") if names else ""
 
 
@@ -215,7 +215,7 @@ def ordered(rows: Iterable[Row], key: str) -> list[Row]:
     for row in rows:
         value = column.value(row)
         there.append((value, row)) if value not in (None, "") else empty.append(row)
-    there.sort(key=lambda each: each[0].lower() if isinstance(each[0], str) else each[0], reverse=is_falling)  # type: ignore[arg-type,return-value]
+    there.sort(key=lambda item: item[0].lower() if isinstance(item[0], str) else item[0], reverse=is_falling)  # type: ignore[arg-type,return-value]
     return [*(row for _, row in there), *empty]
 
 
@@ -232,7 +232,7 @@ def test(filters: Sequence[str], known: Known) -> Callable[[Row], bool]:
     """Return the test of a job by every filter. Raises UsageError for a filter that cannot be read, or that no job
     could meet: `known` has the values of columns besides the states."""
     tests = [_test(text, {"state": lambda: STATES, "outcome": _outcomes, **known}) for text in filters]
-    return lambda row: all(each(row) for each in tests)
+    return lambda row: all(item(row) for item in tests)
 
 
 def _outcomes() -> list[str]:
@@ -249,7 +249,7 @@ def _test(text: str, known: Known) -> Callable[[Row], bool]:
             hint="write KEY=VALUE, KEY~TEXT or KEY>NUMBER: --filter 'loss<1.5'",
         )
     column, sign, value = named(found["key"]), found["sign"], found["value"].strip().lower()
-    name = next(name for name, each in COLUMNS.items() if each is column)
+    name = next(name for name, item in COLUMNS.items() if item is column)
     if sign in ("=", "!=") and value.startswith("="):
         hint = f"write one =: --filter '{found['key']}{sign}{value.lstrip('=').strip()}'"
         raise UsageError(f"--filter {text!r}: no {name} begins with =", hint=hint)
@@ -272,7 +272,7 @@ def _test(text: str, known: Known) -> Callable[[Row], bool]:
             return lambda row: _is_about(column.value(row), bound) is (sign == "=")
     is_any_text = name in ("sweep", "outcome") and (sign == "~" or " " in value)  # values of a sweep, or a remark
     if name in known and value and not is_any_text:
-        _check_known(text, name, value, [each.lower() for each in known[name]()], is_part=sign == "~")
+        _check_known(text, name, value, [item.lower() for item in known[name]()], is_part=sign == "~")
     if sign == "~":
         return lambda row: any(value in word for word in (*_words(column, row), *column.words(row)))
     return lambda row: _is(column, row, value) is (sign == "=")
@@ -288,7 +288,7 @@ def _as_number(name: str, value: str) -> str:
         try:
             return str(pwd.getpwnam(value).pw_uid)
         except KeyError:
-            near = get_close_matches(value, [each.pw_name for each in pwd.getpwall()], n=1)
+            near = get_close_matches(value, [item.pw_name for item in pwd.getpwall()], n=1)
             hint = f"did you mean {near[0]}?" if near else "give a user's name or number"
             raise UsageError(f"there is no user {value!r} on this machine", hint=hint) from None
     return value
@@ -296,7 +296,7 @@ def _as_number(name: str, value: str) -> str:
 
 def _check_known(text: str, name: str, value: str, known: Sequence[str], *, is_part: bool) -> None:
     """Raise UsageError for a value that no job has, with the nearest one."""
-    if value in known or (is_part and any(value in each for each in known)):
+    if value in known or (is_part and any(value in item for item in known)):
         return
     near = _NEAR[name].get(value) if name in _NEAR else None
     near = near or next(iter(get_close_matches(value, known, n=1, cutoff=0.5)), None)

@@ -90,8 +90,8 @@ def converted(source: Path | str, tool: str | None = None) -> Converted:
         theirs = foreign.read(source, tool)
     made = Converted(theirs.tool, _absolute(theirs, theirs.place or Path(source).absolute().parent))
     made.written = dict(theirs.stated)
-    for each in theirs.notes:
-        (made.lost if each.is_lost else made.notes)[each.key] = each.why
+    for note in theirs.notes:
+        (made.lost if note.is_lost else made.notes)[note.key] = note.why
     made.unneeded = [key for key, value in made.data.items() if value is None]
     made.data = {key: value for key, value in made.data.items() if value is not None}
     _settle(made)
@@ -105,9 +105,9 @@ def _absolute(theirs: Foreign, place: Path) -> dict[str, Any]:
     """Return the settings with absolute paths: below the file's directory, or where the tool was started from."""
     text, changes = relative.absolute(json.dumps(theirs.data).encode(), ".json", place)
     data: dict[str, Any] = json.loads(text)
-    for each in changes:
-        if not Path(each.made).exists() and (here := Path.cwd() / each.given).exists():
-            data = mended(data, {each.key: str(here)})
+    for change in changes:
+        if not Path(change.made).exists() and (here := Path.cwd() / change.given).exists():
+            data = mended(data, {change.key: str(here)})
     return data
 
 
@@ -140,31 +140,31 @@ def _apply(made: Converted, problems: tuple[Problem, ...]) -> None:
     fix: dict[str, Any] = {}
     # In a file with many problems, only the first ones get advice: the others wait for the next round.
     told = [
-        each for each in problems if each.fix or each.hint or each.message not in ("unknown key", "unknown key here")
+        item for item in problems if item.fix or item.hint or item.message not in ("unknown key", "unknown key here")
     ]
-    for each in told or problems:
-        value = _at(made.data, each.key)
-        words = quote.show(each.hint or each.message)
-        if not each.fix:
-            fix.setdefault(each.key, _leave_out(made, each, words))
+    for item in told or problems:
+        value = _at(made.data, item.key)
+        words = quote.show(item.hint or item.message)
+        if not item.fix:
+            fix.setdefault(item.key, _leave_out(made, item, words))
             continue
-        for key, new in each.fix.items():
+        for key, new in item.fix.items():
             if isinstance(new, dict) and isinstance(fix.get(key), dict):
                 fix[key] = new | fix[key]
             fix.setdefault(key, new)
-        new_keys = [key for key, new in each.fix.items() if new is not None]
+        new_keys = [key for key, new in item.fix.items() if new is not None]
         if not new_keys:
-            _note_removal(made, each.key, value, words)
-        elif _is_typo(each):
-            made.notes[each.key] = f"taken as {', '.join(f'{key}: {written(each.fix[key])}' for key in new_keys)}"
+            _note_removal(made, item.key, value, words)
+        elif _is_typo(item):
+            made.notes[item.key] = f"taken as {', '.join(f'{key}: {written(item.fix[key])}' for key in new_keys)}"
         elif "; " in words:
-            made.notes[each.key] = words.partition("; ")[2]
+            made.notes[item.key] = words.partition("; ")[2]
     fix = {key: new for key, new in fix.items() if new is not None or _at(made.data, key, Ellipsis) is not Ellipsis}
     # The removal of a list's item changes the numbers of those after it: the rest waits for the next round.
     items = {key: None for key, new in fix.items() if new is None and isinstance(as_path(key)[-1], int)}
     made.data = mended(made.data, items or fix)
     for key, placeholder in (("base_model", f"{UNKNOWN}/model"), ("datasets", [{"path": f"{UNKNOWN}/rows.jsonl"}])):
-        if not made.data.get(key) and any(each.key == key for each in problems):
+        if not made.data.get(key) and any(item.key == key for item in problems):
             made.data[key] = placeholder
             made.lost.pop(key, None)
 
@@ -268,17 +268,17 @@ def _yaml(key: str, value: Any, comments: Mapping[str, str], place: str, depth: 
     name = key if re.fullmatch(r"[A-Za-z_][\w-]*", key) else json.dumps(key)
     if isinstance(value, dict) and value:
         lines = [f"{pad}{name}:"]
-        for inner, each in value.items():
+        for inner, item in value.items():
             at_place = f"{place}.{inner}"
             lines += [f"{pad}  # {line}" for line in comments.get(at_place, "").splitlines()]
-            lines += _yaml(str(inner), each, comments, at_place, depth + 1)
+            lines += _yaml(str(inner), item, comments, at_place, depth + 1)
         return lines
-    if isinstance(value, list) and value and all(isinstance(each, dict) and each for each in value):
+    if isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
         lines = [f"{pad}{name}:"]
-        for number, each in enumerate(value):
+        for number, item in enumerate(value):
             inner_lines = [
                 line
-                for inner, one in each.items()
+                for inner, one in item.items()
                 for line in _yaml(str(inner), one, comments, f"{place}.{number}.{inner}", depth + 2)
             ]
             lines += [f"{pad}  - {inner_lines[0].lstrip()}", *inner_lines[1:]]

@@ -19,10 +19,10 @@ def docstrings(model: type[BaseModel]) -> Mapping[str, str]:
     pydantic would read the source of every model on import (`use_attribute_docstrings`), a third of the daemon's start.
     """
     found = {}
-    for each in reversed(model.__mro__):
-        if not issubclass(each, BaseModel) or each is BaseModel:
+    for item in reversed(model.__mro__):
+        if not issubclass(item, BaseModel) or item is BaseModel:
             continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(item))).body
         assert isinstance(definition, ast.ClassDef)
         for statement, below in itertools.pairwise(definition.body):
             match statement, below:

@@ -292,11 +292,11 @@ def _gpu(config: Config) -> Finding:
     found = device.cuda_devices()
     if not found:
         return _no_gpu()
-    indices = [each.index for each in found]
+    indices = [item.index for item in found]
     if missing := [index for index in config.device.gpus or [] if index not in indices]:
         detail = f"device.gpus lists {missing}, but the machine has {indices}"
         return Finding("gpu", "error", detail, "correct it in honed.toml")
-    names = ", ".join(f"{each.index}: {each.name}, {gib(each.total_bytes)}" for each in found)
+    names = ", ".join(f"{item.index}: {item.name}, {gib(item.total_bytes)}" for item in found)
     return Finding("gpu", "ok", f"{names}; driver {device.driver_version()}")
 
 
@@ -403,7 +403,7 @@ def _leftovers(layout: Layout) -> list[Finding]:
         return [Finding("leftovers", "warning", f"{layout.left_path}: {error.strerror}", "run it as honed's user")]
     if not left:
         return []
-    detail = f"honed could not remove {'; '.join(f'{printable(each.path)}: {each.problem}' for each in left[:5])}"
+    detail = f"honed could not remove {'; '.join(f'{printable(item.path)}: {item.problem}' for item in left[:5])}"
     more = f", and {len(left) - 5} more; all are in {layout.left_path}" if len(left) > 5 else ""
     hint = "honed tries it again; unmount what is mounted there, or as root, rm -r it"
     return [Finding("leftovers", "warning", printable(detail + more), hint)]
@@ -550,7 +550,7 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
         return Finding(
             "sandbox", "error", f"the jobs' unit has access to {'; '.join(dangers)}", f"{sandbox.MEND}; then {OPEN}"
         )
-    opened = [Path(each.lstrip("-+")) for each in [*writable, *binds.replace(":", " ").split()]]
+    opened = [Path(part.lstrip("-+")) for part in [*writable, *binds.replace(":", " ").split()]]
     named = config.policy.allowed_paths if unit.get("LoadState") == "loaded" else None
     asked = [path for path in named or () if f"{path}:{path}:" not in binds]
     closed = [path for path in asked if not any(Path(path).is_relative_to(place) for place in opened)]

@@ -57,7 +57,7 @@ def _check_one(instance: Instance, path: Path, beside: Iterable[Path]) -> Verdic
         except HonedError as error:
             error.is_refusal = True
             raise
-    told = [f"{each}; honectl submit writes the absolute path" for each in found.changes]
+    told = [f"{change}; honectl submit writes the absolute path" for change in found.changes]
     if verdict.members:
         told.append(f"sweep: {len(verdict.members)} jobs; models, data, memory and disk are those of the first")
     warnings = map(quote.show, verdict.warnings)  # the file's own submitter asks
@@ -121,13 +121,13 @@ def _options(needed: Missing) -> str:
 
 def say_offers(instance: Instance, verdicts: Iterable[Verdict]) -> None:
     """Print size, licence and gating of what honed would fetch for these jobs, each once."""
-    if not (needy := [each for each in verdicts if each.needs_fetch]):
+    if not (needy := [verdict for verdict in verdicts if verdict.needs_fetch]):
         return
     from honed.inputs import offer
 
-    found = [missing for each in needy for missing in offer.missing(each.spec, instance.layout.cache_dir)]
-    for each in dict.fromkeys(found):
-        terminal.say(f"{each.key}: {offer.told(each, instance.layout)}")
+    found = [missing for item in needy for missing in offer.missing(item.spec, instance.layout.cache_dir)]
+    for item in dict.fromkeys(found):
+        terminal.say(f"{item.key}: {offer.told(item, instance.layout)}")
 
 
 class _Checked(TypedDict):
@@ -227,13 +227,13 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     terminal.table(["memory (estimate)", ""], memory, right=[""])
     rungs = [
         [
-            f"{'→' if each.is_chosen else ' '} {each.master_weights}",
-            each.optim,
-            f"{each.bytes_per_parameter:g}",
-            f"{each.total_bytes / 2**30:,.1f} GiB",
-            "yes" if each.fits else "no",
+            f"{'→' if rung.is_chosen else ' '} {rung.master_weights}",
+            rung.optim,
+            f"{rung.bytes_per_parameter:g}",
+            f"{rung.total_bytes / 2**30:,.1f} GiB",
+            "yes" if rung.fits else "no",
         ]
-        for each in made.rungs
+        for rung in made.rungs
     ]
     if rungs:
         header = ["master_weights", "optim", "bytes a parameter", "in all", "fits"]
@@ -300,8 +300,8 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
         cut = ", truncated" if row["is_truncated"] else ""
         counts = f"{row['num_tokens']} tokens, {row['num_trained']} trained ({share:.0%}){cut}"
         terminal.say(f"{row['dataset']}: row {row['row']}: {counts}", style="bold")
-        for each in row["omitted"]:
-            terminal.say(f"  left out by the chat template: {omission.line(each)}", style="yellow")
+        for item in row["omitted"]:
+            terminal.say(f"  left out by the chat template: {omission.line(item)}", style="yellow")
         terminal.say_drawn(terminal.segments(row["segments"]))
         terminal.say()
     return 0

@@ -138,7 +138,7 @@ def _axolotl(found: Foreign, _place: Path) -> None:
     elif total is not None:
         found.note("batch_size", "the examples of an optimizer step are micro_batch_size × gradient_accumulation_steps")
     if isinstance(sets := data.get("datasets"), list):
-        data["datasets"] = [{"path": each} if isinstance(each, str) else each for each in sets]
+        data["datasets"] = [{"path": item} if isinstance(item, str) else item for item in sets]
 
 
 # --- LLaMA-Factory ----------------------------------------------------------------------------------------------------
@@ -161,12 +161,12 @@ def _llamafactory(found: Foreign, place: Path) -> None:
         names = data.get(theirs)
         if names is None:
             continue
-        names = names if isinstance(names, list) else [each.strip() for each in str(names).split(",")]
+        names = names if isinstance(names, list) else [part.strip() for part in str(names).split(",")]
         sets = [_dataset_of(found, str(name), data_dir) for name in names]
         if ours == "datasets" and shares and len(shares) == len(sets):
-            sets = [each | {"fraction": share} for each, share in zip(sets, shares, strict=True)]
+            sets = [item | {"fraction": share} for item, share in zip(sets, shares, strict=True)]
         if media_dir is not None:
-            sets = [each | {"media_dir": str((place / str(media_dir)).resolve())} for each in sets]
+            sets = [item | {"media_dir": str((place / str(media_dir)).resolve())} for item in sets]
         del data[theirs]
         data[ours] = sets
 
@@ -174,7 +174,7 @@ def _llamafactory(found: Foreign, place: Path) -> None:
 def _numbers(value: Any) -> list[float]:
     given = value if isinstance(value, list) else str(value).split(",") if value is not None else []
     try:
-        return [float(each) for each in given]
+        return [float(item) for item in given]
     except (TypeError, ValueError):
         return []
 
@@ -216,7 +216,7 @@ def _dataset_of(found: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
     ours = _COLUMNS.get(form, {}) | _MEDIA_COLUMNS
     if form == "alpaca" and "response" not in given and given:
         made["format"], ours = "text", {"prompt": "text"}
-    columns = {ours[key]: each for key, each in given.items() if key in ours and each and each != ours[key]}
+    columns = {ours[key]: item for key, item in given.items() if key in ours and item and item != ours[key]}
     if columns.get("conversations") == "messages":
         del columns["conversations"]  # honed reads both
     for key in given.keys() - ours.keys():
@@ -285,8 +285,8 @@ def _openai(found: Foreign, _place: Path) -> None:
         found.note("model", f"{shown(model)} is not an open model: write the directory or hub id of one")
         data["model"] = f"{UNKNOWN}/model"
     integrations = data.get("integrations")
-    for each in integrations if isinstance(integrations, list) else ():
-        for key in _mapping(_mapping(each).get("wandb")):
+    for integration in integrations if isinstance(integrations, list) else ():
+        for key in _mapping(_mapping(integration).get("wandb")):
             found.note(f"integrations.wandb.{key}", "honed chooses where a tracker writes")
 
 
@@ -321,8 +321,8 @@ def _script(path: Path) -> Foreign:
 
 def _cells(text: str) -> str:
     """Return the code of a notebook, without the lines that are no Python."""
-    cells = [each["source"] for each in json.loads(text)["cells"] if each["cell_type"] == "code"]
-    code = "\n".join("".join(each) if isinstance(each, list) else each for each in cells)
+    cells = [load["source"] for load in json.loads(text)["cells"] if load["cell_type"] == "code"]
+    code = "\n".join("".join(cell) if isinstance(cell, list) else cell for cell in cells)
     return "\n".join("" if re.match(r"\s*[%!]", line) else line for line in code.splitlines())
 
 
@@ -355,7 +355,7 @@ class _Script:
             elif name in _CONFIGS:
                 training |= self._settings(call)
             elif name in _TRAINERS:
-                training |= {key: each for key, each in self._settings(call).items() if key not in _OBJECTS}
+                training |= {key: setting for key, setting in self._settings(call).items() if key not in _OBJECTS}
             else:
                 self._note(name)
         if not is_of_unsloth:
@@ -381,12 +381,12 @@ class _Script:
     def _adapter(self, call: ast.Call) -> dict[str, Any]:
         given = {"r": 16, "lora_alpha": 16, "target_modules": _LINEAR} | self._settings(call)
         top = ("use_gradient_checkpointing", "random_state")
-        lora = {key: each for key, each in given.items() if key not in top and each is not None}
+        lora = {key: item for key, item in given.items() if key not in top and item is not None}
         return {"lora": lora} | {key: given[key] for key in top if key in given}
 
     def _settings(self, call: ast.Call, *, first: str | None = None) -> dict[str, Any]:
         """Return the literal arguments of a call; the others are noted."""
-        given = {each.arg: each.value for each in call.keywords if each.arg is not None}
+        given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
         if first is not None and call.args:
             given.setdefault(first, call.args[0])
         made: dict[str, Any] = {}
@@ -425,16 +425,16 @@ class _Script:
                 why, is_lost = "GGUF files are not supported yet", True
             case _:
                 return
-        if all(each.key != f"{name}()" for each in self._found.notes):
+        if all(note.key != f"{name}()" for note in self._found.notes):
             self._found.note(f"{name}()", why, is_lost=is_lost)
 
     def _read_data(self) -> None:
         loads = [call for call in self._calls if _called(call)[1] == "load_dataset"]
         trainer = next((call for call in self._calls if _called(call)[1] in _TRAINERS), None)
-        wanted = {each.arg: each.value for each in trainer.keywords} if trainer is not None else {}
+        wanted = {keyword.arg: keyword.value for keyword in trainer.keywords} if trainer is not None else {}
         sets: dict[str, list[ast.Call]] = {"datasets": [], "eval_datasets": []}
         for call in loads:
-            names = [name for name, node in self._named.items() if any(each is call for each in ast.walk(node))]
+            names = [name for name, node in self._named.items() if any(item is call for item in ast.walk(node))]
             held_out = wanted.get("eval_dataset")
             is_held_out = isinstance(held_out, ast.Name) and held_out.id in names
             sets["eval_datasets" if is_held_out else "datasets"].append(call)
@@ -448,7 +448,7 @@ class _Script:
         given = self._settings(call, first="path")
         if len(call.args) > 1:
             given |= self._settings(ast.Call(call.func, [], [ast.keyword("name", call.args[1])]))
-        made = {key: each for key, each in given.items() if key in ("path", "name", "split", "revision", "data_files")}
+        made = {key: item for key, item in given.items() if key in ("path", "name", "split", "revision", "data_files")}
         if found := re.fullmatch(r"(\w+)\[:(\d+)\]", str(made.get("split"))):
             made |= {"split": found[1], "max_rows": int(found[2])}
         elif "[" in str(made.get("split")):
@@ -471,12 +471,12 @@ class _Script:
 
 def _calls(node: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls that would run, in their order: those below `if False:` would not."""
-    for each in ast.iter_child_nodes(node):
-        if isinstance(each, ast.If) and isinstance(each.test, ast.Constant) and not each.test.value:
-            for other in each.orelse:
+    for item in ast.iter_child_nodes(node):
+        if isinstance(item, ast.If) and isinstance(item.test, ast.Constant) and not item.test.value:
+            for other in item.orelse:
                 yield from _calls(other)
             continue
-        yield from _calls(each)
+        yield from _calls(item)
     if isinstance(node, ast.Call):
         yield node
 

@@ -100,7 +100,7 @@ def _wanted(options: argparse.Namespace) -> Wanted:
     if missing and not can_ask:
         raise UsageError(f"missing: {' and '.join(missing)}", hint="give them, or run honectl init in a terminal")
     model = _place(options.model) if options.model else _ask("Base model (a directory or a hub id)", _place)
-    data = [_place(each) for each in options.data or []]
+    data = [_place(item) for item in options.data or []]
     if not data:
         data = [_ask("Training data (a file, a directory or a hub id)", _place)]
     method = options.method
@@ -191,7 +191,7 @@ def _look(made: Draft, place: str) -> tuple[int, int] | None:
     media = f", {seen.num_attached} of the first with images, videos or sound" if seen.num_attached else ""
     made.found.append(f"{place}: {about}{num_rows:,} rows of {seen.format}{media}")
     longest = max(sizes, default=0) / CHARS_PER_TOKEN
-    length = next((each for each in LENGTHS if longest <= each), LENGTHS[-1])
+    length = next((item for item in LENGTHS if longest <= item), LENGTHS[-1])
     return num_rows, max(length, LENGTHS[-1] if seen.num_attached else 0)
 
 
@@ -256,7 +256,10 @@ def _of_plan(verdict: Verdict) -> list[str]:
 
 def rendered(made: Draft, verdict: Verdict) -> str:
     facts = [*made.found, *_of_plan(verdict)]
-    lines = ["# Made by honectl init.", *(f"#   {convert.one_line(each)}" for each in facts)]
+    lines = ["# Made by honectl init.", *(f"#   {convert.one_line(fact)}" for fact in facts)]
     if made.changes:
-        lines += ["# Chosen for this machine and data:", *(f"#   {convert.one_line(each)}" for each in made.changes)]
+        lines += [
+            "# Chosen for this machine and data:",
+            *(f"#   {convert.one_line(change)}" for change in made.changes),
+        ]
     return schema.line() + "\n".join([*lines, ""]) + convert.yaml_of(made.job, _COMMENTS)

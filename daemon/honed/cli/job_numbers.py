@@ -32,7 +32,7 @@ def job_numbers() -> list[str]:
         numbers, names = [str(number) for number in client.ask("numbers")], client.ask("names")
     except HonedError:
         numbers, names = _entries(layout)
-    return [*(each for each in numbers if each.isascii() and each.isdecimal()), *filter(_is_safe, names)]
+    return [*(item for item in numbers if item.isascii() and item.isdecimal()), *filter(_is_safe, names)]
 
 
 def _entries(layout: Layout) -> tuple[list[str], list[str]]:

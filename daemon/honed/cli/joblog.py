@@ -81,7 +81,7 @@ def _has_journal(instance: Instance) -> bool:
 def journal_command(job_id: int, *, explain: bool = False, follow: bool = False) -> list[str]:
     """Return the call of journalctl for a job: honed's entries about it, its unit's own, and systemd's about that."""
     # Any program can write an entry with any field, and only those that begin with _ are journald's own.
-    writers = [f"_UID={uid}" for uid in dict.fromkeys(each.uid for each in map(access.person, _WRITERS) if each)]
+    writers = [f"_UID={uid}" for uid in dict.fromkeys(writer.uid for writer in map(access.person, _WRITERS) if writer)]
     command = ["journalctl", "--priority=info", f"HONED_JOB={job_id}", *writers]
     # Its unit runs as its submitter: what could not be started, and the stacks of a worker that hung or crashed.
     command += ["+", f"_SYSTEMD_UNIT=honed-job@{job_id}.service", "+", f"UNIT=honed-job@{job_id}.service", "_PID=1"]
@@ -203,7 +203,7 @@ def _told(item: event.Event) -> str:
         case "worse":
             return f"ended worse than it began: {', '.join(map(str, event.items(item.data, 'found')))}"
         case "adjusted":
-            steps = [each.get("text") for each in event.items(item.data, "steps") if isinstance(each, dict)]
+            steps = [one.get("text") for one in event.items(item.data, "steps") if isinstance(one, dict)]
             return f"settings changed because memory ran out: {'; '.join(map(str, steps))}"
         case "memory":
             sizes = {key: value for key, value in item.data.items() if key.endswith("_bytes") and _is_number(value)}
@@ -243,7 +243,7 @@ def _in_words(value: Any) -> str:
     """Return a value of any kind as text: names and values, with commas between them."""
     match value:
         case dict():
-            return ", ".join(f"{str(key).replace('_', ' ')} {_in_words(each)}".rstrip() for key, each in value.items())
+            return ", ".join(f"{str(key).replace('_', ' ')} {_in_words(item)}".rstrip() for key, item in value.items())
         case list():
             return "; ".join(map(_in_words, value)) or "none"
         case bool():

@@ -101,7 +101,7 @@ def _columns(output: str | None) -> list[str] | None:
             asked = column.several(output.removeprefix("columns="))
             if not asked:
                 raise UsageError("-o columns= names no column", hint=f"its columns are: {', '.join(COLUMNS)}")
-            return [name for each in asked for name in COLUMNS if COLUMNS[name] is each]
+            return [name for item in asked for name in COLUMNS if COLUMNS[name] is item]
         case _:
             raise UsageError(f"-o {output}: no such form", hint="use wide, json, name or columns=id,name,score")
 
@@ -125,8 +125,8 @@ def _rows(names: Sequence[str], jobs: list[Row]) -> list[dict[str, str]]:
 
 def _say_rows(names: Sequence[str], rows: list[dict[str, str]]) -> None:
     columns = [COLUMNS[name] for name in names]
-    right = [each.title for each in columns if each.is_right]
-    terminal.table([each.title for each in columns], [[row[name] for name in names] for row in rows], right=right)
+    right = [item.title for item in columns if item.is_right]
+    terminal.table([item.title for item in columns], [[row[name] for name in names] for row in rows], right=right)
 
 
 def _say_status(instance: Instance, jobs: list[Row]) -> None:
@@ -162,11 +162,11 @@ def _list_refused(instance: Instance, options: argparse.Namespace) -> int:
         return 0
     rows = [
         [
-            terminal.plain(each["file"], limit=60),
-            timestamp(each["refused_at"])[:16].replace("T", " "),
-            terminal.plain(_cause(each["reason"]), limit=120),
+            terminal.plain(item["file"], limit=60),
+            timestamp(item["refused_at"])[:16].replace("T", " "),
+            terminal.plain(_cause(item["reason"]), limit=120),
         ]
-        for each in found["files"]
+        for item in found["files"]
     ]
     if not rows:
         terminal.say("no rejected files")
@@ -374,7 +374,7 @@ def _refusal(instance: Instance, name: str) -> Refusal | None:
     if (found := instance.refusal(Path(name).name)) is not None:
         return found
     files = instance.refused()["files"]
-    return next((each for each in files if Path(name).name in (each["file"], Path(each["file"]).stem)), None)
+    return next((file for file in files if Path(name).name in (file["file"], Path(file["file"]).stem)), None)
 
 
 def _show_refused(refused: Refusal, *, as_json: bool) -> int:
@@ -437,10 +437,10 @@ def _say_audit(audits: list[dict[str, Any]]) -> None:
         f"audit ({last.get('when')}): model {last.get('model_dtype')}, quantization {last.get('quantization')}, "
         f"config {last.get('config_dtype')}, embeddings {last.get('embedding_dtype')}"
     )
-    counts = [each for each in event.items(last, "counts") if isinstance(each, dict)]
+    counts = [one for one in event.items(last, "counts") if isinstance(one, dict)]
     terminal.table(
         ["role", "dtype", "device", "parameters"],
-        [[each.get(key) for key in keys] for each in counts],
+        [[count.get(key) for key in keys] for count in counts],
         right=["parameters"],
     )
     for item in audits:

@@ -204,7 +204,7 @@ def _honed() -> str:
 
 def _honed_web() -> str:
     head = _head("honed-web", 8, "web pages and a read-only API of honed's jobs")
-    exits = [each for each in _EXIT if each[0] != "73"]
+    exits = [item for item in _EXIT if item[0] != "73"]
     return _program("honed\\-web", head, server.parser(), _WEB, _WEB_FILES, exits, ".BR honed (8),\n.BR honed.toml (5)")
 
 
@@ -337,8 +337,8 @@ def completions() -> dict[str, str]:
     jobs |= {"zsh": "_honectl_jobs", "preamble": jobs["preamble"] | {"zsh": _ZSH_JOBS}}
     by_metavar = {"ID": jobs, "FILE": shtab.FILE, "DATA": shtab.FILE, "DIR": shtab.DIRECTORY, "MODEL": shtab.DIRECTORY}
     parser = command_line.parser()
-    for each in (parser, *(verb for _, _, verb in verbs(parser))):
-        for action in each._actions:
+    for item in (parser, *(verb for _, _, verb in verbs(parser))):
+        for action in item._actions:
             if action.metavar in by_metavar:
                 action.complete = by_metavar[action.metavar]  # type: ignore[attr-defined]
     made = {f"honectl.{shell}": f"{shtab.complete(parser, shell).rstrip()}\n" for shell in ("bash", "zsh", "fish")}

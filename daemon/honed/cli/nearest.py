@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and verb in action.choices:
                 parsers = [action.choices[verb]]
-        return [name for each in parsers for name in each._option_string_actions]
+        return [name for parser in parsers for name in parser._option_string_actions]
 
     def error(self, message: str) -> NoReturn:
         """Print a refusal; a wrong verb's lists no verbs if the right one is known."""

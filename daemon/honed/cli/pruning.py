@@ -104,7 +104,7 @@ def _remove(ask: Ask, plan: PruneAnswer, options: argparse.Namespace) -> Iterato
     while waiting:
         ids = [str(number) for number in waiting[:MAX_NUMBERS]]
         done: dict[str, Removed] = ask("pruned", ids=ids, checkpoints=options.checkpoints)
-        for number in sorted(int(each) for each in done):
+        for number in sorted(int(item) for item in done):
             waiting.remove(number)
             yield {**rows[number], **done[str(number)]}
         if not done:
@@ -181,7 +181,7 @@ class Down:
     def ask(self, verb: str, **arguments: Any) -> PruneAnswer | dict[str, Removed]:
         spool, layout, asker = self._spool, self._layout, query.ANYBODY
         if verb == "pruned":
-            return {each: self._done.get(int(each), tree.Count()).as_dict() for each in arguments["ids"]}
+            return {argument: self._done.get(int(argument), tree.Count()).as_dict() for argument in arguments["ids"]}
         wish, is_dry = Wish.of(arguments), bool(arguments["dry_run"])
         if wish.rejected:
             return joined(retention.prune_refused(spool, wish, asker, is_dry=is_dry, now=time.time()))

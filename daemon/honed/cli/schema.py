@@ -52,7 +52,7 @@ def made() -> dict[str, Any]:
     """Return the schema as data."""
     whole = JobSpec.model_json_schema(by_alias=True)
     inner = whole.pop("$defs", {})
-    models = {each.__name__: each for each in Section.__subclasses__()}
+    models = {subclass.__name__: subclass for subclass in Section.__subclasses__()}
     for name, section in {"JobSpec": whole, **inner}.items():
         if name in models:
             _describe(section, models[name])
@@ -62,7 +62,7 @@ def made() -> dict[str, Any]:
         "$comment": "Made by `python -m honed.cli.reference --write docs`.",
     }
     # Top-level keys that hold YAML anchors are not part of the job.
-    holders: dict[str, Any] = {f"^({'|'.join(each.replace('.', '[.]') for each in HOLDERS)})": {}}
+    holders: dict[str, Any] = {f"^({'|'.join(holder.replace('.', '[.]') for holder in HOLDERS)})": {}}
     others = {"merge": "adapter", "evaluate": "eval_datasets"}
     needs = [{"if": _of_kind({"const": kind}), "then": {"required": [key]}} for kind, key in others.items()] + [
         {"if": _of_kind({"enum": [*others]}), "else": {"required": ["datasets"]}}
@@ -85,11 +85,11 @@ def _describe(section: dict[str, Any], model: type[BaseModel]) -> None:
 def _plain(value: Any, *, is_names: bool = False) -> Any:
     """Return a schema without the titles that repeat the names of keys, and without sections of defaults."""
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {key: each for key, each in value.items() if is_names or not _is_noise(key, each, value)}
-    return {key: _plain(each, is_names=key in ("properties", "$defs")) for key, each in kept.items()}
+    kept = {key: item for key, item in value.items() if is_names or not _is_noise(key, item, value)}
+    return {key: _plain(item, is_names=key in ("properties", "$defs")) for key, item in kept.items()}
 
 
 def _is_noise(key: str, each: Any, around: dict[str, Any]) -> bool:

@@ -110,7 +110,7 @@ class _Lexer:
                     yield word
                     continue
                 if is_end_next:
-                    self._ends.append("".join(each.text for each in word))
+                    self._ends.append("".join(item.text for item in word))
                     is_end_next = False
                 is_bare = len(word) == 1 and not word[0].quote
                 if is_bare and word[0].text.isdecimal() and self._next() in "<>":
@@ -347,7 +347,7 @@ class _Shell:
             for name, value in own.items():
                 self._set(name, value)
             return None
-        words = [each for token in rest if not isinstance(token, Array) for each in self._fields(token)]
+        words = [item for token in rest if not isinstance(token, Array) for item in self._fields(token)]
         if words[:1] == ["read"]:
             for name in words[1:]:
                 self._set(name, None)
@@ -383,13 +383,13 @@ class _Shell:
         """Return the name and the value that a word assigns."""
         if isinstance(token, Array):
             before = self.values.get(token.name, []) if token.is_added else []
-            values = [each for word in token.words for each in self._fields(word)]
+            values = [item for word in token.words for item in self._fields(word)]
             return token.name, None if before is None else [*before, *values]
         match = None if token[0].quote else _NAMED.match(token[0].text)
         if match is None:
             return None
         before = self.values.get(match[1], []) if match[2] else []
-        text = "".join(self._text(each) for each in (Piece(token[0].text[match.end() :]), *token[1:]))
+        text = "".join(self._text(item) for item in (Piece(token[0].text[match.end() :]), *token[1:]))
         return match[1], None if before is None or len(text) > MAX_VALUE else ["".join([*before, text])]
 
     def _set(self, name: str, value: list[str] | None) -> None:

@@ -89,7 +89,7 @@ def _make_place(layout: Layout) -> Path:
     daemon = access.person(access.DAEMON_USER)
     worker = access.worker_of(layout.root, os.getuid(), layout.staged_dir)
     # The daemon may also remove it once its job is gone.
-    rights = {each.uid: allowed for each, allowed in ((worker, 5), (daemon, 7)) if each is not None}
+    rights = {item.uid: allowed for item, allowed in ((worker, 5), (daemon, 7)) if item is not None}
     if not access.set_acl(place, Acl(owner=7, group=0, other=0, users=rights, groups={}), inherited=True):
         place.chmod(0o755)
     return place
@@ -99,7 +99,7 @@ def _with_what_rows_name(
     job_spec: JobSpec, named_by_spec: Iterable[Named], policy: Policy
 ) -> Iterator[tuple[Named, list[Path]]]:
     """Yield each path that a job names, with the images, videos and sounds beside it that a data set's rows name."""
-    datasets = {f"{key}.path": each for key, each in job_spec.each_dataset()}
+    datasets = {f"{key}.path": item for key, item in job_spec.each_dataset()}
     for named in named_by_spec:
         named = replace(named, path=Path(os.path.normpath(named.path)))  # noqa: PLW2901
         each = datasets.get(named.key)

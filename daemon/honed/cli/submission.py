@@ -30,9 +30,9 @@ VERDICT_TIMEOUT_SEC = 90.0
 def submit(instance: Instance, options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as copies:
         found = [copies.enter_context(relative.resolved(path)) for path in options.files]
-        for change in () if options.json else [change for each in found for change in each.changes]:
+        for change in () if options.json else [change for item in found for change in item.changes]:
             terminal.say(str(change))
-        return _submit(instance, options, [each.path for each in found])
+        return _submit(instance, options, [item.path for item in found])
 
 
 def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) -> int:
@@ -40,7 +40,7 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
     if options.stage:
         paths = options.files = [_stage(instance, path, quiet=options.json) for path in paths]
     checked = [_checked(instance, path, paths, given) for path, given in zip(paths, options.files, strict=True)]
-    if any(isinstance(each, HonedError) for each in checked):
+    if any(isinstance(item, HonedError) for item in checked):
         _remove_copies(instance, options)
         _say_refused(options, checked)
         return 1
@@ -138,8 +138,8 @@ def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path |
     """Remove the copies that --stage has made for one refused file, or for all files."""
     from honed.job.staging import place_of
 
-    for each in [path] if path else options.files if options.stage else []:
-        place = place_of(each, instance.layout)
+    for file in [path] if path else options.files if options.stage else []:
+        place = place_of(file, instance.layout)
         if options.stage and place is not None:
             tree.remove(place)
 
@@ -157,7 +157,7 @@ def _checked(instance: Instance, path: Path, beside: list[Path], original: Path)
 
 def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
     """Print why nothing was submitted: each file that would be refused."""
-    refused = {path: each for path, each in zip(options.files, checked, strict=True) if isinstance(each, HonedError)}
+    refused = {path: file for path, file in zip(options.files, checked, strict=True) if isinstance(file, HonedError)}
     for path, error in () if options.json else refused.items():
         terminal.complain(error, prefix=f"{path}: ")
     if len(checked) > len(refused) and not options.json:
@@ -181,16 +181,16 @@ class _Fetching:
 
     def say(self) -> None:
         status = self._instance.status()
-        for each in status["arrivals"] if status else ():
-            if each["source"] != self._source:
+        for item in status["arrivals"] if status else ():
+            if item["source"] != self._source:
                 continue
-            total, num_bytes = each["total_bytes"], each["num_bytes"]
-            if self._said == (now := (each["repo_id"], total and 10 * num_bytes // total, each["problem"])):
+            total, num_bytes = item["total_bytes"], item["num_bytes"]
+            if self._said == (now := (item["repo_id"], total and 10 * num_bytes // total, item["problem"])):
                 return
             self._said = now
             progress = f"{num_bytes / total:.0%} of {gib(total)}" if total else "begins"
-            problem = f"; {each['problem']}" if each["problem"] else ""
-            terminal.say(f"  fetching {each['repo_id']}: {progress}{problem}", style="dim")
+            problem = f"; {item['problem']}" if item["problem"] else ""
+            terminal.say(f"  fetching {item['repo_id']}: {progress}{problem}", style="dim")
 
 
 def _verdict(

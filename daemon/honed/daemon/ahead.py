@@ -154,7 +154,7 @@ class Ahead:
             if job.id in self._workers.numbers or self._workers.has_given_up(job):
                 continue
             device = next(
-                (each for each in busy if each.key not in reserved and self._placement.suits(job, each)), None
+                (item for item in busy if item.key not in reserved and self._placement.suits(job, item)), None
             )
             if device is None:
                 continue
@@ -193,7 +193,7 @@ class Ahead:
             for key in running.job.attempt.devices
             if running.job.stop is None and running.is_alive and _is_prepared(running)
         }
-        return [each for each in self._placement.all() if each.key in keys]
+        return [item for item in self._placement.all() if item.key in keys]
 
     def _replace(self, waiting: list[Worker], next_ones: set[int]) -> None:
         now = self._clock()

@@ -147,7 +147,9 @@ class Availability:
     def next_change(self, devices: Iterable[Device]) -> float:
         """Return the seconds until hours begin or end, or a reservation ends; infinity if nothing changes by itself."""
         now = self._now()
-        moments = [each.until for each in self._standing.reservations.values() if each.until is not None]
+        moments = [
+            reservation.until for reservation in self._standing.reservations.values() if reservation.until is not None
+        ]
         for found in devices:
             hours = self._hours_of(found)
             self._is_open(hours)
@@ -232,7 +234,7 @@ class Availability:
 
     def expire(self) -> None:
         """Remove reservations that are over; they are without effect already. Raises OSError on a full disk."""
-        over = [key for key, each in self._standing.reservations.items() if self._is_over(each)]
+        over = [key for key, reservation in self._standing.reservations.items() if self._is_over(reservation)]
         if over:
             self.unreserve(over)
             log.info("the reservation of %s is over", ", ".join(over))

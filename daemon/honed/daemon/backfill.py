@@ -67,15 +67,15 @@ class Backfill:
         if not self._waits:
             return Choice(job, devices)
         first = self._waits[0]
-        reserved = set().union(*(each.keys for each in self._waits))
+        reserved = set().union(*(wait.keys for wait in self._waits))
         if (apart := self._placement.free_devices(job, but=reserved)) is not None:
             return Choice(job, apart)
         if not self._may_pass(job):
             self._behind[job.id] = first.job
             self._wait(job, is_behind=True)
             return None
-        keys = {each.key for each in devices}
-        return Choice(job, devices, tuple(each.job.id for each in self._waits if each.keys & keys)[:MAX_PASSED])
+        keys = {device.key for device in devices}
+        return Choice(job, devices, tuple(wait.job.id for wait in self._waits if wait.keys & keys)[:MAX_PASSED])
 
     def why_behind(self, job: Job) -> str:
         """Return for which reservation a job waited in the last pass, for people; empty for none."""
@@ -93,7 +93,7 @@ class Backfill:
         Each waiting job is looked at in its turn, with what those before it leave: all that can start get their devices
         after the time of one checkpoint, and not one after the other.
         """
-        passed = {number for each in self._attempts.running.values() for number in each.job.attempt.passed}
+        passed = {number for item in self._attempts.running.values() for number in item.job.attempt.passed}
         if not passed:
             return
         self.begin()
@@ -106,11 +106,11 @@ class Backfill:
                 continue
             keys, given_back = found
             taken |= keys
-            for each in given_back:
-                if each.job.stop is None:
-                    for number in each.job.attempt.passed:
-                        self._delayed[number] = min(each.job.id, self._delayed.get(number, each.job.id))
-                    self._attempts.preempt(each.job.id, f"job {job.id}, which came before it, needs its devices")
+            for item in given_back:
+                if item.job.stop is None:
+                    for number in item.job.attempt.passed:
+                        self._delayed[number] = min(item.job.id, self._delayed.get(number, item.job.id))
+                    self._attempts.preempt(item.job.id, f"job {job.id}, which came before it, needs its devices")
             passed.discard(job.id)
             if not passed:
                 return
@@ -122,17 +122,17 @@ class Backfill:
         if (job.num_places <= 1 and not is_behind) or len(self._waits) >= MAX_PASSED:
             return
         if groups := self._placement.groups_for(job):
-            keys = {each.key for group in groups for each in group}
+            keys = {item.key for group in groups for item in group}
             in_sec = min(self._ready_in(job, group) for group in groups)
             self._waits.append(Wait(job, keys, in_sec))
 
     def _ready_in(self, job: Job, group: list[Device]) -> float:
         """Return the seconds until enough of a group is free; infinity if that is not known."""
-        keys = {each.key for each in group}
+        keys = {item.key for item in group}
         number = len(keys & self._placement.free_keys(job))
         ends = sorted(
-            (_left_sec(each, job), len(keys & set(each.job.attempt.devices)))
-            for each in self._attempts.running.values()
+            (_left_sec(item, job), len(keys & set(item.job.attempt.devices)))
+            for item in self._attempts.running.values()
         )
         for left_sec, num_devices in ends:
             if number >= job.num_places:
@@ -146,14 +146,14 @@ class Backfill:
         fewest; None if they do not suffice. `taken`: devices that are left to others."""
         number = max(1, job.num_places)
         for group in self._placement.groups_for(job):
-            keys = {each.key for each in group} - taken
+            keys = {item.key for item in group} - taken
             found = sorted(keys & self._placement.free_keys(job))[:number]
             chosen: list[Running] = []
-            stopping = [each for each in self._attempts.running.values() if each.job.stop is not None]
-            passing = [each for each in self._attempts.running.values() if _gives_way(each, job)]
-            for each in [*stopping, *(each for each in reversed(passing) if each.job.stop is None)]:
-                if len(found) < number and (theirs := keys & set(each.job.attempt.devices)):
-                    chosen.append(each)
+            stopping = [item for item in self._attempts.running.values() if item.job.stop is not None]
+            passing = [item for item in self._attempts.running.values() if _gives_way(item, job)]
+            for item in [*stopping, *(item for item in reversed(passing) if item.job.stop is None)]:
+                if len(found) < number and (theirs := keys & set(item.job.attempt.devices)):
+                    chosen.append(item)
                     found += sorted(theirs)[: number - len(found)]
             if len(found) >= number:
                 return set(found), chosen
@@ -163,14 +163,14 @@ class Backfill:
         """Return True if a job may start before all that wait: it ends in time, and none of them has lost the time of a
         checkpoint to an earlier job than this."""
         is_in_time = self._ends_within(job, self._waits[0].in_sec)
-        return is_in_time and all(job.id <= self._delayed.get(each.job.id, job.id) for each in self._waits)
+        return is_in_time and all(job.id <= self._delayed.get(wait.job.id, job.id) for wait in self._waits)
 
     @staticmethod
     def _ends_within(job: Job, seconds: float) -> bool:
         """Return True if a waiting job's time limit ends within so many seconds from now."""
         if job.time_limit_sec is None or math.isinf(seconds):
             return False
-        return job.time_limit_sec - sum(each.spent_sec for each in job.attempts) <= seconds
+        return job.time_limit_sec - sum(attempt.spent_sec for attempt in job.attempts) <= seconds
 
 
 def _gives_way(running: Running, job: Job) -> bool:

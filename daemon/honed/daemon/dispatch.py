@@ -90,7 +90,7 @@ class Selection:
         kept: set[str] = set()  # devices of jobs whose turn has come, and whose staged workers end in a moment
         for job in self._startable(with_device, with_ending=True):
             choice = self.backfill.offer(job)
-            if choice is not None and not kept & (keys := {each.key for each in choice.devices}):
+            if choice is not None and not kept & (keys := {device.key for device in choice.devices}):
                 if self._staged.is_ending(job.id):
                     kept |= keys
                     continue
@@ -117,7 +117,7 @@ class Selection:
         """Return True if a job would start now if a device were free."""
         self._backlog.look_again()  # its entry may just have changed
         is_closed = self.obstacles.of_all() is not None
-        return not is_closed and any(each.id == job.id for each in self._startable((True, False), with_ending=True))
+        return not is_closed and any(item.id == job.id for item in self._startable((True, False), with_ending=True))
 
     def _startable(self, for_gpu: Iterable[bool], *, with_ending: bool = False) -> Iterator[Job]:
         """Yield the jobs that wait for nothing but a device. `with_ending`: and for nothing but the end of their staged

@@ -271,9 +271,9 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 def _stated(value: Any) -> Any:
     """Return a value without keys that are not set: a key that a later version adds is no change."""
     if isinstance(value, Mapping):
-        stated = {key: _stated(each) for key, each in value.items()}
-        return {key: each for key, each in stated.items() if each is not None} or None
-    return [_stated(each) for each in value] if isinstance(value, list | tuple) else value
+        stated = {key: _stated(item) for key, item in value.items()}
+        return {key: item for key, item in stated.items() if item is not None} or None
+    return [_stated(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _check_kept(job: Job, before: Mapping[str, Any], answer: Passed) -> None:

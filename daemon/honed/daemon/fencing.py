@@ -86,7 +86,7 @@ class Fence:
         if live.is_staged or (live.attempt is None and job is not None and _may_wait(job)):
             self.staged.append(live)
             return None
-        if job is not None and job.state.is_final and number in {None, *(each.number for each in job.attempts)}:
+        if job is not None and job.state.is_final and number in {None, *(attempt.number for attempt in job.attempts)}:
             return None  # settled; its process is about to end
         recovery.note_lost(self._spool, live.job_id)
         rebuilt = recovery.rebuild(self._spool, _entry_of(self._spool.files(live.job_id), job, live))
@@ -108,7 +108,7 @@ def _entry_of(files: JobFiles, job: Job | None, live: Live) -> Job:
     """Return an entry for a live worker, from the best that there is."""
     job = job or copy_of(files) or _planned(files, live)
     job = dataclasses.replace(job, outcome=None, error=None)
-    numbers = [each.number for each in job.attempts]
+    numbers = [item.number for item in job.attempts]
     number, start = live.attempt or (numbers[-1] if numbers else _last_attempt(files), 1)
     if number in numbers:
         job = dataclasses.replace(job, attempts=job.attempts[: numbers.index(number) + 1])
@@ -157,6 +157,6 @@ def _inputs(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model and the data of a plan, for an entry; nothing if they cannot be read."""
     try:
         spec = document["spec"]
-        return {"model": str(spec["base_model"]), "data": tuple(str(each["path"]) for each in spec["datasets"])}
+        return {"model": str(spec["base_model"]), "data": tuple(str(item["path"]) for item in spec["datasets"])}
     except (KeyError, TypeError):
         return {}

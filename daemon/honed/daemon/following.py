@@ -119,7 +119,7 @@ class Following:
             outbox.lose(num_lost)
         num_bytes, self.offset = reading.offset - self.offset, reading.offset
         self.heard_at = self._clock()
-        last = next((each for each in reversed(reading.events) if each.kind == "evaluation"), None)
+        last = next((one for one in reversed(reading.events) if one.kind == "evaluation"), None)
         for item in reading.events:
             if item.kind != "evaluation" or item is last:  # a flood of them says no more than its last one
                 self.narrator.tell(job, item)

@@ -74,8 +74,8 @@ class Halvings:
         """Return the jobs of its sweep, itself included, of its user: anybody may write a group into a file."""
         assert job.group is not None
         number = job.group["id"]
-        in_sweep = (each for each in self._spool.catalog if each.sweep and each.sweep.id == number)
-        return [each.id for each in in_sweep if each.uid == job.uid]
+        in_sweep = (item for item in self._spool.catalog if item.sweep and item.sweep.id == number)
+        return [item.id for item in in_sweep if item.uid == job.uid]
 
 
 def _halving(job: Job) -> Halving | None:
@@ -99,11 +99,13 @@ def cut_of(
     """Return the first rung that ends a job, which makes `num_steps`; None if it goes on. `evaluations`: of the jobs of
     its sweep, by number."""
     for number, step in enumerate(rungs(halving, num_steps), 1):
-        reached = {each: found for each in evaluations if (found := _at(evaluations[each], step)) is not None}
+        reached = {
+            evaluation: found for evaluation in evaluations if (found := _at(evaluations[evaluation], step)) is not None
+        }
         if (own := reached.get(job_id)) is None or own.step >= num_steps:
             return None
         # Those that came first; two in the same millisecond in the order of their numbers.
-        earlier = {each: found for each, found in reached.items() if (found.time, each) <= (own.time, job_id)}
+        earlier = {item: found for item, found in reached.items() if (found.time, item) <= (own.time, job_id)}
         num_better = sum(found.eval_loss < own.eval_loss for found in earlier.values())
         num_kept = -(-len(earlier) // halving["eta"])
         if num_better >= num_kept:
@@ -113,4 +115,4 @@ def cut_of(
 
 def _at(evaluations: Sequence[Evaluation], step: int) -> Evaluation | None:
     """Return a job's evaluation at a rung: its first one there, also if it was repeated after a resume."""
-    return next((each for each in evaluations if each.step >= step), None)
+    return next((evaluation for evaluation in evaluations if evaluation.step >= step), None)

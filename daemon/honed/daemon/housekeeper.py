@@ -433,7 +433,7 @@ class Housekeeper:
         """Return the finished items of a requested removal, by number."""
         kind = "checkpoints" if request.arguments.get("checkpoints") else "job"
         try:
-            numbers = [int(each) for each in request.arguments.get("ids") or ()]
+            numbers = [int(one) for one in request.arguments.get("ids") or ()]
             if len(numbers) > retention.MAX_ASKED:  # each is looked for on the disk
                 raise ValueError(f"at most {retention.MAX_ASKED} numbers at a time")
         except (TypeError, ValueError) as error:

@@ -204,7 +204,7 @@ class Daemon:
             self._housekeeper.tend,
             self._answers.tend,
         ]
-        self._note_fault(self._health.run(each for step in steps for each in (step, self._answers.serve)))
+        self._note_fault(self._health.run(item for step in steps for item in (step, self._answers.serve)))
         self._status.report()
 
     def _note_fault(self, fault: str) -> None:

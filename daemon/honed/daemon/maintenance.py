@@ -34,9 +34,9 @@ class Maintenance:
         reason = str(request.arguments.get("reason") or "").strip()
         with _durably():
             self.placement.availability.drain(found, reason, is_now=bool(request.arguments.get("now")))
-        labels = ", ".join(each.label for each in found)
+        labels = ", ".join(item.label for item in found)
         log.info("drained by user %d: %s%s", request.uid, labels, f": {reason}" if reason else "")
-        return self._rows({each.key for each in found})
+        return self._rows({item.key for item in found})
 
     def reserve(self, request: Request, asker: Asker) -> list[DeviceRow]:
         """Reserve a device for one user or one job, for a time or until somebody ends it."""
@@ -45,9 +45,9 @@ class Maintenance:
         until, for_sec = (_seconds(request, key) for key in ("until", "for_sec"))
         with _durably():
             self.placement.availability.reserve(found, until=until, for_sec=for_sec, **whom)
-        labels = ", ".join(each.label for each in found)
+        labels = ", ".join(item.label for item in found)
         log.info("reserved by user %d: %s", request.uid, labels)
-        return self._rows({each.key for each in found})
+        return self._rows({item.key for item in found})
 
     def _whom(self, request: Request, asker: Asker) -> dict[str, object]:
         """Return the user or the job that a reservation is for. Raises UsageError for one that does not exist."""
@@ -83,7 +83,7 @@ class Maintenance:
     def _keys(self, request: Request) -> list[str]:
         if request.reference == ALL:
             return [ALL]
-        return [each.key for each in self.placement.find(request.reference)]
+        return [item.key for item in self.placement.find(request.reference)]
 
     def _rows(self, keys: set[str]) -> list[DeviceRow]:
         rows = self.placement.availability.rows(self.placement.all())

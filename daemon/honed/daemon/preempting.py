@@ -54,12 +54,12 @@ class Preempting:
     def tend(self) -> None:
         """Ask running jobs to make room for waiting ones of a higher class, one for each."""
         config, running = self._config(), dict(self._attempts.running)
-        if not running or not any(each.preempts for each in config.classes.values()):
+        if not running or not any(klass.preempts for klass in config.classes.values()):
             return
         if UNKNOWN_DEVICE in self._attempts.devices_in_use():
             return  # nothing can start before that job ends
-        lowest = min(self._rank(each.job) for each in running.values())
-        coming = [each for each in running.values() if each.job.stop is not None]  # devices that become free
+        lowest = min(self._rank(item.job) for item in running.values())
+        coming = [item for item in running.values() if item.job.stop is not None]  # devices that become free
         num_misses = 0
         promised: Counter[int] = Counter()  # devices, by the user they are given up for
         for job in self._selection.startable():
@@ -71,14 +71,14 @@ class Preempting:
                 promised[job.uid] += 1
                 continue
             if (freed := self._enough(job, coming)) is not None:
-                coming = [each for each in coming if each not in freed]
+                coming = [item for item in coming if item not in freed]
                 promised[job.uid] += 1
             elif (freed := self._enough(job, [*coming, *self._victims(job)])) is not None:
-                for each in freed:
-                    if each in coming:
-                        coming.remove(each)
+                for item in freed:
+                    if item in coming:
+                        coming.remove(item)
                     else:
-                        self._attempts.preempt(each.job.id, f"job {job.id}, of a higher class, needs its device")
+                        self._attempts.preempt(item.job.id, f"job {job.id}, of a higher class, needs its device")
                 promised[job.uid] += 1
             elif (num_misses := num_misses + 1) >= MAX_MISSES:
                 return
@@ -89,12 +89,12 @@ class Preempting:
         number, free = max(1, job.num_places), self._placement.free_keys(job)
         groups = self._placement.groups_for(job)
         for group in groups if number > 1 else [list(chain(*groups))]:
-            keys = {each.key for each in group}
+            keys = {item.key for item in group}
             have, chosen = keys & free if number > 1 else set(), []
-            for each in among:
-                if len(have) < number and (theirs := keys & set(each.job.attempt.devices)):
+            for candidate in among:
+                if len(have) < number and (theirs := keys & set(candidate.job.attempt.devices)):
                     have |= theirs
-                    chosen.append(each)
+                    chosen.append(candidate)
             if len(have) >= number:
                 return chosen
         return None
@@ -102,13 +102,13 @@ class Preempting:
     def _victims(self, job: Job) -> list[Running]:
         """Return the running jobs that this one may preempt: the lowest rank first, then the shortest run."""
         now, rank, found = self._now(), self._rank(job), []
-        for each in self._attempts.running.values():
-            run_sec = each.job.attempt.ran_sec(now)
-            min_run_sec = class_of(self._config(), each.job.job_class).min_run_sec
-            may_go = self._rank(each.job) < rank and each.job.stop is None and run_sec >= min_run_sec
-            if may_go and each.can_resume:
-                found.append((self._rank(each.job), run_sec, each.job.id, each))
-        return [each for *_, each in sorted(found, key=lambda one: one[:3])]
+        for item in self._attempts.running.values():
+            run_sec = item.job.attempt.ran_sec(now)
+            min_run_sec = class_of(self._config(), item.job.job_class).min_run_sec
+            may_go = self._rank(item.job) < rank and item.job.stop is None and run_sec >= min_run_sec
+            if may_go and item.can_resume:
+                found.append((self._rank(item.job), run_sec, item.job.id, item))
+        return [item for *_, item in sorted(found, key=lambda one: one[:3])]
 
     def _rank(self, job: Job) -> int:
         return class_of(self._config(), job.job_class).rank

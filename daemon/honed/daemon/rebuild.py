@@ -195,10 +195,10 @@ def catch_up(
     failures = failures or Failures(log)
     database.is_behind, database.is_catching_up = True, False
     are_done = True
-    for each in _not_in(spool, database.states()):
+    for item in _not_in(spool, database.states()):
         is_done = False
-        with failures.alone(f"job {each.id} ({each.name})"):
-            if (job := spool.job(each.id)) is None:
+        with failures.alone(f"job {item.id} ({item.name})"):
+            if (job := spool.job(item.id)) is None:
                 continue
             num_ended = len(job.attempts) if job.state is not State.RUNNING else 0
             if not count(database, layout, job, num_ended, is_late=is_late):

@@ -108,7 +108,7 @@ class Running:
         """Seconds until it ends at the latest, by its time limit and by its own estimate; None without either."""
         job, found = self.job, []
         if job.time_limit_sec is not None:
-            spent = sum(each.spent_sec for each in job.attempts[:-1]) + job.attempt.ran_sec(Moment.now())
+            spent = sum(attempt.spent_sec for attempt in job.attempts[:-1]) + job.attempt.ran_sec(Moment.now())
             found.append(job.time_limit_sec - spent)
         if isinstance(eta_sec := self.following.narrator.progress.get("eta_sec"), int | float):
             found.append(eta_sec - (self.following.silent_sec))
@@ -308,7 +308,7 @@ def worker_environment(layout: Layout, config: Config, job: Job, gpu_uuid: str |
     """Return what honed adds to a worker's environment."""
     left_sec = None
     if job.time_limit_sec is not None:
-        left_sec = max(0.0, job.time_limit_sec - sum(each.spent_sec for each in job.attempts[:-1]))
+        left_sec = max(0.0, job.time_limit_sec - sum(attempt.spent_sec for attempt in job.attempts[:-1]))
     return {
         **device_environment(gpu_uuid),
         "HF_HOME": os.environ.get("HF_HOME", str(layout.cache_dir)),
@@ -334,7 +334,7 @@ def write_adjustments(layout: Layout, job: Job) -> None:
     """Write a job's out-of-memory adjustments for its worker; the entry has the authoritative ones. Raises OSError."""
     path = layout.files(job.id).adjustments_path
     if job.adjustments:
-        untrusted.write_plain(path, durable.as_json([asdict(each) for each in job.adjustments]))
+        untrusted.write_plain(path, durable.as_json([asdict(adjustment) for adjustment in job.adjustments]))
     else:
         untrusted.remove(path)
 
@@ -346,14 +346,14 @@ def gpu_of(attempt: Attempt) -> str | None:
 
 def keys_of(devices: Sequence[Device]) -> str:
     """Return devices as entries and CUDA_VISIBLE_DEVICES name them."""
-    return ",".join(each.uuid or each.kind for each in devices)
+    return ",".join(device.uuid or device.kind for device in devices)
 
 
 def names_of(devices: Sequence[Device]) -> str:
     """Return devices for people: `NVIDIA H100`, `2 × NVIDIA H100 (GPU 0, GPU 1)`."""
     if len(devices) == 1:
         return devices[0].name
-    return f"{len(devices)} × {devices[0].name} ({', '.join(each.label for each in devices)})"
+    return f"{len(devices)} × {devices[0].name} ({', '.join(device.label for device in devices)})"
 
 
 def next_number(job: Job) -> int:

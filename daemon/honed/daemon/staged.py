@@ -191,7 +191,7 @@ class StagedWorkers:
         clear(self._layout, job)
         job = self._spool.update(job, staged=staged, num_staged=staged.start)
         environment = worker_environment(
-            self._layout, self._config(), job, ",".join(each.uuid for each in devices if each.uuid)
+            self._layout, self._config(), job, ",".join(device.uuid for device in devices if device.uuid)
         )
         try:
             write_adjustments(self._layout, job)

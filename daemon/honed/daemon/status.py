@@ -50,7 +50,7 @@ class Status:
             "num_arriving": self.intake.acceptance.incoming.num_seen,
             "limit": self.intake.acceptance.incoming.beyond(asker.uid),
             "devices": self.placement.availability.rows(self.placement.all()),
-            "arrivals": [each.seen_by(asker) for each in self.intake.acceptance.fetches.rows()],
+            "arrivals": [row.seen_by(asker) for row in self.intake.acceptance.fetches.rows()],
         }
 
     def pause(self, request: Request, _asker: query.Asker) -> str:

@@ -127,7 +127,7 @@ def place(
 
     Relative paths start from the directory of their kind.
     """
-    named = {each["column"] for each in _parts(messages) if "column" in each}
+    named = {item["column"] for item in _parts(messages) if "column" in item}
     listed = _columns({key: value for key, value in row.items() if key not in named}, directories)
     _refuse_empty_places(row, listed, messages)
     if not listed and not any(_parts(messages)):
@@ -139,8 +139,8 @@ def place(
     _check_numbers(listed, placed)
     supplies = {kind: iter(media) for kind, media in listed.items()}
     media = tuple(
-        _of_part(each, row, listed.get(each["type"], []), supplies.get(each["type"], iter(())), directories)
-        for each in _parts(placed)
+        _of_part(item, row, listed.get(item["type"], []), supplies.get(item["type"], iter(())), directories)
+        for item in _parts(placed)
     )
     return [_bare(message) for message in placed], media
 
@@ -155,8 +155,8 @@ def overlooked(
 
     `columns` has the data set's own names; `messages` and `media` are the results of reading the row.
     """
-    names = {path.name for each in media for path in each.paths}
-    data = {each.data for each in media}
+    names = {path.name for one in media for path in one.paths}
+    data = {one.data for one in media}
     for key, value in row.items():
         if key in COLUMNS or key in _TEXT_COLUMNS or key in columns.values():
             continue
@@ -227,15 +227,15 @@ def _is_read(message: Mapping[str, Any]) -> bool:
 
 def _texts(message: Mapping[str, Any]) -> list[str]:
     content = message["content"]
-    return [content] if isinstance(content, str) else [each["text"] for each in content if each["type"] == "text"]
+    return [content] if isinstance(content, str) else [item["text"] for item in content if item["type"] == "text"]
 
 
 def _parts(messages: Sequence[Mapping[str, Any]], kind: Kind | None = None) -> Iterator[dict[str, Any]]:
     """Yield the parts that are not text, in order."""
     for message in messages:
-        for each in message["content"] if isinstance(message["content"], list) else []:
-            if each["type"] != "text" and kind in (None, each["type"]):
-                yield each
+        for item in message["content"] if isinstance(message["content"], list) else []:
+            if item["type"] != "text" and kind in (None, item["type"]):
+                yield item
 
 
 def _marked(message: dict[str, Any], marks: Mapping[str, Kind]) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _marked(message: dict[str, Any], marks: Mapping[str, Kind]) -> dict[str, Any
     if not marks or not _is_read(message) or not any(mark in text for mark in marks for text in _texts(message)):
         return message
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return message | {"content": [piece for each in parts for piece in _pieces(each, marks)]}
+    return message | {"content": [piece for item in parts for piece in _pieces(item, marks)]}
 
 
 def _pieces(each: dict[str, Any], marks: Mapping[str, Kind]) -> Iterator[dict[str, Any]]:
@@ -272,14 +272,14 @@ def _fronted(messages: list[dict[str, Any]], kinds: Sequence[Kind]) -> list[dict
 
 def _check_numbers(listed: Mapping[Kind, Sequence[Media]], messages: Sequence[Mapping[str, Any]]) -> None:
     for kind in KINDS:
-        waiting = [each for each in _parts(messages, kind) if "source" not in each and "column" not in each]
-        num_given, has_own = len(listed.get(kind, [])), any("source" in each for each in _parts(messages, kind))
+        waiting = [item for item in _parts(messages, kind) if "source" not in item and "column" not in item]
+        num_given, has_own = len(listed.get(kind, [])), any("source" in item for item in _parts(messages, kind))
         if num_given and has_own and not waiting:
             raise RowError(f"a column of {PLURAL[kind]} next to parts that have their own path; use only one of them")
         if waiting and not num_given:
             raise RowError(f"a part of type {kind} has no source: neither a path in it nor a column `{kind}`")
-        numbers = {each["index"] for each in waiting if "index" in each}
-        if numbers and not all("index" in each for each in waiting):
+        numbers = {item["index"] for item in waiting if "index" in item}
+        if numbers and not all("index" in item for item in waiting):
             raise RowError(f"some parts of type {kind} have an `index` and others do not; set it on all or none")
         if numbers:
             if numbers != set(range(num_given)):
@@ -309,7 +309,7 @@ def _bare(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message as templates expect it: a place has only its type."""
     if isinstance(message["content"], str):
         return message
-    parts = [each if each["type"] == "text" else {"type": each["type"]} for each in message["content"]]
+    parts = [item if item["type"] == "text" else {"type": item["type"]} for item in message["content"]]
     return message | {"content": parts}
 
 

@@ -645,7 +645,7 @@ def _shards(index_path: Path, hint: str) -> tuple[tuple[Tensor, ...], int]:
             )
         if not (index_path.parent / shard).exists():
             shards = set(weight_map.values())
-            gone = sum(not (index_path.parent / each).exists() for each in shards if "/" not in each)
+            gone = sum(not (index_path.parent / item).exists() for item in shards if "/" not in item)
             more = f" ({gone} of {len(shards)} are missing)" if gone > 1 else ""
             raise ModelError(f"{index_path.parent / shard}: this shard of the weights is missing{more}", hint=hint)
         found, size = read_header(index_path.parent / shard, hint=hint)
@@ -744,7 +744,7 @@ def end_ids(path: Path) -> list[int]:
         inner = found.get("text_config") if isinstance(found, dict) else None
         for level in (found, inner):
             value = level.get("eos_token_id") if isinstance(level, dict) else None
-            ids = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
+            ids = [item for item in (value if isinstance(value, list) else [value]) if type(item) is int]
             if ids:
                 return ids
     return []
@@ -783,7 +783,7 @@ def _template_entry(path: Path) -> str | None:
             return template
         case list() as named:
             default = [
-                each.get("template") for each in named if isinstance(each, dict) and each.get("name") == "default"
+                item.get("template") for item in named if isinstance(item, dict) and item.get("name") == "default"
             ]
             return default[-1] if default and isinstance(default[-1], str) else None
         case _:

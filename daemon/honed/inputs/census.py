@@ -90,7 +90,7 @@ class Census:
 
     def num_in(self, other: Census) -> int:
         """Return the number of rows that also occur in the other census."""
-        return sum(number for each, number in self.digests.items() if each in other.digests)
+        return sum(number for item, number in self.digests.items() if item in other.digests)
 
     def told_orders(self) -> list[str]:
         """Return descriptions of the odd orders, for the rows' owner."""
@@ -126,7 +126,7 @@ def _stripped(value: Any) -> Any:
         case str():
             return value.strip()
         case dict():
-            return {key: _stripped(each) for key, each in value.items()}
+            return {key: _stripped(item) for key, item in value.items()}
         case list():
             return list(map(_stripped, value))
         case _:

@@ -206,7 +206,7 @@ def _saved(path: Path) -> list[Path] | None:
     """Return the files of a data set that save_to_disk wrote, in their order; None for other directories."""
     state = _json(path / "state.json")
     listed = state.get("_data_files")
-    named = [str(each.get("filename")) for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    named = [str(item.get("filename")) for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
     if not named or any("/" in name for name in named):
         return None
     found = [path / name for name in named]

@@ -329,9 +329,9 @@ def _twice(value: Any) -> str | None:
         case _Twice():
             return value.key
         case dict():
-            return next((key for each in value.values() if (key := _twice(each)) is not None), None)
+            return next((key for item in value.values() if (key := _twice(item)) is not None), None)
         case list():
-            return next((key for each in value if (key := _twice(each)) is not None), None)
+            return next((key for item in value if (key := _twice(item)) is not None), None)
         case _:
             return None
 
@@ -431,10 +431,10 @@ def _read_table(path: Path, pyarrow: Any, form: str, batches: Callable[[], Itera
         texts = {field.name: decode for field in schema if (decode := _json_decoder(field.type)) is not None}
         for batch in found:
             for start in range(0, batch.num_rows, NUM_TABLE_ROWS):
-                for each in batch.slice(start, NUM_TABLE_ROWS).to_pylist():
+                for item in batch.slice(start, NUM_TABLE_ROWS).to_pylist():
                     number += 1
-                    row = _without_nulls(each)
-                    row = Nulled(row) if _has_null_argument(each) else row
+                    row = _without_nulls(item)
+                    row = Nulled(row) if _has_null_argument(item) else row
                     for name in texts.keys() & row.keys():
                         row[name] = texts[name](row[name])
                     yield row, f"row {number}"
@@ -456,22 +456,22 @@ def _json_decoder(kind: Any) -> Callable[[Any], Any] | None:
     if getattr(kind, "extension_name", "") == "arrow.json":
         return json.loads
     if hasattr(kind, "value_type") and (inner := _json_decoder(kind.value_type)) is not None:
-        return lambda value: [inner(each) if each is not None else None for each in value]
+        return lambda value: [inner(item) if item is not None else None for item in value]
     if not hasattr(kind, "get_field_index"):
         return None
     fields = {field.name: decode for field in kind if (decode := _json_decoder(field.type)) is not None}
     if not fields:
         return None
-    return lambda value: {k: fields[k](each) if k in fields else each for k, each in value.items()}
+    return lambda value: {k: fields[k](item) if k in fields else item for k, item in value.items()}
 
 
 def _without_nulls(value: Any) -> Any:
     """Remove null values: tables give each object the keys of all of them, so null means absent."""
     match value:
         case dict():
-            return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+            return {key: _without_nulls(item) for key, item in value.items() if item is not None}
         case list():
-            return [_without_nulls(each) for each in value]
+            return [_without_nulls(item) for item in value]
         case _:
             return value
 
@@ -483,10 +483,10 @@ def _has_null_argument(value: Any, *, is_argument: bool = False) -> bool:
             return is_argument
         case dict():
             # The arguments themselves may be absent; what is within them is a call's.
-            inner = ((key == "arguments" and isinstance(each, dict), each) for key, each in value.items())
-            return any(_has_null_argument(each, is_argument=is_argument or begins) for begins, each in inner)
+            inner = ((key == "arguments" and isinstance(item, dict), item) for key, item in value.items())
+            return any(_has_null_argument(item, is_argument=is_argument or begins) for begins, item in inner)
         case list():
-            return any(_has_null_argument(each, is_argument=is_argument) for each in value)
+            return any(_has_null_argument(item, is_argument=is_argument) for item in value)
         case _:
             return False
 

@@ -251,16 +251,16 @@ class _Looker:
 
     def look(self, example: Example, place: str) -> None:
         self.num_rows += 1
-        for path in (path for each in example.media for path in each.paths):
+        for path in (path for item in example.media for path in item.paths):
             self._permit(path)
         try:
             if self._num_opened < NUM_OPENED:
                 self._num_opened += len(example.media)
-                facts = tuple(probe(each) for each in example.media)
+                facts = tuple(probe(item) for item in example.media)
                 self.attached.append(Attached(tuple(map(words, example.messages)), facts))
             else:
-                for each in example.media:
-                    require(each)
+                for item in example.media:
+                    require(item)
         except MediaError as error:
             self.num_broken += 1
             self.broken += [f"{place}: {error.said}"] if len(self.broken) < MAX_NAMED else []
@@ -444,5 +444,5 @@ class _Collector:
             directories=self._media_dirs(path),
         )
         if self._spill_dir is not None and made.get("media"):
-            made["media"] = tuple(spill(each, self._spill_dir) for each in made["media"])
+            made["media"] = tuple(spill(item, self._spill_dir) for item in made["media"])
         return Example(**made, dataset_index=self._index, row_index=self.num_rows - 1)

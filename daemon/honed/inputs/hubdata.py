@@ -133,13 +133,13 @@ def _configs(card: bytes | None) -> list[_Config]:
         return []
     return [
         _Config(
-            str(each.get("config_name", "default")),
-            each.get("default") is True,
-            str(each.get("data_dir") or "").strip("./"),
-            _patterns(each.get("data_files")),
+            str(item.get("config_name", "default")),
+            item.get("default") is True,
+            str(item.get("data_dir") or "").strip("./"),
+            _patterns(item.get("data_files")),
         )
-        for each in (listed if isinstance(listed, list) else [])
-        if isinstance(each, dict)
+        for item in (listed if isinstance(listed, list) else [])
+        if isinstance(item, dict)
     ]
 
 
@@ -150,7 +150,7 @@ def _patterns(given: Any) -> dict[str, tuple[str, ...]]:
         case dict():
             return {str(split): _listed(paths) for split, paths in given.items()}
         case [dict(), *_]:
-            return {str(each.get("split", "train")): _listed(each.get("path")) for each in given if "path" in each}
+            return {str(item.get("split", "train")): _listed(item.get("path")) for item in given if "path" in item}
         case list():
             return {"train": _listed(given)}
         case _:
@@ -166,12 +166,12 @@ def _config(where: str, configs: Sequence[_Config], name: str | None) -> _Config
     if not configs:
         return None
     if name is None:
-        default = [each for each in configs if each.is_default or each.name == "default"]
+        default = [config for config in configs if config.is_default or config.name == "default"]
         chosen = default[0] if default else configs[0] if len(configs) == 1 else None
     else:
-        chosen = next((each for each in configs if each.name == name), None)
+        chosen = next((config for config in configs if config.name == name), None)
     if chosen is None:
-        names = ", ".join(each.name for each in configs[:12])
+        names = ", ".join(config.name for config in configs[:12])
         what = "has several configurations" if name is None else f"has no configuration {name!r}; there are"
         raise DatasetError(f"{where} {what}: {names}", hint="write one of them as `name:` below its path")
     return chosen
@@ -180,20 +180,20 @@ def _config(where: str, configs: Sequence[_Config], name: str | None) -> _Config
 def _of_patterns(where: str, readable: Sequence[str], config: _Config, split: str | None) -> list[str]:
     splits = list(config.patterns)
     if split is None:
-        held_out = [each for each in splits if datadir.is_held_out(each)]
+        held_out = [item for item in splits if datadir.is_held_out(item)]
         if held_out and len(held_out) < len(splits):
             raise _several_splits(where, splits)
     elif split not in config.patterns:
-        lines = " or ".join(f"`split: {each}`" for each in splits[:8])
+        lines = " or ".join(f"`split: {item}`" for item in splits[:8])
         raise DatasetError(f"{where}: no split {split!r} in configuration {config.name}", hint=f"write {lines}")
     chosen: dict[str, None] = {}
-    for each in splits if split is None else [split]:
-        for pattern in config.patterns[each]:
+    for item in splits if split is None else [split]:
+        for pattern in config.patterns[item]:
             meant = f"{config.data_dir}/{pattern.removeprefix('./')}".lstrip("/")
             found = [name for name in readable if _matches(name, meant)]
             if not found:
                 raise DatasetError(
-                    f"{where}: its card lists {pattern} as {each} of {config.name}, but there is no such data file",
+                    f"{where}: its card lists {pattern} as {item} of {config.name}, but there is no such data file",
                     hint="set a `revision` that has it, or download the files and use their paths",
                 )
             chosen |= dict.fromkeys(found)
@@ -204,11 +204,11 @@ def _matches(name: str, pattern: str) -> bool:
     """Match directory by directory, with `**` for any number of them, in bounded time: a card's author controls both
     names and patterns."""
     parts, places = name.split("/"), {0}
-    for each in pattern.split("/"):
-        if each == "**":
+    for part in pattern.split("/"):
+        if part == "**":
             places = set(range(min(places), len(parts) + 1)) if places else places
         else:
-            places = {place + 1 for place in places if place < len(parts) and fnmatchcase(parts[place], each)}
+            places = {place + 1 for place in places if place < len(parts) and fnmatchcase(parts[place], part)}
     return len(parts) in places
 
 
@@ -266,10 +266,10 @@ def located(
     """
     places: dict[str, DatasetPlace] = {}
     missing = None
-    for key, each in job_spec.each_dataset():
-        if not each.is_of_hub:
+    for key, item in job_spec.each_dataset():
+        if not item.is_of_hub:
             continue
-        asked = wanted(each, (commits or {}).get(key))
+        asked = wanted(item, (commits or {}).get(key))
         if (place := find(cache_dir, asked)) is not None:
             places[key] = place
             continue
@@ -285,8 +285,8 @@ def placed(job_spec: JobSpec, places: Mapping[str, DatasetPlace]) -> JobSpec:
         return job_spec
 
     def put(key: str, sets: Sequence[DatasetSpec]) -> list[DatasetSpec]:
-        found = [(each, places.get(f"{key}.{number}")) for number, each in enumerate(sets)]
-        return [each if place is None else each.placed(place.path, place.files) for each, place in found]
+        found = [(item, places.get(f"{key}.{number}")) for number, item in enumerate(sets)]
+        return [item if place is None else item.placed(place.path, place.files) for item, place in found]
 
     sets = {
         "datasets": put("datasets", job_spec.datasets),

@@ -77,7 +77,7 @@ def refuse(path: Path, key: str = "base_model") -> ModelError | None:
             f"{path}: weights in the vendor's own format (params.json, consolidated.*)",
             hint="use the same model in the Hugging Face format, with config.json",
         )
-    below = (f"{name}/{each}" for name in names[:MAX_BELOW] for each in sorted(_names(path / name)))
+    below = (f"{name}/{item}" for name in names[:MAX_BELOW] for item in sorted(_names(path / name)))
     files = [*names, *(file for file in below if file.lower().endswith(".gguf"))]
     for suffix, (what, hint) in _FILES.items():
         if file := next((name for name in files if name.lower().endswith(suffix)), None):
@@ -94,40 +94,40 @@ def _below(path: Path, key: str) -> ModelError | None:
     """Return a refusal with the model's place if the directory is above it: a Trainer's output, a hub cache, or its
     parent."""
     children = [path / name for name in sorted(_names(path))]
-    if found := _checkpoints(path, [each for each in children if re.fullmatch(r"checkpoint-\d+", each.name)], key):
+    if found := _checkpoints(path, [child for child in children if re.fullmatch(r"checkpoint-\d+", child.name)], key):
         return found
     if snapshot := _snapshot(path):
         return _elsewhere(path, snapshot, key, "the hub cache of a model, not the model itself")
-    cached = [each for each in children if each.name.startswith("models--") and each.is_dir()]
+    cached = [child for child in children if child.name.startswith("models--") and child.is_dir()]
     if cached:
-        snapshots = [each for each in map(_snapshot, cached) if each is not None]
+        snapshots = [item for item in map(_snapshot, cached) if item is not None]
         if len(snapshots) == 1:
             return _elsewhere(path, snapshots[0], key, "a hub cache of models")
-        ids = [each.name.removeprefix("models--").replace("--", "/") for each in cached]
+        ids = [item.name.removeprefix("models--").replace("--", "/") for item in cached]
         return ModelError(f"{path}: a hub cache of models", hint=f"use one of their ids: {quote.first(ids, MAX_NAMED)}")
     marker = "adapter_config.json" if key == "adapter" else "config.json"
-    models = [each for each in children if (each / marker).is_file()]
+    models = [child for child in children if (child / marker).is_file()]
     if len(models) == 1:
         return _elsewhere(path, models[0], key, "a directory that contains a model, not the model itself")
     if models:
         return ModelError(
             f"{path}: a directory with {len(models)} models in it",
-            hint=f"use one of them: {quote.first([str(each) for each in models], MAX_NAMED)}",
+            hint=f"use one of them: {quote.first([str(model) for model in models], MAX_NAMED)}",
         )
     return None
 
 
 def _checkpoints(path: Path, found: list[Path], key: str) -> ModelError | None:
     """Return a refusal that names the newest checkpoint, if the directory is a Trainer's output."""
-    newest_first = sorted(found, key=lambda each: -int(each.name.rpartition("-")[2]))
-    names = quote.first([each.name for each in newest_first], MAX_NAMED)
+    newest_first = sorted(found, key=lambda item: -int(item.name.rpartition("-")[2]))
+    names = quote.first([item.name for item in newest_first], MAX_NAMED)
     what = f"a Trainer's output, with the model in its checkpoints ({names})"
-    for each in newest_first:
-        is_adapter = (each / "adapter_config.json").is_file()
-        if (each / "config.json").is_file() or (key == "adapter" and is_adapter):
-            return _elsewhere(path, each, key, what)
+    for item in newest_first:
+        is_adapter = (item / "adapter_config.json").is_file()
+        if (item / "config.json").is_file() or (key == "adapter" and is_adapter):
+            return _elsewhere(path, item, key, what)
         if is_adapter:
-            return _adapter(path, each, what.replace("the model", "an adapter"))
+            return _adapter(path, item, what.replace("the model", "an adapter"))
     return None
 
 

@@ -230,7 +230,7 @@ def _absence(path: Path) -> str:
         if path.is_symlink() and not path.exists():
             return f"a link to {quote.place(str(path.readlink()))}, which does not exist"
         if not path.exists():
-            missing = next((each for each in reversed(path.parents) if not each.exists()), None)
+            missing = next((parent for parent in reversed(path.parents) if not parent.exists()), None)
             return "no such file" + (f": the directory {quote.place(str(missing))} does not exist" if missing else "")
     except OSError as error:
         return error.strerror or str(error)
@@ -299,7 +299,7 @@ def _opened_image(media: Media) -> Iterator[Image.Image]:
     """Open an image and check its header, without decoding pixels. Errors in the block become a MediaError of the
     file."""
     pillow = _pillow()
-    formats = [each for each in _IMAGE_FORMATS if each in pillow.OPEN]
+    formats = [item for item in _IMAGE_FORMATS if item in pillow.OPEN]
     try:
         with pillow.open(_source(media), formats=formats) as image:
             _check_size(media, *image.size)
@@ -426,12 +426,12 @@ def _frame_files(media: Media) -> list[Path]:
     if media.frames or media.path is None or not _is_dir(media.path):
         return list(media.frames)
     try:
-        found = [each for each in media.path.iterdir() if not each.name.startswith(".")]
+        found = [path for path in media.path.iterdir() if not path.name.startswith(".")]
     except OSError as error:
         raise MediaError(
             f"{media.named}: {error.strerror or error}", hint="check that the job's submitter can read it"
         ) from error
-    images = sorted((each for each in found if each.suffix.lower() in IMAGE_SUFFIXES), key=_natural)
+    images = sorted((item for item in found if item.suffix.lower() in IMAGE_SUFFIXES), key=_natural)
     if not images:
         raise MediaError(
             f"{media.named}: no frames in this directory", hint=f"frames must end in {' '.join(IMAGE_SUFFIXES)}"
@@ -501,7 +501,7 @@ def _decoded(container: Any, stream: Any, wanted: Sequence[int], keys: Sequence[
     decoding = container.decode(stream)
     shown, last = -math.inf, None
     for when in wanted:
-        key = max((each for each in keys if each <= when), default=None)
+        key = max((item for item in keys if item <= when), default=None)
         if key is not None and key > shown > -math.inf:
             container.seek(key, stream=stream)
             decoding = container.decode(stream)

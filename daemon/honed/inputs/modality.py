@@ -77,7 +77,7 @@ def is_within(name: str, pattern: re.Pattern[str]) -> bool:
     wrapper."""
     words = name.removeprefix("base_model.model.").removeprefix("model.").split(".")
     above = (".".join(words[:count]) for count in range(1, len(words) + 1))
-    return any(pattern.search(each) or pattern.search(f"model.{each}") for each in above)
+    return any(pattern.search(item) or pattern.search(f"model.{item}") for item in above)
 
 
 def _usual(name: str) -> Part:

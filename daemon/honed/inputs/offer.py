@@ -43,9 +43,9 @@ class Offer:
 
 def missing(job_spec: JobSpec, cache_dir: Path) -> Iterator[Missing]:
     """Yield what a job names and the cache lacks, data sets first. The job's data sets were looked for before."""
-    for each in (*job_spec.datasets, *job_spec.eval_datasets):
-        if each.is_missing:
-            yield Missing(each.path, each.revision or "main", snapshot.DATASET, each.name, each.split)
+    for dataset in (*job_spec.datasets, *job_spec.eval_datasets):
+        if dataset.is_missing:
+            yield Missing(dataset.path, dataset.revision or "main", snapshot.DATASET, dataset.name, dataset.split)
     revision = job_spec.revision or "main"
     if basemodel.is_hub_id(job_spec.base_model) and snapshot.find(cache_dir, job_spec.base_model, revision) is None:
         yield Missing(job_spec.base_model, revision)

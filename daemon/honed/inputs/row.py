@@ -231,7 +231,7 @@ def fields(
 def _tags(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a row's tags: the texts in its columns `tag` and `tags`. Other values there are no tags."""
     given = [row.get("tag"), *(tags if isinstance(tags := _unpacked(row.get("tags")), list) else [tags])]
-    return tuple(sorted({text for each in given if isinstance(each, str) and _is_tag(text := each.strip())}))
+    return tuple(sorted({text for item in given if isinstance(item, str) and _is_tag(text := item.strip())}))
 
 
 def _is_tag(text: str) -> bool:

@@ -330,7 +330,7 @@ class Arrivals:
 
     def admit_all(self, accepted: Sequence[tuple[Job, Claim, PlanFile]]) -> list[Job | Exception]:
         """Accept many claimed arrivals at once; an arrival that failed is represented by its exception."""
-        return durable.finish_all([self._admitting(*each) for each in accepted])
+        return durable.finish_all([self._admitting(*item) for item in accepted])
 
     def _admitting(self, job: Job, claim: Claim, plan: PlanFile) -> Steps[Job]:
         yield from untrusted.writing(self._spool.files(job.id).plan_path, plan.to_json())
@@ -395,7 +395,7 @@ class Arrivals:
     def claims(self, *, but: Container[int] = (), limit: int | None = None) -> list[Claim]:
         """Return up to `limit` arrivals that are claimed but neither accepted nor rejected, skipping those in `but`."""
         found: list[Claim] = []
-        for number, submitter, place in sorted(_places(self._spool.claimed_dir), key=lambda each: each[0]):
+        for number, submitter, place in sorted(_places(self._spool.claimed_dir), key=lambda item: item[0]):
             if limit is not None and len(found) >= limit:
                 break
             if number not in but and number not in self._damaged and place.is_dir():
@@ -496,7 +496,7 @@ def _drop_refused(spool: Spool) -> None:
     jobs_dir = spool.layout.jobs_dir
     for name in set(names_in(jobs_dir)) - kept:
         with contextlib.suppress(OSError):
-            if name.isdecimal() and all(each.startswith(("spec.", ".spec.")) for each in names_in(jobs_dir / name)):
+            if name.isdecimal() and all(item.startswith(("spec.", ".spec.")) for item in names_in(jobs_dir / name)):
                 durable.remove_flat(jobs_dir / name)
 
 

@@ -146,22 +146,22 @@ def flat(value: Any, above: str = "") -> Flat:
     """Return a mapping's values by their dotted keys; empty sections are left out."""
     match value:
         case dict():
-            pairs = [(str(key), each) for key, each in value.items()]
-        case list() if any(isinstance(each, dict) for each in value):
-            pairs = [(str(number), each) for number, each in enumerate(value)]
+            pairs = [(str(key), item) for key, item in value.items()]
+        case list() if any(isinstance(item, dict) for item in value):
+            pairs = [(str(number), item) for number, item in enumerate(value)]
         case _:
             return {above: value} if above else {}
     found: Flat = {}
-    for key, each in pairs:
-        found |= flat(each, f"{above}.{key}" if above else key)
+    for key, pair in pairs:
+        found |= flat(pair, f"{above}.{key}" if above else key)
     return found
 
 
 def differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the values of those keys in which they differ; None where one lacks the key."""
-    keys = dict.fromkeys(key for each in facts for key in each)
-    values = {key: [each.get(key) for each in facts] for key in keys}
-    return {key: each for key, each in values.items() if any(value != each[0] for value in each[1:])}
+    keys = dict.fromkeys(key for fact in facts for key in fact)
+    values = {key: [fact.get(key) for fact in facts] for key in keys}
+    return {key: item for key, item in values.items() if any(value != item[0] for value in item[1:])}
 
 
 def course_of(pairs: Sequence[tuple[int, float | None]]) -> list[tuple[int, float]]:
@@ -182,5 +182,5 @@ def shared_answers(predictions: Sequence[Sequence[Prediction]]) -> list[dict[str
     return [
         {"prompt": prompt, "ground_truth": truth, "predictions": given}
         for (prompt, truth), given in shared.items()
-        if sum(each is not None for each in given) > 1
+        if sum(item is not None for item in given) > 1
     ]

@@ -235,10 +235,10 @@ class Counters:
             if (job := self._spool.pruned.get(number)) is not None:
                 self._count(job)
         self._pruned |= pruned
-        for each in self._spool.catalog:
-            if Mark.of(each) != self._marks.get(each.id):
-                with passed_over(self._spool.entries.path(each.id, each.state)):  # counted once it can be read
-                    if (job := self._spool.job(each.id)) is not None:
+        for item in self._spool.catalog:
+            if Mark.of(item) != self._marks.get(item.id):
+                with passed_over(self._spool.entries.path(item.id, item.state)):  # counted once it can be read
+                    if (job := self._spool.job(item.id)) is not None:
                         self._count(job)
         found, are_all = self._refused()
         for number, code in found.items():

@@ -438,7 +438,7 @@ def _apply_events(db: sqlite3.Connection, job: Job, attempt: int, events: Sequen
     added = [_apply_event(db, job, attempt, event) for event in events]
     if num := sum(map(num_left_out, events)):
         count_gone(db, job.id, attempt, "names", num)
-    if (last := next((each for each in reversed(events) if each.kind == "step"), None)) is not None:
+    if (last := next((item for item in reversed(events) if item.kind == "step"), None)) is not None:
         db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (json.dumps(progress_of(last.data)), job.id))
     return added
 
@@ -458,7 +458,7 @@ def _apply_event(db: sqlite3.Connection, job: Job, attempt: int, event: Event) -
                 "INSERT OR REPLACE INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [(job.id, str(job.uid), epoch, step, *answer.values(), when) for answer in told],
             )
-            texts = (text for each in told for text in (each["prompt"], each["ground_truth"], each["prediction"]))
+            texts = (text for item in told for text in (item["prompt"], item["ground_truth"], item["prediction"]))
             num_bytes = ROW_BYTES * len(told) + sum(len(text.encode()) for text in texts if text is not None)
             return Added(len(rows), num_bytes)
         case _:
@@ -615,7 +615,7 @@ class Reader:
         for number, name, value in self._rows(_SCORES, json.dumps(job_ids)):
             if value is not None:
                 found.setdefault(number, {})[name.removeprefix("predictions/")] = value
-        return {number: _score(each) for number, each in found.items()}
+        return {number: _score(item) for number, item in found.items()}
 
     def course(self, job_id: int, name: str, *, num_points: int = 40) -> list[float]:
         """Return one metric over the steps, averaged to at most `num_points` values: each is the mean of the first
@@ -658,7 +658,7 @@ class Reader:
         try:
             for row in self._db.execute(sql, arguments):
                 found.append(row)
-                num_chars += sum(len(each) for each in row if isinstance(each, str)) if max_chars < math.inf else 0
+                num_chars += sum(len(item) for item in row if isinstance(item, str)) if max_chars < math.inf else 0
                 if num_chars >= max_chars:
                     break
         except sqlite3.OperationalError as error:

@@ -40,9 +40,9 @@ class Entitlements:
 
 
 def _entitlement(config: Config, person: Person) -> UserConfig:
-    own = [each for name, each in config.users.items() if name in _names(person)]
-    groups = [each for name, each in config.users.items() if name.startswith("@") and _is_member(person, name)]
-    others = [each for name, each in config.users.items() if name == "*"]
+    own = [user for name, user in config.users.items() if name in _names(person)]
+    groups = [user for name, user in config.users.items() if name.startswith("@") and _is_member(person, name)]
+    others = [user for name, user in config.users.items() if name == "*"]
     found: dict[str, Any] = {}
     for key in UserConfig.model_fields:
         for among in (own, groups, others):
@@ -54,7 +54,7 @@ def _entitlement(config: Config, person: Person) -> UserConfig:
 
 def class_of(config: Config, name: str | None) -> ClassConfig:
     """Return a class; the default class for None and for one that the configuration no longer has."""
-    default = next((each for each in config.classes.values() if each.default), ClassConfig())
+    default = next((klass for klass in config.classes.values() if klass.default), ClassConfig())
     return default if name is None else config.classes.get(name, default)
 
 
@@ -62,7 +62,7 @@ def require_class(config: Config, name: str | None, uid: int) -> None:
     """Raise SpecError if there is no such class, or the user may not use it."""
     if name is None:
         return
-    allowed = [each for each in config.classes if _may_use(config.classes[each], uid)]
+    allowed = [klass for klass in config.classes if _may_use(config.classes[klass], uid)]
     if name in allowed:
         return
     known = f"your classes are {', '.join(sorted(allowed))}" if allowed else "there are none for you"

@@ -77,12 +77,12 @@ def last_metrics(path: Path, job_id: int, attempt: int) -> Iterator[tuple[str, f
         )
         found = _page(path, sql, job_id, name, PAGE_ROWS)
         yield None
-        for each, several in itertools.groupby(found, key=itemgetter(0)):
+        for item, several in itertools.groupby(found, key=itemgetter(0)):
             last: Last | None = max(row[1:] for row in several)
-            if each == found[-1][0] and len(found) == PAGE_ROWS:  # the next page would have more of it
-                last = yield from _last(partial(_page, path), job_id, each, attempt)
+            if item == found[-1][0] and len(found) == PAGE_ROWS:  # the next page would have more of it
+                last = yield from _last(partial(_page, path), job_id, item, attempt)
             if last is not None:
-                yield each, last[-1]
+                yield item, last[-1]
         if len(found) < PAGE_ROWS:
             return
         name, than = found[-1][0], ">"

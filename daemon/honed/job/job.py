@@ -341,12 +341,12 @@ class Job:
     @property
     def last_ended(self) -> int:
         """The number of its last attempt that has ended; 0 before the first."""
-        return max((each.number for each in self.attempts if each.ended_at is not None), default=0)
+        return max((attempt.number for attempt in self.attempts if attempt.ended_at is not None), default=0)
 
     @property
     def last_ended_at(self) -> float:
         """Seconds since the epoch, of the latest end of an attempt; 0 before the first."""
-        return max((each.ended_at for each in self.attempts if each.ended_at is not None), default=0.0)
+        return max((attempt.ended_at for attempt in self.attempts if attempt.ended_at is not None), default=0.0)
 
     @property
     def num_ends(self) -> int:

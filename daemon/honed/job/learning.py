@@ -46,7 +46,7 @@ def remark(
     """Return a remark to show beside `succeeded`; empty if the run has learned or cannot be judged: if the rows have a
     fixed order (`is_ordered`), the last ones may be the hardest.
     """
-    points = [each for each in told if math.isfinite(each.loss)]
+    points = [item for item in told if math.isfinite(item.loss)]
     if not points or points[-1].step < MIN_STEPS:
         return ""
     if eval_before is not None and eval_after is not None and eval_after < eval_before * (1 - LEFT):
@@ -59,7 +59,7 @@ def remark(
     if words != _EPOCHS:
         noise = NUM_ERRORS * math.sqrt(statistics.variance(first) / len(first) + statistics.variance(last) / len(last))
     spread = NUM_ERRORS * statistics.stdev(last) / math.sqrt(NUM_FIRST)
-    if statistics.fmean(each.loss for each in points[:NUM_FIRST]) - after > max(LEFT * before, spread):
+    if statistics.fmean(point.loss for point in points[:NUM_FIRST]) - after > max(LEFT * before, spread):
         return ""  # it learned everything at the beginning
     figures = f"{before:.4g} in the first {words}, {after:.4g} in the last"
     if after > max(before, KNOWN) * (1 + HIGHER) + noise:
@@ -76,9 +76,9 @@ def _ends(points: Sequence[Told]) -> tuple[list[float], list[float], str]:
     """Return the first and the last losses to compare, and their unit (epoch or steps)."""
     whole = math.floor(points[-1].epoch + 1e-6)
     if whole >= 2:
-        first = [each.loss for each in points if each.epoch <= 1 + 1e-6]
-        last = [each.loss for each in points if whole - 1 + 1e-6 < each.epoch <= whole + 1e-6]
+        first = [point.loss for point in points if point.epoch <= 1 + 1e-6]
+        last = [point.loss for point in points if whole - 1 + 1e-6 < point.epoch <= whole + 1e-6]
         return first, last, _EPOCHS
     number = max(len(points) // 5, 2)
-    losses = [each.loss for each in points]
+    losses = [point.loss for point in points]
     return losses[:number], losses[-number:], "steps"

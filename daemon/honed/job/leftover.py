@@ -48,7 +48,7 @@ def _known(layout: Layout) -> list[Leftover]:
 
 def _parsed(data: bytes) -> list[Leftover]:
     """Raises an exception for what honed has not written."""
-    return [Leftover(str(each["path"]), str(each["problem"]), float(each["since"])) for each in json.loads(data)]
+    return [Leftover(str(load["path"]), str(load["problem"]), float(load["since"])) for load in json.loads(data)]
 
 
 def remove(layout: Layout, path: Path, tick: Callable[[], None]) -> Count:
@@ -64,11 +64,11 @@ def remove(layout: Layout, path: Path, tick: Callable[[], None]) -> Count:
 def remove_again(layout: Layout, tick: Callable[[], None]) -> Count:
     """Try once more to remove all that is left."""
     total, still = Count(), []
-    for each in _known(layout):
-        count = tree.remove(Path(each.path), tick)
+    for item in _known(layout):
+        count = tree.remove(Path(item.path), tick)
         total = total.plus(count)
         if count.problem is not None:
-            still.append(Leftover(each.path, count.problem, each.since))
+            still.append(Leftover(item.path, count.problem, item.since))
     _write(layout, still)
     return total
 
@@ -92,7 +92,7 @@ def _leave(layout: Layout, path: Path, problem: str) -> None:
 def _write(layout: Layout, leftovers: Sequence[Leftover]) -> None:
     if leftovers:
         # People made up the names: in ASCII, as some are no UTF-8.
-        durable.write(layout.left_path, json.dumps([asdict(each) for each in leftovers]).encode(), mode=0o640)
+        durable.write(layout.left_path, json.dumps([asdict(leftover) for leftover in leftovers]).encode(), mode=0o640)
         if os.geteuid() == 0:  # honed must read what `honectl prune` has left
             owner = layout.state_dir.stat()
             os.chown(layout.left_path, owner.st_uid, owner.st_gid)

@@ -94,7 +94,7 @@ def next_step(
     }
     place = PHASES.get(phase, phase)
     first = rungs.pop(place, [])
-    rest = [] if is_sure and place in {*PHASES.values(), "data"} else [rung for each in rungs.values() for rung in each]
+    rest = [] if is_sure and place in {*PHASES.values(), "data"} else [rung for item in rungs.values() for rung in item]
     last = _shrunk(spec.get("media") or {}, media) if (spec.get("retry") or {}).get("may_shrink_media") else ()
     return next((Adjustment(attempt, text, changes) for text, changes in (*first, *rest, *last)), None)
 

@@ -163,7 +163,7 @@ class Checkpoint:
     is_pickled: bool
 
     def as_dict(self) -> dict[str, object]:
-        facts = {each.name: getattr(self, each.name) for each in fields(self)}
+        facts = {item.name: getattr(self, item.name) for item in fields(self)}
         return {**facts, "stored_dtypes": dict(self.stored_dtypes), "architectures": list(self.architectures)}
 
     @classmethod
@@ -269,7 +269,7 @@ class PlanFile:
     def row_needs(self) -> RowNeeds:
         """Estimated needs of the encoded rows; 0 where they are not known."""
         raw = self.document.get("rows") or {}
-        return RowNeeds(*(int(raw.get(each.name, 0)) for each in fields(RowNeeds)))
+        return RowNeeds(*(int(raw.get(item.name, 0)) for item in fields(RowNeeds)))
 
     @property
     def is_decided(self) -> bool:
@@ -335,7 +335,7 @@ class PlanFile:
     def hub_datasets(self) -> dict[str, DatasetPlace]:
         """The places of data sets from the hub, by key: datasets.0."""
         given = dict(self.document.get("hub_datasets") or {})
-        return {key: DatasetPlace.from_dict(each) for key, each in given.items()}
+        return {key: DatasetPlace.from_dict(item) for key, item in given.items()}
 
     @property
     def may_read(self) -> Grant | None:
@@ -402,7 +402,7 @@ class PlanFile:
 
     def adjusted(self, spec: Mapping[str, Any], adjustments: Sequence[Adjustment]) -> PlanFile:
         """Return the plan of an attempt whose spec was changed for lack of memory."""
-        return self._with(spec=spec, adjustments=[asdict(each) for each in adjustments])
+        return self._with(spec=spec, adjustments=[asdict(adjustment) for adjustment in adjustments])
 
     def for_trial(self, spec: Mapping[str, Any], output_dir: Path) -> PlanFile:
         return self._with(spec=spec, output_dir=str(output_dir), is_trial=True, parallel=asdict(Parallel()))

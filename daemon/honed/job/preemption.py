@@ -32,7 +32,7 @@ def cost(job: Job) -> str:
         return ""
     if attempt.outcome == "interrupted":
         where = f"it continues from step {attempt.step}" if attempt.step else "it continues from its last checkpoint"
-        where = where if any(each.step for each in job.attempts) else "it begins again, because it has no checkpoint"
+        where = where if any(item.step for item in job.attempts) else "it begins again, because it has no checkpoint"
         return f"stopped after {duration(stop_sec)}; {where}"
     return f"killed after {duration(stop_sec)}; steps since its last checkpoint are repeated"
 

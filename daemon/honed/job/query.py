@@ -235,7 +235,7 @@ def _rows(layout: Layout, jobs: Catalog, chosen: Iterable[Listed | None], asker:
 
 def _built(layout: Layout, jobs: Catalog, chosen: Sequence[Listed], asker: Asker) -> Iterator[Row]:
     for first in range(0, len(chosen), ROWS_AT_ONCE):
-        some = [job for each in chosen[first : first + ROWS_AT_ONCE] if (job := _whole(jobs, each)) is not None]
+        some = [job for item in chosen[first : first + ROWS_AT_ONCE] if (job := _whole(jobs, item)) is not None]
         with contextlib.closing(Reader(layout.database_path)) as reader:
             numbers = [job.id for job in some]
             progress, scores = reader.progress(numbers), reader.scores(numbers)
@@ -495,7 +495,8 @@ def shown(
         "attempts": [_attempt(attempt) for attempt in job.attempts],
         "error": job.error,
         "adjustments": [
-            {"attempt": each.attempt, "text": each.text, "changes": each.changes} for each in job.adjustments
+            {"attempt": adjustment.attempt, "text": adjustment.text, "changes": adjustment.changes}
+            for adjustment in job.adjustments
         ],
         "num_preemptions": job.num_preemptions,
         "artifacts": {

@@ -64,7 +64,7 @@ def place_for(directory: PersonPath, name: str, number: int) -> PersonPath:
     """Return a free path for the refused file of this name: honed 0.1 has kept files under people's names there."""
     suffix = Path(name).suffix if Path(name).suffix in SPEC_SUFFIXES else ""
     names = (f"{number}{'-' if again else ''}{again or ''}{suffix}" for again in itertools.count())
-    return next(path for each in names if not untrusted.exists(path := directory / each))
+    return next(path for item in names if not untrusted.exists(path := directory / item))
 
 
 def text_of(name: str, number: int, uid: int, error: HonedError, *, when: str, fate: str, is_submission: bool) -> str:
@@ -78,7 +78,7 @@ def text_of(name: str, number: int, uid: int, error: HonedError, *, when: str, f
         first, *rest = error.hint.split("\n")
         lines += ["", f"What to do: {first}", *(f"  {line}" for line in rest)]
     if error.fix:
-        lines += ["", "Change in the file:", *(f"  {each}" for each in problem.told_fix(error.fix))]
+        lines += ["", "Change in the file:", *(f"  {item}" for item in problem.told_fix(error.fix))]
     again = "submit it again: honectl submit FILE" if is_submission else "drop the job file into incoming/ again"
     return "\n".join([*lines, "", f"Then {again}.", ""])
 
@@ -138,9 +138,9 @@ def places(directory: PersonPath, name: str, number: int) -> Iterator[PersonPath
     dropped whose reason would be at the last one, since a name that ends in `~` is of an unfinished file."""
     stem, suffix = Path(name).stem, Path(name).suffix
     short = os.fsdecode(os.fsencode(stem)[:180]).encode(errors="replace").decode()
-    for each in (name, f"{short}.{number}{suffix[:16]}", f"{number}~"):
-        if len(os.fsencode(each)) + len(SUFFIX) + len("..tmp") <= MAX_NAME_BYTES:
-            yield directory / f"{each}{SUFFIX}"
+    for item in (name, f"{short}.{number}{suffix[:16]}", f"{number}~"):
+        if len(os.fsencode(item)) + len(SUFFIX) + len("..tmp") <= MAX_NAME_BYTES:
+            yield directory / f"{item}{SUFFIX}"
 
 
 def find(directory: PersonPath, name: str, number: int) -> Reason | None:

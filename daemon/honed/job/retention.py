@@ -92,7 +92,7 @@ def _in_turns(items: Iterable[Item]) -> list[Item]:
     for item in items:
         ranked.append((num_of[item.uid], item))
         num_of[item.uid] += 1
-    return [item for _, item in sorted(ranked, key=lambda each: each[0])]
+    return [item for _, item in sorted(ranked, key=lambda one: one[0])]
 
 
 def _number(key: int | str) -> int:
@@ -193,9 +193,9 @@ class Wish:
         try:
             limits = Limits(*(_figure(arguments.get(key)) for key in ("older_than_sec", "keep", "max_bytes")))
             return cls(
-                tuple(dict.fromkeys(str(each) for each in arguments.get("ids") or ())),  # each is looked up
+                tuple(dict.fromkeys(str(item) for item in arguments.get("ids") or ())),  # each is looked up
                 limits,
-                frozenset(State(each) for each in arguments.get("states") or ()),
+                frozenset(State(item) for item in arguments.get("states") or ()),
                 bool(arguments.get("checkpoints")),
                 bool(arguments.get("rejected")),
                 bool(arguments.get("rows")),
@@ -426,8 +426,8 @@ def prune_rows(cache: RowCache, wish: Wish, asker: Asker, *, is_dry: bool, now: 
         raise UsageError(
             "nothing is selected", hint="--rows needs --older-than, --keep or --max-size; --keep 0 removes all"
         )
-    mine = {f"{each.uid}/{each.name}": each for each in cache.listed(uid=None if asker.is_administrator else asker.uid)}
-    items = [Item(key, each.used_at, each.num_bytes) for key, each in mine.items()]
+    mine = {f"{one.uid}/{one.name}": one for one in cache.listed(uid=None if asker.is_administrator else asker.uid)}
+    items = [Item(key, one.used_at, one.num_bytes) for key, one in mine.items()]
     beyond = [mine[str(item.key)] for item in excess(items, wish.limits, now=now)]
     if not is_dry:
         cache.remove(beyond, f"requested by user {asker.uid}")

@@ -149,7 +149,7 @@ class RowCache:
             contextlib.suppress(FileNotFoundError),
             untrusted.directory(self._layout.files(job.id).rows_dir / name) as fd,
         ):
-            infos = [os.stat(each, dir_fd=fd, follow_symlinks=False) for each in FILES]
+            infos = [os.stat(file, dir_fd=fd, follow_symlinks=False) for file in FILES]
             if all(stat.S_ISREG(info.st_mode) for info in infos) and not (entry and self._is_of(entry, infos)):
                 self._link(job.uid, name, fd)
                 jobs = entry.jobs if entry is not None else frozenset()
@@ -173,10 +173,10 @@ class RowCache:
         tree.remove(new)
         new.mkdir(mode=0o750)
         try:
-            for each in FILES:
-                os.link(each, new / each, src_dir_fd=fd, follow_symlinks=False)
-                if not stat.S_ISREG(untrusted.info(PersonPath(new) / each).st_mode):
-                    raise OSError(f"{each} is not a regular file")
+            for file in FILES:
+                os.link(file, new / file, src_dir_fd=fd, follow_symlinks=False)
+                if not stat.S_ISREG(untrusted.info(PersonPath(new) / file).st_mode):
+                    raise OSError(f"{file} is not a regular file")
         except BaseException:
             tree.remove(new)
             raise
@@ -197,7 +197,7 @@ class RowCache:
     @property
     def _known(self) -> dict[tuple[int, str], Entry]:
         if self._entries is None:
-            self._entries = {(each.uid, each.name): each for each in self._found()}
+            self._entries = {(item.uid, item.name): item for item in self._found()}
         return self._entries
 
     def _found(self) -> Iterator[Entry]:
@@ -218,7 +218,7 @@ class RowCache:
 
     def num_bytes(self, uid: int | None = None) -> int:
         """Return the bytes of a user's entries, or of all."""
-        return sum(each.num_bytes for each in self._known.values() if uid in {None, each.uid})
+        return sum(item.num_bytes for item in self._known.values() if uid in {None, item.uid})
 
     # -- removal ------------------------------------------------------------------------------------------------------
 
@@ -263,8 +263,8 @@ class RowCache:
     def listed(self, *, uid: int | None) -> list[Entry]:
         """Return the entries of a user, or of all, that no job with a worker uses."""
         in_use = self._in_use()
-        mine = (each for each in self._known.values() if uid is None or each.uid == uid)
-        return [each for each in mine if not any(number in in_use for number in each.jobs)]
+        mine = (item for item in self._known.values() if uid is None or item.uid == uid)
+        return [item for item in mine if not any(number in in_use for number in item.jobs)]
 
     def remove(self, entries: Iterable[Entry], why: str) -> None:
         for entry in entries:
@@ -319,13 +319,13 @@ def _first_out(
     """Return the entry that is removed first; None if the sizes are within the limit, or each entry is in use or of a
     user who is within an equal share of it."""
     sums: dict[int, int] = defaultdict(int)
-    for each in entries:
-        sums[each.uid] += size(each)
+    for entry in entries:
+        sums[entry.uid] += size(entry)
     if sum(sums.values()) <= limit:
         return None
-    above = (each for each in entries if sums[each.uid] * len(sums) > limit)
-    free = (each for each in above if not any(number in in_use for number in each.jobs))
-    return min(free, key=lambda each: (-sums[each.uid], each.used_at), default=None)
+    above = (entry for entry in entries if sums[entry.uid] * len(sums) > limit)
+    free = (item for item in above if not any(number in in_use for number in item.jobs))
+    return min(free, key=lambda item: (-sums[item.uid], item.used_at), default=None)
 
 
 def _names_in(rows_dir: PersonPath) -> list[str]:
@@ -348,7 +348,7 @@ def _taken(info: os.stat_result) -> int:
 
 def answer(entries: Iterable[Entry]) -> list[CachedRows]:
     """Return entries in the format of `prune --json`."""
-    return [{"uid": each.uid, "key": each.name, "num_bytes": each.num_bytes} for each in entries]
+    return [{"uid": entry.uid, "key": entry.name, "num_bytes": entry.num_bytes} for entry in entries]
 
 
 def old_dir(layout: Layout) -> Path:
@@ -368,14 +368,14 @@ def has_code(layout: Layout, job_id: int) -> bool:
 def names(data: Mapping[str, Any]) -> list[str]:
     """Return the entries in a worker's event `rows`."""
     found = data.get("entries")
-    return [each for each in found if isinstance(each, str)][:2] if isinstance(found, list) else []
+    return [item for item in found if isinstance(item, str)][:2] if isinstance(found, list) else []
 
 
 def _read(uid: int, path: Path) -> Entry | None:
     """Return the entry in a directory; None if it is not whole, or nobody is known to use it."""
     try:
         used = json.loads((path / _USED).read_bytes())
-        jobs = frozenset(int(each) for each in used["jobs"])
+        jobs = frozenset(int(item) for item in used["jobs"])
         infos = _infos(path)
         is_whole = jobs and len(infos) == len(FILES)
         return (

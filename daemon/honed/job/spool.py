@@ -216,12 +216,12 @@ class Pruned:
     def _named(self, name: str) -> list[Path]:
         """Return the paths of the jobs of this name. Each is read for its name once: any unknown name is asked for."""
         paths, known = {path.name: path for path in self._paths()}, self._names
-        names = {each: known[each] for each in paths.keys() & known.keys()}
-        for each in paths.keys() - names.keys():
-            if (job := _read_pruned(paths[each])) is not None:
-                names[each] = job.name
+        names = {item: known[item] for item in paths.keys() & known.keys()}
+        for item in paths.keys() - names.keys():
+            if (job := _read_pruned(paths[item])) is not None:
+                names[item] = job.name
         self._names = names
-        return [path for each, path in paths.items() if names.get(each) == name]
+        return [path for item, path in paths.items() if names.get(item) == name]
 
     def forget(self, job_ids: set[int]) -> None:
         """Delete the last entries of jobs of which nothing else is left."""

@@ -46,5 +46,5 @@ class Submitted:
 
 def _num_bytes(place: Path) -> int:
     with contextlib.suppress(OSError), os.scandir(place) as entries:
-        return sum(each.stat(follow_symlinks=False).st_size for each in entries)
+        return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
     return 0

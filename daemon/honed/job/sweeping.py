@@ -89,7 +89,7 @@ class Sweeps:
                 durable.remove_flat(place / name)
                 continue
             (place / name).rename(target)
-            claims += [Claim(number, PersonPath(target, (each,)), uid, time.time()) for each in names_in(target)]
+            claims += [Claim(number, PersonPath(target, (item,)), uid, time.time()) for item in names_in(target)]
         durable.sync_dir(self._spool.claimed_dir)
         durable.sync_dir(place)
         self._drop(int(place.name))

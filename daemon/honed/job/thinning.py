@@ -34,7 +34,7 @@ MAX_EVENT_BYTES = 64 * 2**20
 BITE_ROWS = 2000
 
 _TEXTS = ("prompt", "ground_truth", "prediction")
-_SIZE_OF_PREDICTION = " + ".join([str(ROW_BYTES), *(f"coalesce(length(CAST({each} AS BLOB)), 0)" for each in _TEXTS)])
+_SIZE_OF_PREDICTION = " + ".join([str(ROW_BYTES), *(f"coalesce(length(CAST({text} AS BLOB)), 0)" for text in _TEXTS)])
 _SIZE_OF_DATA = "length(CAST(data AS BLOB))"
 
 

@@ -48,7 +48,7 @@ class Count:
             self.num_bytes + other.num_bytes,
             self.num_files + other.num_files,
             self.problem or other.problem,
-            any(each.problem for each in (self, other)) and all(each.is_left for each in (self, other) if each.problem),
+            any(item.problem for item in (self, other)) and all(item.is_left for item in (self, other) if item.problem),
         )
 
     def add(self, info: os.stat_result) -> None:
@@ -229,7 +229,7 @@ class _Walk:
             with os.scandir(fd) as entries:
                 names = [entry.name for entry in entries]
             # plan.json last: it names the job's staged copies, and an interrupted removal still needs it.
-            names.sort(key=lambda each: each != "plan.json")
+            names.sort(key=lambda item: item != "plan.json")
             self._levels.append(_Level(os.fstat(fd), name, names))
         except BaseException:
             os.close(fd)
@@ -258,5 +258,5 @@ class _Walk:
 
     def _complain(self, level: _Level, name: str, error: OSError | str) -> None:
         level.has_problem = True
-        names = [each.name for each in self._levels[1:20]]
+        names = [item.name for item in self._levels[1:20]]
         self._count.complain(self._path.parent.joinpath(*names, name), error)

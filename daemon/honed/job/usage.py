@@ -114,16 +114,16 @@ class Usage:
         """Count what a crash has left out, and where there was no file, all attempts that are known: those change no
         level, or else users without a history would come before all others for a long time. Raises OSError."""
         since = self._now() - MAX_AGE_SEC
-        for each in jobs:
-            numbers = range(1, each.last_ended + 1) if each.last_ended_at >= since else ()
-            if all((each.id, number) in self._counted for number in numbers):  # mostly, and before anything is read
+        for item in jobs:
+            numbers = range(1, item.last_ended + 1) if item.last_ended_at >= since else ()
+            if all((item.id, number) in self._counted for number in numbers):  # mostly, and before anything is read
                 continue
             try:
-                job = jobs.get(each.id)
+                job = jobs.get(item.id)
             except OSError as error:
                 if not is_of_item(error):
                     raise
-                log.error("job %d (%s): not charged until its entry can be read: %s", each.id, each.name, error)  # noqa: TRY400
+                log.error("job %d (%s): not charged until its entry can be read: %s", item.id, item.name, error)  # noqa: TRY400
                 continue
             if job is not None:
                 self._charge_all(job, weight_of(job.uid) if not self._is_new else None)

@@ -299,15 +299,15 @@ _FAILURES = {
 
 def openapi() -> dict[str, Any]:
     """Return the OpenAPI 3.1 description of all endpoints."""
-    models: set[type[BaseModel]] = {Failure, *(each.answer for each in ENDPOINTS)}
+    models: set[type[BaseModel]] = {Failure, *(endpoint.answer for endpoint in ENDPOINTS)}
     ordered = sorted(models, key=lambda model: model.__name__)
     _, schemas = models_json_schema(
         [(model, "serialization") for model in ordered], ref_template="#/components/schemas/{model}"
     )
     paths: dict[str, Any] = {}
-    for each in ENDPOINTS:
-        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{each.answer.__name__}"}}}
-        paths[each.path] = _path(each.path, each.summary, content, _query(each.parameters))
+    for endpoint in ENDPOINTS:
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{endpoint.answer.__name__}"}}}
+        paths[endpoint.path] = _path(endpoint.path, endpoint.summary, content, _query(endpoint.parameters))
     for path, summary, kind in _OTHERS:
         paths[path] = _path(path, summary, {kind: {"schema": {"type": "string"}}}, [])
     return {
@@ -353,7 +353,7 @@ def _query(model: type[BaseModel]) -> list[dict[str, Any]]:
         words = {key: value for key, value in told.items() if key not in {"description", "title"}}
         # A parameter is left out rather than null.
         if "anyOf" in words:
-            (one,) = [each for each in words.pop("anyOf") if each.get("type") != "null"]
+            (one,) = [item for item in words.pop("anyOf") if item.get("type") != "null"]
             words = {**words, **one}
             words.pop("default", None)
         if "$ref" in words:

@@ -98,7 +98,10 @@ class Web:
             Route("/api/jobs/{job_id:int}/events", self._job_events),
             Route("/openapi.json", _at_once(lambda _: Response(self._openapi, media_type="application/json"))),
             Route("/metrics", self._metrics),
-            *(Route(each.path.replace("{job_id}", "{job_id:int}"), partial(self._answer, each)) for each in ENDPOINTS),
+            *(
+                Route(endpoint.path.replace("{job_id}", "{job_id:int}"), partial(self._answer, endpoint))
+                for endpoint in ENDPOINTS
+            ),
         ]
         handlers = {HonedError: refusal, OSError: unreadable, sqlite3.Error: unreadable, HTTPException: no_route}
         return Guard(Starlette(routes=routes, exception_handlers=handlers), self)  # type: ignore[arg-type]

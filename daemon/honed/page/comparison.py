@@ -131,13 +131,13 @@ def _plots(stories: Sequence[Story], scores: Sequence[str]) -> list[Markup]:
             for mark, story in zip(MARKS, stories, strict=False)
         ]
         drawn.append(plot.lines(title, series, from_zero=name in scores, is_served=True))
-    return [each for each in drawn if each]
+    return [item for item in drawn if item]
 
 
 def _answer(row: dict[str, Any]) -> dict[str, Any]:
     """Return an example with each job's answer: whether it is right, as a word, and its parts."""
     truth = row["ground_truth"]
-    given = [None if each is None else compared(each, truth) for each in row["predictions"]]
+    given = [None if item is None else compared(item, truth) for item in row["predictions"]]
     return {"prompt": row["prompt"], "truth": truth, "given": given}
 
 

@@ -85,7 +85,7 @@ class Guard:
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 names = {name.lower() for name, _ in message["headers"]}
-                more = [each for each in _HEADERS if each[0] not in names]
+                more = [header for header in _HEADERS if header[0] not in names]
                 if b"content-security-policy" not in names:
                     more.append((b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"))
                 message = {**message, "headers": [*message["headers"], *more]}

@@ -99,7 +99,7 @@ class Choice:
             return False
         group = row.get("group")
         names = (str(row["id"]), row["name"], row["model"], row["outcome"], group["name"] if group else None)
-        return not self.text or any(self.text.lower() in each.lower() for each in names if each)
+        return not self.text or any(self.text.lower() in name.lower() for name in names if name)
 
     def sorted(self, rows: Sequence[Row]) -> list[Row]:
         """Return rows in the order of the chosen column; those without a value are last."""
@@ -225,14 +225,14 @@ class JobList:
         found = []
         for device in status["devices"] if status else ():
             key, load = device["device"], loads.pop(device["device"], None)
-            closures = [each["reason" if is_anybody else "detail"] for each in device["closures"]]
+            closures = [item["reason" if is_anybody else "detail"] for item in device["closures"]]
             found.append(Device(device["label"], device["name"] or "", load, closures, on.pop(key, ())))
         found += [
-            Device(f"GPU {each['index']}", each["name"], each, (), on.pop(key, ())) for key, each in loads.items()
+            Device(f"GPU {item['index']}", item["name"], item, (), on.pop(key, ())) for key, item in loads.items()
         ]
         found += [Device(key, "", None, (), those) for key, those in on.items()]
         # Where there are GPUs, the CPU is shown only if it has a job.
-        return [each for each in found if each.load or each.jobs or each.closures] or found
+        return [item for item in found if item.load or item.jobs or item.closures] or found
 
 
 def _cut(choice: Choice, rows: Sequence[Row]) -> tuple[list[Row], int | None, int]:

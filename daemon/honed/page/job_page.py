@@ -108,7 +108,7 @@ class Pages:
         made = Made(page, tuple(job.revision for job in jobs), time.monotonic())
         self._kept.pop(_numbers(jobs), None)
         self._kept[_numbers(jobs)] = made
-        while self._kept and sum(len(each.page) for each in self._kept.values()) > MAX_KEPT_BYTES:
+        while self._kept and sum(len(item.page) for item in self._kept.values()) > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)
         return made
 

@@ -117,8 +117,8 @@ class Figures(Collector):
         for directory in (self._source.layout.state_dir, self._source.layout.spool_dir):
             with contextlib.suppress(OSError):
                 found[str(directory)] = os.statvfs(directory)
-        sizes = [(name, each.f_blocks * each.f_frsize) for name, each in found.items()]
-        free = [(name, each.f_bavail * each.f_frsize) for name, each in found.items()]
+        sizes = [(name, item.f_blocks * item.f_frsize) for name, item in found.items()]
+        free = [(name, item.f_bavail * item.f_frsize) for name, item in found.items()]
         yield _gauge("honed_filesystem_size_bytes", "Size of a file system", "directory", sizes)
         yield _gauge("honed_filesystem_avail_bytes", "Bytes that honed can still write", "directory", free)
 
@@ -126,8 +126,8 @@ class Figures(Collector):
 def _gauge(name: str, words: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
     """Return a metric with a value for each of the label's."""
     family = GaugeMetricFamily(name, words, labels=(label,))
-    for each, value in values:
-        family.add_metric((each,), value)
+    for item, value in values:
+        family.add_metric((item,), value)
     return family
 
 

@@ -105,12 +105,12 @@ class Places:
         if holder.kind is kind:
             return True
         held, share = self._held[kind], SHARES[kind]
-        theirs = [each for each in held if each.uid == holder.uid]
+        theirs = [item for item in held if item.uid == holder.uid]
         gives_way = None
         if len(theirs) >= share.num_per_user or len(held) >= share.num_places:
-            waiting = [each for each in (theirs if len(theirs) >= share.num_per_user else held) if each.is_waiting]
-            num_of = Counter(each.uid for each in held)
-            gives_way = max(waiting, key=lambda each: num_of[each.uid], default=None)
+            waiting = [their for their in (theirs if len(theirs) >= share.num_per_user else held) if their.is_waiting]
+            num_of = Counter(item.uid for item in held)
+            gives_way = max(waiting, key=lambda item: num_of[item.uid], default=None)
             if gives_way is None:
                 return False
             self.leave(gives_way)
@@ -137,7 +137,7 @@ class Places:
         if holder.kind is None:
             return None
         share = SHARES[holder.kind]
-        uids = [each.uid for each in self._held[holder.kind] if each.is_streaming]
+        uids = [item.uid for item in self._held[holder.kind] if item.is_streaming]
         if (theirs := uids.count(holder.uid)) >= share.num_streams_per_user:
             return theirs
         return len(uids) if len(uids) >= share.num_streams else None

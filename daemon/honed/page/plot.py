@@ -49,30 +49,30 @@ def lines(
 ) -> Markup:
     """Return a figure with some series on common axes; empty if no series has a point. `is_served`: with the points for
     plots.js, more of them, which takes the place of the drawing."""
-    series = [each for each in series if each.points]
+    series = [item for item in series if item.points]
     if not series:
         return Markup()
     data = _data(series, from_zero=from_zero) if is_served else Markup()
-    series = [Series(each.name, thinned(each.points)) for each in series]
-    xs = [x for each in series for x, _ in each.points]
-    ys = [y for each in series for _, y in each.points]
+    series = [Series(item.name, thinned(item.points)) for item in series]
+    xs = [x for item in series for x, _ in item.points]
+    ys = [y for item in series for _, y in item.points]
     x_ticks = ticks(min(xs), max(xs), 5, is_whole=True)
     y_ticks = ticks(min([*ys, 0.0] if from_zero else ys), max(ys), 5)
     x_scale = _Scale(x_ticks[0], x_ticks[-1], _LEFT, WIDTH - _RIGHT)
     y_scale = _Scale(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP)
-    drawn = [_series(number, each, x_scale, y_scale) for number, each in enumerate(series)]
+    drawn = [_series(number, item, x_scale, y_scale) for number, item in enumerate(series)]
     return _figure(title, _axes(x_ticks, y_ticks, x_scale, y_scale, x_label) + "".join(drawn), series, data)
 
 
 def _data(series: Sequence[Series], *, from_zero: bool) -> Markup:
     """Return the attributes of a figure that plots.js draws."""
     told = []
-    for each in series:
+    for item in series:
         points = thinned(
-            each.points, max(MAX_POINTS // 2, min(MAX_SERVED_POINTS, 2 * MAX_SERVED_POINTS // len(series)))
+            item.points, max(MAX_POINTS // 2, min(MAX_SERVED_POINTS, 2 * MAX_SERVED_POINTS // len(series)))
         )
         told.append(
-            {"name": plain(each.name), "x": [x for x, _ in points], "y": [float(f"{y:.6g}") for _, y in points]}
+            {"name": plain(item.name), "x": [x for x, _ in points], "y": [float(f"{y:.6g}") for _, y in points]}
         )
     zero = Markup(" data-zero") if from_zero else ""
     return Markup(' data-plot="{}"{}').format(json.dumps(told, separators=(",", ":")), zero)
@@ -206,11 +206,11 @@ def _series(number: int, series: Series, x_scale: _Scale, y_scale: _Scale) -> st
 
 
 def _figure(title: str, drawn: str, series: Sequence[Series], data: Markup | str = "") -> Markup:
-    ends = [f"{each.name} from {each.points[0][1]:.4g} to {each.points[-1][1]:.4g}" for each in series]
+    ends = [f"{item.name} from {item.points[0][1]:.4g} to {item.points[-1][1]:.4g}" for item in series]
     keys = "".join(
         '<span class="short"><svg class="key" viewBox="0 0 22 8" aria-hidden="true">'
-        f'<line class="s{number % NUM_STYLES}" x1="0" x2="22" y1="4" y2="4"/></svg>{text(each.name)}</span>'
-        for number, each in enumerate(series)
+        f'<line class="s{number % NUM_STYLES}" x1="0" x2="22" y1="4" y2="4"/></svg>{text(item.name)}</span>'
+        for number, item in enumerate(series)
         if len(series) > 1
     )
     alternative = escape(plain("; ".join([title, *ends])))

@@ -127,7 +127,7 @@ def _thinned(story: Story) -> str:
 def _sampled(story: Story) -> str:
     """Return of how many values the figures show how many; empty if they have all that honed.db has."""
     sizes = [(curve.num, len(curve.points)) for curve in story.curves.values()]
-    num, num_shown = (sum(each) for each in zip(*sizes, strict=True)) if sizes else (0, 0)
+    num, num_shown = (sum(size) for size in zip(*sizes, strict=True)) if sizes else (0, 0)
     few = f" Of more metrics than {MAX_CURVES:,} the others are left out." if len(sizes) >= MAX_CURVES else ""
     if num == num_shown:
         return few.strip()
@@ -191,7 +191,7 @@ def telling_scores(stories: Sequence[Story]) -> list[str]:
 
 def _overview(story: Story, *, now: float) -> Iterable[tuple[str, Any]]:
     job, plan, spec = story.job, story.shown["plan"], story.shown["spec"]
-    seconds = sum(each.spent_sec if each.ended_at else now - each.started_at for each in job.attempts)
+    seconds = sum(attempt.spent_sec if attempt.ended_at else now - attempt.started_at for attempt in job.attempts)
     progress, metrics = story.shown["progress"], story.shown["metrics"]
     yield "state", job.state
     if num_steps := progress.get("num_steps"):
@@ -214,9 +214,9 @@ def _overview(story: Story, *, now: float) -> Iterable[tuple[str, Any]]:
 def _warnings(story: Story) -> list[str]:
     hint = error.get("hint") if (error := story.shown["error"]) and not story.job.state.is_final else None
     logged = [
-        str(each.get("evidence") or each.get("message"))
-        for each in story.events
-        if each["event"] == "log" and each.get("level") in ("warning", "error")
+        str(event.get("evidence") or event.get("message"))
+        for event in story.events
+        if event["event"] == "log" and event.get("level") in ("warning", "error")
     ]
     planned = map(str, story.shown["plan"].get("warnings") or ())
     return [*([f"What to do: {hint}"] if hint else []), *dict.fromkeys([*planned, *logged])]
@@ -282,7 +282,7 @@ def _plots(story: Story, *, is_served: bool) -> list[Markup]:
             drawn.append(lines(title, series(*some), from_zero=True))
     others = [name for name in names if name not in scores and not _NO_PLOT.search(name)]
     drawn += [lines(name.replace("_", " "), series((name, name))) for name in others]
-    return [each for each in drawn if each]
+    return [item for item in drawn if item]
 
 
 def _speed(story: Story) -> list[tuple[float, float]]:
@@ -336,9 +336,9 @@ def compared(written: str, truth: str) -> tuple[str, list[tuple[bool, str]]]:
 def _images(thumbnails: Any) -> list[str]:
     """Return the thumbnails that the worker made, as JPEGs; anything but plain base64 is left out."""
     return [
-        each
-        for each in (thumbnails if isinstance(thumbnails, list) else [])
-        if isinstance(each, str) and len(each) <= MAX_THUMBNAIL and _BASE64.fullmatch(each)
+        thumbnail
+        for thumbnail in (thumbnails if isinstance(thumbnails, list) else [])
+        if isinstance(thumbnail, str) and len(thumbnail) <= MAX_THUMBNAIL and _BASE64.fullmatch(thumbnail)
     ]
 
 
@@ -364,9 +364,9 @@ def _audit(story: Story) -> dict[str, Any]:
     # The dtypes during training: the last audit of a full fine-tuning is of the saved weights.
     audit: Mapping[str, Any] = next((event for event in reversed(audits) if event.get("when") != "saved"), {})
     counts = [
-        (each.get("role"), each.get("dtype"), each.get("device"), _count(each)) for each in _dicts(audit.get("counts"))
+        (item.get("role"), item.get("dtype"), item.get("device"), _count(item)) for item in _dicts(audit.get("counts"))
     ]
-    mended = [str(each) for event in audits if isinstance(event.get("mended"), list) for each in event["mended"]]
+    mended = [str(item) for event in audits if isinstance(event.get("mended"), list) for item in event["mended"]]
     return {"audited_when": audit.get("when"), "counts": counts, "mended": list(dict.fromkeys(mended))}
 
 
@@ -407,16 +407,16 @@ def _data(story: Story) -> tuple[Markup, list[tuple[Any, ...]]]:
     lengths = _dict(counts.get("lengths"))
     bins, width = lengths.get("counts"), lengths.get("width")
     drawn = Markup()
-    if isinstance(bins, list) and all(isinstance(each, int) for each in bins) and isinstance(width, int | float):
+    if isinstance(bins, list) and all(isinstance(item, int) for item in bins) and isinstance(width, int | float):
         drawn = plot.histogram("Tokens of a row, as trained on", bins, width, x_label="tokens")
     return drawn, [
         (
-            each.get("path"),
-            "held out" if key == "eval_datasets" else each.get("fraction"),
+            item.get("path"),
+            "held out" if key == "eval_datasets" else item.get("fraction"),
             *(found.get(name) for name in ("num_rows", "num_taken", "num_bad")),
         )
         for key in ("datasets", "eval_datasets")
-        for each, found in zip(_dicts(story.shown["spec"].get(key)), _dicts(counts.get(key)), strict=False)
+        for item, found in zip(_dicts(story.shown["spec"].get(key)), _dicts(counts.get(key)), strict=False)
     ]
 
 
@@ -465,7 +465,7 @@ def _serving(story: Story, output: str, *, is_adapter: bool) -> str:
     if lora.get("use_dora") or lora.get("modules_to_save") or not isinstance(rank, int):
         return ""
     name = re.sub(r"[^\w.-]+", "-", story.job.name) or f"job-{story.job.id}"
-    ranks = [each for each in VLLM_RANKS if each >= rank]
+    ranks = [item for item in VLLM_RANKS if item >= rank]
     base = str(plan.get("base_model_path") or spec.get("base_model"))
     words = [
         "vllm",
@@ -485,7 +485,7 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 # -- the index --------------------------------------------------------------------------------------------------------

@@ -200,13 +200,13 @@ class Server(uvicorn.Server):
         self._fault = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        others = [each for each in sockets or () if each.family != socket.AF_UNIX]
+        others = [item for item in sockets or () if item.family != socket.AF_UNIX]
         await super().startup(others)
-        for each in others:
-            each.listen(BACKLOG)  # asyncio has set it to the number that it takes at a time
-        for each in sockets or ():
-            if each.family == socket.AF_UNIX:
-                self._take(each)
+        for other in others:
+            other.listen(BACKLOG)  # asyncio has set it to the number that it takes at a time
+        for item in sockets or ():
+            if item.family == socket.AF_UNIX:
+                self._take(item)
         self._notifier.ready()
 
     def _take(self, listening: socket.socket) -> None:
@@ -238,27 +238,27 @@ class Server(uvicorn.Server):
     def _look(self) -> None:
         """Listen again where the file of a unix socket was removed. One of systemd's can only be reported."""
         before, self._fault = self._fault, ""
-        for each in [each for each in self._acceptors if not each.is_there]:
+        for acceptor in [acceptor for acceptor in self._acceptors if not acceptor.is_there]:
             if self._is_activated:
-                self._fault = f"{each.path} was removed: systemctl restart honed-web.socket makes it again"
+                self._fault = f"{acceptor.path} was removed: systemctl restart honed-web.socket makes it again"
                 continue
             try:
-                made = listen(str(each.path))
+                made = listen(str(acceptor.path))
             except HonedError as error:
                 self._fault = error.message
                 continue
-            each.close()
-            self._acceptors.remove(each)
+            acceptor.close()
+            self._acceptors.remove(acceptor)
             self._take(made)
-            log.warning("%s was removed; honed-web listens again there", each.path)
+            log.warning("%s was removed; honed-web listens again there", acceptor.path)
         if self._fault and self._fault != before:
             log.error("%s", self._fault)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.should_exit = True  # the streams check it
         self._notifier.stopping()
-        for each in self._acceptors:
-            each.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         await super().shutdown(sockets)
 
 
@@ -354,15 +354,15 @@ def rules(loaded: Config, sockets: Sequence[socket.socket]) -> Rules:
     """Return the rules of access. Raises EnvironmentInvalidError if other machines can connect and there is no
     token."""
     token = read_token(loaded)
-    open_ones = [shown_address(each) for each in sockets if not is_local(each)]
+    open_ones = [shown_address(item) for item in sockets if not is_local(item)]
     if open_ones and token is None:
         raise EnvironmentInvalidError(
             f"{', '.join(open_ones)}: other machines can reach it, but there is no token",
             hint=f"listen on 127.0.0.1, or put a token in web.token_file or /etc/credstore/{CREDENTIAL}",
         )
-    own = {each.getsockname()[0] for each in sockets if each.family != socket.AF_UNIX}
-    addresses = {f"[{each}]" if ":" in each else each for each in own}
-    names = {"localhost", "127.0.0.1", "[::1]", *addresses, *(each.lower().rstrip(".") for each in loaded.web.hosts)}
+    own = {item.getsockname()[0] for item in sockets if item.family != socket.AF_UNIX}
+    addresses = {f"[{item}]" if ":" in item else item for item in own}
+    names = {"localhost", "127.0.0.1", "[::1]", *addresses, *(host.lower().rstrip(".") for host in loaded.web.hosts)}
     return Rules(loaded.policy, token, frozenset(names), needs_token=bool(open_ones))
 
 
@@ -404,8 +404,8 @@ def serve(
     )
     server = Server(settings, web, idle_sec=idle_sec if is_activated else None, is_activated=is_activated)
     web.is_ending = lambda: server.should_exit
-    for each in sockets:
-        log.info("honed-web %s is listening on %s", __version__, shown_address(each))
+    for item in sockets:
+        log.info("honed-web %s is listening on %s", __version__, shown_address(item))
     _warn(web.rules)
 
     def reload() -> None:
@@ -423,7 +423,7 @@ def serve(
     # uvicorn raises the signal that ended it once more, after it has ended.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    own = [Path(each.getsockname()) for each in sockets if each.family == socket.AF_UNIX and not is_activated]
+    own = [Path(item.getsockname()) for item in sockets if item.family == socket.AF_UNIX and not is_activated]
     try:
         if begun(web.session.link if web.session is not None else None):
             asyncio.run(run())
@@ -438,7 +438,7 @@ def serve(
 
 def _session(layout: Layout, found: Rules, sockets: Sequence[socket.socket]) -> Session | None:
     """Begin the session of the instance's owner, if only this machine can connect and one of the sockets is TCP's."""
-    local = [] if found.needs_token else [each for each in sockets if each.family != socket.AF_UNIX]
+    local = [] if found.needs_token else [item for item in sockets if item.family != socket.AF_UNIX]
     return sessions.begin(layout, shown_address(local[0])) if local else None
 
 

@@ -68,7 +68,7 @@ class Session:
 
     def has(self, header: str, port: int) -> bool:
         """Return True if a Cookie header has the cookie."""
-        pairs = (each.strip().partition("=") for each in header.split(";"))
+        pairs = (part.strip().partition("=") for part in header.split(";"))
         return any(name == cookie_name(port) and equal(value, self.cookie) for name, _, value in pairs)
 
     def end(self) -> None:
@@ -153,5 +153,5 @@ def _check(fd: int) -> None:
 
 def equal(shown: str, token: str) -> bool:
     """Compare in a time that reveals nothing of either, not even its length."""
-    digests = (hashlib.sha256(each.encode(errors="replace")).digest() for each in (shown, token))
+    digests = (hashlib.sha256(item.encode(errors="replace")).digest() for item in (shown, token))
     return hmac.compare_digest(*digests)

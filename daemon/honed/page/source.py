@@ -314,7 +314,7 @@ class Source:
         num_bytes = 0
         with self.database() as db:
             for row in db.execute(sql, (*arguments, limit + 1)) if db else ():
-                num_bytes += sum(len(each) for each in row if isinstance(each, str))
+                num_bytes += sum(len(item) for item in row if isinstance(item, str))
                 if found and (len(found) == limit or num_bytes > MAX_PAGE_BYTES):
                     return Page(found, _cursor(found[-1]["step"], found[-1]["sample_index"]))
                 found.append(dict(zip(keys, row, strict=True)))
@@ -429,8 +429,8 @@ def _place(cursor: str, *kinds: type) -> list[Any]:
     """Decode a cursor. Raises UsageError for one that `_cursor` has not made."""
     try:
         place = json.loads(base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True))
-        is_ours = isinstance(place, list) and [type(each) for each in place] == list(kinds)
-        is_ours = is_ours and all(abs(each) < 2**63 for each in place if isinstance(each, int))
+        is_ours = isinstance(place, list) and [type(item) for item in place] == list(kinds)
+        is_ours = is_ours and all(abs(item) < 2**63 for item in place if isinstance(item, int))
     except (ValueError, RecursionError):
         is_ours = False
     if not is_ours:

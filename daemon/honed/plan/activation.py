@@ -55,11 +55,11 @@ def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows
     `num_row_tokens`: tokens of the longest inspected row without media, if there was one.
     """
     training = spec.training
-    kinds = frozenset(each.kind for row in rows for each in row.media)
-    taken = (_num_frames(each, spec.media.limits) for row in rows for each in row.media if each.kind == "video")
+    kinds = frozenset(item.kind for row in rows for item in row.media)
+    taken = (_num_frames(item, spec.media.limits) for row in rows for item in row.media if item.kind == "video")
     num_frames = max(taken, default=0)
-    seen = (each for row in rows for each in row.media if each.kind != "audio")
-    largest = max(seen, key=lambda each: each.width * each.height, default=None)
+    seen = (item for row in rows for item in row.media if item.kind != "audio")
+    largest = max(seen, key=lambda item: item.width * item.height, default=None)
     num_pixels = _num_pixels(largest, spec, model) if largest is not None else 0
     if training.packing and training.max_length is not None:
         return Extent(training.max_length, NOTHING, kinds, num_frames, num_pixels)
@@ -75,7 +75,7 @@ def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows
 
 def media_cost(row: Row, spec: JobSpec, model: BaseModelInfo) -> Cost:
     """Return the cost of a row's images, videos and sounds to the model, under the job's limits."""
-    return sum((_cost(each, spec.media.limits, model) for each in row.media), NOTHING)
+    return sum((_cost(item, spec.media.limits, model) for item in row.media), NOTHING)
 
 
 def _num_frames(seen: Facts, limits: MediaLimits) -> int:
@@ -217,7 +217,7 @@ def _dequantized_bytes(device: Device, choices: Precision, loaded: Iterable[Para
     """
     if choices.quantization == "none":
         return 0
-    largest = max((each.num_elements for each in loaded if parameter.is_quantizable(each)), default=0)
+    largest = max((item.num_elements for item in loaded if parameter.is_quantizable(item)), default=0)
     if choices.quantization == "8bit" and device.kind == "cpu" and size == 2:
         return HALF_8BIT_BYTES * largest
     return size * largest
@@ -234,8 +234,8 @@ def _experts_copied(
     if spec.lora is None or not names:
         return 0
     targeted = parameter.experts_targeted(spec.lora, tuple(loaded), names)
-    copied = [each for each in loaded if each.role == "experts" and each.name.rpartition(".")[2] in targeted]
-    return sum(each.num_elements for each in copied) * size / widths.layers
+    copied = [item for item in loaded if item.role == "experts" and item.name.rpartition(".")[2] in targeted]
+    return sum(item.num_elements for item in copied) * size / widths.layers
 
 
 def _copied_tables(token_rows: TokenRows | None, loaded: tuple[Parameter, ...]) -> tuple[int, int]:
@@ -245,16 +245,16 @@ def _copied_tables(token_rows: TokenRows | None, loaded: tuple[Parameter, ...]) 
     A gradient is as large as its table. The lookup's comes when nothing else is kept any more; the head's copy is kept
     beside it.
     """
-    found = [each for each, _ in parameter.token_rows(token_rows, loaded)]
-    heads = [each for each in found if each.role == "head"]
+    found = [row for row, _ in parameter.token_rows(token_rows, loaded)]
+    heads = [item for item in found if item.role == "head"]
     if found and (tied := parameter.tied_head(loaded)) is not None:
         heads.append(tied)
-    lookup = max((each.num_elements for each in found if each.role == "embedding"), default=0)
-    return lookup, 2 * sum(each.num_elements for each in heads)
+    lookup = max((item.num_elements for item in found if item.role == "embedding"), default=0)
+    return lookup, 2 * sum(head.num_elements for head in heads)
 
 
 def _autocast_copies(spec: JobSpec, choices: Precision, loaded: Iterable[Parameter]) -> int:
     """Return the bytes of the half-precision copies of trained float32 matrices that autocast keeps through a pass."""
     if not (precision.is_full(spec) and choices.load_dtype == "float32" and (choices.bf16 or choices.fp16)):
         return 0
-    return 2 * sum(each.num_elements for each in loaded if each.role in ("linear", "head", "experts", "router"))
+    return 2 * sum(item.num_elements for item in loaded if item.role in ("linear", "head", "experts", "router"))

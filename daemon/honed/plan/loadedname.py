@@ -73,7 +73,7 @@ def is_exact(model: BaseModelInfo) -> bool:
 
 def _first_part(model: BaseModelInfo) -> Callable[[str], str]:
     prefix = installed.base_prefix(model.model_type)
-    parts = {each.name.partition(".")[0] for each in model.tensors if not _HEAD.match(each.name)}
+    parts = {tensor.name.partition(".")[0] for tensor in model.tensors if not _HEAD.match(tensor.name)}
     if prefix is None or prefix in parts or senses(model) or "auto_map" in model.config:
         return lambda name: name
     known = installed.attribute_names(model.model_type) or frozenset()
@@ -110,7 +110,7 @@ def unknown(model: BaseModelInfo, asked: Sequence[str], chosen: Iterable[str]) -
 
     `asked`: names in a list, which are ends of modules' names. `chosen`: the modules that they and other keys choose.
     """
-    modules = {translation(model)(each.name.rpartition(".")[0]) for each in model.tensors}
+    modules = {translation(model)(tensor.name.rpartition(".")[0]) for tensor in model.tensors}
     known = installed.attribute_names(model.model_type)
     for name in asked:
         if senses(model) and not is_exact(model) and "." in name and _may_differ(name, modules):
@@ -118,9 +118,9 @@ def unknown(model: BaseModelInfo, asked: Sequence[str], chosen: Iterable[str]) -
         leaf = name.rpartition(".")[2]
         if known is None or leaf not in known or leaf.isdecimal():
             continue
-        if not any(f".{leaf}." in f".{each}." for each in modules):
+        if not any(f".{leaf}." in f".{module}." for module in modules):
             return name
-    return next((each for each in chosen if known and _is_renamed(each, known)), "")
+    return next((item for item in chosen if known and _is_renamed(item, known)), "")
 
 
 def _is_renamed(module: str, known: frozenset[str]) -> bool:
@@ -134,6 +134,6 @@ def _may_differ(name: str, modules: Iterable[str]) -> bool:
     if any(part.isdecimal() for part in parts):
         return next(place for place, part in enumerate(parts) if part.isdecimal()) > 1
     return any(
-        each.rpartition(".")[2] == parts[-1] and not any(part.isdecimal() for part in each.split("."))
-        for each in modules
+        module.rpartition(".")[2] == parts[-1] and not any(part.isdecimal() for part in module.split("."))
+        for module in modules
     )

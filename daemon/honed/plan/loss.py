@@ -67,9 +67,11 @@ def why_whole(
     if spec.training.label_smoothing_factor:
         return "label_smoothing_factor"
     lora = spec.lora.target_modules if spec.lora is not None else None
-    if any(_is_head(each) for each in _targets(lora)):
+    if any(_is_head(target) for target in _targets(lora)):
         return "the head in lora.target_modules"
-    if adapter_config is not None and any(_is_head(each) for each in _targets(adapter_config.get("target_modules"))):
+    if adapter_config is not None and any(
+        _is_head(target) for target in _targets(adapter_config.get("target_modules"))
+    ):
         return "an adapter on the head"
     return f"the model ({why})" if config is not None and (why := own_head(config)) else None
 
@@ -123,7 +125,7 @@ def _targets(wanted: Any) -> Iterator[str]:
         case str():
             yield from (head for head in _HEADS if re.fullmatch(wanted, head))
         case list() | tuple():
-            yield from (str(each) for each in wanted)
+            yield from (str(item) for item in wanted)
 
 
 def _is_head(name: str) -> bool:

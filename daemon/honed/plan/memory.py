@@ -112,7 +112,7 @@ def estimate(
         num_frames=extent.num_frames,
         num_pixels=_num_pixels(extent, rows, num_rows),
         tower_bytes=tower_bytes,
-        paged_bytes=sum(each for shape, each in states if is_paged and math.prod(shape) >= MIN_PAGED_SIZE),
+        paged_bytes=sum(state for shape, state in states if is_paged and math.prod(shape) >= MIN_PAGED_SIZE),
     )
     return _of_rank(found, spec, model, choices, loaded, mode)
 
@@ -160,8 +160,8 @@ def comparison_bytes(models_bytes: int, config: dict[str, Any], num_tokens: int)
 def _merge(model: BaseModelInfo, adapter: AdapterInfo | None, available_bytes: int) -> Memory:
     """Estimate a merge, which works from file to file, one module at a time; a small model's is compared as a whole."""
     loaded = parameter.parameters(model)
-    largest_bytes = 3 * 4 * max(each.num_elements for each in loaded) if model.tensors else 0
-    both_bytes = 2 * 4 * sum(each.num_elements for each in loaded) + 2**23  # the headers of their files
+    largest_bytes = 3 * 4 * max(item.num_elements for item in loaded) if model.tensors else 0
+    both_bytes = 2 * 4 * sum(item.num_elements for item in loaded) + 2**23  # the headers of their files
     compared_bytes = comparison_bytes(both_bytes, model.config, COMPARED_ROWS * COMPARED_TOKENS)
     more_bytes = max(0, compared_bytes - largest_bytes) if compared_bytes <= MAX_COMPARED_BYTES else 0
     return Memory(largest_bytes, adapter.num_bytes if adapter else 0, 0, 0, more_bytes, available_bytes, 0, 0)
@@ -176,17 +176,17 @@ def _gathered_bytes(whole: Memory, model: BaseModelInfo, choices: Precision, loa
     A layer and the next one, what is in no layer, and the gradients of one layer and of the rest.
     """
     layers: dict[str, list[Parameter]] = {}
-    for each in loaded:
-        place = _LAYER.search(each.name)
-        layers.setdefault(each.name[: place.end()] if place else "", []).append(each)
+    for item in loaded:
+        place = _LAYER.search(item.name)
+        layers.setdefault(item.name[: place.end()] if place else "", []).append(item)
     rest = layers.pop("", [])
     sizes = {name: parameter.weights_bytes(model, within, choices) for name, within in layers.items()}
     largest = layers[max(sizes, key=lambda name: sizes[name])] if sizes else []
-    num_elements = sum(each.num_elements for each in loaded) or 1
-    share = sum(each.num_elements for each in (*largest, *rest)) / num_elements
+    num_elements = sum(item.num_elements for item in loaded) or 1
+    share = sum(item.num_elements for item in (*largest, *rest)) / num_elements
     weights = sum(sorted(sizes.values())[-2:]) + parameter.weights_bytes(model, rest, choices)
     is_cast = choices.load_dtype == "float32" and (choices.bf16 or choices.fp16)
-    casts = 2 * sum(each.num_elements for each in (*largest, *rest)) if is_cast else 0
+    casts = 2 * sum(item.num_elements for item in (*largest, *rest)) if is_cast else 0
     return int(weights + casts + share * whole.gradient_bytes)
 
 
@@ -296,7 +296,7 @@ def _state_bytes(name: str, shape: Shape, size: int, *, is_embedding: bool, is_c
     number = math.prod(shape)
     if is_compensated and size == 2:  # moments as for float32, plus the remainders
         return _state_bytes(name, shape, 4, is_embedding=is_embedding, is_compensated=False) + 2 * number
-    kind, num_states = next((kind, each) for pattern, kind, each in OPTIMIZERS if re.fullmatch(pattern, name))
+    kind, num_states = next((kind, optimizer) for pattern, kind, optimizer in OPTIMIZERS if re.fullmatch(pattern, name))
     match kind:
         case "8bit" if number >= MIN_8BIT_SIZE and not is_embedding:
             return int(num_states * (number + 4 * math.ceil(number / BLOCK_OPTIMIZER)))

@@ -129,12 +129,12 @@ def check(job_spec: JobSpec, model: BaseModelInfo) -> None:
 
 def leak(model_type: str, config: Mapping[str, Any]) -> str | None:
     """Return how packed rows reach each other in such a model; None where they do not, or the config does not tell."""
-    types = [installed.MODEL_TYPE_ALIASES.get(each, each) for each in (model_type, *_nested_types(config))]
-    if found := next((each for each in types if each in RECURRENT), None):
+    types = [installed.MODEL_TYPE_ALIASES.get(kind, kind) for kind in (model_type, *_nested_types(config))]
+    if found := next((kind for kind in types if kind in RECURRENT), None):
         return f"{found} has layers that carry state from token to token"
-    if found := next((each for each in types if each in UNMASKED), None):
+    if found := next((kind for kind in types if kind in UNMASKED), None):
         return f"{found}'s attention does not use positions to separate packed rows"
-    if found := next((each for each in _layer_kinds(config) if _STATE.search(each)), None):
+    if found := next((kind for kind in _layer_kinds(config) if _STATE.search(kind)), None):
         return f"config.json lists layers that carry state from token to token ({found})"
     return None
 

@@ -167,9 +167,9 @@ def parameters(model: BaseModelInfo) -> tuple[Parameter, ...]:
             experts.setdefault(f"{match['prefix']}.{stacked}", []).append((match["number"], tensor))
         elif not (_is_buffer(tensor) or (is_tied and _HEAD.search(_module(tensor)))):
             found.append(_parameter(tensor, model, state))
-    found += [_stacked(name, each, model, state) for name, each in experts.items()]
+    found += [_stacked(name, expert, model, state) for name, expert in experts.items()]
     translated = loadedname.translation(model)
-    return tuple(replace(each, name=translated(each.name)) for each in found)
+    return tuple(replace(item, name=translated(item.name)) for item in found)
 
 
 def _looks_ahead(name: str, config: dict[str, Any]) -> bool:
@@ -250,8 +250,8 @@ def scale_bytes(model: BaseModelInfo, loaded: Iterable[Parameter], choices: Prec
     """Return the bytes of 4-bit weights' scales, which are whole on each device of a divided model."""
     if choices.quantization != "4bit" or model.is_quantized:
         return 0
-    quantized = [each for each in loaded if each.stored_bytes is None and is_quantizable(each)]
-    return sum(_parameter_bytes(each, "4bit", 0) - math.ceil(each.num_elements / 2) for each in quantized)
+    quantized = [item for item in loaded if item.stored_bytes is None and is_quantizable(item)]
+    return sum(_parameter_bytes(item, "4bit", 0) - math.ceil(item.num_elements / 2) for item in quantized)
 
 
 def is_quantizable(parameter: Parameter) -> bool:
@@ -312,12 +312,12 @@ def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = N
         return Trained(_continued(adapter, model) or ((adapter.num_parameters,),), ())
     is_trainable, parts = loadedname.is_trainable(model), precision.trained_parts(spec)
     every, is_held = parameters(model), loadedname.is_held(model)
-    loaded = tuple(each for each in every if is_trainable(each.name))
-    inside = tuple(each for each in loaded if modality.part(each.module) in parts)
+    loaded = tuple(item for item in every if is_trainable(item.name))
+    inside = tuple(item for item in loaded if modality.part(item.module) in parts)
     if spec.lora is None:
         embeddings = frozenset(place for place, parameter in enumerate(inside) if parameter.role == "embedding")
         return Trained((), tuple(parameter.shape for parameter in inside), embeddings)
-    held = tuple(each for each in every if not is_trainable(each.name) and is_held(each.name))
+    held = tuple(item for item in every if not is_trainable(item.name) and is_held(item.name))
     return _lora(spec.lora, loaded, inside, held, model.model_type)
 
 
@@ -331,7 +331,7 @@ def _continued(adapter: AdapterInfo, model: BaseModelInfo) -> tuple[Shape, ...]:
         if _ADAPTED.search(name) or (has_biases and name.endswith(".bias")):
             return True
         parts = name.split(".")
-        is_saved = any(".".join(parts[:n]).endswith(each) for n in range(1, len(parts)) for each in whole)
+        is_saved = any(".".join(parts[:n]).endswith(item) for n in range(1, len(parts)) for item in whole)
         return is_saved and is_trainable(name)
 
     return tuple(tensor.shape for tensor in adapter.tensors if is_trained(tensor.name))
@@ -353,15 +353,15 @@ def unsure(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = No
         return "the names of modules are not known for models that hear"
     if lora is None:
         return ""
-    patterns = [each for each in (lora.target_modules, lora.exclude_modules) if isinstance(each, str)]
-    patterns += [each for each in lora.rank_pattern or {} if "." in each]
+    patterns = [item for item in (lora.target_modules, lora.exclude_modules) if isinstance(item, str)]
+    patterns += [item for item in lora.rank_pattern or {} if "." in item]
     if model.has_vision and set(patterns) - {"all-linear"}:
         return "modules have other names once the model is loaded"
     loaded = parameters(model)
     for name in lora.target_parameters or ():
-        if not any(_is_named(lora.model_copy(update={"target_parameters": [name]}), each) for each in loaded):
+        if not any(_is_named(lora.model_copy(update={"target_parameters": [name]}), item) for item in loaded):
             return f"lora.target_parameters: {name} is not stored under this name"
-    if any(each.role not in ("head", "embedding") and len(each.shape) > 1 for each in _saved(lora, loaded).values()):
+    if any(item.role not in ("head", "embedding") and len(item.shape) > 1 for item in _saved(lora, loaded).values()):
         return "lora.modules_to_save: a module may have other parameters once the model is loaded"
     named = [
         name
@@ -369,7 +369,7 @@ def unsure(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = No
         if isinstance(names, list)
         for name in names
     ]
-    chosen = [each.module for each in loaded if each.role in ("linear", "other") and _is_target(lora, each, set())]
+    chosen = [item.module for item in loaded if item.role in ("linear", "other") and _is_target(lora, item, set())]
     if name := loadedname.unknown(model, named, chosen if named else ()):
         return f"{name} may have another name once the model is loaded"
     return ""
@@ -395,7 +395,7 @@ def passed_over(spec: JobSpec, model: BaseModelInfo) -> list[str]:
             and not placement.is_excluded(each.module, lora.exclude_modules)
         )
 
-    return [each.name for each in parameters(model) if is_passed_over(each)]
+    return [parameter.name for parameter in parameters(model) if is_passed_over(parameter)]
 
 
 def _lora(
@@ -431,7 +431,7 @@ def _lora(
     )
     added += [parameter.shape for parameter in saved.values()]
     added += [(len(ids), parameter.shape[1]) for parameter, ids in token_rows(lora.trainable_token_indices, loaded)]
-    apart = tuple(each for each in loaded if each.name not in saved)
+    apart = tuple(item for item in loaded if item.name not in saved)
     biases = _biases(lora, apart, {parameter.module for parameter in targets})
     return Trained(tuple(added), tuple(biases), embeddings)
 
@@ -448,16 +448,16 @@ def _with_tied(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
 
 def input_embedding(loaded: Iterable[Parameter]) -> Parameter | None:
     """Return the embedding of words, if there is one: that with the most rows."""
-    embeddings = [each for each in loaded if each.role == "embedding" and not _NOT_TIED.search(each.module)]
-    return min(embeddings, key=lambda each: (-each.shape[0], each.num_elements), default=None)
+    embeddings = [item for item in loaded if item.role == "embedding" and not _NOT_TIED.search(item.module)]
+    return min(embeddings, key=lambda embedding: (-embedding.shape[0], embedding.num_elements), default=None)
 
 
 def tied_head(loaded: tuple[Parameter, ...]) -> Parameter | None:
     """Return the head that has the embedding's weights; None where it has its own."""
     words = input_embedding(loaded)
-    if words is None or any(each.role == "head" for each in loaded):
+    if words is None or any(item.role == "head" for item in loaded):
         return None
-    has_dense = any(each.name.startswith("lm_head.") for each in loaded)
+    has_dense = any(item.name.startswith("lm_head.") for item in loaded)
     return Parameter("decoder.weight" if has_dense else "lm_head.weight", words.shape, "head")
 
 
@@ -475,15 +475,15 @@ def token_rows(asked: TokenRows | None, loaded: tuple[Parameter, ...]) -> list[t
     if isinstance(asked, list):
         words = input_embedding(loaded)
         return [(words, asked)] if words is not None else []
-    return [(each, ids) for name, ids in asked.items() for each in named_words(name, loaded)]
+    return [(word, ids) for name, ids in asked.items() for word in named_words(name, loaded)]
 
 
 def named_words(name: str, loaded: Iterable[Parameter]) -> list[Parameter]:
     """Return the embeddings and heads of this name, or of its last part: what is before it may change by loading."""
-    words = [each for each in loaded if each.role in ("embedding", "head")]
+    words = [item for item in loaded if item.role in ("embedding", "head")]
     leaf = name.rpartition(".")[2]
-    exact = [each for each in words if f".{each.module}".endswith(f".{name}")]
-    return exact or [each for each in words if each.module.rpartition(".")[2] == leaf]
+    exact = [word for word in words if f".{word.module}".endswith(f".{name}")]
+    return exact or [word for word in words if word.module.rpartition(".")[2] == leaf]
 
 
 def is_head(module: str) -> bool:
@@ -503,17 +503,17 @@ def key_of(lora: LoraSpec, parameter: Parameter, model_type: str = "") -> str | 
 def _shared(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
     """Yield a shared block's parameters for the layers that use it and do not store it; the blocks take turns."""
     blocks: dict[int, list[tuple[str, str, Parameter]]] = {}
-    for each in loaded:
-        if match := _SHARED.fullmatch(each.name):
-            blocks.setdefault(int(match["layer"]), []).append((match["before"], match["after"], each))
+    for item in loaded:
+        if match := _SHARED.fullmatch(item.name):
+            blocks.setdefault(int(match["layer"]), []).append((match["before"], match["after"], item))
     if not blocks:
         return
-    layers = {int(found["number"]) for each in loaded if (found := _HYBRID.search(each.name))}
+    layers = {int(found["number"]) for item in loaded if (found := _HYBRID.search(item.name))}
     stored = [blocks[number] for number in sorted(blocks)]
     for place, layer in enumerate(sorted(layers)):
         if layer not in blocks:
-            for before, after, each in stored[place % len(stored)]:
-                yield replace(each, name=f"{before}{layer}{after}")
+            for before, after, item in stored[place % len(stored)]:
+                yield replace(item, name=f"{before}{layer}{after}")
 
 
 def _is_target(lora: LoraSpec, parameter: Parameter, expert_names: set[str]) -> bool:
@@ -562,7 +562,7 @@ def experts_targeted(lora: LoraSpec, loaded: tuple[Parameter, ...], names: dict[
 
 def _is_named(lora: LoraSpec, parameter: Parameter) -> bool:
     names = placement.spellings(parameter.name)
-    return any(name == each or name.endswith(f".{each}") for each in lora.target_parameters or () for name in names)
+    return any(name == item or name.endswith(f".{item}") for item in lora.target_parameters or () for name in names)
 
 
 def _parameter_adapter(parameter: Parameter, rank: int) -> list[Shape]:

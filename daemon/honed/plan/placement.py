@@ -36,7 +36,7 @@ def is_in_layers(lora: LoraSpec, name: str) -> bool:
 
 
 def is_excluded(module: str, exclude: str | list[str] | None) -> bool:
-    return exclude is not None and any(matches(each, exclude) for each in spellings(module))
+    return exclude is not None and any(matches(spelling, exclude) for spelling in spellings(module))
 
 
 Share = Literal["all", "some", "none"]
@@ -66,7 +66,7 @@ def covered(name: str, exclude: str | list[str] | None, expert_names: Mapping[st
         return "none"
     olds = [old for old, new in expert_names.items() if new == leaf] or [leaf]
     singles = [
-        any(is_excluded(f"{container}.{each}", exclude) for each in (old, f"{number}.{old}", str(number)))
+        any(is_excluded(f"{container}.{item}", exclude) for item in (old, f"{number}.{old}", str(number)))
         for old in olds
         for number in range(num_experts)
     ]

@@ -85,7 +85,7 @@ class Plan:
             "parallel": asdict(self.parallel),
             "loss": asdict(self.loss),
             "rows": None if self.rows is None else asdict(self.rows),
-            "rungs": [asdict(each) for each in self.rungs],
+            "rungs": [asdict(rung) for rung in self.rungs],
             "checkpoint": checkpoint.as_dict(),
             "base_model_path": str(model.path),
             "device": self.device.as_dict(),
@@ -95,7 +95,7 @@ class Plan:
 
 
 def _num_passed(steps: Sequence[Step]) -> int:
-    return next((place for place, each in enumerate(steps) if each.is_chosen), 0)
+    return next((place for place, step in enumerate(steps) if step.is_chosen), 0)
 
 
 def make(
@@ -146,7 +146,7 @@ def make(
             return *look(pinned if precision.is_full(spec) else None, mode), ()
         found = precision.rungs(spec, model, device, has_bitsandbytes=installed.has("bitsandbytes"))
         if mode == "fsdp":
-            found = tuple(each for each in found if parallel.can_divide(each))
+            found = tuple(item for item in found if parallel.can_divide(item))
         return _descend([look(rung, mode) for rung in found], spec)
 
     parallel.check(spec, has_cluster=config.jobs.runner == "slurm")
@@ -156,7 +156,7 @@ def make(
         with contextlib.suppress(SpecError) if tried else contextlib.nullcontext():
             tried[mode] = descend(mode)
     fitting = [mode for mode, (_, estimate, _) in tried.items() if estimate.fits]
-    mode = min(fitting, key=lambda each: _num_passed(tried[each][2]), default=[*tried][-1])
+    mode = min(fitting, key=lambda item: _num_passed(tried[item][2]), default=[*tried][-1])
     choices, needed, steps = tried[mode]
     why = parallel.why_whole(spec, model, has_media=bool(rows))
     division = parallel.choose(spec, mode, needed, tried[modes[0]][1], why)
@@ -354,7 +354,7 @@ def _warnings(model: BaseModelInfo, choices: Precision, needed: Memory) -> list[
             f"{'media.max_image_size' if needed.media else 'max_length'}"
         )
     if choices.quantization != "none" and not model.is_quantized:
-        experts = [each for each in parameter.parameters(model) if each.role == "experts"]
+        experts = [item for item in parameter.parameters(model) if item.role == "experts"]
         if experts:
             kept = parameter.weights_bytes(model, experts, choices)
             found.append(

@@ -66,4 +66,4 @@ def positions(config: Mapping[str, Any]) -> int | None:
     inner = config.get("thinker_config") or config
     inner = inner.get("text_config") or inner if isinstance(inner, dict) else config
     found = [inner.get(key) for key in _KEYS] if isinstance(inner, dict) else []
-    return next((each for each in found if type(each) is int and each > 0), None)
+    return next((item for item in found if type(item) is int and item > 0), None)

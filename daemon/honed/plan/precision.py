@@ -336,7 +336,7 @@ def rungs(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_bitsandbyt
         )
     found = candidates(spec, can_half=can_half, has_8bit=has_bitsandbytes and device.kind != "mps")
     if device.kind == "mps":
-        found = tuple(each for each in found if each.master_weights != "compensated")
+        found = tuple(item for item in found if item.master_weights != "compensated")
     if not found:
         raise SpecError(
             f"master_weights: {spec.master_weights} needs bfloat16, which {_device_words(device)} does not support",

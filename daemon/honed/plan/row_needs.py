@@ -39,19 +39,19 @@ def estimate(extents: Sequence[Extent], *, max_length: int | None, is_packed: bo
     drawn = _drawn(extents)
     token_bytes = TOKEN_BYTES + (PACKED_BYTES if is_packed else 0)
     disk = 0.0
-    for each, number in zip(extents, drawn, strict=True):
-        num_tokens = each.row_tokens if max_length is None else min(each.row_tokens, max_length)
-        disk += number * (each.row_bytes + token_bytes * num_tokens + ROW_BYTES)
-    whole = JSON_FACTOR * max((each.json_bytes for each in extents), default=0)
+    for extent, number in zip(extents, drawn, strict=True):
+        num_tokens = extent.row_tokens if max_length is None else min(extent.row_tokens, max_length)
+        disk += number * (extent.row_bytes + token_bytes * num_tokens + ROW_BYTES)
+    whole = JSON_FACTOR * max((extent.json_bytes for extent in extents), default=0)
     num_rows = round(sum(drawn))
     return RowNeeds(num_rows, round(disk), STAGE_BYTES + max(whole, ROW_MEMORY_BYTES * num_rows))
 
 
 def _drawn(extents: Sequence[Extent]) -> list[float]:
     """Return the number of rows that are taken of each data set; see `dataset.Reading`."""
-    weights = [each.fraction for each in extents]
+    weights = [extent.fraction for extent in extents]
     if any(weight is None for weight in weights):
-        return [each.num_rows for each in extents]
+        return [extent.num_rows for extent in extents]
     shares = [(weight or 0.0) / sum(filter(None, weights)) for weight in weights]
-    total = min((each.num_rows / share for each, share in zip(extents, shares, strict=True) if share), default=0.0)
+    total = min((extent.num_rows / share for extent, share in zip(extents, shares, strict=True) if share), default=0.0)
     return [total * share for share in shares]

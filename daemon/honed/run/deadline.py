@@ -127,7 +127,7 @@ class Deadlines:
             self._kill_at = now + self._config().jobs.stop_timeout_sec
         elif self._kill_at is None and (silent := self._silent(now, told_at)):
             self._stalled = self._describe(silent, stage)
-            seconds = f" for {max(each.sec for each in silent):.0f} s"
+            seconds = f" for {max(item.sec for item in silent):.0f} s"
             log.warning("job %d (%s): hung: %s", job.id, job.name, self._describe(silent, stage, seconds))
             self._kill_at = now + DUMP_SEC
             self._runner.dump(job.id)
@@ -177,16 +177,16 @@ class Deadlines:
     def _silent(self, now: float, told_at: float) -> list[Silence]:
         """Return the ranks that gave no sign of life for too long. For a unit, rank 0 is heard by its own watchdog."""
         is_supervised, jobs, found = self._runner.is_supervised(self._job.id), self._config().jobs, []
-        for each in self._pulses.silences(now, told_at):
-            learned_sec = jobs.stall_timeout_sec if each.learned_sec is None else each.learned_sec
-            is_hung = each.sec >= min(jobs.stall_timeout_sec, max(jobs.min_stall_timeout_sec, learned_sec))
-            if is_hung and not (is_supervised and each.rank == 0):
-                found.append(each)
+        for silence in self._pulses.silences(now, told_at):
+            learned_sec = jobs.stall_timeout_sec if silence.learned_sec is None else silence.learned_sec
+            is_hung = silence.sec >= min(jobs.stall_timeout_sec, max(jobs.min_stall_timeout_sec, learned_sec))
+            if is_hung and not (is_supervised and silence.rank == 0):
+                found.append(silence)
         return found
 
     def _describe(self, silent: Sequence[Silence], stage: str, seconds: str = "") -> str:
         """Describe a silence for people."""
-        numbers = [each.rank for each in silent] or [0]
+        numbers = [item.rank for item in silent] or [0]
         who, phase = self._pulses.who_hangs(numbers), self._pulses.phase_of(numbers) or self.phase or stage
         return f"{f'{who} gave ' if who else ''}no sign of life{seconds} in {phase}"
 
@@ -261,4 +261,4 @@ class Deadlines:
 
     def _spent_before(self) -> float:
         """Return the seconds that the attempts before this one took."""
-        return sum(each.spent_sec for each in self._job.attempts[:-1])
+        return sum(attempt.spent_sec for attempt in self._job.attempts[:-1])

@@ -186,7 +186,7 @@ class Fetcher:
                     "code",
                     "deadline",
                 }:
-                    said = {each.name: request[each.name] for each in fields(Missing) if each.name in request}
+                    said = {item.name: request[item.name] for item in fields(Missing) if item.name in request}
                     fetch = _Fetch(number, Missing(**said), request, is_started=True)
                     self._fetches[number] = fetch
                 continue  # its deadline still applies when it is requested again

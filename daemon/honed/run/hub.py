@@ -91,9 +91,9 @@ class Hub:
         if not re.fullmatch(r"[0-9a-f]{7,64}", commit):
             raise EnvironmentInvalidError(f"{self.where}: the hub returned {commit!r} as its commit")
         files = {}
-        for each in found.siblings or []:
-            blob, size = (each.lfs.sha256, each.lfs.size) if each.lfs else (each.blob_id, each.size)
-            files[each.rfilename] = File(each.rfilename, -1 if size is None else size, blob or "")
+        for sibling in found.siblings or []:
+            blob, size = (sibling.lfs.sha256, sibling.lfs.size) if sibling.lfs else (sibling.blob_id, sibling.size)
+            files[sibling.rfilename] = File(sibling.rfilename, -1 if size is None else size, blob or "")
         return Listing(commit, files, _license(found), bool(found.gated))
 
     def ask(self, commit: str, name: str) -> File:

@@ -86,7 +86,7 @@ class ProcessRunner:
                 if path.stat().st_uid == os.geteuid():  # whoever likes can name a process like a shim
                     found.append(self._live(path))
         # A shim that has just forked is there twice, until the worker's program begins.
-        return [each for each in dict.fromkeys(found) if each is not None]
+        return [item for item in dict.fromkeys(found) if item is not None]
 
     def _live(self, process_dir: Path) -> Live | None:
         """Return the worker of a shim's process; None if that is another instance's, or has recorded its end. Raises

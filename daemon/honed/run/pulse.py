@@ -83,13 +83,13 @@ class Pulses:
 
     def feel(self, now: float) -> None:
         """Note which ranks have moved since the last look."""
-        for each in self._each:
-            each.feel(now)
+        for item in self._each:
+            item.feel(now)
 
     def skip(self, seconds: float) -> None:
         """Let so many seconds count for no rank's silence."""
-        for each in self._each:
-            each.heard_at += seconds
+        for item in self._each:
+            item.heard_at += seconds
 
     def silences(self, now: float, told_at: float) -> list[Silence]:
         """Return how long each rank has been silent, that has begun and not ended. `told_at`: when rank 0 reported an
@@ -98,7 +98,7 @@ class Pulses:
         others = enumerate(self._each[1:], 1)
         return [
             first,
-            *(Silence(rank, now - each.heard_at, each.learned_sec) for rank, each in others if each.is_going),
+            *(Silence(rank, now - other.heard_at, other.learned_sec) for rank, other in others if other.is_going),
         ]
 
     def who_hangs(self, silent: Collection[int]) -> str:

@@ -96,7 +96,7 @@ def write(place: Path, kept: Kept) -> None:
 
 
 def _prune(place: Path) -> None:
-    names = (each for each in place.iterdir() if KEY.fullmatch(each.stem) and each.suffix == ".json")
-    files = sorted(names, key=lambda each: each.lstat().st_mtime)
-    for each in files[:-MAX_KEPT]:
-        each.unlink(missing_ok=True)
+    names = (path for path in place.iterdir() if KEY.fullmatch(path.stem) and path.suffix == ".json")
+    files = sorted(names, key=lambda name: name.lstat().st_mtime)
+    for file in files[:-MAX_KEPT]:
+        file.unlink(missing_ok=True)

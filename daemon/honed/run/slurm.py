@@ -150,7 +150,7 @@ class SlurmRunner:
         if snapshot is None:
             raise OSError(f"Slurm has not answered yet{f': {self._desk.fault}' if self._desk.fault else ''}")
         found = [self._live(name) for name, jobs in snapshot.jobs.items() if any(not job.is_over for job in jobs)]
-        return [each for each in found if each is not None]
+        return [item for item in found if item is not None]
 
     def _live(self, name: str) -> Live | None:
         """Return the worker of a Slurm job; None if its end is recorded, or if it is not honed that has submitted it:

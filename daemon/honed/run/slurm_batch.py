@@ -109,7 +109,7 @@ def listing(mark: str, *options: str) -> tuple[list[str], dict[str, str]]:
 def listed(text: str, mark: str) -> list[Listed]:
     """Parse the output of `listing`."""
     found = (Listed.parse(part.removesuffix("\n")) for part in text.split(mark)[1:])
-    return [each for each in found if each is not None]
+    return [item for item in found if item is not None]
 
 
 def new_mark() -> str:

@@ -128,7 +128,7 @@ class Desk:
                         del self._waiting[lane]
                         return
                 continue
-            told = [self._run(each, environment) for each in commands]
+            told = [self._run(command, environment) for command in commands]
             faults = [fault for _, fault in told if fault]
             answer = Answer(commands, "; ".join(faults), self._clock(), "".join(said for said, _ in told))
             with self._lock:
@@ -154,9 +154,9 @@ class Desk:
 
     def _by_name(self, jobs: Iterable[Listed | None]) -> dict[str, tuple[Seen, ...]]:
         found: dict[str, tuple[Seen, ...]] = {}
-        for each in jobs:
-            if each is not None and each.name.startswith(self._prefix):
-                found[each.name] = (*found.get(each.name, ()), Seen(each.slurm_id, each.state, each.reason, each.nodes))
+        for job in jobs:
+            if job is not None and job.name.startswith(self._prefix):
+                found[job.name] = (*found.get(job.name, ()), Seen(job.slurm_id, job.state, job.reason, job.nodes))
         return found
 
 

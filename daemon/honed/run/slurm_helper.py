@@ -111,13 +111,13 @@ class Helper:
         told, fault = run_here(command, {**_environment(), **variables})
         owners: dict[int, int | None] = {}
         found = []
-        for each in slurm_batch.listed(told, mark):
-            job_id = int(each.name.split("-")[2])
+        for item in slurm_batch.listed(told, mark):
+            job_id = int(item.name.split("-")[2])
             if job_id not in owners:
                 with self._as_daemon():
                     owners[job_id] = access.job_user(self._layout.files(job_id).place)
-            if each.uid == owners[job_id]:
-                found.append(str(each))
+            if item.uid == owners[job_id]:
+                found.append(str(item))
         return "\n".join(found), fault
 
     def _options(self, profile: str) -> SlurmConfig:

@@ -150,7 +150,7 @@ class SlurmJob:
         """Tell whether Slurm has suspended it, or put it back into its queue."""
         snapshot = self._desk.snapshot
         seen = snapshot.jobs.get(self.handed.name, ()) if snapshot is not None else ()
-        going = [each.state for each in seen if not each.is_over]
+        going = [item.state for item in seen if not item.is_over]
         return bool(going) and all(state in NOT_RUNNING for state in going)
 
     def poll(self) -> Exit | None:
@@ -177,7 +177,7 @@ class SlurmJob:
     def _look(self, snapshot: Snapshot, fault: str) -> Exit | None:
         """Decide by Slurm's word, where there is no exit.json."""
         seen = snapshot.jobs.get(self.handed.name, ())
-        going = [each for each in seen if not each.is_over]
+        going = [item for item in seen if not item.is_over]
         if going:
             self._note(going[0])
             self._gone_at = None
@@ -185,9 +185,9 @@ class SlurmJob:
         if self._gone_at is None:
             self._gone_at = snapshot.began
         gone_sec = snapshot.began - self._gone_at
-        is_lost = any(each.state == NODE_FAIL for each in seen)
+        is_lost = any(item.state == NODE_FAIL for item in seen)
         # Slurm itself cancels a job that got the number of one that the controller had forgotten and a node had not.
-        cancelled = {each.slurm_id: each.nodes for each in seen if each.state == "CANCELLED" and each.nodes}
+        cancelled = {item.slurm_id: item.nodes for item in seen if item.state == "CANCELLED" and item.nodes}
         is_unknown, is_asked = not seen or bool(cancelled), self._wish.is_there
         if is_unknown and not is_asked and not read_lock_record(self._attempt, self.handed.start):
             self._submission.cancelled |= cancelled
@@ -238,7 +238,7 @@ class SlurmJob:
         if snapshot is None or snapshot.began < self._recorded_at:
             return False
         seen = snapshot.jobs.get(self.handed.name, ())
-        return _was_put_back(seen) or all(each.is_over or each.reason == NODE_DOWN for each in seen)
+        return _was_put_back(seen) or all(item.is_over or item.reason == NODE_DOWN for item in seen)
 
     def _settled(self, seen: Sequence[Seen], *, end: Mapping[str, str], waits: bool) -> Exit | None:
         """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
@@ -255,7 +255,7 @@ class SlurmJob:
                 log.warning("job %d: the lock of %s cannot be taken: %s", self.id, self.handed.name, error)
             record = read_exit_record(self._attempt, self.handed.start)
             if record is None:
-                states = {each.state for each in seen}
+                states = {item.state for item in seen}
                 asked = {"was_asked": True} if states & {"CANCELLED", "PREEMPTED"} else {}
                 record = {"start": self.handed.start, "status": None, "signal": None, **end, **asked}
                 record |= {"was_out_of_memory": "OUT_OF_MEMORY" in states, "ended_at": time.time()}
@@ -271,7 +271,7 @@ class SlurmJob:
         if seen:
             self._note(seen[0])
         self._write(replace(self.handed, is_over=True))
-        by_slurm = any(each.state in STOPPED_BY_SLURM or each.reason == NODE_DOWN for each in seen)
+        by_slurm = any(item.state in STOPPED_BY_SLURM or item.reason == NODE_DOWN for item in seen)
         found = exit_of(record)
         is_going_down = (by_slurm or _was_put_back(seen)) and not self._wish.is_there and found.was_asked
         if is_going_down and _was_put_back(seen):
@@ -303,7 +303,7 @@ class SlurmJob:
 
 def _was_put_back(seen: Sequence[Seen]) -> bool:
     """Tell whether Slurm has put a job that had begun back into its queue (`scontrol requeue`), not as held."""
-    return bool(seen) and all(each.state in PUT_BACK and not each.reason.startswith("JobHeld") for each in seen)
+    return bool(seen) and all(item.state in PUT_BACK and not item.reason.startswith("JobHeld") for item in seen)
 
 
 def tag(job_id: int, handed: Handed) -> str:

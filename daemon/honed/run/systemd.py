@@ -127,7 +127,7 @@ class SystemdRunner:
             raise OSError(f"systemd does not list {UNITS}: {error}") from error
         names = [unit.partition("@")[2].partition(".")[0] for unit in units if unit != PROBE_UNIT]
         found = [self._live(int(name)) for name in names if name.isdecimal()]
-        return [*(each for each in found if each is not None), *self._processes.live()]
+        return [*(item for item in found if item is not None), *self._processes.live()]
 
     def _live(self, job_id: int) -> Live | None:
         """Return the worker of a job's unit; None if it has recorded its end and its unit is ending, too."""

@@ -143,7 +143,7 @@ class Messenger:
                 by_receiver.setdefault(to, []).append(path)
         for to, paths in by_receiver.items():
             line = self._lines.setdefault(to, self._new_line())
-            num_alive = sum(each.thread is not None and each.thread.is_alive() for each in self._lines.values())
+            num_alive = sum(item.thread is not None and item.thread.is_alive() for item in self._lines.values())
             is_busy = line.thread is not None and line.thread.is_alive()
             if not is_busy and num_alive < MAX_THREADS and self._clock() >= line.not_before:
                 line.thread = threading.Thread(target=self._deliver_all, args=(line, paths), daemon=True)

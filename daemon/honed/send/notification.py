@@ -91,7 +91,7 @@ class Notice:
             made = cls(**data)
         except TypeError as error:
             raise ValueError(str(error)) from error
-        if not (isinstance(made.to, dict) and all(isinstance(each, str) for each in made.to.values())):
+        if not (isinstance(made.to, dict) and all(isinstance(item, str) for item in made.to.values())):
             raise ValueError("its receiver is none")
         if not (isinstance(made.key, str) and isinstance(made.payload, dict)):
             raise ValueError("it has no key or no content")
@@ -200,8 +200,8 @@ class Notices:
 
     def _put(self, notice: Notice) -> None:
         directory = notices_dir(self._layout)
-        for each in (self._layout.outbox_dir, directory, refused_dir(self._layout)):
-            durable.make_dir(each, mode=0o750)
+        for item in (self._layout.outbox_dir, directory, refused_dir(self._layout)):
+            durable.make_dir(item, mode=0o750)
         if len(list(directory.glob("*.json"))) >= self._config.max_waiting:
             if not self._has_complained:
                 log.error(
@@ -257,7 +257,7 @@ def payload(job: Job, shown: Shown) -> Payload:
         if isinstance(value := shown["metrics"].get(name), int | float)
     ]
     lines += [", ".join(losses)] if losses else []
-    ended = next((each["ended_at"] for each in reversed(shown["attempts"]) if each["ended_at"]), None)
+    ended = next((item["ended_at"] for item in reversed(shown["attempts"]) if item["ended_at"]), None)
     return {
         "event": "job_ended",
         "text": "\n".join(lines),

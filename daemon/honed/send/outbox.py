@@ -204,7 +204,7 @@ def refused_dir(path: Path) -> Path:
 
 def segments(path: Path) -> dict[int, Path]:
     """Return the files of rows by number, in order."""
-    found = {int(each.stem): each for each in path.glob("*.jsonl") if each.stem.isdecimal()}
+    found = {int(item.stem): item for item in path.glob("*.jsonl") if item.stem.isdecimal()}
     return dict(sorted(found.items()))
 
 
@@ -212,10 +212,10 @@ def num_waiting_bytes(path: Path) -> int:
     """Return the number of bytes that are not delivered yet."""
     done = read_cursor(path)
     total = 0
-    for number, each in segments(path).items():
+    for number, segment in segments(path).items():
         with contextlib.suppress(FileNotFoundError):
             if number >= done.segment:
-                total += max(0, each.stat().st_size - (done.offset if number == done.segment else 0))
+                total += max(0, segment.stat().st_size - (done.offset if number == done.segment else 0))
     return total
 
 

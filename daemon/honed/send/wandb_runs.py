@@ -92,7 +92,7 @@ class Collector:
             for directory in (runs_dir(path), synced_dir(path)):
                 durable.make_dir(directory, mode=0o750)
             with contextlib.suppress(FileNotFoundError):
-                moved = {int(each.name) for each in self._layout.jobs_dir.iterdir() if each.name.isdecimal()}
+                moved = {int(item.name) for item in self._layout.jobs_dir.iterdir() if item.name.isdecimal()}
             self._due = set()
         self._due |= moved
         is_room_due = bool(self._without_room) and self._clock() >= self._room_at
@@ -293,7 +293,7 @@ def synced_dir(path: Path) -> Path:
 def waiting(path: Path) -> Iterator[Path]:
     """Yield the runs that are not synchronised yet, oldest job first."""
     with contextlib.suppress(FileNotFoundError):
-        names = [each.name for each in runs_dir(path).iterdir() if not each.name.startswith(".")]
+        names = [item.name for item in runs_dir(path).iterdir() if not item.name.startswith(".")]
         for name in sorted(names, key=lambda name: (int(name.partition(".")[0]), name)):
             if not is_synced(path, name):
                 yield runs_dir(path) / name

@@ -127,7 +127,7 @@ def _slurm_option(value: str) -> str:
         raise ValueError("write an option of sbatch as --name or --name=value")
     if found[1] in _SLURM_OWN:
         raise ValueError(f"--{found[1]} is honed's own")
-    if own := min((each for each in _SLURM_OWN if each.startswith(found[1])), default=None):
+    if own := min((item for item in _SLURM_OWN if item.startswith(found[1])), default=None):
         raise ValueError(f"--{found[1]}: sbatch may take it for --{own}, which is honed's own")
     if other := next((key for key in _SLURM_KEYS if key.startswith(found[1])), None):
         raise ValueError(f"--{found[1]} has a key of its own: {other}")
@@ -468,7 +468,7 @@ class SlurmConfig(_Section):
     def profile(self, name: str | None) -> SlurmConfig:
         """Return the configuration for jobs of a profile, None meaning the default one. Raises KeyError."""
         if name is None:
-            name = next((each for each, one in self.profiles.items() if one.default), None)
+            name = next((item for item, one in self.profiles.items() if one.default), None)
         if name is None:
             return self
         own = self.profiles[name].model_dump(exclude_none=True, exclude={"default"})
@@ -476,7 +476,7 @@ class SlurmConfig(_Section):
 
     def devices(self) -> list[Device]:
         """Return a place for each job that may be handed over, as a device: Slurm chooses the real ones."""
-        if not self.gpu_bytes and not any(each.gpu_bytes for each in self.profiles.values()):
+        if not self.gpu_bytes and not any(profile.gpu_bytes for profile in self.profiles.values()):
             return [device.cpu()]
         slot = functools.partial(
             Device,
@@ -587,12 +587,12 @@ def devices(config: Config, profile: str | None = None) -> list[Device]:
 
 
 def _require_one_default(config: Config) -> None:
-    if len(names := [name for name, each in config.classes.items() if each.default]) > 1:
+    if len(names := [name for name, klass in config.classes.items() if klass.default]) > 1:
         raise SpecError(f"classes: {' and '.join(names)} are the default", hint="set default = true in one of them")
     if names and config.classes[names[0]].users is not None:
         problem = f"classes.{names[0]}.users: the default class is everybody's"
         raise SpecError(problem, hint="remove users, or make another class the default")
-    if len(names := [name for name, each in config.slurm.profiles.items() if each.default]) > 1:
+    if len(names := [name for name, profile in config.slurm.profiles.items() if profile.default]) > 1:
         problem = f"slurm.profiles: {' and '.join(names)} are the default"
         raise SpecError(problem, hint="set default = true in one of them")
 

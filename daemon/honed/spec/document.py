@@ -251,8 +251,8 @@ class _Yaml:
     def _anchored(self, path: KeyPath, begin: int, value: Any, line: int, num_chars: int) -> _Anchored:
         record = self._record
         below = record.order[begin:]
-        spans = {each[len(path) :]: record.spans[each] for each in (path, *below) if each in record.spans}
-        return _Anchored(value, line, {each[len(path) :]: record.lines[each] for each in below}, spans, num_chars)
+        spans = {item[len(path) :]: record.spans[item] for item in (path, *below) if item in record.spans}
+        return _Anchored(value, line, {item[len(path) :]: record.lines[item] for item in below}, spans, num_chars)
 
     def _alias(self, path: KeyPath, event: Any) -> Any:
         anchored = self._meant(event)

@@ -51,7 +51,7 @@ class Place:
 
 def names_place(annotation: Any) -> bool:
     """Tell whether a key's value names a file or a directory."""
-    return isinstance(annotation, Place) or any(names_place(each) for each in get_args(annotation))
+    return isinstance(annotation, Place) or any(names_place(arg) for arg in get_args(annotation))
 
 
 def refuse(message: str, hint: str = "", *, write: Any = None, fix: Mapping[str, Any] | None = None) -> NoReturn:
@@ -76,7 +76,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
     base, _ = _apart(annotation)
     if get_origin(base) not in (typing.Union, types.UnionType):
         return (base,)
-    return tuple(each for member in get_args(base) if member is not type(None) for each in members(member))
+    return tuple(item for member in get_args(base) if member is not type(None) for item in members(member))
 
 
 def choices(annotation: Any) -> tuple[str, ...]:

@@ -69,9 +69,9 @@ class Hours:
         today = self._day(now)
         for offset in range(-2, num_days + 1):
             day = today + timedelta(days=offset)
-            for each in self.ranges:
-                if day.weekday() in each.days:
-                    begin, end = self._moment(day, each.begin), self._moment(day, each.end)
+            for item in self.ranges:
+                if day.weekday() in item.days:
+                    begin, end = self._moment(day, item.begin), self._moment(day, item.end)
                     if begin < end:
                         yield begin, end
 

@@ -29,7 +29,7 @@ def known() -> list[str]:
 def parts(name: str) -> tuple[str, str]:
     """Return a metric's name without the group of rows that it is for, and the group; empty for all rows."""
     # An administrator's metric may have a slash in its name.
-    metric = max((each for each in known() if name == each or name.startswith(f"{each}/")), key=len, default=None)
+    metric = max((item for item in known() if name == item or name.startswith(f"{item}/")), key=len, default=None)
     metric = name.partition("/")[0] if metric is None else metric
     return metric, name[len(metric) + 1 :]
 

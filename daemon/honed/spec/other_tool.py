@@ -43,7 +43,7 @@ def of(data: Mapping[str, Any]) -> str | None:
 
 def hint(data: Mapping[str, Any], problems: Sequence[Problem]) -> str:
     """Return the hint for a job file with these problems, which may be another tool's."""
-    num_unknown = sum(each.message.startswith("unknown key") for each in problems)
+    num_unknown = sum(problem.message.startswith("unknown key") for problem in problems)
     if num_unknown >= MANY_UNKNOWN and (tool := of(data)) is not None:
         return f"these look like settings of {tool}: `honectl convert FILE` makes a job file of them"
     return manual.all_keys("honed-job.5")

@@ -94,15 +94,15 @@ def faults(error: HonedError) -> list[Fault]:
     if isinstance(error, InvalidSpecError):
         return [
             _fault(
-                each.key,
-                each.line,
+                problem.key,
+                problem.line,
                 error.code,
-                plain(quote.hide(each.message)),
-                plain(quote.show(each.message)),
-                plain(quote.show(each.hint)),
-                each.fix,
+                plain(quote.hide(problem.message)),
+                plain(quote.show(problem.message)),
+                plain(quote.show(problem.hint)),
+                problem.fix,
             )
-            for each in error.problems
+            for problem in error.problems
         ]
     place = f"line {error.line}: " if error.line is not None else ""
     message, whole = (text.removeprefix(place).removeprefix(f"{error.key}: ") for text in (error.message, error.told))
@@ -152,7 +152,7 @@ def written(value: Any) -> str:
         case str():
             return value if _NO_QUOTES.fullmatch(value) else json.dumps(value, ensure_ascii=False)
         case dict():
-            return "{" + ", ".join(f"{key}: {written(each)}" for key, each in value.items()) + "}"
+            return "{" + ", ".join(f"{key}: {written(item)}" for key, item in value.items()) + "}"
         case list():
             return "[" + ", ".join(map(written, value)) + "]"
         case float():
@@ -220,7 +220,7 @@ def locate(error: HonedError, data: Mapping[str, Any], lines: Mapping[KeyPath, i
         error.surround(f"line {error.line}: ")
         return
     about = [(text, path) for path, text in texts(data) if _is_about(error.message, text)]
-    path = max(about, key=lambda each: len(each[0]))[1] if about else ()
+    path = max(about, key=lambda item: len(item[0]))[1] if about else ()
     if not path and isinstance(error, ModelError) and "adapter" not in data:
         path = ("base_model",)  # a hub model's files are in the cache
     if (line := line_of(path, lines)) is not None:
@@ -234,11 +234,11 @@ def texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
         case str():
             yield path, value
         case dict():
-            for key, each in value.items():
-                yield from texts(each, (*path, key))
+            for key, item in value.items():
+                yield from texts(item, (*path, key))
         case list():
-            for index, each in enumerate(value):
-                yield from texts(each, (*path, index))
+            for index, item in enumerate(value):
+                yield from texts(item, (*path, index))
 
 
 def _is_about(message: str, text: str) -> bool:

@@ -66,7 +66,7 @@ def refusals(error: ValidationError, data: Any, model: type[BaseModel]) -> list[
         as_path(key) for refusal in found.values() for key, value in refusal.fix.items() if value is not None
     }
     # A required key is not missing if it is present under another name.
-    return [each for path, each in found.items() if path not in meant or not each.message.startswith(_MISSING)]
+    return [item for path, item in found.items() if path not in meant or not item.message.startswith(_MISSING)]
 
 
 def places(error: ValidationError, data: Any) -> list[Refusal]:
@@ -170,13 +170,13 @@ def _checked(refusal: Refusal, model: type[BaseModel], data: Any) -> Refusal:
         ]
         if wrong:
             inner = [
-                _refusal(_real_path(each["loc"], content), each, model, content, is_told=True)
-                for each in error.errors(include_url=False)
-                if _concerns(each, refusal)
+                _refusal(_real_path(item["loc"], content), item, model, content, is_told=True)
+                for item in error.errors(include_url=False)
+                if _concerns(item, refusal)
             ]
             key = next((key for key in new), own)
-            if all(each.fix for each in inner):
-                last = mended(content, {name: value for each in inner for name, value in each.fix.items()})
+            if all(item.fix for item in inner):
+                last = mended(content, {name: value for item in inner for name, value in item.fix.items()})
                 fix = {name: None for name, value in refusal.fix.items() if value is None} | _difference(part, last)
                 said = ", ".join(f"{name}: {rewritten(value)}" for name, value in fix.items() if value is not None)
                 return replace(refusal, hint=f"write {said}" if said else refusal.hint, fix=fix)
@@ -234,7 +234,7 @@ def _difference(before: Any, after: Any, home: str = "") -> Fix:
             found |= _difference(old, new, name)
         elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
             found |= _difference(
-                {str(n): each for n, each in enumerate(old)}, {str(n): each for n, each in enumerate(new)}, name
+                {str(n): item for n, item in enumerate(old)}, {str(n): item for n, item in enumerate(new)}, name
             )
         else:
             found[name] = new
@@ -278,8 +278,8 @@ def _value_hint(annotation: Any, value: Any, key: str = "") -> tuple[str, Any]:
 def _list_hint(annotation: Any, value: Any) -> tuple[str, Any]:
     """Suggest a list for a single data set or path, or a mapping for a path."""
     if isinstance(value, str) and any(
-        isinstance(each, type) and issubclass(each, BaseModel) and "path" in each.model_fields
-        for each in members(annotation)
+        isinstance(item, type) and issubclass(item, BaseModel) and "path" in item.model_fields
+        for item in members(annotation)
     ):
         return f"write {{path: {quote.mark(value)}}}", {"path": value}
     inner = next((get_args(member)[0] for member in members(annotation) if get_origin(member) is list), None)
@@ -351,29 +351,29 @@ def _unnested(path: KeyPath, key: str, what: str, model: type[BaseModel], data: 
     if _depth(value) > _MAX_DEPTH or not value:
         return None
     home, renamed = SECTIONS[key]
-    given = {_join(home, renamed.get(_normal(str(name)), str(name))): each for name, each in value.items()}
+    given = {_join(home, renamed.get(_normal(str(name)), str(name))): item for name, item in value.items()}
     content = mended(data, {dotted(path): None})
     if home == "lora":
         content.setdefault("lora", {})
     if (kept := _overruled(given, content)) is not None:
         hint = f"its keys belong {f'under {home}:' if home else 'at the top level'}, where {kept} is also set"
         return Refusal(path, what, hint)
-    content = mended(content, {name: each for name, each in given.items() if each is not None})
+    content = mended(content, {name: item for name, item in given.items() if item is not None})
     ours, hints = {as_path(name) for name in given}, []
     for _ in range(_MAX_DEPTH):
-        found = [each for each in _faults(content, model) if any(each.path[: len(name)] == name for name in ours)]
+        found = [fault for fault in _faults(content, model) if any(fault.path[: len(name)] == name for name in ours)]
         if not found:
             break
-        for each in found:
-            if not each.fix:
-                return Refusal(path, what, f"{key_words(dotted(each.path))}: {each.hint or each.message}")
-            if all(new is None for new in each.fix.values()):
-                hints.append(f"{quote.name(str(each.path[-1]))}: {each.hint.removeprefix('remove it: ')}")
-        fix = {name: new for each in found for name, new in each.fix.items()}
+        for item in found:
+            if not item.fix:
+                return Refusal(path, what, f"{key_words(dotted(item.path))}: {item.hint or item.message}")
+            if all(new is None for new in item.fix.values()):
+                hints.append(f"{quote.name(str(item.path[-1]))}: {item.hint.removeprefix('remove it: ')}")
+        fix = {name: new for item in found for name, new in item.fix.items()}
         ours |= {as_path(name) for name in fix}
         content = mended(content, fix)
     fix = {dotted(path): None} | _difference(
-        {name: each for name, each in data.items() if name != path[0]}
+        {name: item for name, item in data.items() if name != path[0]}
         if len(path) == 1
         else mended(data, {dotted(path): None}),
         content,

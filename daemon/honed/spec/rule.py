@@ -76,13 +76,13 @@ def _fractions(spec: JobSpec) -> Iterator[Finding]:
 
 def _of_hub(spec: JobSpec) -> Iterator[Finding]:
     for section, datasets in (("datasets", spec.datasets), ("eval_datasets", spec.eval_datasets)):
-        for index, each in enumerate(datasets):
+        for index, dataset in enumerate(datasets):
             for key in ("name", "revision"):
-                if getattr(each, key) is not None and not each.is_of_hub:
+                if getattr(dataset, key) is not None and not dataset.is_of_hub:
                     instead = ", or set the path of the directory, or `split`" if key == "name" else ""
                     yield (
                         (section, index, key),
-                        f"is only for data sets from the hub, but path is {shown(each.path)}",
+                        f"is only for data sets from the hub, but path is {shown(dataset.path)}",
                         f"remove it{instead}",
                     )
 
@@ -278,7 +278,7 @@ def _best_metric(spec: JobSpec) -> Iterator[Finding]:
             )
         return
     if name != "loss" and not name.startswith(PREFIX):
-        names = ["eval_loss", *(f"{PREFIX}{each}" for each in known())]
+        names = ["eval_loss", *(f"{PREFIX}{item}" for item in known())]
         near = get_close_matches(name, known(), n=1)
         meant = f"{PREFIX}{near[0]}" if near else next(iter(get_close_matches(named, names, n=1)), "")
         yield (
@@ -465,7 +465,7 @@ def _optimizer(spec: JobSpec) -> Iterator[Finding]:
             "remove it, or use the optimizer without _layerwise",
             {"training.optim": training.optim.removesuffix("_layerwise")},
         )
-    if training.optim_args and any(each.count("=") != 1 for each in training.optim_args.split(",")):
+    if training.optim_args and any(part.count("=") != 1 for part in training.optim_args.split(",")):
         yield (
             ("training", "optim_args"),
             f"{shown(training.optim_args)} is not a list of key=value",
@@ -565,7 +565,7 @@ def _effective(spec: JobSpec) -> Iterator[Finding]:
     rows, path = training.per_device_train_batch_size, ("batch", "effective")
     times = f"per_device_train_batch_size {rows} on {ranks} GPU{'s' if ranks > 1 else ''}"
     if effective % (rows * ranks):
-        fitting = max((each for each in range(1, rows + 1) if effective % (each * ranks) == 0), default=None)
+        fitting = max((number for number in range(1, rows + 1) if effective % (number * ranks) == 0), default=None)
         whole = math.ceil(effective / (rows * ranks)) * rows * ranks
         yield (
             path,
@@ -638,7 +638,9 @@ def _evaluation_keys(spec: JobSpec) -> Iterator[Finding]:
             }.get(key, "remove it, or put it in a separate job")
             fix: dict[str, Any] = {key: None}
             if key == "datasets" and not spec.eval_datasets:
-                fix["eval_datasets"] = [each.model_dump(mode="json", exclude_unset=True) for each in spec.datasets]
+                fix["eval_datasets"] = [
+                    dataset.model_dump(mode="json", exclude_unset=True) for dataset in spec.datasets
+                ]
             yield (key,), "an evaluation has none, because nothing is trained or written", hint, fix
     for key in sorted(spec.training.model_fields_set - EVALUATION_TRAINING):
         if getattr(spec.training, key) != type(spec.training).model_fields[key].get_default(call_default_factory=True):

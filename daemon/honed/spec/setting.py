@@ -70,7 +70,7 @@ def _hint(path: KeyPath, model: type[BaseModel]) -> str:
     import difflib  # noqa: PLC0415 - the daemon, which stays small, mostly has a valid configuration
 
     key = str(path[-1])[:64].replace("-", "_").lower()
-    section, known = str(path[0]) if len(path) > 1 else "", {name: tuple(keys(each)) for name, each in sections(model)}
+    section, known = str(path[0]) if len(path) > 1 else "", {name: tuple(keys(item)) for name, item in sections(model)}
     if len(path) > 3:
         section = f"{path[0]}.{path[1]}"
     if len(path) == 1 and (near := difflib.get_close_matches(key, known, n=1)):
@@ -95,7 +95,7 @@ def sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
 
 def tables_in(section: type[BaseModel]) -> list[str]:
     """Return the keys of a section that are tables of tables, such as `profiles` of [slurm.profiles.NAME]."""
-    return [key for key, each in kinds(section).items() if _is_table_of_tables(each)]
+    return [key for key, kind in kinds(section).items() if _is_table_of_tables(kind)]
 
 
 def section_of(annotation: Any) -> Any:

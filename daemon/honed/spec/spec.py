@@ -212,7 +212,7 @@ def _target_modules(value: str | list[str]) -> str | list[str]:
 
 def _distinct(value: list[int]) -> list[int]:
     if len(once := list(dict.fromkeys(value))) < len(value):
-        twice = next(each for each in once if value.count(each) > 1)
+        twice = next(item for item in once if value.count(item) > 1)
         refuse(f"expected each token id once, got {twice} more than once", "remove the others", write=once)
     return value
 
@@ -834,7 +834,7 @@ class JobSpec(Section):
     def each_dataset(self) -> Iterator[tuple[str, DatasetSpec]]:
         """Yield the data sets to train and to evaluate on, each with its key: datasets.0, …, eval_datasets.0, …"""
         for key in ("datasets", "eval_datasets"):
-            yield from ((f"{key}.{number}", each) for number, each in enumerate(getattr(self, key)))
+            yield from ((f"{key}.{number}", item) for number, item in enumerate(getattr(self, key)))
 
     @property
     def eval_strategy(self) -> str:
@@ -891,9 +891,9 @@ def validate(
     except ValidationError as error:
         found = pydantic_errors.refusals(error, data, JobSpec)
     # An unknown key is reported as unknown, whatever its value.
-    unknown = {each.path for each in found if each.is_unknown}
-    unread = {path: each for path, each in (unread or {}).items() if path not in unknown}
-    found = [each for each in found if each.path not in unread]
+    unknown = {one.path for one in found if one.is_unknown}
+    unread = {path: one for path, one in (unread or {}).items() if path not in unknown}
+    found = [one for one in found if one.path not in unread]
     problems = [item.problem(lines) for item in found] + [*unread.values()]
     found += [pydantic_errors.Refusal(path, "") for path in unread]
     # Valid values may still conflict; a rule that reads a rejected key is skipped.
@@ -901,7 +901,7 @@ def validate(
         problems += rule.problems(mended, lines, except_of=[path for item in found for path in item.touched])
     if problems:
         problems = _followed(data, problems, lines)
-        problems = sorted(problems, key=lambda each: each.line or 0)
+        problems = sorted(problems, key=lambda one: one.line or 0)
         raise InvalidSpecError(problems, hint=other_tool.hint(data, problems))
     assert spec is not None
     spec = rule.with_batch(spec)
@@ -931,20 +931,20 @@ def _followed(data: dict[str, Any], problems: list[Problem], lines: Mapping[KeyP
         settled: JobSpec | None = JobSpec.model_validate(content)
     except ValidationError as error:
         wrong = pydantic_errors.places(error, content)
-        touched = [each.path for each in wrong]
+        touched = [item.path for item in wrong]
         settled = _mended(content, wrong)
-    known = {(each.key, each.message) for each in problems}
+    known = {(item.key, item.message) for item in problems}
     next_ones = rule.problems(settled, lines, except_of=touched) if settled is not None else []
-    told = {each.key for each in problems}
-    for each in next_ones:
-        if (each.key, each.message) in known or not each.fix:
+    told = {item.key for item in problems}
+    for one in next_ones:
+        if (one.key, one.message) in known or not one.fix:
             continue
-        cause = next((number for number, found in enumerate(problems) if found.fix.get(each.key) is not None), None)
+        cause = next((number for number, found in enumerate(problems) if found.fix.get(one.key) is not None), None)
         if cause is not None:
             found = problems[cause]
-            problems[cause] = replace(found, hint=f"{found.hint}; {each.hint}", fix={**found.fix, **each.fix})
-        elif each.key not in told and each.line is not None:
-            problems.append(each)  # the rule was skipped, because a key that it reads was rejected
+            problems[cause] = replace(found, hint=f"{found.hint}; {one.hint}", fix={**found.fix, **one.fix})
+        elif one.key not in told and one.line is not None:
+            problems.append(one)  # the rule was skipped, because a key that it reads was rejected
     return problems
 
 

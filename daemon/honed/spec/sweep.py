@@ -53,7 +53,7 @@ def is_in(data: Mapping[str, Any]) -> bool:
 def first(data: Mapping[str, Any], lines: Mapping[KeyPath, int] | None = None) -> Member:
     """Return the first job of a sweep. Raises SpecError, as `members` does."""
     asked = _Asked.of(data, lines or {})
-    return asked.member(data, 1, {key: each[0] for key, each in asked.values.items()})
+    return asked.member(data, 1, {key: value[0] for key, value in asked.values.items()})
 
 
 def members(data: Mapping[str, Any], lines: Mapping[KeyPath, int], *, max_jobs: int) -> list[Member]:
@@ -75,7 +75,7 @@ def members(data: Mapping[str, Any], lines: Mapping[KeyPath, int], *, max_jobs: 
     if asked.num_random is not None:
         chosen = sorted(random.Random(asked.seed).sample(chosen, num_jobs))  # type: ignore[assignment]
     found = [asked.member(data, number, asked.combination(place)) for number, place in enumerate(chosen, 1)]
-    if sum(len(json.dumps(each.document, default=str)) for each in found) > MAX_BYTES:
+    if sum(len(json.dumps(item.document, default=str)) for item in found) > MAX_BYTES:
         raise asked.fault((), f"the job files of its {num_jobs} jobs have more than {MAX_BYTES} bytes", "use fewer")
     return found
 
@@ -122,7 +122,7 @@ class _Asked:
                 raise _fault(path, lines, f"expected a list of values, got {shown(given)}", hint)
             if key.partition(".")[0] in _OWN:
                 raise _fault(path, lines, "a sweep sets it itself", "remove it")
-            if len({json.dumps(each, sort_keys=True, default=str) for each in given}) < len(given):
+            if len({json.dumps(item, sort_keys=True, default=str) for item in given}) < len(given):
                 raise _fault(path, lines, "the same value twice", "remove one of them")
             if any(other.startswith(f"{key}.") or key.startswith(f"{other}.") or other == key for other in values):
                 raise _fault(path, lines, "the same key twice, or a key within another", "remove one of them")
@@ -194,8 +194,8 @@ def _fault(path: KeyPath, lines: Mapping[KeyPath, int], message: str, hint: str)
 def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     """Yield what is no mapping below a value, with its path; a key may be dotted, too."""
     if isinstance(value, dict) and value:
-        for key, each in value.items():
-            yield from _leaves((*path, key), each)
+        for key, item in value.items():
+            yield from _leaves((*path, key), item)
     elif path:
         yield path, value
 

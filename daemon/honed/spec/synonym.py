@@ -280,7 +280,7 @@ def _hyperparameters(asked: Asked) -> Advice:
         if advice is None or advice.fix is None:
             return Advice(f"{quote.name(str(key))}: {advice.hint if advice else 'its keys stand under training:'}")
         fix |= advice.fix
-        hints += [f"{name}: {rewritten(each)}" for name, each in advice.fix.items()]
+        hints += [f"{name}: {rewritten(item)}" for name, item in advice.fix.items()]
         if not advice.fix and value not in (None, "auto"):
             lost.append(f"{key}: {advice.hint.removeprefix('remove it: ')}")
     what = f"write {', '.join(hints)}" if hints else "remove it"
@@ -333,7 +333,7 @@ def lora_value(value: Any) -> Advice | None:
         return advice and Advice(advice.hint, None if advice.fix is None else {"lora": None, **advice.fix})
     if isinstance(value, int) and value > 0:
         return Advice(f"write lora: {{r: {value}}}", {"lora": {"r": value}})
-    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         return Advice(f"write lora: {{target_modules: {rewritten(value)}}}", {"lora": {"target_modules": value}})
     return None
 
@@ -398,9 +398,9 @@ def named_splits(value: Any) -> Advice | None:
     if not isinstance(value, dict) or not value:
         return None
     fix: Fix = {}
-    for name, each in value.items():
+    for name, item in value.items():
         key = "datasets" if name in _TRAIN else "eval_datasets" if name in _HELD_OUT else None
-        sets = [{"path": one} if isinstance(one, str) else one for one in (each if isinstance(each, list) else [each])]
+        sets = [{"path": one} if isinstance(one, str) else one for one in (item if isinstance(item, list) else [item])]
         if key is None or key in fix or not all(isinstance(one, dict) and "path" in one for one in sets):
             return None
         fix[key] = sets
@@ -452,7 +452,7 @@ def _rows_per_data_set(asked: Asked) -> Advice:
     sets = asked.data.get("datasets")
     if type(asked.value) is not int:
         return Advice("write max_rows in the data set")
-    if not isinstance(sets, list) or not all(isinstance(each, dict) for each in sets) or not sets:
+    if not isinstance(sets, list) or not all(isinstance(item, dict) for item in sets) or not sets:
         return Advice(f"write max_rows: {asked.value} in the data set")
     fix = {f"datasets.{number}.max_rows": asked.value for number in range(len(sets))}
     return Advice(f"write max_rows: {asked.value} in the data set{'s' if len(sets) > 1 else ''}", fix)
@@ -464,15 +464,15 @@ def _data_sets(key: str) -> Synonym:
     def advise(asked: Asked) -> Advice:
         value = asked.value
         example = "{path: /srv/data/rows.jsonl}"
-        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             return Advice(f"write {key}", {key: value})
         if isinstance(value, dict) and "path" in value:
             return Advice(f"write {key}: [{{path: …}}]", {key: [value]})
         if (splits := named_splits(value)) is not None:
             return splits
         names = value if isinstance(value, list) else str(value).split(",")
-        if all(is_data_file(each) for each in names) and names:
-            made = [{"path": str(each).strip()} for each in names]
+        if all(is_data_file(name) for name in names) and names:
+            made = [{"path": str(name).strip()} for name in names]
             return Advice(f"write {key}: {rewritten(made)}" if len(made) < 3 else f"write {key}", {key: made})
         if str(value).startswith("file-"):
             return Advice(f"that is a file at OpenAI: write {key}: [{example}] with the path of the .jsonl file")
@@ -526,8 +526,8 @@ def _dataset_type(asked: Asked) -> Advice:
     value, place = asked.value, asked.path.rpartition(".")[0]
     if isinstance(value, dict):
         ours = {"field_instruction": "instruction", "field_input": "input", "field_output": "output"}
-        columns = {ours[key]: each for key, each in value.items() if key in ours and each and each != ours[key]}
-        if set(value) - set(ours) - {"field_system"} - {key for key, each in value.items() if not each}:
+        columns = {ours[key]: item for key, item in value.items() if key in ours and item and item != ours[key]}
+        if set(value) - set(ours) - {"field_system"} - {key for key, item in value.items() if not item}:
             return Advice(
                 "custom formats are not supported yet: write format: prompt_completion with columns: {prompt: …, "
                 "completion: …}, with the rows rendered as they are to be trained on"
@@ -644,7 +644,7 @@ def _tracker(name: str) -> Synonym:
             return Advice("remove it", {})
         there = asked.data.get("report_to")
         there = [there] if isinstance(there, str) else there if isinstance(there, list) else []
-        wanted = [each for each in there if each in ("tensorboard", "wandb", "mlflow", "trackio") and each != name]
+        wanted = [item for item in there if item in ("tensorboard", "wandb", "mlflow", "trackio") and item != name]
         given_up = "" if is_on(asked.value) else _TRACKED_AS.get(name, "")
         return Advice(
             f"write report_to: {rewritten([*wanted, name])} at the top level{given_up}"
@@ -658,7 +658,7 @@ def _tracker(name: str) -> Synonym:
 
 def _integrations(asked: Asked) -> Advice:
     kinds = (
-        [each.get("type") for each in asked.value if isinstance(each, dict)] if isinstance(asked.value, list) else []
+        [item.get("type") for item in asked.value if isinstance(item, dict)] if isinstance(asked.value, list) else []
     )
     if kinds and set(kinds) <= {"wandb", "tensorboard", "mlflow", "trackio"}:
         return Advice(f"write report_to: {rewritten(kinds)}", {"report_to": kinds})

@@ -324,7 +324,7 @@ def _has_members_besides(gid: int, uids: set[int]) -> bool:
             found = person(name)
             if found is None or found.uid not in uids:
                 return True
-    return any(each.pw_gid == gid and each.pw_uid not in uids for each in pwd.getpwall())
+    return any(item.pw_gid == gid and item.pw_uid not in uids for item in pwd.getpwall())
 
 
 def replacer(path: Path) -> str:

@@ -95,7 +95,7 @@ class Client:
 
 
 def _remote(data: dict[str, Any]) -> HonedError:
-    kind = {each.code: each for each in (UsageError, NotPermittedError)}.get(data.get("code", ""), HonedError)
+    kind = {item.code: item for item in (UsageError, NotPermittedError)}.get(data.get("code", ""), HonedError)
     error = kind(
         data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=data.get("evidence", "")
     )

@@ -76,12 +76,12 @@ def are_alike(one: Device, other: Device) -> bool:
 def alike(devices: Sequence[Device]) -> list[list[Device]]:
     """Return groups of devices that are alike, in the order of their first ones."""
     groups: list[list[Device]] = []
-    for each in devices:
-        group = next((group for group in groups if are_alike(group[0], each)), None)
+    for device in devices:
+        group = next((group for group in groups if are_alike(group[0], device)), None)
         if group is None:
-            groups.append([each])
+            groups.append([device])
         else:
-            group.append(each)
+            group.append(device)
     return groups
 
 

@@ -250,8 +250,8 @@ def finish(work: Steps[T]) -> T:
         wanted = next(work)
         while True:
             try:
-                for each in wanted:
-                    _sync(each)
+                for item in wanted:
+                    _sync(item)
             except OSError as error:
                 wanted = work.throw(error)
             else:
@@ -284,11 +284,11 @@ def finish_all(works: Sequence[Steps[T]]) -> list[T | Exception]:
                 results[number] = end.value
             except Exception as error:  # noqa: BLE001 - the caller handles it
                 results[number] = error
-        places = list(dict.fromkeys(each for many in wanted.values() for each in many))
+        places = list(dict.fromkeys(item for many in wanted.values() for item in many))
         if not places:
             continue
         broken = dict(zip(places, _pool().map(_fault_of_sync, places), strict=True))
-        found = {number: next((broken[each] for each in many if broken[each]), None) for number, many in wanted.items()}
+        found = {number: next((broken[item] for item in many if broken[item]), None) for number, many in wanted.items()}
         faults = {number: error for number, error in found.items() if error is not None}
     return [results[number] for number in range(len(works))]
 

@@ -72,7 +72,7 @@ class Failures:
     def _count(self, what: str, error: Exception) -> int:
         """Return how many times in a row an item has met this error: one of this kind, raised in the same place."""
         where = traceback.extract_tb(error.__traceback__)[-1:]
-        kind = (type(error), getattr(error, "errno", None), *((each.filename, each.lineno) for each in where))
+        kind = (type(error), getattr(error, "errno", None), *((item.filename, item.lineno) for item in where))
         last = self._last.pop((self.step, what), None)
         if last is not None and last.kind == kind:
             last.num_in_a_row += 1

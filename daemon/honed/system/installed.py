@@ -219,7 +219,7 @@ def attribute_names(model_type: str) -> frozenset[str] | None:
 @lru_cache(maxsize=64)
 def fixed_names(model_type: str) -> frozenset[str]:
     """Return the names of tensors that are no trained parameters of a model type's classes, from the same source."""
-    found = (name for text in _sources(model_type) for each in _FIXED.findall(text) for name in each)
+    found = (name for text in _sources(model_type) for item in _FIXED.findall(text) for name in item)
     return frozenset(found) - {"", "weight", "bias"}
 
 

@@ -71,15 +71,15 @@ class LogQuota(logging.Filter):
         """End the periods that are over, and log what was left out in them."""
         now = self._clock()
         with self._lock:
-            over = {uid: each for uid, each in self._periods.items() if now >= each.begin + PERIOD_SEC}
+            over = {uid: period for uid, period in self._periods.items() if now >= period.begin + PERIOD_SEC}
             for uid in over:
                 del self._periods[uid]
-        for uid, each in over.items():
-            if each.num_left_out:
+        for uid, item in over.items():
+            if item.num_left_out:
                 log.warning(
                     "%s: %d lines about their jobs and files were left out: more than %d in %d s",
                     "users whom this machine does not know" if uid == UNKNOWN else f"user {uid}",
-                    each.num_left_out,
+                    item.num_left_out,
                     MAX_LINES,
                     PERIOD_SEC,
                     extra=about(None, uid=None if uid == UNKNOWN else uid),

@@ -22,7 +22,7 @@ def is_of(client: Endpoint, ours: Endpoint, uids: Set[int]) -> bool:
 
 def user_of(client: Endpoint, ours: Endpoint) -> int | None:
     """Return the user of the client's end; None if the kernel lists no such connection that a process holds open."""
-    tables = {name: [_in_words(each, name) for each in (client, ours)] for name in ("tcp", "tcp6")}
+    tables = {name: [_in_words(item, name) for item in (client, ours)] for name in ("tcp", "tcp6")}
     for _ in range(NUM_READS):
         for name, ends in tables.items():
             try:

@@ -42,31 +42,31 @@ def is_own(holder: int) -> bool:
 def gives_way(held: Collection[AnyConnected], holder: int, now: float) -> AnyConnected | None:
     """Return the connection that has to end so that a new one of this holder has a place; None if none has to. Raises
     EnvironmentInvalidError if there is no place."""
-    theirs = [each for each in held if each.holder == holder]
+    theirs = [item for item in held if item.holder == holder]
     if is_own(holder):
         return _first(theirs, now, patience=0.0) if len(theirs) >= MAX_OWN else None
     if holder == UNKNOWN:
         return _first(theirs, now) if len(theirs) >= MAX_UNKNOWN else None
     if len(theirs) >= MAX_PER_HOLDER:
         return _first(theirs, now)
-    known = [each for each in held if each.holder != UNKNOWN and not is_own(each.holder)]
+    known = [item for item in held if item.holder != UNKNOWN and not is_own(item.holder)]
     return _first(known, now) if len(known) >= MAX_KNOWN else None
 
 
 def longest_silent(held: Collection[AnyConnected]) -> AnyConnected | None:
     """Return the connection that has been silent the longest, one of the holder with the most; None if none is."""
-    num_of = Counter(each.holder for each in held)
-    silent = (each for each in held if each.is_silent)
-    return min(silent, key=lambda each: (-num_of[each.holder], each.since), default=None)
+    num_of = Counter(item.holder for item in held)
+    silent = (item for item in held if item.is_silent)
+    return min(silent, key=lambda item: (-num_of[item.holder], item.since), default=None)
 
 
 def _first(held: Collection[AnyConnected], now: float, *, patience: float = SILENCE_SEC) -> AnyConnected:
-    late = [each for each in held if now - each.since >= (patience if each.is_silent else READING_SEC)]
+    late = [item for item in held if now - item.since >= (patience if item.is_silent else READING_SEC)]
     if not late:
         raise EnvironmentInvalidError(
             f"honed has no free place for a connection: you have {len(held)}"
-            if len({each.holder for each in held}) == 1
+            if len({item.holder for item in held}) == 1
             else "honed has no free place for a connection",
             hint="close unused connections, or try again in a few seconds",
         )
-    return longest_silent(late) or min(late, key=lambda each: each.since)
+    return longest_silent(late) or min(late, key=lambda item: item.since)

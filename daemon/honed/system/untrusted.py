@@ -186,7 +186,7 @@ def infos(path: PersonPath, names: Iterable[str]) -> Iterator[tuple[str, os.stat
 def names_in(path: PersonPath, *, limit: int | None = MAX_NAMES) -> list[str]:
     """Return up to `limit` names in a directory, in no order. Raises OSError."""
     with directory(path) as fd, os.scandir(fd) as found:
-        return [each.name for each in itertools.islice(found, limit)]
+        return [item.name for item in itertools.islice(found, limit)]
 
 
 def remove(path: PersonPath) -> None:

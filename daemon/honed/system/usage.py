@@ -49,7 +49,7 @@ def _left_below(group: Path) -> int:
     """Return what a control group's own limit leaves, very much without one; cache that can be reclaimed is free."""
     with contextlib.suppress(OSError, ValueError):
         limits = [(group / name).read_text().strip() for name in ("memory.max", "memory.high")]
-        limit = min((int(each) for each in limits if each != "max"), default=None)
+        limit = min((int(item) for item in limits if item != "max"), default=None)
         if limit is not None:
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))

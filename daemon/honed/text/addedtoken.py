@@ -57,17 +57,17 @@ def wanted(
     keys = (*names, *(key for key in settings if key.endswith("_token") and key not in names))
     named = [value for value in (*(settings.get(key) for key in keys), *more.values()) if isinstance(value, str | dict)]
     named += extra if isinstance(extra, list) else []
-    specials = {_content(each) for each in named}
-    numbered = [(int(number), _made(each)) for number, each in decoder.items()]
+    specials = {_content(item) for item in named}
+    numbered = [(int(number), _made(item)) for number, item in decoder.items()]
     numbered += [(number, _plain(content, is_special=content in specials)) for content, number in older.items()]
     given = [token for _, token in sorted(numbered)]
-    there = {each.content for each in (*known.values(), *given)}
-    for each in named:
-        if (content := _content(each)) and content not in there:
-            given.append(_made(each)._replace(special=True) if isinstance(each, dict) else _plain(content))
+    there = {item.content for item in (*known.values(), *given)}
+    for item in named:
+        if (content := _content(item)) and content not in there:
+            given.append(_made(item)._replace(special=True) if isinstance(item, dict) else _plain(content))
             there.add(content)
     as_known = set(known.values())
-    return tuple(each for each in dict.fromkeys(given) if each not in as_known)
+    return tuple(item for item in dict.fromkeys(given) if item not in as_known)
 
 
 def _content(value: Any) -> str:
@@ -77,7 +77,7 @@ def _content(value: Any) -> str:
 def _made(value: Mapping[str, Any]) -> Added:
     import tokenizers  # noqa: PLC0415  (it belongs to the worker's packages)
 
-    return _of(tokenizers.AddedToken(**{key: each for key, each in value.items() if key != "__type"}))
+    return _of(tokenizers.AddedToken(**{key: item for key, item in value.items() if key != "__type"}))
 
 
 def _plain(content: str, *, is_special: bool = True) -> Added:
@@ -88,16 +88,16 @@ def add(backend: Any, tokens: tuple[Added, ...]) -> None:
     """Add tokens to a tokenizer of the tokenizers library, or change those that it has."""
     import tokenizers  # noqa: PLC0415
 
-    backend.add_tokens([tokenizers.AddedToken(**each._asdict()) for each in tokens])
+    backend.add_tokens([tokenizers.AddedToken(**token._asdict()) for token in tokens])
 
 
 def told(known: Mapping[int, Added], used: Mapping[int, Added], settings: Mapping[str, Any]) -> str:
     """Return what the tokens in use have that those of tokenizer.json have not; empty if nothing."""
-    added = [f"{_shown(each)} ({number})" for number, each in used.items() if number not in known]
+    added = [f"{_shown(item)} ({number})" for number, item in used.items() if number not in known]
     changed = [
-        f"{_shown(each)} ({', '.join(flags)})"
-        for number, each in used.items()
-        if number in known and (flags := each.but(known[number]))
+        f"{_shown(item)} ({', '.join(flags)})"
+        for number, item in used.items()
+        if number in known and (flags := item.but(known[number]))
     ]
     told = [f"adds {_list(added)} to the tokens of tokenizer.json"] if added else []
     told += [f"changes {_list(changed)} in tokenizer.json"] if changed else []
@@ -113,9 +113,9 @@ def told(known: Mapping[int, Added], used: Mapping[int, Added], settings: Mappin
 
 
 def _moved(used: Mapping[int, Added], settings: Mapping[str, Any]) -> Iterator[str]:
-    numbers = {each.content: number for number, each in used.items()}
-    for number, each in (settings.get("added_tokens_decoder") or {}).items():
-        if (found := numbers.get(_content(each))) is not None and found != int(number):
+    numbers = {item.content: number for number, item in used.items()}
+    for number, item in (settings.get("added_tokens_decoder") or {}).items():
+        if (found := numbers.get(_content(item))) is not None and found != int(number):
             yield f"{_shown(used[found])} {found} instead of {number}"
 
 

@@ -86,7 +86,7 @@ class Advice:
     def on_row(self, example: Example, omitted: Sequence[Omission]) -> str:
         """Return advice for a row of which the template leaves out some; settings are tried where possible."""
         found: list[str] = []
-        for kind in dict.fromkeys(each.kind for each in omitted):
+        for kind in dict.fromkeys(item.kind for item in omitted):
             tried = {"reasoning": self._tried_reasoning, "system": self._tried_system}.get(kind)
             found.append((tried(example) if tried else "") or f"{WORDS[kind]}: {_ADVICE[kind]}")
         return "; ".join(found)
@@ -167,7 +167,7 @@ def _asks_well(renderers: Renderers, example: Example) -> bool:
         return False
     lost = renderer.omitted(example, conversation.text)
     last = max(conversation.trained_indices)
-    return mismatch is None and all((each.kind, each.message) != ("reasoning", last) for each in lost)
+    return mismatch is None and all((item.kind, item.message) != ("reasoning", last) for item in lost)
 
 
 def _under_another_key(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
@@ -181,7 +181,7 @@ def _under_another_key(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[
 
 def _by_the_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with the role developer replaced by system, which most templates know."""
-    return [{**each, "role": "system"} if each["role"] == "developer" else dict(each) for each in messages]
+    return [{**message, "role": "system"} if message["role"] == "developer" else dict(message) for message in messages]
 
 
 def _switches(template: str) -> list[str]:

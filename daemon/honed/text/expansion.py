@@ -111,7 +111,7 @@ def carry(text: str, places: Sequence[Place], expanded: str, tokens: Sequence[st
     where.append((limit, len(expanded)))
     return Carried(
         tuple(zip(pieces, where, strict=True)),
-        tuple(Place(each.kind, where[n][1], where[n + 1][0]) for n, each in enumerate(places)),
+        tuple(Place(item.kind, where[n][1], where[n + 1][0]) for n, item in enumerate(places)),
     )
 
 

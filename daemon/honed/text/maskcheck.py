@@ -123,7 +123,7 @@ def _check_completion(row: _Row, runs: list[Span]) -> None:
 
 def _check_space(row: _Row, said: str, *shown: str, at: int | None = None) -> None:
     """Check that one of the decoded texts, which begin with the same letters, has the white space of what is said."""
-    places = [row.renderer.tokens.lost_space(said, each) for each in shown]
+    places = [row.renderer.tokens.lost_space(said, item) for item in shown]
     if places and all(place is not None for place in places):
         a, b = places[0] or (0, 0)
         lost = quote.aside(f" of {said[max(0, a - 16) : b + 16]!r}")
@@ -227,7 +227,7 @@ class _Turns:
         whole = words(self._messages[i])
         for said in (whole, whole.split("</think>")[-1]):
             text, letters = self._row.said(run, is_cut=is_cut), squeeze(said)
-            starts = [each.start() for each in re.finditer(re.escape(letters), squeeze(text))] if letters else []
+            starts = [item.start() for item in re.finditer(re.escape(letters), squeeze(text))] if letters else []
             if starts:
                 _check_space(self._row, said, *(from_letter(text, n) for n in starts), at=run[0])
                 return

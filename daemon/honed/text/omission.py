@@ -133,13 +133,13 @@ class Finder:
         shape = hash(_shape(messages, texts))
         squeezed = ""
         is_found = True
-        for each in texts:
-            if each.kind.startswith("tool") or each.kind == "name":
+        for item in texts:
+            if item.kind.startswith("tool") or item.kind == "name":
                 continue
-            for a, b in each.pieces:
-                if each.value[a:b] not in text:  # else its white space needs no removal
+            for a, b in item.pieces:
+                if item.value[a:b] not in text:  # else its white space needs no removal
                     squeezed = squeezed or squeeze(text)
-                    is_found = is_found and squeeze(each.value[a:b]) in squeezed
+                    is_found = is_found and squeeze(item.value[a:b]) in squeezed
         if is_found and shape in self._shown:
             return []
         found = self._tried(messages, tools, texts, 0.5)
@@ -159,7 +159,7 @@ class Finder:
         said = sum(len(text.pieces) for text in texts if text.message == i and text.kind != "name")
 
         def is_lost(omissions: Iterable[Omission]) -> bool:
-            return sum(each.message == i and each.kind != "name" for each in omissions) >= said
+            return sum(omission.message == i and omission.kind != "name" for omission in omissions) >= said
 
         # A template that cuts a text may leave out its middle, and show its beginning or end.
         return (
@@ -182,7 +182,7 @@ class Finder:
             some = [text for text in texts if text.kind == kind]
             rendered = self._marked(messages, tools, some, mark, where)
             found += _missing(some, mark, rendered) if rendered is not None else []
-        return sorted(found, key=lambda each: -1 if each.message is None else each.message)
+        return sorted(found, key=lambda item: -1 if item.message is None else item.message)
 
     def _marked(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, texts: Iterable[_Text], mark: str, where: float
@@ -217,12 +217,12 @@ class Tally:
     rows: dict[Kind, tuple[Any, list[Omission]]] = field(default_factory=dict)  #: those rows, each with its omissions
 
     def add(self, where: str, omissions: Sequence[Omission], row: Any) -> None:
-        for kind in {each.kind for each in omissions} - self.rows.keys():
-            self.rows[kind] = row, [each for each in omissions if each.kind == kind]
+        for kind in {omission.kind for omission in omissions} - self.rows.keys():
+            self.rows[kind] = row, [omission for omission in omissions if omission.kind == kind]
         self.num_rows += bool(omissions)
-        self.kinds.update({each.kind for each in omissions})
-        for each in merged(omissions):
-            self.firsts.setdefault(each.kind, f"{where}, {each.place}: {each.quoted}")
+        self.kinds.update({omission.kind for omission in omissions})
+        for item in merged(omissions):
+            self.firsts.setdefault(item.kind, f"{where}, {item.place}: {item.quoted}")
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
@@ -245,8 +245,8 @@ class Tally:
 def merged(omissions: Iterable[Omission]) -> list[Omission]:
     """Merge omissions to one for each message and kind: a call is a name and several arguments."""
     found: dict[tuple[int | None, Kind], list[str]] = {}
-    for each in omissions:
-        found.setdefault((each.message, each.kind), []).append(each.text)
+    for omission in omissions:
+        found.setdefault((omission.message, omission.kind), []).append(omission.text)
     return [Omission(kind, message, ", ".join(texts)) for (message, kind), texts in found.items()]
 
 
@@ -266,10 +266,10 @@ def _missing(texts: Iterable[_Text], mark: str, rendered: str) -> list[Omission]
         found += reversed(lost)
     # Servers write the same reasoning under two keys; it is shown once.
     return [
-        each
-        for each in reversed(found)
-        if each.kind != "reasoning"
-        or not any(message == each.message and each.text.strip() in value for message, value in shown_reasoning)
+        item
+        for item in reversed(found)
+        if item.kind != "reasoning"
+        or not any(message == item.message and item.text.strip() in value for message, value in shown_reasoning)
     ]
 
 

@@ -59,8 +59,8 @@ class Places:
     def shown(self, text: str, media: Sequence[Media]) -> str:
         """Return a rendered text for people, with `[image /srv/images/7.png]` in place of each medium."""
         pieces, at = [], 0
-        for place, each in zip(self.of(text), self._ordered(text, media), strict=True):
-            pieces += [text[at : place.start], f"[{each.kind} {each.place}]"]
+        for place, item in zip(self.of(text), self._ordered(text, media), strict=True):
+            pieces += [text[at : place.start], f"[{item.kind} {item.place}]"]
             at = place.end
         return "".join([*pieces, text[at:]])
 
@@ -68,19 +68,19 @@ class Places:
         """Return the media in the order in which the template shows them: it may put all of a kind first."""
         rest = list(media)
         return [
-            rest.pop(next((n for n, each in enumerate(rest) if each.kind == place.kind), 0)) for place in self.of(text)
+            rest.pop(next((n for n, item in enumerate(rest) if item.kind == place.kind), 0)) for place in self.of(text)
         ]
 
     def check(self, text: str, media: Sequence[Media], example: Example) -> tuple[Place, ...]:
         """Return the places of a row's media in its text. Raises DatasetError if they are not those of its media."""
         places, placeholders = self.of(text), self._renderer.placeholders
-        for kind in dict.fromkeys(each.kind for each in media):
+        for kind in dict.fromkeys(item.kind for item in media):
             if kind not in placeholders:
                 raise DatasetError(
                     f"{where(example)}: the chat template has no placeholder for {_A_KIND[kind]}",
                     hint="the base model, or its template, does not support them",
                 )
-        given, found = Counter(each.kind for each in media), Counter(place.kind for place in places)
+        given, found = Counter(item.kind for item in media), Counter(place.kind for place in places)
         if given != found:
             counted = " and ".join(f"{n} of kind {kind}" for kind, n in sorted(found.items())) or "none"
             written = quote.aside(f" {', '.join(map(repr, placeholders.values()))}")

@@ -99,13 +99,13 @@ class Renderer:
     def left_out(self, example: Example, i: int) -> set[str]:
         """Return the kinds of message i's texts that the template leaves out, wholly or in part."""
         text = self.try_render(example.messages, example.tools)
-        return set() if text is None else {each.kind for each in self.omitted(example, text) if each.message == i}
+        return set() if text is None else {item.kind for item in self.omitted(example, text) if item.message == i}
 
     def shows(self, kind: str, example: Example) -> bool:
         """Return True if the template renders the row and leaves out nothing of that kind."""
         text = self.try_render(example.messages, example.tools)
         found = Finder(self.try_render).find(example.messages, example.tools, text or "")
-        return text is not None and all(each.kind != kind for each in found)
+        return text is not None and all(item.kind != kind for item in found)
 
     # --- what is learned of the template -----------------------------------------------------------------------------
 

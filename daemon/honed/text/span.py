@@ -61,7 +61,7 @@ def lost_space(said: str, shown: str, marks: Sequence[str], keeps: Keeps) -> Spa
         if gap == kept or not 0 < n < end:
             continue
         tag = tag or re.compile("|".join([*map(re.escape, marks), _TAG]))
-        if tag.match(said, b) or any(each.end() == a for each in tag.finditer(said, max(0, a - _MAX_TAG), a)):
+        if tag.match(said, b) or any(item.end() == a for item in tag.finditer(said, max(0, a - _MAX_TAG), a)):
             continue
         before, following = said[a - 1], said[b]
         remains = keeps(before, gap, following)
@@ -73,9 +73,9 @@ def lost_space(said: str, shown: str, marks: Sequence[str], keeps: Keeps) -> Spa
 def _apart(text: str) -> tuple[str, dict[int, Span]]:
     """Return a text without white space, and where the white space is, by the number of letters before it."""
     gaps, num_removed = dict[int, Span](), 0
-    for each in _SPACE.finditer(text):
-        gaps[each.start() - num_removed] = each.span()
-        num_removed += each.end() - each.start()
+    for item in _SPACE.finditer(text):
+        gaps[item.start() - num_removed] = item.span()
+        num_removed += item.end() - item.start()
     return squeeze(text), gaps
 
 

@@ -176,7 +176,7 @@ def read(path: Path, chat_template: str | None, *, eos_token: str | None = None)
         older = _json(path / "added_tokens.json") or {}
     named = {name: text for name in NAMES if (text := _text(found.get(name))) is not None}
     backend, fault = _backend(path / "tokenizer.json")
-    added = {int(number): str(each["content"]) for number, each in (found.get("added_tokens_decoder") or {}).items()}
+    added = {int(number): str(item["content"]) for number, item in (found.get("added_tokens_decoder") or {}).items()}
     more: tuple[Added, ...] = ()
     note = ""
     if backend is not None:
@@ -188,7 +188,7 @@ def read(path: Path, chat_template: str | None, *, eos_token: str | None = None)
         if more:
             backend, _ = _backend(path / "tokenizer.json", more)
         used = addedtoken.of(backend)
-        added, note = {number: each.content for number, each in used.items()}, addedtoken.told(known, used, found)
+        added, note = {number: item.content for number, item in used.items()}, addedtoken.told(known, used, found)
     if eos_token is not None:
         if backend is not None and backend.token_to_id(eos_token) is None:
             raise unknown_end(eos_token, near=list(added.values()))
@@ -196,7 +196,7 @@ def read(path: Path, chat_template: str | None, *, eos_token: str | None = None)
     if "eos_token" not in named:
         return None  # the tokenizer class has a default that is not in the files
     special = _texts(found.get("extra_special_tokens")) + _texts(found.get("additional_special_tokens"))
-    special += [text for key, each in found.items() if key.endswith("_token") and (text := _text(each)) is not None]
+    special += [text for key, item in found.items() if key.endswith("_token") and (text := _text(item)) is not None]
     identity = (*_facts(path / "tokenizer.json"), more)
     return FileTokenizer(backend, named, special, added, chat_template, identity, fault, note)
 

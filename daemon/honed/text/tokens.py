@@ -244,8 +244,8 @@ def _spellings(tokenizer: Any) -> Iterator[bytes]:
 def _byte_letters() -> dict[str, int]:
     """Return the letters by which byte-level tokenizers spell bytes: printable ones are themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [each for each in range(256) if each not in printable]
-    return {chr(each): each for each in printable} | {chr(256 + n): each for n, each in enumerate(others)}
+    others = [number for number in range(256) if number not in printable]
+    return {chr(item): item for item in printable} | {chr(256 + n): other for n, other in enumerate(others)}
 
 
 #: The modules of transformers that call a tokenizer's backend; those of single families change texts first.
@@ -256,8 +256,8 @@ def _plain_backend(tokenizer: Any) -> Any:
     """Return a fast tokenizer's backend, a call of which takes less time; None if the tokenizer sets it up."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_simple = getattr(tokenizer, "is_fast", False) and not getattr(tokenizer, "split_special_tokens", False)
-    own = (each for each in type(tokenizer).__mro__ if not each.__module__.startswith(_TRANSFORMERS))
-    is_simple = is_simple and not any(name in each.__dict__ for each in own for name in ("__call__", "_encode_plus"))
+    own = (item for item in type(tokenizer).__mro__ if not item.__module__.startswith(_TRANSFORMERS))
+    is_simple = is_simple and not any(name in item.__dict__ for item in own for name in ("__call__", "_encode_plus"))
     return backend if is_simple and hasattr(backend, "encode") else None
 
 

@@ -68,11 +68,11 @@ class Assignment:
         no data files, stands for itself: the run will tell."""
         found = [self.layout.plan_path]
         adapter = Path(self.spec.adapter) if self.spec.adapter else None
-        for each in inputs(self.spec, self.base_model_path, adapter):
-            if each.error is not DatasetError:
-                found.append(each.path)
+        for item in inputs(self.spec, self.base_model_path, adapter):
+            if item.error is not DatasetError:
+                found.append(item.path)
                 with contextlib.suppress(OSError):
-                    found += [path for path in each.path.glob("*") if path.is_file()]
+                    found += [path for path in item.path.glob("*") if path.is_file()]
         for dataset in (*self.spec.datasets, *self.spec.eval_datasets):
             try:
                 found += datadir.files_of(dataset)

@@ -114,13 +114,13 @@ def _plain(value: object) -> object:
         case None | bool() | int() | float() | str():
             return value
         case list():
-            return [_plain(each) for each in value]
+            return [_plain(item) for item in value]
         case tuple():
-            return {"tuple": [_plain(each) for each in value]}
+            return {"tuple": [_plain(item) for item in value]}
         case set() | frozenset():
-            return {"set": sorted(_plain(each) for each in value)}  # type: ignore[type-var]
+            return {"set": sorted(_plain(item) for item in value)}  # type: ignore[type-var]
         case dict():
-            return {"dict": [[_plain(key), _plain(each)] for key, each in value.items()]}
+            return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
         case Path():
             return {"path": str(value)}
         case bytes():
@@ -141,13 +141,13 @@ def _plain(value: object) -> object:
         case Exception():
             return {"failure": str(value)}
         case _ if is_dataclass(value) and _CARRIED.get(type(value).__name__) is type(value):
-            return {type(value).__name__: [_plain(getattr(value, each.name)) for each in fields(value)]}
+            return {type(value).__name__: [_plain(getattr(value, field.name)) for field in fields(value)]}
     raise InternalError(f"a {type(value).__name__} cannot be sent to the other ranks")
 
 
 def _value(found: Any) -> Any:
     if isinstance(found, list):
-        return [_value(each) for each in found]
+        return [_value(item) for item in found]
     if not isinstance(found, dict):
         return found
     ((kind, inside),) = found.items()
@@ -181,7 +181,7 @@ def _tensor(text: str) -> Any:
 _KINDS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda inside: tuple(map(_value, inside)),
     "set": lambda inside: frozenset(map(_value, inside)),
-    "dict": lambda inside: {_value(key): _value(each) for key, each in inside},
+    "dict": lambda inside: {_value(key): _value(item) for key, item in inside},
     "path": Path,
     "bytes": _bytes,
     "numbers": _numbers,

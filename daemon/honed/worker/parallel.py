@@ -247,8 +247,8 @@ class Ranks(_Place):
             told = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
             distributed.all_gather(told, torch.nn.functional.pad(own, (0, longest - len(own))))
         found: list[T] = []
-        for rank, (each, length) in enumerate(zip(told, lengths, strict=True)):
-            found.append(message.load(each[: int(length)].numpy().tobytes(), f"rank {rank}"))
+        for rank, (item, length) in enumerate(zip(told, lengths, strict=True)):
+            found.append(message.load(item[: int(length)].numpy().tobytes(), f"rank {rank}"))
             message.check_alike(found[-1], value, f"rank {rank}")
         return found
 
@@ -327,7 +327,7 @@ class Ranks(_Place):
         if not self.are_several:
             return
         found = self.gather(_digest(model))
-        if other := next((rank for rank, each in enumerate(found) if each != found[0]), None):
+        if other := next((rank for rank, item in enumerate(found) if item != found[0]), None):
             raise InternalError(
                 f"ranks 0 and {other} would begin with different weights", hint="requeue the job, and report it"
             )
@@ -418,7 +418,7 @@ def _is_lost(problem: Exception) -> bool:
         return isinstance(problem, LostRankError)
     words = str(problem)
     return type(problem).__name__ in _LOST_TYPES or (
-        isinstance(problem, RuntimeError) and any(each in words for each in _LOST_WORDS)
+        isinstance(problem, RuntimeError) and any(word in words for word in _LOST_WORDS)
     )
 
 

@@ -104,7 +104,7 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
                 "num_trained": cut.num_trained,
                 "is_truncated": len(cut.input_ids) < len(encoded.input_ids),
                 "segments": cut.segments(),
-                "omitted": [each.as_dict() for each in omission.merged(cut.omitted)],
+                "omitted": [item.as_dict() for item in omission.merged(cut.omitted)],
             }
         )
     if advice := chat.advice.on_omissions(lost):
@@ -137,8 +137,8 @@ def _encoded(chat: ChatFormat, examples: Sequence[Example], num_rows: int) -> It
 def _examples(job_spec: JobSpec, num_rows: int, *, has_chat_template: bool) -> list[Example]:
     """Return the examples that are trained on; of large data sets the beginning, where that is no different."""
     datasets, seed = list(job_spec.datasets), int(job_spec.training.as_kwargs().get("seed", 42))
-    if job_spec.eval_split is None and all(each.fraction is None for each in datasets):
-        datasets = [_beginning(each, max(100, 4 * num_rows)) for each in datasets]
+    if job_spec.eval_split is None and all(item.fraction is None for item in datasets):
+        datasets = [_beginning(item, max(100, 4 * num_rows)) for item in datasets]
     mixture = dataset.load(datasets, seed=seed, has_chat_template=has_chat_template)
     for counts in mixture.counts:
         for bad in counts.bad:
@@ -186,7 +186,7 @@ def _page(row: PreviewRow) -> str:
     """Format a row for people, with the trained text between ⟦ and ⟧."""
     cut = ", truncated" if row["is_truncated"] else ""
     text = "".join(f"⟦{piece['text']}⟧" if piece["trained"] else piece["text"] for piece in row["segments"])
-    lost = "".join(f"\n    left out by the template: {omission.line(each)}" for each in row["omitted"])
+    lost = "".join(f"\n    left out by the template: {omission.line(item)}" for item in row["omitted"])
     page = f"--- row {row['row']}: {row['num_tokens']} tokens, {row['num_trained']} trained{cut}{lost}\n{text}\n\n"
     return plain(page, max_chars=len(page))
 

@@ -281,7 +281,7 @@ def _build(config: Any, job: Assignment) -> Any:
 
     kind = model_class(config)
     with torch.device("meta"):
-        number = sum(each.numel() for each in kind.from_config(config).parameters())
+        number = sum(parameter.numel() for parameter in kind.from_config(config).parameters())
     if number > MAX_PARAMETERS:
         raise ValueError(f"the small model still has {number} parameters")
     torch.manual_seed(0)

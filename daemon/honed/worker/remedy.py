@@ -50,11 +50,11 @@ class LostNamesError(Exception):
 def find(job: Assignment, error: Exception, model_of: Callable[[], Any], passes: Callable[[JobSpec], bool]) -> Fix:
     """Return the edits with which the job's step passes; empty if none are known."""
     edits = list(_edits(job.spec, error, model_of))
-    tries = (*((each,) for each in edits), *itertools.combinations(edits, 2))
+    tries = (*((edit,) for edit in edits), *itertools.combinations(edits, 2))
     for several in (*tries[:MAX_TRIES], tuple(edits)):
         fix: Fix = {}
-        for each in several:
-            fix |= each
+        for item in several:
+            fix |= item
         if fix and passes(edited(job.spec, fix)):
             return fix
     return {}

@@ -137,7 +137,7 @@ class Acceptance:
             with self.failures.alone(f"job {answer.id}"):  # after an error it is checked again
                 self._take(answer)
         checked = self._checks.take_checked()
-        return [*late, *self._accept([(*each, self._job(*each)) for each in checked])]
+        return [*late, *self._accept([(*item, self._job(*item)) for item in checked])]
 
     def _take(self, answer: Answer) -> None:
         """Take an answer of a helper's: fetch what it misses, refuse it, or keep it to be accepted."""
@@ -291,7 +291,7 @@ def facts_of(answer: Passed) -> dict[str, Any]:
         "notify": spec.get("notify"),
         "time_limit_sec": spec.get("time_limit_sec"),
         "model": str(spec.get("base_model") or ""),
-        "data": tuple(str(each["path"]) for each in spec.get("datasets") or spec.get("eval_datasets") or ()),
+        "data": tuple(str(item["path"]) for item in spec.get("datasets") or spec.get("eval_datasets") or ()),
     }
 
 

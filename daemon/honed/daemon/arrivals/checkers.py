@@ -85,12 +85,12 @@ class Checkers:
         ends = [since + IDLE_SEC for since in self._idle.values()]
         ends += [self._came[uid] + START_GRACE_SEC for uid in self._new]
         ends += [self._clock() + LOOK_SEC] if self._queue else []
-        return min((each for each in (*deadlines, *ends) if each is not None), default=None)
+        return min((item for item in (*deadlines, *ends) if item is not None), default=None)
 
     @property
     def fault(self) -> str:
         """Reason why some job files cannot be checked; empty if all can."""
-        return next((each.why_stuck for each in (self._common, *self._people.values()) if each.why_stuck), "")
+        return next((person.why_stuck for person in (self._common, *self._people.values()) if person.why_stuck), "")
 
     def stuck(self) -> set[int]:
         """Return the numbers of the job files that cannot be checked."""

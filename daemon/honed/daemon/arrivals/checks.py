@@ -77,4 +77,4 @@ class Checks:
 
     def num_by_user(self) -> Counter[int]:
         """Return the number of these arrivals by user."""
-        return Counter(each.copy.uid for each in (*self._pending.values(), *(pending for pending, _ in self._checked)))
+        return Counter(item.copy.uid for item in (*self._pending.values(), *(pending for pending, _ in self._checked)))

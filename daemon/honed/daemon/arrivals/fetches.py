@@ -165,15 +165,15 @@ class Fetches:
 
         Raises NotPermittedError for another user's number; names of other users' arrivals are not searched.
         """
-        found = [each for each in self.rows() if each.source is not None]
+        found = [row for row in self.rows() if row.source is not None]
         if not found:
             return None
-        closed = [each for each in found if not (asker.reads_all or each.uid == asker.uid)]
-        if any(str(each.id) == reference for each in closed):
+        closed = [item for item in found if not (asker.reads_all or item.uid == asker.uid)]
+        if any(str(item.id) == reference for item in closed):
             raise NotPermittedError(f"job {reference} belongs to another user", hint="honectl list shows your own jobs")
         is_a_jobs = any(not job.state.is_final for job in self._spool.named(reference))
-        names = [each for each in found if each not in closed and reference in {str(each.id), each.name}]
-        named = [each for each in names if not is_a_jobs or str(each.id) == reference]
+        names = [item for item in found if item not in closed and reference in {str(item.id), item.name}]
+        named = [name for name in names if not is_a_jobs or str(name.id) == reference]
         return named[0] if len(named) == 1 else None
 
     def names(self) -> set[str]:

@@ -143,8 +143,8 @@ class Listing:
         seen_at, self._unnamed, self.has_more = dict(unnamed), unnamed, False
         for place in range(0, len(due), MAX_TOGETHER_LISTED):
             some = self._arrivals.dropped_of(due[place : place + MAX_TOGETHER_LISTED])
-            for each in sorted(some, key=lambda file: seen_at.get(file.path.name, now)):
-                self._append(each, present[each.path.name])
+            for item in sorted(some, key=lambda file: seen_at.get(file.path.name, now)):
+                self._append(item, present[item.path.name])
             yield
 
     def add_hinted(self, now: float) -> None:
@@ -182,7 +182,7 @@ class Listing:
     def _add(self, hinted: Sequence[str]) -> None:
         """Add files behind all others of their users, in this order; also those that were known and have changed
         since, or have been replaced by another. An event that is late moves nothing."""
-        found = {each.path.name: each for each in self._arrivals.dropped_of(hinted)}
+        found = {item.path.name: item for item in self._arrivals.dropped_of(hinted)}
         for name in hinted:
             each, known = found.get(name), self._known.get(name)
             if each is not None and (known is None or known.file != each or name in self._left):

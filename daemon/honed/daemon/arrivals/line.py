@@ -172,7 +172,7 @@ class Line:
     def bring_back(self, now: float) -> None:
         """Let the requests whose pause is over be the next ones of their users."""
         due = [request for due_at, request in self._aside if due_at <= now]
-        self._aside = [each for each in self._aside if each[0] > now]
+        self._aside = [item for item in self._aside if item[0] > now]
         for request in reversed(due):
             self._waiting.setdefault(request.uid, deque()).appendleft(request)
 

@@ -34,7 +34,7 @@ def check_fits(empty: Any, adapter_dir: Path) -> None:
     config = peft.PeftConfig.from_pretrained(adapter_dir)
     config.init_lora_weights = False  # nothing is drawn
     stored, _ = read_header(adapter_dir / FILE, hint="the adapter is incomplete: copy it again")
-    state = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta") for each in stored}
+    state = {item.name: torch.empty(item.shape, dtype=getattr(torch, item.dtype), device="meta") for item in stored}
     wrap(empty, config, state, adapter_dir)
 
 
@@ -103,8 +103,8 @@ def write_digests(model: Any, adapter_dir: Path) -> dict[str, Any]:
 
     saved = peft.get_peft_model_state_dict(model)
     places = {tensor.data_ptr() for tensor in saved.values()}
-    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
-    if lost := [name for name, each in trained if each.data_ptr() not in places]:
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    if lost := [name for name, item in trained if item.data_ptr() not in places]:
         raise InternalError(f"peft leaves out weights that were trained: {quote.first(lost, 3)}")
     tensorfile.write(adapter_dir, {FILE: tensorfile.digests(saved)})
     return saved
@@ -121,8 +121,8 @@ def lost(wrapped: Any) -> list[str]:
         peft.set_peft_model_state_dict(wrapped, peft.get_peft_model_state_dict(wrapped))
     return [
         name
-        for name, each in wrapped.named_parameters()
-        if each.requires_grad and ".lora_" in name and name not in given
+        for name, parameter in wrapped.named_parameters()
+        if parameter.requires_grad and ".lora_" in name and name not in given
     ]
 
 
@@ -180,7 +180,7 @@ def _check_fitted(adapter_dir: Path, wrapped: Any, found: Any, hint: str) -> Non
     Weights beside those that the model's class ignores are accepted: they had no gradient, as in layers that share
     keys.
     """
-    trained = {name for name, each in wrapped.named_parameters() if each.requires_grad}
+    trained = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
     lacking = sorted(
         name for name in found.missing_keys if ".lora_" in name or ".modules_to_save." in name or name in trained
     )
@@ -197,4 +197,4 @@ def _check_fitted(adapter_dir: Path, wrapped: Any, found: Any, hint: str) -> Non
 def is_passed_over(model: Any, name: str) -> bool:
     """Return True if a model's class declares that it ignores a stored weight of this name."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return any(re.search(each, name) for each in patterns)
+    return any(re.search(pattern, name) for pattern in patterns)

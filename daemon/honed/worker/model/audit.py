@@ -64,7 +64,7 @@ class Audit:
 
     @property
     def text(self) -> str:
-        return ", ".join(f"{each.role} {each.dtype} {each.num_parameters:,} on {each.device}" for each in self.counts)
+        return ", ".join(f"{item.role} {item.dtype} {item.num_parameters:,} on {item.device}" for item in self.counts)
 
 
 class Auditor:
@@ -240,7 +240,7 @@ def _planned(model: Any, precision: Precision, kept: Mapping[str, str]) -> Itera
             yield name, parameter, (kept[name],)
         elif parameter.requires_grad and precision.adapter_dtype is not None:
             yield name, parameter, (precision.adapter_dtype,)
-        elif _NORM.search(name) or any(re.search(rf"(^|\.){re.escape(each)}(\.|$)", name) for each in wide):
+        elif _NORM.search(name) or any(re.search(rf"(^|\.){re.escape(item)}(\.|$)", name) for item in wide):
             yield name, parameter, (precision.load_dtype, "float32")
         else:
             yield name, parameter, (precision.load_dtype,)
@@ -296,7 +296,7 @@ def _check_quantized_share(model: Any) -> None:
 
 
 def _quantization(model: Any) -> str:
-    found = {_QUANTIZED[kind] for each in model.parameters() if (kind := class_of(each)) in _QUANTIZED}
+    found = {_QUANTIZED[kind] for parameter in model.parameters() if (kind := class_of(parameter)) in _QUANTIZED}
     return "none" if not found else "4bit" if "4bit" in found else "8bit"
 
 
@@ -304,9 +304,9 @@ def _model_dtype(counts: Sequence[Count]) -> str | None:
     """Return the dtype of most base parameters, or of most others beside quantized ones and adapters."""
     for roles in (("base",), ("norm", "vision", "audio", "projector")):
         found: Counter[str] = Counter()
-        for each in counts:
-            if each.role in roles:
-                found[each.dtype] += each.num_parameters
+        for item in counts:
+            if item.role in roles:
+                found[item.dtype] += item.num_parameters
         if found:
             return found.most_common(1)[0][0]
     return None

@@ -62,9 +62,9 @@ class Basis:
         """Return copies of the buffers that training has changed."""
         buffers = {name: buffer.detach().cpu().clone() for name, buffer in published.buffers(model)}
         return {
-            name: each
-            for name, each in buffers.items()
-            if tensorfile.digests({name: each})[name] != self.buffers.get(name)
+            name: item
+            for name, item in buffers.items()
+            if tensorfile.digests({name: item})[name] != self.buffers.get(name)
         }
 
     def restore(self, directory: Path, model: Any) -> None:
@@ -92,7 +92,7 @@ class Basis:
         if len(held) != len(numbers):
             return False
         apart = sum((one - other) ** 2 for one, other in zip(held, numbers, strict=True))
-        return bool(apart <= self.tolerance**2 * sum(each**2 for each in numbers))
+        return bool(apart <= self.tolerance**2 * sum(number**2 for number in numbers))
 
 
 def of(base_dir: Path, compared: verify.Compared, model: Any) -> Basis:

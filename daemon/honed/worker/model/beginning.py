@@ -56,7 +56,7 @@ def repeat(layer: Any, init: str, name: str, loaded: Loaded) -> None:
     import torch
 
     base = layer.get_base_layer()
-    trained = {key: each.data for key, each in layer.named_parameters() if ".base_layer" not in f".{key}"}
+    trained = {key: parameter.data for key, parameter in layer.named_parameters() if ".base_layer" not in f".{key}"}
     weight = base.weight.data.to(getattr(torch, loaded.dtype))
     if loaded.quantization != "none" and _is_quantized(base, name, loaded):
         weight = _out_of_quantized(layer, weight, loaded.quantization)
@@ -65,9 +65,9 @@ def repeat(layer: Any, init: str, name: str, loaded: Loaded) -> None:
         layer.pissa_init("default", "pissa") if init == "pissa" else layer.olora_init("default")
         weight = base.weight.data
     base.weight.data = weight.to(torch.float32)
-    for key, each in layer.named_parameters():
+    for key, parameter in layer.named_parameters():
         if key in trained:
-            each.data = trained[key]
+            parameter.data = trained[key]
 
 
 def _is_quantized(base: Any, name: str, loaded: Loaded) -> bool:

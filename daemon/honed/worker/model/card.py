@@ -69,7 +69,7 @@ def made(assignment: Assignment, facts: Facts, *, manifest: str) -> str:
 def _changes(facts: Facts) -> list[str]:
     """Return the section on what differs from the base's files apart from what was trained, if anything does."""
     changes = facts.get("changes", ())
-    return ["Notes on the files:", "", *(f"- {_text(each)}" for each in changes), ""] if changes else []
+    return ["Notes on the files:", "", *(f"- {_text(change)}" for change in changes), ""] if changes else []
 
 
 def _yaml(text: str) -> str:

@@ -115,8 +115,10 @@ def overflowing(model: Any, rule: Rule) -> list[str]:
     largest = torch.finfo(torch.float16).max
     return [
         name
-        for name, each in model.named_parameters()
-        if rule.of(name) == "float16" and each.numel() and bool(division.gathered((each.abs() > largest).any()))
+        for name, parameter in model.named_parameters()
+        if rule.of(name) == "float16"
+        and parameter.numel()
+        and bool(division.gathered((parameter.abs() > largest).any()))
     ]
 
 

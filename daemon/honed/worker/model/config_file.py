@@ -96,11 +96,11 @@ def write_merged(
     saved = {"architectures": raw.get("architectures") or [architecture], "dtype": values["dtype"]}
     changes = []
     for prefix, level in _levels(raw):
-        for key, each in values.items():
+        for key, value in values.items():
             before = level.get(key, _default(config, prefix, key) if prefix else None)
-            if key != "dtype" and before not in (each, _ABSENT):
-                changes.append(_said(f"{prefix}{key}", before, each))
-                level[key] = each
+            if key != "dtype" and before not in (value, _ABSENT):
+                changes.append(_said(f"{prefix}{key}", before, value))
+                level[key] = value
     changes += _set_common(raw, config, saved, with_code=with_code)
     return _write(base_dir, made, raw, changes)
 
@@ -170,9 +170,9 @@ def _compare(one: Json, other: Json, prefix: str = "") -> Iterator[tuple[str, An
 
 def _set_differing(raw: Json, saved: Json, kind: type[Any]) -> list[str]:
     """Take over what has changed in the model's config since it was read."""
-    fresh, live = (_described(kind, {**each, "model_type": kind.model_type}) for each in (raw, saved))
+    fresh, live = (_described(kind, {**item, "model_type": kind.model_type}) for item in (raw, saved))
     changes = []
-    for path, before, after in sorted(_compare(fresh, live), key=lambda each: each[0]):
+    for path, before, after in sorted(_compare(fresh, live), key=lambda item: item[0]):
         key, *rest = path.split(".")
         if rest and isinstance(raw.get(key), dict) and len(rest) == 1:
             raw[key] |= {rest[0]: after}
@@ -201,9 +201,9 @@ def _set_dtype(raw: Json, dtype: str | None) -> list[str]:
 def _levels(raw: Json, prefix: str = "") -> Iterator[tuple[str, Json]]:
     """Yield a config and the configs within it."""
     yield prefix, raw
-    for key, each in raw.items():
-        if key.endswith("_config") and isinstance(each, dict) and key != "quantization_config":
-            yield from _levels(each, f"{prefix}{key}.")
+    for key, item in raw.items():
+        if key.endswith("_config") and isinstance(item, dict) and key != "quantization_config":
+            yield from _levels(item, f"{prefix}{key}.")
 
 
 def _remove(raw: Json, saved: Json, *, with_code: bool) -> Iterator[str]:
@@ -281,8 +281,8 @@ def _older_rope(level: Json) -> Json:
     keys |= {names[0]: rope.get("rope_theta"), names[1]: rope.get("partial_rotary_factor")}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         left = ("rope_theta", "partial_rotary_factor")
-        keys["rope_scaling"] = {key: each for key, each in rope.items() if key not in left}
-    return {key: each for key, each in keys.items() if each is not None and level.get(key) is None}
+        keys["rope_scaling"] = {key: item for key, item in rope.items() if key not in left}
+    return {key: item for key, item in keys.items() if item is not None and level.get(key) is None}
 
 
 # --- An adapter -------------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def write_adapter(made: Path, *, base_model: str, revision: str | None, defaults
     raw = _read(made / ADAPTER_FILE)
     raw |= {"base_model_name_or_path": base_model, "revision": revision}
     raw["target_modules"] = sorted(each) if isinstance(each := raw.get("target_modules"), list) else each
-    kept = {key: each for key, each in raw.items() if key in _ADAPTER_KEYS or each != defaults.get(key)}
+    kept = {key: item for key, item in raw.items() if key in _ADAPTER_KEYS or item != defaults.get(key)}
     _dump(made / ADAPTER_FILE, kept)
 
 

@@ -66,7 +66,7 @@ def _check(model: Any, layers: list[Any]) -> None:
         for weight in module._parameters.values():
             if weight is not None:
                 places.setdefault(id(weight), set()).add(within.get(id(module), ""))
-    if any(len(each) > 1 for each in places.values()):
+    if any(len(place) > 1 for place in places.values()):
         raise ModelError("parallel: fsdp cannot divide a model whose layers share weights", hint=_WHOLE)
     dtypes = Counter(str(weight.dtype) for weight in model.parameters() if weight.requires_grad)
     if len(dtypes) > 1:
@@ -101,7 +101,7 @@ def is_part(tensor: Any) -> bool:
 
 
 def _is_group(module: Any) -> bool:
-    return any(each.__name__ == "FSDPModule" for each in type(module).__mro__)
+    return any(item.__name__ == "FSDPModule" for item in type(module).__mro__)
 
 
 def settle(model: Any) -> None:
@@ -135,8 +135,8 @@ def whole(model: Any, *, is_zero: bool) -> Iterator[bool]:
         return
     settle(model)
     is_adapter = hasattr(model, "peft_config")
-    ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
-    embeddings = {module for each in ends for module in each.modules()}
+    ends = [item for item in (model.get_input_embeddings(), model.get_output_embeddings()) if item is not None]
+    embeddings = {module for end in ends for module in end.modules()}
     kept: list[tuple[Any, str, Any]] = []
     made: dict[int, Any] = {}  # a weight that two modules share stays one
     try:

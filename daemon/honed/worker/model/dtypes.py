@@ -53,20 +53,20 @@ def rule(empty: Any, tensors: Iterable[Tensor], names: Names, wanted: str) -> Ru
 
     `tensors` are those of the base's files.
     """
-    stored = {each.name: each.dtype for each in tensors if each.dtype in FLOAT_DTYPES}
+    stored = {tensor.name: tensor.dtype for tensor in tensors if tensor.dtype in FLOAT_DTYPES}
     return Rule(wanted, _of_family(empty, wanted), _of_base(empty, names, stored, _bulk(tensors)))
 
 
 def for_saving(model: Any, base_dir: Path, wanted: str, *, loaded: str) -> Rule:
     """Return the rule for a model in memory, as it is loaded from a base's files in the dtype `loaded`."""
     tensors = [
-        each
-        for each in basemodel.inspect(base_dir, model_type=model.config.model_type, allow_pickle=True).tensors
-        if not QUANTIZATION_STATE.search(each.name)
+        tensor
+        for tensor in basemodel.inspect(base_dir, model_type=model.config.model_type, allow_pickle=True).tensors
+        if not QUANTIZATION_STATE.search(tensor.name)
     ]
     # What the class keeps wider shows in a model of the wanted dtype alone; float32 has nothing wider.
     empty = model if wanted in (loaded, "float32") else _empty(model, wanted)
-    return rule(empty, tensors, stored_names.read(empty, [each.name for each in tensors]), wanted)
+    return rule(empty, tensors, stored_names.read(empty, [tensor.name for tensor in tensors]), wanted)
 
 
 def _empty(model: Any, dtype: str) -> Any:
@@ -86,7 +86,7 @@ def told(dtypes: Mapping[str, str], wanted: str) -> str:
     if not others:
         return f"all in {wanted}"
     kinds = sorted(set(others.values()))
-    named = [quote.first([name for name, each in others.items() if each == kind], MAX_NAMED) for kind in kinds]
+    named = [quote.first([name for name, other in others.items() if other == kind], MAX_NAMED) for kind in kinds]
     kept = "; ".join(f"in {kind} {text}" for kind, text in zip(kinds, named, strict=True))
     return f"in {wanted}, but {kept}, as the model's class or the base keeps them"
 
@@ -103,8 +103,8 @@ def _of_family(empty: Any, wanted: str) -> frozenset[str]:
     kept = build_glob_alternation(patterns)[0] if patterns else None
     return frozenset(
         name
-        for name, each in state.items()
-        if each.is_floating_point() and (each.dtype == torch.float32 or (kept is not None and kept.search(name)))
+        for name, item in state.items()
+        if item.is_floating_point() and (item.dtype == torch.float32 or (kept is not None and kept.search(name)))
     )
 
 
@@ -122,7 +122,7 @@ def _of_base(empty: Any, names: Names, stored: Mapping[str, str], bulk: str | No
 def _bulk(tensors: Iterable[Tensor]) -> str | None:
     """Return the dtype of most numbers of floating point that are not quantized; None if there are none."""
     counts: Counter[str] = Counter()
-    for each in tensors:
-        if each.dtype in FLOAT_DTYPES:
-            counts[each.dtype] += each.num_elements
+    for tensor in tensors:
+        if tensor.dtype in FLOAT_DTYPES:
+            counts[tensor.dtype] += tensor.num_elements
     return counts.most_common(1)[0][0] if counts else None

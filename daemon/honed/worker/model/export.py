@@ -75,8 +75,8 @@ def export(
                 tree.remove(made / "merged")
             else:
                 artifacts["merged"] = str(target / "merged")
-        for each in changes:
-            note(each)
+        for change in changes:
+            note(change)
         finish(assignment, made, {**facts, "changes": changes}, target=target)
     return artifacts, fault
 
@@ -103,7 +103,7 @@ def _complete_adapter(assignment: Assignment, made: Path) -> list[str]:
     config_file.write_adapter(made, base_model=base_model, revision=commit, defaults=peft.LoraConfig().to_dict())
     tensors, _ = basemodel.read_header(made / "adapter_model.safetensors", hint="")
     raw = json.loads((made / config_file.ADAPTER_FILE).read_bytes())
-    return serving.remarks(raw, (each.name for each in tensors))
+    return serving.remarks(raw, (tensor.name for tensor in tensors))
 
 
 def _beside_as_regressed(assignment: Assignment) -> Path:

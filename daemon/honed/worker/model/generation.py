@@ -139,8 +139,8 @@ def savable(model: Any) -> AbstractContextManager[None]:
 def end_ids(model: Any) -> list[int]:
     """Return the tokens at which answers end, by the base's settings: Llama-3.1's `<|eom_id|>` ends a call."""
     found = (getattr(config, "eos_token_id", None) for config in _configs(model))
-    ids: Any = next((each for each in found if each is not None), [])
-    return [int(each) for each in ([ids] if isinstance(ids, int) else ids)]
+    ids: Any = next((item for item in found if item is not None), [])
+    return [int(item) for item in ([ids] if isinstance(ids, int) else ids)]
 
 
 def stop_strings(model: Any) -> Any:
@@ -150,7 +150,7 @@ def stop_strings(model: Any) -> Any:
 
 def _configs(model: Any) -> list[Any]:
     """Return each generation config once, the outermost model's first."""
-    found = {id(config): config for each in model.modules() if (config := each.__dict__.get("generation_config"))}
+    found = {id(config): config for module in model.modules() if (config := module.__dict__.get("generation_config"))}
     if not found:
         return []
     from transformers import GenerationConfig

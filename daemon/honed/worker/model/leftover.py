@@ -94,8 +94,8 @@ def copy(base_dir: Path, made: Path, unread: Iterable[str]) -> None:
     _write(made / added, wanted)
     for path, name in places.items():
         path.rename(made / name)
-    weight_map = {name: places[each.path] for name, each in have.items()} | dict.fromkeys(wanted, added)
-    num_bytes = sum(each.end - each.begin for each in (*have.values(), *wanted.values()))
+    weight_map = {name: places[item.path] for name, item in have.items()} | dict.fromkeys(wanted, added)
+    num_bytes = sum(item.end - item.begin for item in (*have.values(), *wanted.values()))
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (made / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
@@ -104,16 +104,16 @@ def _write(path: Path, tensors: Mapping[str, Stored]) -> None:
     """Write a safetensors file; the library would need all of its tensors in memory."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, each in tensors.items():
-        size = each.end - each.begin
-        entries[name] = {"dtype": each.dtype, "shape": list(each.shape), "data_offsets": [at, at + size]}
+    for name, tensor in tensors.items():
+        size = tensor.end - tensor.begin
+        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
         at += size
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % _LENGTH_BYTES)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
-        for each in tensors.values():
-            for chunk in chunks(each):
+        for tensor in tensors.values():
+            for chunk in chunks(tensor):
                 file.write(chunk)
 
 

@@ -133,9 +133,9 @@ def _random_rows(config: Any) -> list[Row]:
     text = config.get_text_config()
     keys = {**config.to_dict(), **text.to_dict()}
     named = {value for key, value in keys.items() if key.endswith(("_id", "_index")) and isinstance(value, int)}
-    ordinary = torch.tensor([each for each in range(text.vocab_size) if each not in named])
+    ordinary = torch.tensor([number for number in range(text.vocab_size) if number not in named])
     chosen = torch.randint(len(ordinary), (COMPARED_ROWS, COMPARED_TOKENS), generator=torch.Generator().manual_seed(0))
-    return [_row(ordinary[each][None]) for each in chosen]
+    return [_row(ordinary[item][None]) for item in chosen]
 
 
 def _row(ids: Any) -> Row:
@@ -233,7 +233,7 @@ def _expected(model: Any, rows: Sequence[Row]) -> tuple[list[Any], Any]:
 
     with _excused():
         found = _logits(model, rows)
-    if not all(bool(torch.isfinite(each).all()) for each in found):
+    if not all(bool(torch.isfinite(item).all()) for item in found):
         raise _NotComparedError("its logits are no numbers")
     return found, model.dtype
 
@@ -244,7 +244,7 @@ def _likeness(merged: Any, rows: Sequence[Row], expected: list[Any], dtype: Any)
 
     with _blamed():
         found = _logits(merged, rows)
-        _jog(merged, max(torch.finfo(each).eps for each in (dtype, merged.dtype)))
+        _jog(merged, max(torch.finfo(item).eps for item in (dtype, merged.dtype)))
         jogged = _logits(merged, rows)
     return _apart(found, expected, jogged)
 
@@ -254,8 +254,8 @@ def _apart(found: list[Any], expected: list[Any], jogged: list[Any]) -> Likeness
 
     size = _typical(torch.cat(expected))
     distance, rounding = (
-        _typical(torch.cat([one - other for one, other in zip(found, each, strict=True)])) / size
-        for each in (expected, jogged)
+        _typical(torch.cat([one - other for one, other in zip(found, item, strict=True)])) / size
+        for item in (expected, jogged)
     )
     return Likeness(distance, rounding, len(found))
 
@@ -265,8 +265,8 @@ def _logits(model: Any, rows: Sequence[Row]) -> list[Any]:
     import torch
 
     with torch.no_grad():
-        given = [{key: each.to(model.device) for key, each in row.items()} for row in rows]
-        return [model(**each, use_cache=False).logits[0].float().clamp(-_MAX_LOGIT, _MAX_LOGIT) for each in given]
+        given = [{key: item.to(model.device) for key, item in row.items()} for row in rows]
+        return [model(**item, use_cache=False).logits[0].float().clamp(-_MAX_LOGIT, _MAX_LOGIT) for item in given]
 
 
 def _typical(logits: Any) -> float:
@@ -307,7 +307,7 @@ def _compare_by_layers(
             found = _streamed_logits(merged, merged.model, rows)
             merged.step = float(torch.finfo(getattr(torch, _output_dtype(job))).eps)
             jogged = _streamed_logits(merged, merged.model, rows)
-    if not all(bool(torch.isfinite(each).all()) for each in (*expected, *found)):
+    if not all(bool(torch.isfinite(item).all()) for item in (*expected, *found)):
         raise _NotComparedError("its logits are no numbers")
     return _apart(found, expected, jogged)
 
@@ -337,8 +337,8 @@ def _adapted(model: Any, place: Path) -> Any:
         raise _NotComparedError(f"init_lora_weights: {init} changed the base, and it is too large to repeat that")
     config.init_lora_weights, config.inference_mode = False, True
     state = {
-        name: each.to(model.dtype) if each.is_floating_point() and ".lora_" not in name else each
-        for name, each in adapter.read(place).items()
+        name: item.to(model.dtype) if item.is_floating_point() and ".lora_" not in name else item
+        for name, item in adapter.read(place).items()
     }
     return adapter.wrap(model, config, state, place).eval()
 
@@ -350,13 +350,13 @@ def _streamed_logits(base: streamed.Streamed, model: Any, rows: Sequence[Row]) -
     with torch.no_grad(), torch.autocast("cpu", enabled=False), base.streaming(model):
         return [
             model(**row, use_cache=False).logits[0].float().clamp(-_MAX_LOGIT, _MAX_LOGIT)
-            for row in ({key: each.cpu() for key, each in row.items()} for row in rows)
+            for row in ({key: item.cpu() for key, item in row.items()} for row in rows)
         ]
 
 
 def _check_layers(base: streamed.Streamed, config: Any, rows: Sequence[Row], reason: str) -> None:
     """Raise _NotComparedError if a layer takes more memory than the merge has just taken for its largest tensor."""
-    largest = max((math.prod(each.shape) for each in base.base.tensors.values()), default=0)
+    largest = max((math.prod(tensor.shape) for tensor in base.base.tensors.values()), default=0)
     room = max(MIN_ROOM_BYTES, FLOATS_OF_MERGE * 4 * largest)
     num_tokens = sum(row["input_ids"].numel() for row in rows)
     needed = comparison_bytes(2 * base.largest_bytes, config.to_dict(), num_tokens)

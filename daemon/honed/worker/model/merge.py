@@ -114,7 +114,7 @@ def merge(
     _check(target, tensors)
     _check_digests(target, digests, lambda: progress(len(tensors), len(tensors)))
     written.check(target, own, [name for name in base.tensors if mixture.is_copied(name)])
-    floats = {each.name: each.dtype for each in tensors if each.dtype in FLOAT_DTYPES}
+    floats = {tensor.name: tensor.dtype for tensor in tensors if tensor.dtype in FLOAT_DTYPES}
     told = dtypes.told(floats, dtype)
     return Merged(len(tensors), mixture.num_changed, len(shards), told, is_untied, tuple(changes))
 
@@ -185,13 +185,13 @@ class _Mixture:
     def __init__(self, base: Base, adapter_dir: Path, model: Any, dtype: str, loaded: Precision | None) -> None:
         self._base = base
         self.architecture = type(model).__name__
-        self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
+        self._shapes = {name: tuple(item.shape) for name, item in model.named_parameters(remove_duplicate=False)}
         self.ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self._places = names.read(model, base.tensors)
         self._stored = {parameter: name for name, parameter in self._places.whole.items()}
-        shapes = {name: each.shape for name, each in base.tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
         self._first = {
-            each: first for first, made in self._places.built(shapes, model).items() for each in made
+            item: first for first, made in self._places.built(shapes, model).items() for item in made
         }  #: of each parameter that is built with others
         self._rule = dtypes.rule(model, base.tensors.values(), self._places, dtype)
         self._loaded = beginning.Loaded() if loaded is None else beginning.planned(loaded, model)
@@ -199,8 +199,8 @@ class _Mixture:
         self._init, is_rslora = _attach(model, adapter_dir)
         self._model = model
         self._parts = dict(_parts(model, adapter_dir))
-        self._shapes |= {name: tuple(each.shape) for name, each in _saved_buffers(self._parts)}
-        self._oracle = Oracle(model, lambda each: not _is_absent(each), is_rslora=is_rslora)
+        self._shapes |= {name: tuple(buffer.shape) for name, buffer in _saved_buffers(self._parts)}
+        self._oracle = Oracle(model, lambda item: not _is_absent(item), is_rslora=is_rslora)
         self._last: tuple[str, dict[str, Any]] = ("", {})
         self._start: tuple[str, Any] = ("", None)
         self._check_stored(adapter_dir)
@@ -227,7 +227,7 @@ class _Mixture:
 
         for target in ties:
             both = (target, self.ties[target])
-            if any(map(self._is_changed, both)) and not torch.equal(*(self._current(each).float() for each in both)):
+            if any(map(self._is_changed, both)) and not torch.equal(*(self._current(one).float() for one in both)):
                 yield target
 
     def units(self) -> Iterator[list[str]]:
@@ -286,8 +286,8 @@ class _Mixture:
             parameter = self._places.whole.get(unit[0], "")
             found = [parameter] if parameter in self._shapes else []
         else:
-            found = [each for each, other in self._first.items() if other == first]
-        return [each for each in found if self._is_changed(each)]
+            found = [item for item, other in self._first.items() if other == first]
+        return [item for item in found if self._is_changed(item)]
 
     def unchanged(self, name: str) -> Any:
         """Return a tensor of the base by its stored name."""
@@ -307,7 +307,7 @@ class _Mixture:
         place = self._part(parameter)
         if place is None:
             return self._trained(parameter) is not None
-        leaves = {each.parameter_name for each in _wrappers(self._parts[place])}
+        leaves = {wrapper.parameter_name for wrapper in _wrappers(self._parts[place])}
         return not leaves or parameter.removeprefix(f"{place}.") in leaves
 
     def _trained(self, parameter: str) -> Any:
@@ -347,18 +347,18 @@ class _Mixture:
 
         part = self._parts[place]
         if isinstance(part, ModulesToSaveWrapper):
-            return {name: each.data for name, each in _saved(part).items()}
+            return {name: item.data for name, item in _saved(part).items()}
         layer = _base_layer(part)
         wrappers = _wrappers(part)
-        leaves = {each.parameter_name for each in wrappers}
-        own = {leaf: each for leaf, each in layer.named_parameters(recurse=False) if not wrappers or leaf in leaves}
+        leaves = {wrapper.parameter_name for wrapper in wrappers}
+        own = {leaf: item for leaf, item in layer.named_parameters(recurse=False) if not wrappers or leaf in leaves}
         for leaf in own:
             begun = self._begun(place, leaf).to(torch.float32, copy=True)  # mapped memory must not be written to
             setattr(layer, leaf, torch.nn.Parameter(begun, requires_grad=False))
         with torch.no_grad():
-            for each in wrappers or [part.token_adapter if isinstance(part, TrainableTokensWrapper) else part]:
-                each.merge()
-                each.merged_adapters.clear()  # else a second merge does nothing, without a word
+            for wrapper in wrappers or [part.token_adapter if isinstance(part, TrainableTokensWrapper) else part]:
+                wrapper.merge()
+                wrapper.merged_adapters.clear()  # else a second merge does nothing, without a word
         values = {leaf: getattr(layer, leaf).data for leaf in own}
         for leaf, parameter in own.items():
             setattr(layer, leaf, parameter)
@@ -390,8 +390,8 @@ class _Mixture:
         from transformers.core_model_loading import revert_weight_conversion
 
         first = self._places.first[unit[0]]
-        group = [each for each, other in self._first.items() if other == first]
-        found = revert_weight_conversion(self._model, {each: self._current(each) for each in group})
+        group = [item for item, other in self._first.items() if other == first]
+        found = revert_weight_conversion(self._model, {item: self._current(item) for item in group})
         if found.keys() != set(unit):
             raise ModelError(
                 f"{self._base.path}: {first} would be stored as {quote.first(sorted(found), 3)}, not as it is in the "
@@ -411,7 +411,7 @@ class _Mixture:
         """Return the parameter itself, or one that it is tied to, whichever the files contain."""
         source = self.ties.get(parameter, parameter)
         alike = [parameter, source, *(target for target, other in self.ties.items() if other == source)]
-        return next((each for each in alike if self._is_stored(each)), parameter)
+        return next((item for item in alike if self._is_stored(item)), parameter)
 
     def _is_stored(self, parameter: str) -> bool:
         return parameter in self._first or self._stored.get(parameter, "") in self._base.tensors
@@ -446,8 +446,8 @@ def _attach(model: Any, adapter_dir: Path) -> tuple[str, bool]:
         )
     config.inference_mode = True
     state = {
-        name: each.to(torch.float32) if each.is_floating_point() else each
-        for name, each in adapter.read(adapter_dir).items()
+        name: item.to(torch.float32) if item.is_floating_point() else item
+        for name, item in adapter.read(adapter_dir).items()
     }
     adapter.wrap(model, config, state, adapter_dir)
     return str(init).lower(), bool(config.use_rslora)
@@ -480,7 +480,9 @@ def _saved_buffers(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
     for place, part in parts.items():
         if isinstance(part, ModulesToSaveWrapper):
-            yield from ((f"{place}.{name}", each) for name, each in published.buffers(part.modules_to_save["default"]))
+            yield from (
+                (f"{place}.{name}", buffer) for name, buffer in published.buffers(part.modules_to_save["default"])
+            )
 
 
 def _parts(model: Any, adapter_dir: Path) -> Iterator[tuple[str, Any]]:
@@ -516,12 +518,12 @@ def _shards(tensors: list[Tensor], max_bytes: int) -> list[list[Tensor]]:
     """Divide tensors into files of at most `max_bytes`; a larger tensor gets a file of its own."""
     shards: list[list[Tensor]] = [[]]
     num_bytes = 0
-    for each in tensors:
-        if shards[-1] and num_bytes + each.num_bytes > max_bytes:
+    for tensor in tensors:
+        if shards[-1] and num_bytes + tensor.num_bytes > max_bytes:
             shards.append([])
             num_bytes = 0
-        shards[-1].append(each)
-        num_bytes += each.num_bytes
+        shards[-1].append(tensor)
+        num_bytes += tensor.num_bytes
     return shards
 
 
@@ -537,26 +539,26 @@ def _write(
     count, number = sum(map(len, shards)), 0
     weight_map: dict[str, str] = {}
     digests: dict[str, str] = {}
-    values = _cast(units, {each.name: each for shard in shards for each in shard}, mixture)
+    values = _cast(units, {item.name: item for shard in shards for item in shard}, mixture)
     for index, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
         with (target / file).open("wb") as stream, ThreadPoolExecutor(1) as pool:
             stream.write(_header(shard))
-            for each in shard:
+            for item in shard:
                 progress(number, count)
                 name, value = next(values)
-                assert name == each.name
+                assert name == item.name
                 data = tensorfile.data(value)
                 digest = pool.submit(tensorfile.digest, data)
                 stream.write(data)
                 digests[name] = digest.result()
                 number += 1
-        weight_map |= dict.fromkeys((each.name for each in shard), file)
+        weight_map |= dict.fromkeys((item.name for item in shard), file)
     for _ in values:  # the last comparison
         raise AssertionError
     progress(count, count)
     if len(shards) > 1:
-        total = sum(each.num_bytes for shard in shards for each in shard)
+        total = sum(item.num_bytes for shard in shards for item in shard)
         index_data = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target / "model.safetensors.index.json").write_text(json.dumps(index_data, indent=1) + "\n")
     return digests
@@ -580,9 +582,9 @@ def _header(shard: list[Tensor]) -> bytes:
     """Return the beginning of a safetensors file; the library would need all of the file's tensors at once."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for each in shard:
-        begin, end = end, end + each.num_bytes
-        entries[each.name] = {"dtype": WORDS[each.dtype], "shape": list(each.shape), "data_offsets": [begin, end]}
+    for item in shard:
+        begin, end = end, end + item.num_bytes
+        entries[item.name] = {"dtype": WORDS[item.dtype], "shape": list(item.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -606,7 +608,7 @@ def _rounded(planned: Tensor, value: Any, *, is_copied: bool) -> Any:
 
 def _is_finite(tensor: Any) -> bool:
     """Return True if no number is infinite or none; a minimum is much faster than torch.isfinite of each."""
-    return not tensor.numel() or all(bool(each.isfinite()) for each in tensor.aminmax())
+    return not tensor.numel() or all(bool(item.isfinite()) for item in tensor.aminmax())
 
 
 def _copy_files(
@@ -623,10 +625,10 @@ def _copy_files(
 def _check(target: Path, planned: list[Tensor]) -> None:
     """Read the written files' headers. Raises PrecisionError, naming the tensors that are not as planned."""
     try:
-        found = {each.name: each for each in basemodel.inspect(target).tensors}
+        found = {tensor.name: tensor for tensor in basemodel.inspect(target).tensors}
     except HonedError as error:
         raise PrecisionError(f"the merged checkpoint is incomplete: {error.said}", hint=error.hint) from error
-    wrong = [each.name for each in planned if found.get(each.name) != each]
+    wrong = [item.name for item in planned if found.get(item.name) != item]
     if wrong:
         raise PrecisionError(
             f"the merged checkpoint differs from the plan: {quote.first(wrong, 5, separator='; ')}",

@@ -21,7 +21,7 @@ class Group:
         for name, pattern in self.members.items():
             converter.add_tensor(parameter, name, pattern, tensors(name))
         made = converter.convert(parameter, model=model, config=model.config)
-        return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+        return {name: item[0] if isinstance(item, list) else item for name, item in made.items()}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Names:
             return torch.empty(tuple(shapes[name]), device="meta")
 
         return {
-            first: {name: tuple(each.shape) for name, each in group.convert(first, empty, model).items()}
+            first: {name: tuple(item.shape) for name, item in group.convert(first, empty, model).items()}
             for first, group in self.groups.items()
         }
 
@@ -72,5 +72,5 @@ def read(model: Any, stored: Iterable[str]) -> Names:
             members.setdefault(renamed, {})[name] = pattern
         elif renamed in wanted:
             whole[name] = renamed
-    groups = {first: Group(by_pattern[next(iter(each.values()))], each) for first, each in members.items()}
-    return Names(whole, groups, {name: first for first, each in members.items() for name in each})
+    groups = {first: Group(by_pattern[next(iter(member.values()))], member) for first, member in members.items()}
+    return Names(whole, groups, {name: first for first, member in members.items() for name in member})

@@ -36,7 +36,7 @@ class Oracle:
     def __init__(self, model: Any, is_used: Callable[[Any], bool], *, is_rslora: bool) -> None:
         """`is_used` is true for the parameters that come from the adapter."""
         self._is_rslora = is_rslora
-        self._left = {id(each): name for name, each in model.named_parameters() if is_used(each)}
+        self._left = {id(parameter): name for name, parameter in model.named_parameters() if is_used(parameter)}
 
     def check(self, name: str, written: Any, blocks: Blocks) -> None:
         """Raise ModelError if a tensor in its output's dtype is not the expected one."""
@@ -104,7 +104,7 @@ class Oracle:
     def _matrix(self, part: Any, weight: Any) -> Blocks:
         """Yield a linear layer's weight, or a convolution's as the matrix that it is."""
         scale, is_turned = self._scale(part), bool(getattr(part, "fan_in_fan_out", False))
-        first, second = (self._take(each["default"].weight).flatten(1) for each in (part.lora_A, part.lora_B))
+        first, second = (self._take(item["default"].weight).flatten(1) for item in (part.lora_A, part.lora_B))
         magnitude = None
         if "default" in part.lora_magnitude_vector:
             magnitude = self._take(part.lora_magnitude_vector["default"].weight).flatten()
@@ -122,7 +122,7 @@ class Oracle:
     def _experts(self, part: Any, weight: Any) -> Blocks:
         """Yield the matrices of stacked experts one by one: A is stacked by expert, B has an expert's columns apart."""
         number, scale = part.num_experts, self._scale(part)
-        first, second = (self._take(each["default"].weight) for each in (part.lora_A, part.lora_B))
+        first, second = (self._take(item["default"].weight) for item in (part.lora_A, part.lora_B))
         rank = first.shape[0] // number
         for expert in range(number):
             delta = scale * (second[:, expert::number] @ first[expert * rank : (expert + 1) * rank])

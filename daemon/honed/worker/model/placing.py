@@ -41,7 +41,7 @@ def settled(model: Any, lora: LoraSpec, options: dict[str, Any]) -> dict[str, An
         return options
     chosen, absent = [], set(lora.target_parameters or ())
     for name, parameter in model.named_parameters():
-        ends = {each for each in targets if name == each or name.endswith(f".{each}")}
+        ends = {target for target in targets if name == target or name.endswith(f".{target}")}
         absent -= ends
         count = parameter.shape[0] if parameter.ndim == 3 else 1
         if ends and _is_kept(
@@ -106,10 +106,10 @@ def _modules(model: Any, lora: LoraSpec, config: Any, excluded: str | list[str] 
     ends = sorted(config.target_modules or ())
     if not isinstance(lora.target_modules, str):
         return ends
-    reached = {name: each for name, each in model.named_modules() if any(name.endswith(f".{end}") for end in ends)}
+    reached = {name: module for name, module in model.named_modules() if any(name.endswith(f".{end}") for end in ends)}
     if lora.target_modules != "all-linear":
         return [name for name in reached if re.fullmatch(lora.target_modules, name)]
-    linear = [name for name, each in reached.items() if _is_linear(each)]
+    linear = [name for name, item in reached.items() if _is_linear(item)]
     others = [name for name in reached if name not in linear and not placement.is_excluded(name, excluded)]
     return linear if others else ends
 
@@ -164,7 +164,7 @@ def remarks(model: Any, assignment: Assignment) -> Iterator[str]:
 
 def counted(model: Any, assignment: Assignment) -> Iterator[str]:
     """Yield a warning where another number of parameters is trained than the plan counted."""
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     planned, unsure = assignment.plan.checkpoint.num_trained, assignment.plan.checkpoint.trained_unsure
     if kind.of(assignment.spec).trains and trained != planned:
         key = "lora" if assignment.spec.lora is not None else "adapter" if assignment.spec.adapter else "base_model"

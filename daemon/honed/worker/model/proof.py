@@ -93,7 +93,7 @@ def _prove_whole(made: Path, base_dir: Path, model: Any, *, trust_remote_code: b
         raise ModelError(f"config.json describes a {type(skeleton).__name__}, not a {name}")
     _check("config.json describes another model", config_file.differences(skeleton.config, model.config))
     stored, held, described = leftover.stored(made), model.state_dict(), skeleton.state_dict()
-    other = [name for name, each in described.items() if name not in held or held[name].shape != each.shape]
+    other = [name for name, item in described.items() if name not in held or held[name].shape != item.shape]
     _check("config.json describes other weights", {*other, *(held.keys() - described.keys())})
     placed = names.read(skeleton, stored)
     found, wrong = set(), []
@@ -184,9 +184,9 @@ def _prove_adapter(made: Path, model: Any, held: dict[str, Any], skeleton: Any) 
 
 def _parts(config: Any) -> dict[str, Any]:
     """Return the settings of an adapter in a form that can be compared."""
-    found = {key: each for key, each in config.to_dict().items() if key not in _ORIGIN}
+    found = {key: item for key, item in config.to_dict().items() if key not in _ORIGIN}
     # A set is a list in the file; `target_parameters` is either in memory.
-    return {key: sorted(each, key=str) if isinstance(each, set | list) else each for key, each in found.items()}
+    return {key: sorted(item, key=str) if isinstance(item, set | list) else item for key, item in found.items()}
 
 
 # --- End tokens -------------------------------------------------------------------------------------------------------
@@ -198,14 +198,14 @@ def _check_ends(made: Path, base_dir: Path) -> None:
     size = _vocabulary(config / config_file.FILE)
     for name in (config_file.FILE, generation.FILE):
         if (made / name).is_file():
-            known = {each for file in (config_file.FILE, generation.FILE) for each in _ends(base_dir / file)}
-            added = (str(each) for each in _ends(made / name) - known if not 0 <= each < size)
+            known = {end for file in (config_file.FILE, generation.FILE) for end in _ends(base_dir / file)}
+            added = (str(end) for end in _ends(made / name) - known if not 0 <= end < size)
             _check(f"{name} ends answers at tokens that do not exist", added)
 
 
 def _ends(path: Path) -> set[int]:
     found = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
-    return set() if found is None else {int(each) for each in (found if isinstance(found, list) else [found])}
+    return set() if found is None else {int(item) for item in (found if isinstance(found, list) else [found])}
 
 
 def _vocabulary(path: Path) -> float:

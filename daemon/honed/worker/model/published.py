@@ -51,7 +51,7 @@ def convert(model: Any, held: Mapping[str, Any]) -> Published:
     copies = frozenset(name for name, tensor in tensors.items() if _storage(tensor) not in whole)
     for name in tensors.keys() - copies:
         covered[_storage(tensors[name])] += tensors[name].numel()
-    rest = {name: each for name, each in held.items() if covered[_storage(each)] < whole[_storage(each)]}
+    rest = {name: item for name, item in held.items() if covered[_storage(item)] < whole[_storage(item)]}
     return Published(tensors, copies, rest)
 
 

@@ -64,7 +64,7 @@ def shrunk(config: Any, *, narrows: bool = True, narrows_eyes: bool = False) -> 
 
 def words(config: Any) -> dict[int, int]:
     """Return the tokens that a config names, with those of the small one."""
-    return {each: number for number, each in enumerate(sorted(set(_words(config))))}
+    return {word: number for number, word in enumerate(sorted(set(_words(config))))}
 
 
 def _small(config: Any, *, text: Any, divisor: int, width: int, words: Mapping[int, int], eyes: bool) -> dict[str, Any]:
@@ -105,13 +105,13 @@ def _value(
     before, after = num_layers
     match value:
         case list() if _WORD.search(key):
-            return [words.get(each, each) for each in value]
+            return [words.get(item, item) for item in value]
         case list() | tuple() | str() if before and len(value) == before and not _PLACES.search(key.removesuffix("s")):
             return value[:after]
         case list() | tuple() if (
-            value and _PLACES.search(key) and all(type(each) is int and each >= 0 for each in value)
+            value and _PLACES.search(key) and all(type(item) is int and item >= 0 for item in value)
         ):
-            return value[:after] if len(value) == before else [each for each in value if each < after] or [after - 1]
+            return value[:after] if len(value) == before else [item for item in value if item < after] or [after - 1]
         case int() if type(value) is int and value > 0:
             return _number(key, value, before, after, divisor, words)
         case 0 if _WORD.search(key):
@@ -163,10 +163,10 @@ def _num_layers(config: Any, document: Mapping[str, Any]) -> tuple[int, int]:
     for key in _KINDS:
         kinds = getattr(config, key, None)
         if isinstance(kinds, list | tuple) and len(kinds) == before:
-            wanted = max(wanted, 1 + max((kinds.index(each) for each in set(kinds)), default=0))
+            wanted = max(wanted, 1 + max((kinds.index(kind) for kind in set(kinds)), default=0))
     for key, value in document.items():
         if isinstance(value, list) and _PLACES.search(key) and value and len(value) != before:
-            wanted = max([wanted, *(1 + min(each) for each in [[n for n in value if type(n) is int]] if each)])
+            wanted = max([wanted, *(1 + min(item) for item in [[n for n in value if type(n) is int]] if item)])
     return before, min(before, wanted, MAX_LAYERS)
 
 
@@ -186,9 +186,9 @@ def _divisor(document: Mapping[str, Any]) -> int:
     if not widths or not whole:
         return 1
     common = math.gcd(*whole)
-    for each in range(common, 1, -1):
-        if common % each == 0 and min(widths) // each >= MIN_WIDTH and all(_fits(one, each) for one in shared):
-            return each
+    for number in range(common, 1, -1):
+        if common % number == 0 and min(widths) // number >= MIN_WIDTH and all(_fits(one, number) for one in shared):
+            return number
     return 1
 
 
@@ -202,5 +202,5 @@ def _words(config: Any) -> Iterator[int]:
         for key, value in part.to_dict().items() if hasattr(part, "to_dict") else ():
             if _WORD.search(key):
                 yield from (
-                    each for each in (value if isinstance(value, list) else [value]) if type(each) is int and each >= 0
+                    item for item in (value if isinstance(value, list) else [value]) if type(item) is int and item >= 0
                 )

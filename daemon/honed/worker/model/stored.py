@@ -18,8 +18,8 @@ class Base:
     def __init__(self, path: Path, model_type: str) -> None:
         info = basemodel.inspect(path, model_type=model_type)
         self.path = path
-        self.tensors = {each.name: each for each in info.tensors if not QUANTIZATION_STATE.search(each.name)}
-        self._state = {each.name for each in info.tensors} - set(self.tensors)
+        self.tensors = {tensor.name: tensor for tensor in info.tensors if not QUANTIZATION_STATE.search(tensor.name)}
+        self._state = {tensor.name for tensor in info.tensors} - set(self.tensors)
         self._quantization = info.quantization
         self._places = self._index()
         self._files: dict[Path, Any] = {}
@@ -51,7 +51,7 @@ class Base:
             return self._get(name).float() * self._get(f"{module}.SCB").float()[:, None] / 127.0
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        state = {each: self._get(each) for each in self._state if each.startswith(f"{name}.")}
+        state = {item: self._get(item) for item in self._state if item.startswith(f"{name}.")}
         return (
             dequantize_4bit(self._get(name), QuantState.from_dict(state, device="cpu")).float()
             if state

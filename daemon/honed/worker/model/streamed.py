@@ -30,9 +30,9 @@ class Streamed:
         self._ties: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         self._places = names.read(self.model, self.base.tensors)
         self._stored = {parameter: name for name, parameter in self._places.whole.items()}
-        shapes = {name: each.shape for name, each in self.base.tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in self.base.tensors.items()}
         self._first = {
-            each: first for first, made in self._places.built(shapes, self.model).items() for each in made
+            item: first for first, made in self._places.built(shapes, self.model).items() for item in made
         }  #: of each parameter that is built with others
         self._names: dict[int, str] = {}
         self._dtypes: dict[str, Any] = {}
@@ -61,8 +61,8 @@ class Streamed:
     @property
     def largest_bytes(self) -> int:
         """The bytes of the largest layer, and of what is in none."""
-        sizes = {id(each): each.numel() * each.element_size() for each in self._kept}
-        layers = [{id(each) for each in layer.parameters()} for layer in self._layers]
+        sizes = {id(item): item.numel() * item.element_size() for item in self._kept}
+        layers = [{id(parameter) for parameter in layer.parameters()} for layer in self._layers]
         rest = sizes.keys() - set().union(*layers)
         return max((sum(map(sizes.__getitem__, ids)) for ids in layers), default=0) + sum(map(sizes.__getitem__, rest))
 
@@ -88,9 +88,9 @@ class Streamed:
     def _slots(self, module: Any) -> list[tuple[Any, str, Any]]:
         """Return where a module and those in it have the placeholders."""
         return [
-            (each, leaf, parameter)
-            for each in module.modules()
-            for leaf, parameter in each.named_parameters(recurse=False)
+            (item, leaf, parameter)
+            for item in module.modules()
+            for leaf, parameter in item.named_parameters(recurse=False)
             if id(parameter) in self._names
         ]
 
@@ -110,7 +110,7 @@ class Streamed:
         """Read a parameter; `made` has those that were built with others. Raises KeyError if it is not stored."""
         source = self._ties.get(name, name)
         alike = [name, source, *(target for target, other in self._ties.items() if other == source)]
-        stored = next((each for each in alike if each in self._stored or each in self._first), name)
+        stored = next((item for item in alike if item in self._stored or item in self._first), name)
         if stored in self._stored:
             value = self.base.read(self._stored[stored])
         else:
@@ -142,9 +142,9 @@ def _layers(model: Any) -> list[Any]:
     found: dict[int, Any] = {}
     lists: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and not any(name.startswith(f"{each}.") for each in lists):
+        if isinstance(module, torch.nn.ModuleList) and not any(name.startswith(f"{item}.") for item in lists):
             lists.append(name)
-            found |= {id(each): each for each in module}
+            found |= {id(item): item for item in module}
     return list(found.values())
 
 

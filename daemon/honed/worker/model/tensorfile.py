@@ -39,14 +39,14 @@ def is_same(held: Any, stored: Any) -> bool:
 
 def equal_bits(one: Any, other: Any) -> bool:
     """Compare the bits of two tensors of one shape, dtype and device."""
-    flat = [each.detach().contiguous().reshape(-1) for each in (one, other)]
+    flat = [item.detach().contiguous().reshape(-1) for item in (one, other)]
     # torch compares as many elements in a second, whatever their size: bytes take six times as long.
     for word in (torch.int64, torch.int32, torch.int16):
-        if all(_divides(each, word.itemsize) for each in flat):
+        if all(_divides(item, word.itemsize) for item in flat):
             break
     else:
         word = torch.uint8
-    return torch.equal(*(each.view(word) for each in flat))
+    return torch.equal(*(item.view(word) for item in flat))
 
 
 def _divides(flat: Any, size: int) -> bool:

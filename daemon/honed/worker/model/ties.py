@@ -47,8 +47,8 @@ def _differing(base: Any) -> Iterator[str]:
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
     }
     for ends in (getattr(base, "all_tied_weights_keys", None) or {}).items():
-        found = [[module for name, module in wrapped.items() if each.startswith(f"{name}.")] for each in ends]
-        share_tokens = all(each and isinstance(each[0], TrainableTokensWrapper) for each in found)
+        found = [[module for name, module in wrapped.items() if end.startswith(f"{name}.")] for end in ends]
+        share_tokens = all(item and isinstance(item[0], TrainableTokensWrapper) for item in found)
         if any(found) and not share_tokens:
             yield ends[0]
 
@@ -56,6 +56,6 @@ def _differing(base: Any) -> Iterator[str]:
 def _untie(config: Any) -> None:
     if getattr(config, "tie_word_embeddings", False):
         config.tie_word_embeddings = False
-    for each in vars(config).values():
-        if hasattr(each, "model_type"):
-            _untie(each)
+    for var in vars(config).values():
+        if hasattr(var, "model_type"):
+            _untie(var)

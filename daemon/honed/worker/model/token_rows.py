@@ -25,12 +25,12 @@ def check(model: Any, *, is_new: bool = True) -> None:
     """
     from peft.utils.other import TrainableTokensWrapper
 
-    found = {name: each for name, each in model.named_modules() if isinstance(each, TrainableTokensWrapper)}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, TrainableTokensWrapper)}
     if not found:
         return
     base = model.get_base_model()
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    if _is_tied(embedding, head) and len({isinstance(each, TrainableTokensWrapper) for each in (embedding, head)}) > 1:
+    if _is_tied(embedding, head) and len({isinstance(item, TrainableTokensWrapper) for item in (embedding, head)}) > 1:
         raise ModelError(
             f"{KEY}: the head shares the embedding's weights, and peft trains tokens of one of them alone",
             hint="remove it; modules_to_save trains an embedding in full" if is_new else _MERGED,
@@ -64,7 +64,7 @@ def remarks(model: Any, lacking: Callable[[Sequence[int]], list[int]]) -> Iterat
         if not isinstance(layer.base_layer, torch.nn.Embedding):
             continue
         if absent := lacking(ids):
-            listed = quote.first([str(each) for each in sorted(absent)], MAX_NAMED)
+            listed = quote.first([str(item) for item in sorted(absent)], MAX_NAMED)
             yield f"{KEY}: {len(absent)} of {len(ids)} tokens occur in no training row: {listed}"
         if layer.base_layer.padding_idx in ids:
             yield (
@@ -74,7 +74,7 @@ def remarks(model: Any, lacking: Callable[[Sequence[int]], list[int]]) -> Iterat
 
 
 def _is_tied(embedding: Any, head: Any) -> bool:
-    plain = [getattr(each, "original_module", each) for each in (embedding, head) if each is not None]
+    plain = [getattr(item, "original_module", item) for item in (embedding, head) if item is not None]
     return len(plain) > 1 and getattr(plain[0], "weight", None) is getattr(plain[1], "weight", 0)
 
 

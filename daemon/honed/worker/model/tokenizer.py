@@ -162,7 +162,7 @@ def agrees(tokenizer: Any, oracle: Any) -> bool:
     backend = tokenizer.backend_tokenizer
     there = addedtoken.of(oracle)
     own = sorted(addedtoken.of(backend).items())
-    if more := tuple(each for number, each in own if there.get(number) != each):
+    if more := tuple(item for number, item in own if there.get(number) != item):
         addedtoken.add(oracle, more)
     if tokenizer.init_kwargs.get("fix_mistral_regex") is True:
         oracle.pre_tokenizer = backend.pre_tokenizer  # tokenizer_config.json wants another one than the file's
@@ -199,7 +199,7 @@ def _step(backend: Any, name: str) -> Any:
 
 def _without_offsets(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_offsets(each) for key, each in value.items() if key != "trim_offsets"}
+        return {key: _without_offsets(item) for key, item in value.items() if key != "trim_offsets"}
     return list(map(_without_offsets, value)) if isinstance(value, list) else value
 
 

@@ -54,7 +54,7 @@ def write(assignment: Assignment, tokenizer: Any, made: Path, stop_ids: Sequence
     if spec.chat_template is not None:
         changes += _set_template(made, Path(spec.chat_template))
     changes += write_ends(base, made, stop_ids, first=tokenizer.eos_token_id if end is not None else None)
-    if any("tokenizer_class" in each for each in changes) and (fault := _fault(assignment, made)):
+    if any("tokenizer_class" in change for change in changes) and (fault := _fault(assignment, made)):
         changes.append(fault)
     return changes
 
@@ -118,7 +118,7 @@ def _for_readers(made: Path, tokenizer: Any) -> Iterator[str]:
     if isinstance(listed := config.get("extra_special_tokens"), list):
         del config["extra_special_tokens"]
         named = [*(config.get("additional_special_tokens") or []), *listed]
-        config["additional_special_tokens"] = [each for n, each in enumerate(named) if each not in named[:n]]
+        config["additional_special_tokens"] = [item for n, item in enumerate(named) if item not in named[:n]]
         _write(made / CONFIG, config)
         yield f"{CONFIG}: extra_special_tokens is named additional_special_tokens: transformers 4 refuses such a list"
 

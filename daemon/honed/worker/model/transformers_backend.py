@@ -321,7 +321,7 @@ def target_pattern(model: Any, options: dict[str, Any]) -> str:
     if wanted == "all-linear":
         names = [name for name in names if name not in heads]
     else:
-        names = [name for name in names if any(name == each or name.endswith(f".{each}") for each in wanted)]
+        names = [name for name in names if any(name == item or name.endswith(f".{item}") for item in wanted)]
     return "|".join(sorted({re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in names}))
 
 

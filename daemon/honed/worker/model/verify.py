@@ -99,15 +99,15 @@ def _padding(model: Any) -> dict[int, int]:
 def _differing(pairs: Sequence[tuple[str, Any, Any]]) -> list[str]:
     """Return the names of those pairs of samples that are not equal; those of one dtype are compared together."""
     kinds: dict[Any, list[tuple[str, Any, Any]]] = {}
-    for each in pairs:
-        kinds.setdefault((each[1].device, each[1].dtype), []).append(each)
+    for pair in pairs:
+        kinds.setdefault((pair[1].device, pair[1].dtype), []).append(pair)
     wrong = []
     for several in kinds.values():
-        held, stored = (torch.cat([each[place] for each in several]).cpu() for place in (1, 2))
+        held, stored = (torch.cat([item[place] for item in several]).cpu() for place in (1, 2))
         is_same = (held == stored) | (held.isnan() & stored.isnan())
         if not is_same.all():
             parts = is_same.split([len(stored) for _, _, stored in several])
-            wrong += [each[0] for each, part in zip(several, parts, strict=True) if not part.all()]
+            wrong += [item[0] for item, part in zip(several, parts, strict=True) if not part.all()]
     return wrong
 
 
@@ -120,13 +120,13 @@ class _Files:
     def __init__(self, directory: Path) -> None:
         self._stored = leftover.stored(directory)
         self._maps: dict[Path, mmap.mmap] = {}
-        for path in {each.path for each in self._stored.values()}:
+        for path in {item.path for item in self._stored.values()}:
             with path.open("rb") as file:  # a private map is writable, as torch wants it
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.names = {
             name
-            for name, each in self._stored.items()
-            if DTYPES[each.dtype][0] in FLOAT_DTYPES and not QUANTIZATION_STATE.search(name)
+            for name, item in self._stored.items()
+            if DTYPES[item.dtype][0] in FLOAT_DTYPES and not QUANTIZATION_STATE.search(name)
         }
 
     def tensor(self, name: str) -> Any:
@@ -156,7 +156,9 @@ def _held(model: Any) -> Iterator[tuple[str, Any]]:
         for name in state
         if (shape := _unpacked_shape(parameters.get(name))) is not None
     }
-    quantized = {each.untyped_storage().data_ptr(): parameters[name] for name, each in placeholders.items()}
+    quantized = {
+        placeholder.untyped_storage().data_ptr(): parameters[name] for name, placeholder in placeholders.items()
+    }
     converted = published.convert(model, state | placeholders)
     for name, tensor in converted.tensors.items():
         if placeholders and name in converted.copies:
@@ -186,7 +188,7 @@ def _is_turned(module: Any) -> bool:
 def _stored_name(name: str, stored: set[str], prefix: str) -> str | None:
     """Return a tensor's name in the files, which may have the prefix of a model without a head, or lack it."""
     candidates = (name, f"{prefix}.{name}", re.sub(rf"^{re.escape(prefix)}\.", "", name))
-    return next((each for each in candidates if each in stored), None)
+    return next((candidate for candidate in candidates if candidate in stored), None)
 
 
 def _is_near(tensor: Any, stored: Any, dtype: Any, *, is_turned: bool) -> bool | None:
@@ -295,4 +297,4 @@ def numbers(tensor: Any) -> list[float]:
             found = tensor.data[middle].float() * float(tensor.SCB[middle])
         case _:
             found = tensor
-    return [float(each) for each in _sample(found).float().cpu()]
+    return [float(item) for item in _sample(found).float().cpu()]

@@ -20,10 +20,12 @@ def check(directory: Path, empty: Any, kept: Iterable[str]) -> None:
 
     `kept` are names that the model's class ignores, and that the base has, too.
     """
-    tensors = {each.name: each for each in basemodel.inspect(directory, model_type=empty.config.model_type).tensors}
+    tensors = {
+        tensor.name: tensor for tensor in basemodel.inspect(directory, model_type=empty.config.model_type).tensors
+    }
     found = names.read(empty, tensors)
     shapes = {place: tensors[name].shape for name, place in found.whole.items()}
-    for group in found.built({name: each.shape for name, each in tensors.items()}, empty).values():
+    for group in found.built({name: tensor.shape for name, tensor in tensors.items()}, empty).values():
         shapes |= group
     state = empty.state_dict()
     missing = lacking(empty, set(shapes))

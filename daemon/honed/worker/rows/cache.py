@@ -54,13 +54,13 @@ def key(job: Assignment, chat: ChatFormat, datasets: Sequence[DatasetSpec], hash
         "format": FORMAT,
         "versions": {"honed": honed.__version__, **{name: installed.version(name) for name in packages}},
         "python": sys.version,  # its hashes of token ids are stored
-        "files": [[(file.name, hashes[str(file)]) for file in files_of(each)] for each in datasets],
-        "datasets": [each.model_dump(mode="json", exclude={"path", "label"}) for each in datasets],
-        "seed": job.seed if any(each.fraction is not None for each in datasets) else None,
+        "files": [[(file.name, hashes[str(file)]) for file in files_of(dataset)] for dataset in datasets],
+        "datasets": [dataset.model_dump(mode="json", exclude={"path", "label"}) for dataset in datasets],
+        "seed": job.seed if any(dataset.fraction is not None for dataset in datasets) else None,
         "tokenizer": _tokenizer(chat.tokenizer, job.base_model_path),
         "templates": templates,
         "chat_template_kwargs": spec.chat_template_kwargs,
-        "date": str(job.date) if any("strftime_now" in each for each in templates) else None,
+        "date": str(job.date) if any("strftime_now" in template for template in templates) else None,
         "max_length": spec.training.cut_at,
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -137,7 +137,7 @@ _PLACES = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file", "token
 def _code(tokenizer: Any) -> Iterator[str]:
     """Yield the hashes of a tokenizer's code that is in no package with a version: the model's own, with all modules of
     its package, which it may import."""
-    modules = {each.__module__ for each in type(tokenizer).__mro__}
+    modules = {item.__module__ for item in type(tokenizer).__mro__}
     own = {name for name in modules if name.partition(".")[0] not in ("builtins", "transformers", "tokenizers")}
     starts = tuple(f"{name.rpartition('.')[0] or name}." for name in own)
     for name in sorted(name for name in list(sys.modules) if name in own or name.startswith(starts)):

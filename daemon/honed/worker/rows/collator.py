@@ -86,7 +86,7 @@ class Collator:
         if len(whole) != source.num_tokens or whole[: len(ids)] != ids:
             raise MediaChangedError(
                 f"{source.name}: the tokens differ from those at the start of the job: "
-                f"{', '.join(each.named for each in source.media)} has changed"
+                f"{', '.join(item.named for item in source.media)} has changed"
             )
         by_token = set(self._processor.names_by_token)
         more = {
@@ -142,7 +142,7 @@ def _joined(values: Sequence[Any]) -> Any:
     import torch
 
     if not all(torch.is_tensor(value) for value in values):
-        return [each for value in values for each in value]
+        return [item for value in values for item in value]
     tensors = [value if value.dim() else value.unsqueeze(0) for value in values]
     sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
     return torch.cat([_filled(tensor, sizes) for tensor in tensors])
@@ -152,4 +152,4 @@ def _filled(tensor: Any, sizes: Sequence[int]) -> Any:
     from torch.nn.functional import pad
 
     missing = [size - has for has, size in zip(tensor.shape[1:], sizes, strict=True)]
-    return pad(tensor, [n for each in reversed(missing) for n in (0, each)]) if any(missing) else tensor
+    return pad(tensor, [n for item in reversed(missing) for n in (0, item)]) if any(missing) else tensor

@@ -100,7 +100,7 @@ class Rows:
             if not len(left):
                 break
             left = np.setdiff1d(left, pc.list_flatten(batch["input_ids"]).to_numpy())
-        return [int(each) for each in left]
+        return [int(item) for item in left]
 
     def is_truncated(self, place: int) -> bool:
         return bool(self.table.column("whole")[self.places[place]] > self.lengths[place])
@@ -151,12 +151,12 @@ class Data:
         broken, num_broken = [text for rows in both for text in rows.broken], sum(rows.num_broken for rows in both)
         too_long, num_too_long = [text for rows in both for text in rows.too_long], sum(r.num_too_long for r in both)
         told = [
-            f"{each.path}: {each.num_bad} of {each.num_rows} rows cannot be used: {_listed(each.bad, each.num_bad)}"
-            for each in self.read
-            if each.num_bad
+            f"{item.path}: {item.num_bad} of {item.num_rows} rows cannot be used: {_listed(item.bad, item.num_bad)}"
+            for item in self.read
+            if item.num_bad
         ]
-        told += [f"{each.path}: {dataset.told_nulled(each.num_nulled)}" for each in self.read if each.num_nulled]
-        told += [*self.trained.told_orders(), *(f"held out: {each}" for each in self.measured.told_orders())]
+        told += [f"{item.path}: {dataset.told_nulled(item.num_nulled)}" for item in self.read if item.num_nulled]
+        told += [*self.trained.told_orders(), *(f"held out: {order}" for order in self.measured.told_orders())]
         if self.trained.has_many_twice:
             told.append(f"{self.trained.num_twice} of {self.trained.num_rows} training rows repeat an earlier row")
         if self.groups is not None and self.groups.told:
@@ -225,7 +225,7 @@ def build(
     evaluated = train if is_evaluation else evaluated
     trained = Census() if is_evaluation else census_of(tables[0], places)
     measured = census_of(tables[-1], held_out)
-    digests = [each.column("digest")[some] for each, some in ((tables[0], places), (tables[-1], held_out))]
+    digests = [item.column("digest")[some] for item, some in ((tables[0], places), (tables[-1], held_out))]
     num_in_both = 0 if is_evaluation else int(np.isin(digests[1], digests[0]).sum())
     train_counts = () if is_evaluation else tables[0].counts
     eval_counts = tables[-1].counts if spec.eval_datasets else ()
@@ -371,7 +371,7 @@ def select(table: Table, places: npt.NDArray[np.int64], max_length: int | None, 
         num_broken=int((fates == Fate.BROKEN).sum()),
         broken=tuple(remark.reason for remark in remarks(Fate.BROKEN, MAX_NAMED)),
         num_too_long=int((fates == Fate.TOO_LONG).sum()),
-        too_long=tuple(f"{each.reason} ({each.hint})" for each in remarks(Fate.TOO_LONG, MAX_NAMED)),
+        too_long=tuple(f"{item.reason} ({item.hint})" for item in remarks(Fate.TOO_LONG, MAX_NAMED)),
         num_silenced=int((fates == Fate.SILENCED).sum()),
         first_silenced=silenced[0].reason if silenced else "",
         lost=lost,

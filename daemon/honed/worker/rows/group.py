@@ -94,10 +94,10 @@ def _groups(dataset: int, tags: Iterable[str], names: Sequence[str]) -> Iterator
 def _names(datasets: Sequence[DatasetSpec]) -> tuple[str, ...]:
     """Return the data sets' names in metrics: their labels, which several may share, else the names of their files."""
     names: list[str] = []
-    labels = {each.label for each in datasets}
-    for number, each in enumerate(datasets):
-        name = each.label or re.sub(r"[^\w.-]", "_", Path(each.path).name.partition(".")[0] or each.path)
-        while each.label is None and (name in names or name in labels):
+    labels = {dataset.label for dataset in datasets}
+    for number, dataset in enumerate(datasets):
+        name = dataset.label or re.sub(r"[^\w.-]", "_", Path(dataset.path).name.partition(".")[0] or dataset.path)
+        while dataset.label is None and (name in names or name in labels):
             name += f"-{number + 1}"
         names.append(name)
     return tuple(names)

@@ -73,7 +73,7 @@ class Maker:
         found = cache.find(rows_dir / name, self.stop.check, self.warn, shared_dir=shared_dir)
         if found is not None:
             found.counts = tuple(
-                replace(count, path=str(each.path)) for count, each in zip(found.counts, datasets, strict=True)
+                replace(count, path=str(item.path)) for count, item in zip(found.counts, datasets, strict=True)
             )
             return found
         reading = dataset.Reading(

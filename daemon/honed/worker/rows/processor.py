@@ -130,7 +130,7 @@ class Processor:
         import numpy as np
 
         rate = self._sampling_rate
-        sounds, files = options.get("audio", []), [each for each in media if each.kind == "audio"]
+        sounds, files = options.get("audio", []), [item for item in media if item.kind == "audio"]
         for n, (sound, file) in enumerate(zip(sounds, files, strict=True)):
             if len(sound) <= max(self._num_heard, rate):
                 continue
@@ -148,21 +148,21 @@ class Processor:
 
     def _options(self, media: Sequence[Media]) -> dict[str, Any]:
         """Return the decoded media as arguments for the processor. Raises MediaError, which names the file."""
-        for kind in dict.fromkeys(each.kind for each in media):
+        for kind in dict.fromkeys(item.kind for item in media):
             if not any(hasattr(self.processor, part) for part in _PARTS[kind]):
                 raise DatasetError(
                     f"{type(self.processor).__name__} does not support {kind}: it has no {_PARTS[kind][0]}"
                 )
         options: dict[str, Any] = {}
-        images = [medias.image(each, self._limits) for each in media if each.kind == "image"]
-        videos = [_video(each, self._limits) for each in media if each.kind == "video"]
+        images = [medias.image(item, self._limits) for item in media if item.kind == "image"]
+        videos = [_video(item, self._limits) for item in media if item.kind == "video"]
         rate = self._sampling_rate
-        sounds = [medias.audio(each, rate) for each in media if each.kind == "audio"]
+        sounds = [medias.audio(item, rate) for item in media if item.kind == "audio"]
         if images:
             options["images"] = images
         if videos:
             options["videos"] = [frames for frames, _ in videos]
-            facts = [each for _, each in videos]
+            facts = [video for _, video in videos]
             options["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": facts, "fps": _rate(facts)}
         if sounds:
             options |= {"audio": sounds, "sampling_rate": rate}
@@ -187,7 +187,7 @@ class _Listener:
     def __call__(self, text: Any = None, *arguments: Any, **options: Any) -> Any:
         if self._ending:
             is_one = isinstance(text, str)
-            text = text.removesuffix(self._ending) if is_one else [each.removesuffix(self._ending) for each in text]
+            text = text.removesuffix(self._ending) if is_one else [item.removesuffix(self._ending) for item in text]
         with _TOKENIZER_LOCK:
             batch = self._tokenizer(text, *arguments, **options)
         texts = [text] if isinstance(text, str) else text
@@ -262,7 +262,7 @@ def _rate(facts: Sequence[Mapping[str, Any]]) -> float:
 
     Omni's has one rate for all of them, and assumes two if it is given none.
     """
-    return sum(float(each["fps"]) for each in facts) / len(facts)
+    return sum(float(fact["fps"]) for fact in facts) / len(facts)
 
 
 def _grids(tensors: Mapping[str, Any]) -> dict[Kind, list[tuple[int, ...]]]:

@@ -160,7 +160,7 @@ class Writer:
             file.close()
         manifest = {
             "files": {name: file.seal for name, file in self._files.items()},
-            "counts": [asdict(each) for each in counts],
+            "counts": [asdict(count) for count in counts],
         }
         (self._new / MANIFEST).write_text(json.dumps(manifest))
         directory = self._new.with_name(name)
@@ -176,7 +176,7 @@ def load(directory: Path, beat: Callable[[], None]) -> Table | None:
         for name in (TOKENS, ROWS):
             if _seal(directory / name, beat) != manifest["files"][name]:
                 raise DamagedError(f"{directory.name}/{name} has changed since it was written")
-        return Table(directory, [Counts(**{**each, "bad": tuple(each["bad"])}) for each in manifest["counts"]])
+        return Table(directory, [Counts(**{**item, "bad": tuple(item["bad"])}) for item in manifest["counts"]])
     except FileNotFoundError as error:
         if directory.exists():
             raise DamagedError(f"{directory.name} lacks {Path(error.filename).name}") from error

@@ -19,7 +19,7 @@ MAX_SAMPLES, MAX_PICTURES, SIZE = 20, 4, 96
 def tell(questions: Sequence[Question], events: EventWriter) -> None:
     """Send one event with the thumbnails of all examples, if there are any. A broken file has no thumbnail."""
     rows = [
-        {"sample_index": index, "thumbnails": [made for each in question.media[:MAX_PICTURES] if (made := _of(each))]}
+        {"sample_index": index, "thumbnails": [made for item in question.media[:MAX_PICTURES] if (made := _of(item))]}
         for index, question in enumerate(questions[:MAX_SAMPLES])
     ]
     if rows := [row for row in rows if row["thumbnails"]]:

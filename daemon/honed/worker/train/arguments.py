@@ -102,7 +102,7 @@ def _batch(assignment: Assignment) -> dict[str, int]:
     if planned.num_ranks == 1 or planned.effective_batch is None or planned.per_device_train_batch_size is None:
         return {}
     size = planned.per_device_train_batch_size
-    if any("training.per_device_train_batch_size" in each.changes for each in assignment.adjustments):
+    if any("training.per_device_train_batch_size" in adjustment.changes for adjustment in assignment.adjustments):
         size = min(size, assignment.spec.training.per_device_train_batch_size)
     return {
         "per_device_train_batch_size": size,
@@ -124,7 +124,7 @@ def _promised() -> dict[str, Any]:
 
     Unsloth replaces TRL's SFTConfig by a subclass with other defaults: of learning rate, batch, optimizer, seed.
     """
-    own = next(each for each in reversed(SFTConfig.__mro__) if each.__name__ == SFTConfig.__name__)
+    own = next(item for item in reversed(SFTConfig.__mro__) if item.__name__ == SFTConfig.__name__)
     fields = {field.name: field.default for field in dataclasses.fields(own) if field.init}
     fields |= {name: info.default for name, info in TrainingSpec.model_fields.items() if name in fields}
     # The type of the loss is left to the backend: Unsloth has kernels of its own.

@@ -46,9 +46,13 @@ def written_bytes(model: Any, optimizer: Any, *, is_whole: bool) -> int:
 
     Before its first step the optimizer has no state: two moments are assumed.
     """
-    weights = sum(each.numel() * each.element_size() for each in model.parameters() if is_whole or each.requires_grad)
-    kept = [each for state in optimizer.state.values() for each in state.values() if hasattr(each, "element_size")]
-    return weights + (sum(each.numel() * each.element_size() for each in kept) if kept else 2 * weights)
+    weights = sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in model.parameters()
+        if is_whole or parameter.requires_grad
+    )
+    kept = [item for state in optimizer.state.values() for item in state.values() if hasattr(item, "element_size")]
+    return weights + (sum(item.numel() * item.element_size() for item in kept) if kept else 2 * weights)
 
 
 def size_of(path: Path) -> int:

@@ -101,7 +101,7 @@ class Divergence:
         norms = [norm for _, norm in steps if norm]
         if factor is None or grad_norm is None or len(norms) < MIN_RECENT:
             return None
-        usual, before = median(norms), max(median(each for each, _ in steps), first)
+        usual, before = median(norms), max(median(step for step, _ in steps), first)
         if grad_norm <= factor * usual or loss <= max(LOSS_FACTOR * before, GUESS_SHARE * self._guess_loss):
             return None
         return f"the gradient's norm is {grad_norm:.4g}, after {usual:.4g}; the loss is {loss:.4g}, after {before:.4g}"

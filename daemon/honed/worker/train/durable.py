@@ -89,7 +89,7 @@ class Durable(Saving, Measuring):
         made = super().create_optimizer(*args, **kwargs)
         if self._is_compensated and optimizer_of(self.args) in EIGHT_BIT:
             optimizer.keep_embeddings_wide(self.model)
-        stepped = [each for group in self.optimizer.param_groups for each in group["params"]]
+        stepped = [item for group in self.optimizer.param_groups for item in group["params"]]
         assert not self.is_divided or all(map(division.is_part, stepped))
         return made
 

@@ -64,10 +64,10 @@ def take_remainders(optimizer: Any, path: Path) -> None:
 
 def _slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield parts of tensors of one shape, whole if they do not lie in one piece: a step is the same either way."""
-    if not all(each.is_contiguous() for each in tensors):
+    if not all(tensor.is_contiguous() for tensor in tensors):
         yield tensors
         return
-    yield from zip(*(each.view(-1).split(SLICE_ELEMENTS) for each in tensors), strict=True)
+    yield from zip(*(tensor.view(-1).split(SLICE_ELEMENTS) for tensor in tensors), strict=True)
 
 
 def _put(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
@@ -111,8 +111,8 @@ class CompensatedAdamW(torch.optim.Optimizer):
         state["step"] += 1
         assert parameter.grad is not None
         moments = (state["exp_avg"], state["exp_avg_sq"], *((state[REMAINDER],) if is_parted else ()))
-        for each in _slices(parameter.data, parameter.grad, *moments):
-            self._update_slice(group, state["step"], *each)
+        for item in _slices(parameter.data, parameter.grad, *moments):
+            self._update_slice(group, state["step"], *item)
 
     def _update_slice(
         self,

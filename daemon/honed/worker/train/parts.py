@@ -36,8 +36,8 @@ def write(directory: Path, model: Any, optimizer: Any, ranks: Ranks) -> None:
         "groups": state["param_groups"],
         "states": {
             number: {
-                name: division.part_of(each.detach()).cpu() if torch.is_tensor(each) else each
-                for name, each in one.items()
+                name: division.part_of(item.detach()).cpu() if torch.is_tensor(item) else item
+                for name, item in one.items()
             }
             for number, one in state["state"].items()
         },

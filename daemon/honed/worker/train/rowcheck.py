@@ -101,10 +101,10 @@ def _limit(config: Mapping[str, Any]) -> int | None:
     config = config.get("text_config") or config
     limits = [config.get("keep_window_size")]  # doge chooses so many keys, among them masked ones
     rope = config.get("rope_parameters") or {}
-    kinds = rope.values() if all(isinstance(each, Mapping) for each in rope.values()) else [rope]
-    for each in kinds:
-        if each.get("rope_type") in {"dynamic", "longrope"}:  # its frequencies follow the largest position
-            limits.append(each.get("original_max_position_embeddings") or config.get("max_position_embeddings"))
+    kinds = rope.values() if all(isinstance(item, Mapping) for item in rope.values()) else [rope]
+    for kind in kinds:
+        if kind.get("rope_type") in {"dynamic", "longrope"}:  # its frequencies follow the largest position
+            limits.append(kind.get("original_max_position_embeddings") or config.get("max_position_embeddings"))
     return min((int(limit) for limit in limits if limit), default=None)
 
 

@@ -35,12 +35,12 @@ class Usage(TrainerCallback):
     def on_pre_optimizer_step(self, _args: Any, _state: Any, _control: Any, **kwargs: Any) -> None:
         if "gradient_bytes" not in self.held:
             gradients = (parameter.grad for parameter in kwargs["model"].parameters())
-            self.held["gradient_bytes"] = num_bytes(each for each in gradients if each is not None)
+            self.held["gradient_bytes"] = num_bytes(gradient for gradient in gradients if gradient is not None)
 
     def on_step_end(self, _args: Any, _state: Any, _control: Any, **kwargs: Any) -> None:
         if "optimizer_bytes" not in self.held:
             states = kwargs["optimizer"].state.values()
-            self.held["optimizer_bytes"] = num_bytes(each for one in states for each in _tensors(one))
+            self.held["optimizer_bytes"] = num_bytes(tensor for one in states for tensor in _tensors(one))
 
     def trained(self, model: Any) -> dict[str, int]:
         """Measure at the end of training. Return all measurements, peaks included."""
@@ -77,11 +77,11 @@ def _tensors(value: Any) -> Iterator[Any]:
         case torch.Tensor():
             yield value
         case dict():
-            for each in value.values():
-                yield from _tensors(each)
+            for item in value.values():
+                yield from _tensors(item)
         case list() | tuple():
-            for each in value:
-                yield from _tensors(each)
+            for item in value:
+                yield from _tensors(item)
         case _ if type(value).__name__ == "QuantState":
             yield from _tensors(vars(value))
 

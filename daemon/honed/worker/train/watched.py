@@ -35,7 +35,9 @@ class WatchedTrainer(Trainer):
         self._needed_bytes = 0  #: for the next checkpoint
         self._is_short = False  #: the last checkpoint found no room
         self._write_sec = 0.0  #: that the last checkpoint's writing took
-        is_divided = any("training.gradient_accumulation_steps" in each.changes for each in assignment.adjustments)
+        is_divided = any(
+            "training.gradient_accumulation_steps" in adjustment.changes for adjustment in assignment.adjustments
+        )
         if is_divided and not self.model_accepts_loss_kwargs:
             self._tell(
                 f"{model_type} averages its loss per batch: the parts of a divided batch count the same, regardless "
@@ -182,7 +184,7 @@ class WatchedTrainer(Trainer):
                 self.write_part(made)
             except (OSError, RuntimeError) as failed:
                 problem = failed
-            problems = [each for each in self._ranks.gather(problem) if each is not None]
+            problems = [item for item in self._ranks.gather(problem) if item is not None]
             if not problems and (failed_on_zero := self._ranks.by_zero(end)) is not None:
                 problems = [failed_on_zero]
             if problems:
