@@ -48,7 +48,7 @@ class Add(Protocol):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; the man page and the completions are generated from it."""
+    """Return the parser of the command line; scripts/manual.py makes the man page and the completions from it."""
     made = nearest.Parser(
         prog="honectl",
         description="Submit and monitor training jobs.",
@@ -82,6 +82,13 @@ def parser() -> argparse.ArgumentParser:
     for group in (_add_beginnings, _add_files, _add_jobs, _add_changes, _add_devices, _add_results, _add_machine):
         group(add)
     return made
+
+
+def verbs(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.ArgumentParser]]:
+    """Return each verb with its help text and its own parser."""
+    action = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    words = {choice.dest: str(choice.help) for choice in action._choices_actions}
+    return [(name, words[name], parser) for name, parser in action.choices.items()]
 
 
 def _add_beginnings(add: Add) -> None:

@@ -59,7 +59,7 @@ def made() -> dict[str, Any]:
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A job file of honed",
-        "$comment": "Made by `python -m honed.cli.reference --write docs`.",
+        "$comment": "Made by `python scripts/reference.py --write docs`.",
     }
     # Top-level keys that hold YAML anchors are not part of the job.
     holders: dict[str, Any] = {f"^({'|'.join(holder.replace('.', '[.]') for holder in HOLDERS)})": {}}
