@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from honed import __version__
 from honed.cli import command_line, setup
-from honed.cli.docstring import docstrings
+from honed.spec.docstring import docstrings
 from honed.daemon import loop
 from honed.page import server
 from honed.spec import setting

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from honed.cli import schema
-from honed.cli.docstring import docstrings
+from honed.spec.docstring import docstrings
 from honed.job import views
 from honed.spec import setting
 from honed.spec.config import Config

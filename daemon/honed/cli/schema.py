@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import honed
-from honed.cli.docstring import docstrings
+from honed.spec.docstring import docstrings
 from honed.spec.document import HOLDERS
 from honed.spec.field import Section
 from honed.spec.spec import JobSpec
