@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import selectors
 import subprocess
 import sys
@@ -51,12 +50,7 @@ def test_every_verb_of_honectl_is_where_its_line_says() -> None:
 
 
 def places() -> set[str]:
-    verbs = next(
-        action.choices.values()
-        for action in command_line.parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    return {verb.get_default("run") for verb in verbs}
+    return {verb.get_default("run") for _, _, verb in command_line.verbs(command_line.parser())}
 
 
 def test_the_daemon_knows_no_model_and_no_data() -> None:
@@ -106,7 +100,7 @@ LIST = COMPLETION - {"honed.cli.job_numbers"} | {
         "honed.cli.nearest",
         "honed.cli.terminal",
     ),
-    *("honed.job", "honed.job.job", "honed.job.progress", "honed.system.clock"),
+    *("honed.job", "honed.job.change", "honed.job.job", "honed.job.progress", "honed.system.clock"),
     *("argparse", "dataclasses", "decimal", "inspect", "pygments", "rich", "shutil"),
 }
 HEAVY = {

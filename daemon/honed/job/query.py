@@ -686,17 +686,6 @@ def _refusal(reason: Reason) -> Refusal:
     return {"file": reason.file, "reason": reason.text, "refused_at": reason.refused_at}
 
 
-#: Verbs that only read: the daemon answers them, and honectl runs them itself if honed is down.
-READING_VERBS: dict[str, Callable[[Spool, Layout, str, Asker], Any]] = {
-    "list": list_jobs,
-    "show": show,
-    "predictions": predictions,
-    "losses": losses,
-    "glance": glance,
-    "group": group,
-}
-
-
 def _plan(files: JobFiles) -> PlanFile:
     try:
         return PlanFile.read(files.plan_path)

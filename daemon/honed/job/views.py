@@ -100,7 +100,7 @@ SQL = "\n".join(view.sql for view in VIEWS)
 _INTRODUCTION = """\
 # The database
 
-<!-- Made by `python -m honed.cli.reference --write docs/`; change daemon/honed/job/views.py instead. -->
+<!-- Made by `python scripts/reference.py --write docs/`; change daemon/honed/job/views.py instead. -->
 
 `/var/lib/honed/honed.db` is SQLite, in WAL mode: it can be opened read-only while honed writes.
 
