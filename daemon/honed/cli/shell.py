@@ -267,8 +267,8 @@ def _end(text: str, start: int, pair: str) -> int:
 def commands(
     text: str, _shell: _Shell | None = None, _before: Sequence[str] = (), _depth: int = 0
 ) -> Iterator[Command]:
-    """Yield each simple command of a script, and of the scripts that it hands to `bash -c`, `eval` or `sbatch --wrap`,
-    up to one that never ends."""
+    """Yield each simple command of a script, and of the scripts that it hands to `bash -c`, `eval` or an option
+    `--wrap`, up to one that never ends."""
     shell, is_sure, was_test = _shell or _Shell(), True, False
     for sign, tokens in _simple(text):
         is_sure = sign != "||" and (sign != "&&" or (is_sure and not was_test))
