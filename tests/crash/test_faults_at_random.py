@@ -33,8 +33,8 @@ from honed.system.personpath import PersonPath
 SEEDS = 2
 TURNS = 150
 PLAN = {
-    "backend": {"name": "transformers"},
-    "device": {"kind": "cpu"},
+    "backend": {"name": "transformers", "reasons": []},
+    "device": {"kind": "cpu", "name": "cpu"},
     "spec": {
         "kind": "sft",
         "training": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
