@@ -49,7 +49,7 @@ from honed.run.fetcher import FetchRunner
 from honed.run.runner import Runner
 from honed.spec import config
 from honed.spec.config import Config
-from honed.system import device, durable, log_quota, message, python
+from honed.system import durable, log_quota, message, python
 from honed.system import layout as layouts
 from honed.system import log as logs
 from honed.system.device import Device
@@ -101,8 +101,6 @@ class Daemon:
             clock=clock,
         )
         self._database = Database(layout.database_path)
-        if probe is None:
-            probe = device.probe if runner.name != "slurm" else lambda _: in_force().slurm.devices()
         self._attempts = Attempts(
             layout, config, self._spool, self._database, runner, failures=self._health.failures, clock=clock
         )
@@ -113,7 +111,7 @@ class Daemon:
             runner,
             self._intake.acceptance,
             self._attempts,
-            probe=probe,
+            probe=probe or runner.devices,
             housekeeper=lambda: self._housekeeper,  # it is made below
             group=JOBS_GROUP if systemd is not None else "",
             clock=clock,
