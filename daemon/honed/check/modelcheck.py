@@ -132,7 +132,7 @@ def warnings(model: BaseModelInfo) -> list[str]:
 
 def check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> None:
     """Check that the merge, or `save_merged`, can be done with these files. Raises ModelError or SpecError."""
-    if kind.of(job_spec).makes != "merged" and job_spec.save_merged == "none":
+    if not kind.of(job_spec).merges and job_spec.save_merged == "none":
         return
     if model.is_pickled:
         raise ModelError(
@@ -164,7 +164,7 @@ def check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | 
 
 def _unmerged(job_spec: JobSpec) -> Fix:
     """Return the fix that trains without the merged checkpoint; none for a job of kind merge."""
-    return {} if kind.of(job_spec).makes == "merged" else {"save_merged": None}
+    return {} if kind.of(job_spec).merges else {"save_merged": None}
 
 
 def _check_model_type(job_spec: JobSpec, model: BaseModelInfo) -> None:

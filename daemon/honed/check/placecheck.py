@@ -139,7 +139,7 @@ def check_room(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
     output = written + beside
     if (saved := made.precision.save_dtype) is not None:
         output = written * BITS[saved] // BITS[made.precision.load_dtype] + beside
-    if kind.of(job_spec).makes == "merged":
+    if kind.of(job_spec).merges:
         checkpoints, output = 0, made.model.num_parameters * BITS[made.precision.load_dtype] // 8
     if not kind.of(job_spec).makes:
         checkpoints, output = 0, 0

@@ -21,6 +21,10 @@ class Kind:
     needs_device: bool  #: it runs on a GPU where there is one
     freezes_base: bool  #: nothing of the model changes
 
+    @property
+    def merges(self) -> bool:
+        return self.makes == "merged"
+
 
 KINDS = {
     kind.name: kind
