@@ -281,7 +281,8 @@ def _plots(story: Story, *, is_served: bool) -> list[Markup]:
             some = [(name, name.partition("/")[2].replace("_", " ")) for name in of_kind[start : start + 4]]
             drawn.append(lines(title, series(*some), from_zero=True))
     others = [name for name in names if name not in scores and not _NO_PLOT.search(name)]
-    drawn += [lines(name.replace("_", " "), series((name, name))) for name in others]
+    for name in dict.fromkeys(name.removeprefix("eval_") for name in others):
+        drawn.append(lines(name.replace("_", " "), series((name, "training"), (f"eval_{name}", "evaluation"))))
     return [item for item in drawn if item]
 
 
