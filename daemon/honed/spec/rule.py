@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from honed.spec import export
 from honed.spec.metric_names import BUILT_IN, PREFIX, known
 from honed.spec.optimizer import ADAMW_8BIT, COMPENSATED, DIVIDABLE, asked_optim
 from honed.spec.problem import KeyPath, Problem, dotted, line_of, shown, told_fix
@@ -119,15 +120,10 @@ _adapter = _clash(
 )
 
 
-_merged = _clash(
-    lambda spec: spec.save_merged != "none" and spec.lora is None and spec.adapter is None,
-    (
-        ("save_merged",),
-        "there is no adapter to merge: full fine-tuning writes a complete checkpoint anyway",
-        "remove it, or add a lora: section",
-        {"save_merged": None},
-    ),
-)
+def _exports(spec: JobSpec) -> Iterator[Finding]:
+    for item in export.asked(spec):
+        if item.adapter_reason and spec.lora is None and spec.adapter is None:
+            yield (item.key,), item.adapter_reason, "remove it, or add a lora: section", {item.key: None}
 
 
 _adapter_dtype = _clash(
@@ -713,7 +709,7 @@ RULES = (
     Rule(_EVAL_KEYS, _held_out),
     Rule((("quantization",), ("lora",), ("adapter",)), _quantization),
     Rule((("lora",), ("adapter",)), _adapter),
-    Rule((("save_merged",), ("lora",), ("adapter",)), _merged),
+    Rule((*((item.key,) for item in export.EXPORTS), ("lora",), ("adapter",)), _exports),
     Rule((("adapter_dtype",), ("lora",), ("adapter",)), _adapter_dtype),
     Rule((("train_parts",), ("lora",), ("adapter",)), _train_parts),
     Rule(

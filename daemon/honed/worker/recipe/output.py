@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from honed.system import durable
 from honed.system.error import HonedError, InterruptedRunError
@@ -14,6 +14,9 @@ from honed.worker.recipe.base import Run, versions
 from honed.worker.recipe.build import Built
 from honed.worker.recipe.start import Rows, Start
 from honed.worker.train import prediction
+
+if TYPE_CHECKING:
+    from honed.worker.model.writer import Writer
 
 #: Seconds between log lines on the progress of a merge.
 MERGE_LOG_INTERVAL_SEC = 30.0
@@ -72,10 +75,10 @@ def _export(run: Run, start: Start, rows: Rows, built: Built, facts: Facts, *, i
 
     job, trainer, logged_at = start.job, built.trainer, time.monotonic()
 
-    def compare(merged: Path) -> str:
+    def compare(writer: Writer, written: Path) -> str:
         with prediction.undisturbed(trainer.model):
             lines = likeness.rows_of(trainer, rows.data)
-            return likeness.compare(merged, job, lines, live=trainer.model, beat=run.stop.check)
+            return writer.compare(written, job, lines, live=trainer.model, beat=run.stop.check)
 
     def merging(number: int, count: int) -> None:
         nonlocal logged_at
