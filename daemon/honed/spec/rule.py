@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from honed.spec import kind
 from honed.spec.metric_names import BUILT_IN, PREFIX, known
 from honed.spec.optimizer import ADAMW_8BIT, COMPENSATED, DIVIDABLE, asked_optim
 from honed.spec.problem import KeyPath, Problem, dotted, line_of, shown, told_fix
@@ -29,7 +30,8 @@ class Rule:
 
 def problems(spec: JobSpec, lines: Mapping[KeyPath, int], *, except_of: Sequence[KeyPath]) -> list[Problem]:
     """Return the conflicts in a spec, skipping the rules that read one of the paths in `except_of`."""
-    rules = {"merge": MERGE_RULES, "evaluate": EVALUATION_RULES}.get(spec.kind, RULES)
+    of_kind = kind.of(spec)
+    rules = RULES if of_kind.trains else EVALUATION_RULES if of_kind.has_rows else MERGE_RULES
     heads = {read[0] for rule in rules for read in rule.reads}
     except_of = [path for path in except_of if not path or path[0] in heads]  # unknown keys concern no rule
     kept = [rule for rule in rules if not any(_overlap(a, b) for a in rule.reads for b in except_of)]
