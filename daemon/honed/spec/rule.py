@@ -76,6 +76,15 @@ def _fractions(spec: JobSpec) -> Iterator[Finding]:
             )
 
 
+def _formats(spec: JobSpec) -> Iterator[Finding]:
+    formats = kind.of(spec).formats
+    for section, datasets in (("datasets", spec.datasets), ("eval_datasets", spec.eval_datasets)):
+        for index, dataset in enumerate(datasets):
+            if dataset.format not in ("auto", *formats):
+                why = f"{dataset.format} rows are not for kind: {spec.kind}"
+                yield (section, index, "format"), why, f"write auto, or one of {', '.join(formats)}"
+
+
 def _of_hub(spec: JobSpec) -> Iterator[Finding]:
     for section, datasets in (("datasets", spec.datasets), ("eval_datasets", spec.eval_datasets)):
         for index, dataset in enumerate(datasets):
@@ -705,8 +714,10 @@ SCHEDULE_KWARGS: dict[str, frozenset[str]] = {
 #: In the paths that a rule reads: every item of a list.
 ANY = "*"
 _EVAL_KEYS: tuple[KeyPath, ...] = (("eval_split",), ("eval_datasets",))
+_FORMATS = Rule((("kind",), ("datasets", ANY, "format"), ("eval_datasets", ANY, "format")), _formats)
 RULES = (
     Rule((("datasets",), ("kind",)), _datasets),
+    _FORMATS,
     Rule((("datasets", ANY, "fraction"), ("eval_datasets", ANY, "fraction")), _fractions),
     Rule(
         tuple((section, ANY, key) for section in ("datasets", "eval_datasets") for key in ("path", "name", "revision")),
@@ -811,6 +822,7 @@ EVALUATION_TRAINING = frozenset(
 EVALUATION_RULES = (
     Rule((("kind",), ("training",), ("eval_datasets",)), _evaluation_keys),
     Rule((("eval_datasets",), ("kind",)), _evaluated),
+    _FORMATS,
     Rule((("predictions", "sample_frequency"),), _asked_once),
     Rule((("eval_datasets", ANY, "fraction"),), _fractions),
     Rule(tuple(("eval_datasets", ANY, key) for key in ("path", "name", "revision")), _of_hub),

@@ -457,6 +457,12 @@ class DatasetSpec(Section):
     """Column names that differ, as `our name: their column`."""
     _place: Path | None = PrivateAttr(None)  # the snapshot of a hub data set, and its files
     _files: tuple[str, ...] = PrivateAttr(())
+    _form: str = PrivateAttr("text")  # set by the job
+
+    @property
+    def row_form(self) -> str:
+        """The form of its rows, by the kind of its job."""
+        return self._form
 
     @property
     def is_of_hub(self) -> bool:
@@ -830,6 +836,10 @@ class JobSpec(Section):
         Expected("true, false or only"),
     ] = False
     """Try eight rows for a few steps first and report the findings; `only` does nothing else."""
+
+    def model_post_init(self, _context: Any) -> None:
+        for _, dataset in self.each_dataset():
+            dataset._form = kinds.of(self).form
 
     def each_dataset(self) -> Iterator[tuple[str, DatasetSpec]]:
         """Yield the data sets to train and to evaluate on, each with its key: datasets.0, …, eval_datasets.0, …"""
