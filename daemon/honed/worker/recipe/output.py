@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from honed.job import tree
 from honed.system import durable
 from honed.system.error import HonedError, InterruptedRunError
 from honed.worker.model import cast, division
@@ -56,6 +57,8 @@ def write(run: Run, start: Start, rows: Rows, built: Built, figures: dict[str, f
     if regression is not None:
         raise regression
     _remove_regressed(run, start)
+    if start.job.shared_rows_dir is None:  # else honed takes them first, and removes them
+        tree.remove(start.job.rows_dir)  # no later attempt needs them
 
 
 def _cast(run: Run, start: Start, built: Built) -> None:
