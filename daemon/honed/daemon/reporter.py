@@ -155,5 +155,5 @@ class Reporter:
 def _queue_options(jobs: Sequence[Job]) -> list[str]:
     """Return the options that tell the child the order of the queue, and which of its jobs are staged."""
     numbers = ",".join(str(job.id) for job in jobs)
-    staged = ",".join(str(job.id) for job in jobs if job.staged is not None)
+    staged = ",".join(str(job.id) for job in jobs if job.staged_at is not None)
     return [*([f"--queue={numbers}"] if numbers else []), *([f"--staged={staged}"] if staged else [])]

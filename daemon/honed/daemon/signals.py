@@ -70,7 +70,7 @@ class Shutdown:
     def is_over(self) -> bool:
         """True if honed was asked to end, and every worker that still lives continues without it."""
         is_left = all(self._is_left(job_id) for job_id in self._attempts.running)
-        return self.is_asked and is_left and not self._staged.num_not_left
+        return self.is_asked and is_left and not len(self._staged)
 
     def ask(self) -> None:
         """Begin to end."""
@@ -85,7 +85,7 @@ class Shutdown:
         for job_id in self._not_left():
             with self._attempts.failures.alone(f"job {job_id}"):
                 self._attempts.stop(job_id, Stop.SHUTDOWN)
-        self._staged.end_all()
+        self._staged.drop_all()
 
     def _not_left(self) -> list[int]:
         return [job_id for job_id in self._attempts.running if not self._is_left(job_id)]
