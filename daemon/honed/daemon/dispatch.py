@@ -61,14 +61,13 @@ class Selection:
     def __init__(
         self,
         spool: Spool,
-        config: Callable[[], Config],
         attempts: Attempts,
         backlog: Backlog,
         plans: Plans,
         placement: Placement,
         shares: Shares,
         staged: StagedWorkers,
-        fence: Fence,
+        obstacles: Obstacles,
     ) -> None:
         self._spool = spool
         self._attempts = attempts
@@ -77,7 +76,7 @@ class Selection:
         self._placement = placement
         self._shares = shares
         self._staged = staged
-        self.obstacles = Obstacles(spool, config, attempts, backlog, plans, placement, shares, fence)
+        self.obstacles = obstacles
         self.backfill = Backfill(attempts, placement)
         self._waiting: set[int] = set()  # jobs whose wait for a GPU was logged
 
@@ -241,9 +240,8 @@ class Dispatch:
         )
         editing = Editing(spool, database, acceptance, self.backlog, placement)
         self.plans = Plans(spool, self.backlog, placement, acceptance, editing)
-        self.selection = Selection(
-            spool, config, attempts, self.backlog, self.plans, placement, shares, self.staged, self.fence
-        )
+        obstacles = Obstacles(spool, config, attempts, self.backlog, self.plans, placement, shares, self.fence)
+        self.selection = Selection(spool, attempts, self.backlog, self.plans, placement, shares, self.staged, obstacles)
         self._preempting = Preempting(config, attempts, placement, shares, self.selection)
         self.halvings = Halvings(spool, database, attempts)
 
@@ -277,7 +275,7 @@ class Dispatch:
         self.backlog.recover()
         self.plans.editing.recover()
         self.staged.recover()
-        self.staged.take_over(self.fence.staged)
+        self.staged.take_over(self.fence.ahead)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -337,7 +335,7 @@ class Dispatch:
             self._attempts.check_entries()
             for job in self.fence.look({*self._attempts.running, *self.staged.numbers}):
                 self._attempts.adopt(job)
-            self.staged.take_over(self.fence.staged)
+            self.staged.take_over(self.fence.ahead)
 
     def start_next(self) -> None:
         """Start what can be started; nothing while it is not known which workers live."""

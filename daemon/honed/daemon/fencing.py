@@ -49,7 +49,7 @@ class Fence:
         self._clock = clock
         self._interval = interval
         self._look_at = -math.inf
-        self.staged: list[Live] = []  #: workers that wait at their gates, whether their jobs still want them or not
+        self.ahead: list[Live] = []  #: workers that wait at their gates, whether their jobs still want them or not
         self.fault = ""  #: why they are not known yet; until they are, no job may be started
 
     @property
@@ -66,7 +66,7 @@ class Fence:
         `followed`: jobs whose workers are known to live."""
         if not self.is_due:
             return []
-        self.staged = []
+        self.ahead = []
         try:
             found = [live for live in self._runner.live() if live.job_id not in (followed or ())]
         except OSError as error:
@@ -84,7 +84,7 @@ class Fence:
         if job is not None and job.state is State.RUNNING and number in {None, job.attempt.number}:
             return None if is_known else job
         if live.is_staged or (live.attempt is None and job is not None and _may_wait(job)):
-            self.staged.append(live)
+            self.ahead.append(live)
             return None
         if job is not None and job.state.is_final and number in {None, *(attempt.number for attempt in job.attempts)}:
             return None  # settled; its process is about to end
