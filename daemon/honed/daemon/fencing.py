@@ -13,8 +13,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Container, Mapping
-from typing import Any
+from collections.abc import Callable, Container
 
 from honed.job import recovery
 from honed.job.corrupt import copy_of
@@ -144,19 +143,13 @@ def _planned(files: JobFiles, live: Live) -> Job:
     try:
         if untrusted.info(files.plan_path).st_uid != owner:
             return bare
-        document = PlanFile.read(files.plan_path).document
-        name, uid, output_dir = document["job"]["name"], int(document["job"]["user_id"]), document["output_dir"]
+        plan = PlanFile.read(files.plan_path)
+        if plan.job.id != live.job_id:
+            return bare
+        planned = dataclasses.replace(bare, name=plan.job.name, uid=plan.uid, output_dir=str(plan.output_dir))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return bare
-    if not (isinstance(name, str) and isinstance(output_dir, str) and document["job"].get("id") == live.job_id):
-        return bare
-    return dataclasses.replace(bare, name=name, uid=uid, output_dir=output_dir, **_inputs(document))
-
-
-def _inputs(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model and the data of a plan, for an entry; nothing if they cannot be read."""
-    try:
-        spec = document["spec"]
-        return {"model": str(spec["base_model"]), "data": tuple(str(item["path"]) for item in spec["datasets"])}
-    except (KeyError, TypeError):
-        return {}
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        data = tuple(str(item["path"]) for item in plan.spec["datasets"])
+        return dataclasses.replace(planned, model=str(plan.spec["base_model"]), data=data)
+    return planned
