@@ -1,4 +1,4 @@
-"""The choice of the jobs that are staged (staged.py): those that are next for a busy device.
+"""The choice of the jobs that are staged (staging.py): those that are next for a busy device.
 
 A job's turn comes by the queue's order, as ever: a job that comes first then starts first, staged or not. A staged job
 loses its place to another one if it is not among the next for REPLACE_AFTER_SEC, and gives it back if it waits for
@@ -18,7 +18,7 @@ from typing import Protocol
 from honed.daemon.attempts import Attempts
 from honed.daemon.placement import Placement
 from honed.daemon.running import Running
-from honed.daemon.staged import StagedWorkers, Worker
+from honed.daemon.staging import StagedWorkers, Worker
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile, RowNeeds
 from honed.spec import kind

@@ -99,7 +99,7 @@ class Fence:
 
 
 def _may_wait(job: Job) -> bool:
-    """Return True if a worker of a job of which nothing else is known was staged: the job has not begun."""
+    """Return True if a worker of a job of which nothing else is known is ahead of its turn: the job has not begun."""
     return job.state in {State.QUEUED, State.HELD} and job.num_staged > 0
 
 

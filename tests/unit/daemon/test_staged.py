@@ -18,7 +18,7 @@ import pytest
 from honed.daemon.attempts import Attempts
 from honed.daemon.fencing import Fence
 from honed.daemon.running import MAX_UNREAD, clear
-from honed.daemon.staged import MAX_END_SEC, StagedWorkers
+from honed.daemon.staging import MAX_END_SEC, StagedWorkers
 from honed.job.ahead import Pass
 from honed.job.database import Database
 from honed.job.job import Job, State
