@@ -117,7 +117,7 @@ class Daemon:
             clock=clock,
             now=now,
         )
-        self._shutdown = Shutdown(self._attempts, self._dispatch.staged, in_force, drain=drain)
+        self._shutdown = Shutdown(self._attempts, self._dispatch.staging, in_force, drain=drain)
         self._publishing = Publishing(
             layout, config, self._database, self._attempts, self._spool, self._dispatch.selection.queue, clock=clock
         )

@@ -432,7 +432,7 @@ def summary(job: Job, progress: Progress = NO_PROGRESS, score: Score | None = No
         "source": job.source,
         "is_pinned": job.is_pinned,
         "waiting_for": _waiting_for(job),
-        "staged_at": timestamp(job.staged.since) if job.staged is not None else None,
+        "staged_at": timestamp(job.staged_at) if job.staged_at is not None else None,
         "preemption": preemption.current(job),
         "progress": progress if job.state is State.RUNNING else {**progress, "eta_sec": None},
         "needs_bytes": job.needs_bytes or None,

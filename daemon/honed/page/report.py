@@ -526,11 +526,11 @@ def write(
     is_shared: bool,
     admin_group: str,
     queue: Sequence[int] = (),
-    staged: Container[int] = (),
+    ahead: Container[int] = (),
 ) -> int:
     """Write the reports of these jobs, and the index. Returns how many failed to be written and may succeed another
-    time; each is reported on stderr. `queue`: the first queued jobs in the order in which they start; `staged`: the
-    staged ones.
+    time; each is reported on stderr. `queue`: the first queued jobs in the order in which they start; `ahead`: those
+    whose workers wait for their turns.
 
     The index names all users' jobs: if they are not shared, only honed and the administrators' group may read it.
     """
@@ -553,7 +553,7 @@ def write(
         rows, counts = reader.overview(MAX_INDEX_JOBS, queue)
     finally:
         reader.close()
-    rows = [{**row, "staged_at": True} if row["id"] in staged and row["state"] == "queued" else row for row in rows]
+    rows = [{**row, "staged_at": True} if row["id"] in ahead and row["state"] == "queued" else row for row in rows]
     page = render_index(rows, layout, now=now, counts=counts)
     try:
         path = durable.write_beside(layout.index_path, page, mode=0o644 if is_shared else 0o600)
@@ -591,7 +591,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shared", action="store_true", help="let everybody read every job")
     parser.add_argument("--admin-group", default="")
     parser.add_argument("--queue", type=_job_ids, default=(), help="the first queued jobs, in their order")
-    parser.add_argument("--staged", type=_job_ids, default=(), help="those of them that are staged")
+    parser.add_argument("--ahead", type=_job_ids, default=(), help="those of them whose workers wait for their turns")
     parser.add_argument("--print", action="store_true", help="print the page of one job for honed-web; write nothing")
     parser.add_argument("ids", nargs="*", type=int)
     options = parser.parse_args(arguments)
@@ -606,7 +606,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_shared=options.shared,
         admin_group=options.admin_group,
         queue=options.queue,
-        staged=options.staged,
+        ahead=options.ahead,
     )
     return min(num_failed, 1)
 

@@ -1,6 +1,6 @@
 """One attempt at one job: its trial, its recipe (recipe/), and its result, whatever the end.
 
-Nothing here imports the training stack before the backend is chosen. A worker that was staged waits between data and
+Nothing here imports the training stack before the backend is chosen. A worker ahead of its turn waits between data and
 load until its device is free (gate.py); with Unsloth, whose import asks the device, before it.
 """
 

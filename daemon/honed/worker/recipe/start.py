@@ -115,7 +115,7 @@ def _import(run: Run, start: Start) -> None:
 
 
 def read_rows(run: Run, start: Start) -> Rows:
-    """Encode the rows, and wait for the device if this worker was staged."""
+    """Encode the rows, and wait for the device if its turn has not come."""
     run.stage("data")
     from honed.worker.rows import data as datas
 
