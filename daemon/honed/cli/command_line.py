@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from honed import __version__
 from honed.cli import nearest
 from honed.job.change import CHANGES
 from honed.job.job import State
+from honed.system import argument
 from honed.system import layout as layouts
 
 if TYPE_CHECKING:
@@ -55,17 +55,10 @@ def parser() -> argparse.ArgumentParser:
         epilog="ID is a job's number, or its name if unambiguous: unfinished jobs take precedence over finished ones. "
         "Exit status: 0 success, 1 a check or a job failed, 2 wrong usage, sysexits codes for other errors.",
     )
-    root = layouts.default_root()
-    made.add_argument(
-        "--root",
-        type=Path,
-        metavar="DIR",
-        default=root,
-        help="root directory of the instance (default: $HONED_ROOT or /)",
-    )
+    argument.add_root(made, metavar="DIR")
     own = layouts.user_root()
     made.add_argument("--user", action="store_const", dest="root", const=own, help="your per-user instance")
-    made.add_argument("--version", action="version", version=f"honectl {__version__}")
+    argument.add_version(made)
     verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def add(name: str, run: Place, words: str, *, as_json: bool = True) -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ command_line.py has the verbs. This module imports nothing before it is needed: 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -47,7 +48,7 @@ def _run(words: list[str]) -> int:
         return terminal.status_of(error)
     except PermissionError as error:
         print(terminal.plain(f"honectl: {error.filename}: {error.strerror}"), file=sys.stderr)
-        return 77  # EX_NOPERM
+        return os.EX_NOPERM
     except (KeyboardInterrupt, BrokenPipeError):
         return 130
     return status

@@ -19,10 +19,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from honed import __version__
 from honed.cli import terminal
 from honed.job import tree
-from honed.system import device, durable, environment, python, training
+from honed.system import argument, device, durable, environment, python, training
 from honed.system.environment import tell
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError
 from honed.system.installed import WINDOWS
@@ -66,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--remove-old", action="store_true", help="remove environments and versions of honed that nothing uses"
     )
-    made.add_argument("--version", action="version", version=f"honed-setup {__version__}")
+    argument.add_version(made)
     return made
 
 

@@ -17,7 +17,18 @@ from rich.text import Text
 
 from honed.job.progress import duration
 from honed.system import quote
-from honed.system.error import ErrorRecord, HonedError, NotPermittedError, UsageError
+from honed.system.error import (
+    DatasetError,
+    DiskShortError,
+    ErrorRecord,
+    HonedError,
+    MemoryShortError,
+    ModelError,
+    NotPermittedError,
+    PrecisionError,
+    SpecError,
+    UsageError,
+)
 from honed.system.printable import printable
 
 if TYPE_CHECKING:
@@ -132,13 +143,17 @@ def doing(words: str) -> Iterator[None]:
 
 
 def status_of(error: HonedError) -> int:
-    """Return the exit status for an error: 1 for a refused job file, 2 for wrong usage, 77 without permission, else
-    69."""
-    if isinstance(error, UsageError):
-        return 2
-    if error.code == NotPermittedError.code:
-        return NotPermittedError.exit_status
-    return 1 if error.is_refusal or error.exit_status in {65, 66, 73, 78, 80, 82} else 69  # EX_UNAVAILABLE
+    """Return the exit status for an error: 1 for a rejected job file, that of its class for wrong usage and missing
+    permissions, else the one for what is not available."""
+    match error:
+        case UsageError():
+            return UsageError.exit_status
+        case _ if error.code == NotPermittedError.code:
+            return NotPermittedError.exit_status
+        case SpecError() | DatasetError() | ModelError() | PrecisionError() | MemoryShortError() | DiskShortError():
+            return 1
+        case _:
+            return 1 if error.is_refusal else os.EX_UNAVAILABLE
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:

@@ -38,9 +38,9 @@ from honed.page.session import Link, Session
 from honed.page.source import Source
 from honed.spec import config
 from honed.spec.config import Config
+from honed.system import argument, loopback, python, secret
 from honed.system import layout as layouts
 from honed.system import log as logs
-from honed.system import loopback, python, secret
 from honed.system.control import credentials
 from honed.system.error import EnvironmentInvalidError, HonedError, SpecError
 from honed.system.layout import Layout
@@ -466,12 +466,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="honed-web", description="Serve honed's jobs as web pages and a read-only API.")
-    made.add_argument(
-        "--root",
-        type=Path,
-        default=layouts.default_root(),
-        help="root directory of the instance (default: $HONED_ROOT or /)",
-    )
+    argument.add_root(made)
     made.add_argument("--user", action="store_true", help="your per-user instance, in the XDG directories")
     made.add_argument(
         "--listen", metavar="ADDRESS", help="HOST:PORT or path of a unix socket to listen on (default: web.listen)"
@@ -491,8 +486,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="SEC",
         help="if started by systemd, exit after SEC seconds without connections (default: %(default)s)",
     )
-    made.add_argument("--verbose", action="store_true", help="log debug messages")
-    made.add_argument("--version", action="version", version=f"honed-web {__version__}")
+    argument.add_verbose(made)
+    argument.add_version(made)
     return made
 
 
