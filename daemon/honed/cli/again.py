@@ -173,5 +173,4 @@ def _free_name(instance: Instance, name: str) -> str:
 
 
 def _file_name(name: str) -> str:
-    """Return a name for the file of a job with this name."""
     return re.sub(r"[^\w.-]", "-", name).lstrip(".-")[:80] or "rerun"

@@ -122,7 +122,6 @@ def _prove(place_dir: Path, slurm: SlurmConfig) -> tuple[Status, str, str]:
 
 
 def _num_idle(slurm: SlurmConfig) -> int:
-    """Return on how many nodes a tiny job can start at once, at least one."""
     partition = [f"--partition={slurm.partition}"] if slurm.partition else []
     done = _run(["sinfo", "--noheader", "--states=idle", "--Node", "--format=%N", *partition], COMMAND_SEC)
     names = set() if isinstance(done, str) else set(done.stdout.split())

@@ -106,7 +106,6 @@ def _swept(row: Row) -> str | None:
 
 
 def _sweep_names(row: Row) -> tuple[str, ...]:
-    """Return what a sweep is named by."""
     return (str(group["id"]), group["name"].lower()) if (group := row.get("group")) else ()
 
 

@@ -127,7 +127,6 @@ def _shown(value: Any) -> str:
 
 
 def _manifest(job: Shown) -> Mapping[str, Any]:
-    """Return the provenance manifest of a job's output; empty without one that we may read."""
     if (output_dir := job["artifacts"]["output_dir"]) is None:  # an evaluation makes none
         return {}
     path = Path(output_dir) / "honed.json"
@@ -172,7 +171,6 @@ def plot(courses: Sequence[Sequence[tuple[int, float]]], *, width: int, rows: in
 
 
 def _columns(course: Sequence[tuple[int, float]], last: int, columns: int) -> dict[int, float]:
-    """Return the mean loss of each column of a plot that has some."""
     found: dict[int, list[float]] = {}
     for step, value in course:
         found.setdefault(round(step / last * (columns - 1)) if last else 0, []).append(value)

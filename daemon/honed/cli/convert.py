@@ -203,7 +203,6 @@ def _is_typo(each: Problem) -> bool:
 
 
 def _at(data: Any, key: str, default: Any = None) -> Any:
-    """Return the value of a dotted key."""
     above = at(data, as_path(key)[:-1]) if "." in key else data
     part = as_path(key)[-1]
     with contextlib.suppress(KeyError, IndexError, TypeError):

@@ -464,7 +464,6 @@ OPEN = "as root, run honectl sandbox"
 
 
 def _unit(name: str) -> dict[str, str]:
-    """Return a unit's properties from systemd; empty if systemd does not answer."""
     command = ["systemctl", "show", name, f"--property={','.join(UNIT_PROPERTIES)}"]
     return dict(line.split("=", 1) for line in _lines(command) if "=" in line)
 
@@ -502,7 +501,6 @@ def _service(unit: dict[str, str]) -> Finding:
 
 
 def _template(check: str, unit: dict[str, str], absent: tuple[Status, str], words: str) -> Finding:
-    """Check that a template is installed, and loaded from its current file."""
     if unit.get("LoadState") != "loaded":
         return Finding(check, *absent, INSTALL)
     if unit.get("NeedDaemonReload") == "yes":

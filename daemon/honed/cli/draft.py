@@ -112,7 +112,6 @@ def checked(instance: Instance, path: Path) -> Verdict:
 
 
 def _options(needed: Missing) -> str:
-    """Return the options of honed.inputs.fetch that precede the id."""
     said = {key: getattr(needed, key) for key in ("name", "split") if getattr(needed, key) is not None}
     revision = {} if needed.revision == "main" else {"revision": needed.revision}
     options = "".join(f"--{key} {shlex.quote(value)} " for key, value in {**revision, **said}.items())

@@ -194,7 +194,6 @@ def _in_editor(instance: Instance, options: argparse.Namespace, job: Shown, was:
 
 
 def _is_kept(path: Path, was: bytes) -> bool:
-    """Return True if there is a text that would be lost."""
     with contextlib.suppress(OSError):
         return path.read_bytes() != was
     return False

@@ -291,7 +291,6 @@ def _openai(found: Foreign, _place: Path) -> None:
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    """Return a mapping, or an empty one for any other value."""
     return value if isinstance(value, dict) else {}
 
 
@@ -320,7 +319,6 @@ def _script(path: Path) -> Foreign:
 
 
 def _cells(text: str) -> str:
-    """Return the code of a notebook, without the lines that are no Python."""
     cells = [load["source"] for load in json.loads(text)["cells"] if load["cell_type"] == "code"]
     code = "\n".join("".join(cell) if isinstance(cell, list) else cell for cell in cells)
     return "\n".join("" if re.match(r"\s*[%!]", line) else line for line in code.splitlines())

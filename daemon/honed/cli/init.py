@@ -222,7 +222,6 @@ def _settled(instance: Instance, made: Draft, method: str | None) -> Verdict:
 
 
 def _changes_method(fix: dict[str, Any], method: str | None) -> bool:
-    """Tell whether a remedy for memory changes the method that was asked for."""
     return method is not None and any(key == "quantization" or key.partition(".")[0] == "lora" for key in fix)
 
 

@@ -151,12 +151,10 @@ def _say(item: event.Event) -> None:
 
 
 def _say_json(number: int, item: event.Event) -> None:
-    """Print an event as a line of JSON, with its attempt's number."""
     print(json.dumps({"event": item.kind, "time": item.time} | item.data | {"attempt": number}))
 
 
 def _events(attempt: Any) -> Iterator[event.Event]:
-    """Yield all events of an attempt; none if we may not read them."""
     offset = 0
     with contextlib.suppress(PermissionError):
         while (reading := event.read(attempt.events_path, offset)).offset != offset:

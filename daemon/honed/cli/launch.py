@@ -222,7 +222,6 @@ def _name_of(word: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """Return a value as a settings file would have it: 2e-4 is a number, and a text that is no YAML is itself."""
     try:
         data = document.parse(f"value: {text}\n".encode(), ".yaml").data
     except HonedError:

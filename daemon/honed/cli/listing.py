@@ -75,14 +75,12 @@ def _chosen(instance: Instance, options: argparse.Namespace) -> Overview:
 
 
 def _classes(instance: Instance) -> list[str]:
-    """Return the names of all classes, also of those that only old jobs have."""
     from honed.spec import config
 
     return sorted({*config.load(instance.layout).classes, *(job["class"] for job in instance.jobs() if job["class"])})
 
 
 def _sweeps(instance: Instance) -> list[str]:
-    """Return the names of all sweeps, and their numbers."""
     groups = [group for job in instance.jobs() if (group := job.get("group"))]
     return list(dict.fromkeys(word for group in groups for word in (group["name"], str(group["id"]))))
 
@@ -145,7 +143,6 @@ def _say_status(instance: Instance, jobs: list[Row]) -> None:
 
 
 def _say_num_refused(found: Refused) -> None:
-    """Print how many refused files there are, if any."""
     if found["num"]:
         more = "" if found["are_all"] else " or more"
         files = "rejected file" if found["num"] == 1 else "rejected files"

@@ -87,7 +87,6 @@ def prune(instance: Instance, options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _asking(instance: Instance) -> Iterator[Ask]:
-    """Yield the function that answers the verbs of a removal: the daemon's, or our own if the daemon is down."""
     if instance.is_up:
         yield instance.ask
     else:
@@ -96,7 +95,6 @@ def _asking(instance: Instance) -> Iterator[Ask]:
 
 
 def _planned(ask: Ask, arguments: Mapping[str, object]) -> PruneAnswer:
-    """Return the plan of a removal, once all sizes are known."""
     while True:
         plan: PruneAnswer = ask("prune", **arguments, dry_run=True)
         if plan["is_measured"]:
@@ -152,7 +150,6 @@ def _say_plan(plan: PruneAnswer, options: argparse.Namespace) -> None:
 
 
 def _what(number: int, options: argparse.Namespace) -> str:
-    """Name the items that go, for the beginning of a sentence."""
     noun = "rejected file" if options.rejected else "job"
     if options.rows:
         return f"{number:,} sets of encoded rows" if number > 1 else "1 set of encoded rows" if number else "no row"
@@ -212,7 +209,6 @@ class Down:
         return retention.report(chosen, sizes, is_measured=True)
 
     def _working(self) -> dict[int, int]:
-        """Return the jobs whose workers may go on without honed."""
         queued = (job for job in self._spool.jobs(State.QUEUED) if job.staged is not None)
         return {job.id: job.uid for job in (*self._spool.jobs(State.RUNNING), *queued)}
 

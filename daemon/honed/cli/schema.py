@@ -76,7 +76,6 @@ def _of_kind(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(section: dict[str, Any], model: type[BaseModel]) -> None:
-    """Give each key of a section its description."""
     section.pop("description", None)
     for name, words in docstrings(model).items():
         section["properties"][name]["description"] = " ".join(words.split())

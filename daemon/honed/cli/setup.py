@@ -179,7 +179,6 @@ def _recipe() -> Path:
 
 
 def _digest(recipe: Path) -> str:
-    """Return a hash of all that decides about an environment's content, but for its device."""
     digest = hashlib.sha256(f"{sys.version_info.major}.{sys.version_info.minor}\0".encode())
     for path in sorted(path for path in recipe.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(recipe)}\0".encode() + path.read_bytes() + b"\0")

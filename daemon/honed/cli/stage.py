@@ -174,7 +174,6 @@ def _unread(named: Named, error: OSError) -> HonedError:
 
 
 def _tree(path: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield a path and everything below it, directories first, each with its relative path."""
     yield path, Path()
     if path.is_dir():
         for directory, names, files in os.walk(path, followlinks=True):

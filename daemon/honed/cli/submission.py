@@ -142,7 +142,6 @@ def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
 
 
 def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path | None = None) -> None:
-    """Remove the copies that --stage has made for one refused file, or for all files."""
     from honed.job.staging import place_of
 
     for file in [path] if path else options.files if options.stage else []:

@@ -51,7 +51,6 @@ def watch(ask: Ask, reference: str | None, *, as_json: bool = False) -> int:
 
 
 def _look(ask: Ask, reference: str | None) -> tuple[Sequence[Row], Glance | None, float]:
-    """Return the watched jobs, the one job if only one is watched, and the seconds until the next look."""
     began = time.monotonic()
     one: Glance | None = ask("glance", id=reference) if reference is not None else None
     jobs = [one] if one is not None else ask("list")

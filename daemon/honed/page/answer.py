@@ -104,7 +104,6 @@ def said(
 
 
 def _wants_page(scope: Scope) -> bool:
-    """Tell whether a request is a browser's for a page."""
     accepted = (value for name, value in scope["headers"] if name == b"accept")
     return any(b"text/html" in item for item in accepted) and not _FOR_PROGRAMS.fullmatch(scope["path"])
 

@@ -106,7 +106,6 @@ def _made_of(
 
 
 def _annotation(kind: Any) -> Any:
-    """Return the type of a key with models in place of rows."""
     if is_typeddict(kind):
         return _MODELS.get(kind, dict[str, Any])
     if isinstance(kind, UnionType):

@@ -275,7 +275,6 @@ def _event(kind: str, data: Mapping[str, Any]) -> bytes:
 
 
 def _line(found: StateRow) -> str:
-    """Return the top line of an unfinished job's page; empty unless the job runs."""
     if found["state"] != "running":
         return ""
     is_training = found["progress"].get("step") is not None
@@ -306,7 +305,6 @@ def _parameters(endpoint: Endpoint, request: Request) -> dict[str, Any]:
 
 
 def _ids(words: str) -> list[int]:
-    """Parse the numbers of an address. Raises UsageError if one is none."""
     if len(words) > MAX_IDS or not re.fullmatch(r"([0-9]{1,18}(,[0-9]{1,18})*)?", words, re.ASCII):
         raise UsageError(f"ids: not numbers of jobs: {words[:40]!r}", hint="/compare?ids=1,2,3")
     return [int(word) for word in words.split(",") if word]
@@ -314,7 +312,6 @@ def _ids(words: str) -> list[int]:
 
 @cache
 def _content(name: str) -> str:
-    """Return the content of one of the scripts."""
     return vendored("uplot/uPlot.iife.min.js") if name == "uplot" else source(f"{name}.js")
 
 
@@ -326,8 +323,6 @@ def _script(request: Request) -> Response:
 
 
 def _at_once(answer: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """Make an endpoint of an answer that needs no thread."""
-
     async def endpoint(request: Request) -> Response:
         return answer(request)
 

@@ -85,7 +85,6 @@ def _head(story: Story, *, now: float) -> dict[str, Any]:
 
 
 def _best(stories: Sequence[Story]) -> int | None:
-    """Return the place of the job with the lowest evaluation loss of those that succeeded, if several have one."""
     known = {
         place: loss
         for place, story in enumerate(stories)
@@ -95,7 +94,6 @@ def _best(stories: Sequence[Story]) -> int | None:
 
 
 def _scores(story: Story, telling: Container[str]) -> dict[str, float]:
-    """Return the metrics of the last evaluation, scores of predictions first."""
     metrics = story.shown["metrics"]
     # With those of each data set and tag: `eval_loss/general`, `predictions/exact_match/tag:x`.
     names = [name for name in metrics if name.startswith("eval_loss") or "/".join(name.split("/")[:2]) in telling]
@@ -135,7 +133,6 @@ def _plots(stories: Sequence[Story], scores: Sequence[str]) -> list[Markup]:
 
 
 def _answer(row: dict[str, Any]) -> dict[str, Any]:
-    """Return an example with each job's answer: whether it is right, as a word, and its parts."""
     truth = row["ground_truth"]
     given = [None if item is None else compared(item, truth) for item in row["predictions"]]
     return {"prompt": row["prompt"], "truth": truth, "given": given}

@@ -41,7 +41,6 @@ Value = float | str | None
 
 
 def _share(row: Row) -> float | None:
-    """Return the share of its steps that a job has taken."""
     step, num_steps = row["progress"]["step"], row["progress"]["num_steps"]
     return step / num_steps if step is not None and num_steps else None
 

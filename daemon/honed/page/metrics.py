@@ -124,7 +124,6 @@ class Figures(Collector):
 
 
 def _gauge(name: str, words: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
-    """Return a metric with a value for each of the label's."""
     family = GaugeMetricFamily(name, words, labels=(label,))
     for item, value in values:
         family.add_metric((item,), value)

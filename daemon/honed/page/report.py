@@ -168,7 +168,6 @@ def _stage(story: Story) -> str:
 
 
 def _ends(story: Story) -> str:
-    """Return e.g. `: loss 1.2 → 0.4, evaluation loss 1.3 → 0.6`."""
     parts = []
     for name, words in (("loss", "loss"), ("eval_loss", "evaluation loss")):
         if points := story.points(name):

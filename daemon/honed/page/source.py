@@ -421,7 +421,6 @@ def _last_metric(db: sqlite3.Connection | None, job_id: int, name: str) -> float
 
 
 def _cursor(*place: str | int) -> str:
-    """Encode a place in an order as one URL-safe word."""
     return base64.urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
 
 

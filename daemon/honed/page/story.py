@@ -156,6 +156,5 @@ def _last_of_each_step(rows: Iterable[tuple[int, float | None, str]]) -> Iterato
 
 
 def _read(path: PersonPath) -> str:
-    """Return the beginning of a text. Raises OSError."""
     with os.fdopen(untrusted.open_plain(path), "rb") as file:
         return file.read(MAX_SPEC_BYTES).decode(errors="replace")
