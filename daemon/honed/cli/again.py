@@ -45,7 +45,8 @@ def rerun(instance: Instance, options: argparse.Namespace) -> int:
     content["name"] = options.name or _free_name(instance, job["name"])
     text, _ = relative.absolute(to_text(content), ".yaml", Path.cwd())
     with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
-        path = Path(directory) / f"{_file_name(content['name'])}.yaml"
+        stem = re.sub(r"[^\w.-]", "-", content["name"]).lstrip(".-")[:80] or "rerun"
+        path = Path(directory) / f"{stem}.yaml"
         path.write_bytes(text)
         try:
             checked = draft.check_one(instance, path)
@@ -85,9 +86,12 @@ def in_options(error: HonedError, settings: Sequence[str]) -> HonedError:
     made = InvalidSpecError(problems)
     made.is_refusal = error.is_refusal
     if right:
-        made.hint = (
-            "did you mean " + " ".join(f"--set {shlex.quote(f'{key}={_written(right[key])}')}" for key in right) + "?"
-        )
+        written = {
+            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in right.items()
+        }
+        options = " ".join(f"--set {shlex.quote(f'{key}={text}')}" for key, text in written.items())
+        made.hint = f"did you mean {options}?"
     return made
 
 
@@ -100,10 +104,6 @@ def _alone(settings: Sequence[str]) -> dict[str, Problem]:
     except HonedError:
         pass
     return {}
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def content_of(instance: Instance, job: Shown) -> dict[str, Any]:
@@ -170,7 +170,3 @@ def _free_name(instance: Instance, name: str) -> str:
     while instance.jobs(names=[made := f"{stem[: _MAX_NAME - len(str(number)) - 1]}-{number}"]):
         number += 1
     return made
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^\w.-]", "-", name).lstrip(".-")[:80] or "rerun"

@@ -59,16 +59,15 @@ def _column(title: str, value: Callable[[Row], Value], *, limit: int | None = No
 
 
 def _number(key: str, title: str) -> Column:
-    return Column(title, lambda row: _progress(row, key), lambda row: _figure(_progress(row, key)), is_right=True)
+    def text(row: Row) -> str:
+        return "" if (value := _progress(row, key)) is None else figure(value)
+
+    return Column(title, lambda row: _progress(row, key), text, is_right=True)
 
 
 def _progress(row: Row, key: str) -> float | None:
     value = dict(row["progress"]).get(key)
     return value if isinstance(value, int | float) else None
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else figure(value)
 
 
 def outcome(row: Row) -> str:
@@ -77,10 +76,6 @@ def outcome(row: Row) -> str:
     preemption = row.get("preemption")
     ended = f"preempted: {preemption['reason']}" if preemption else row["outcome"]
     return ", ".join(filter(None, [ended, remark, "pinned" if row.get("is_pinned") else ""]))
-
-
-def _code(row: Row) -> tuple[str, ...]:
-    return (row["outcome"],) if row["outcome"] else ()
 
 
 def _score(row: Row) -> float | None:
@@ -121,7 +116,9 @@ COLUMNS: dict[str, Column] = {
     "name": _column("name", lambda row: row["name"], limit=40),
     "sweep": Column("sweep", _swept, _plain(_swept, limit=60), words=_sweep_names),
     "state": Column("state", terminal.state_words, _plain(terminal.state_words), words=lambda row: (row["state"],)),
-    "outcome": Column("outcome", outcome, _plain(outcome), words=_code),
+    "outcome": Column(
+        "outcome", outcome, _plain(outcome), words=lambda row: (row["outcome"],) if row["outcome"] else ()
+    ),
     "priority": Column(
         "priority",
         lambda row: row["priority"],

@@ -210,7 +210,8 @@ def _settled(instance: Instance, made: Draft, method: str | None) -> Verdict:
             if fix.get("eval_split", ...) is None:  # what only held-out rows are for goes with them
                 fix |= {"training.eval_strategy": None, "predictions": None}
             made.job = problem.mended(made.job, fix)
-            made.changes.append(f"{', '.join(problem.told_fix(error.fix))}: {_short(error)}")
+            why = re.sub(r"^line \d+: ", "", quote.show(error.message)).splitlines()[0]
+            made.changes.append(f"{', '.join(problem.told_fix(error.fix))}: {why}")
             continue
         training = made.job["training"]
         batch = training["per_device_train_batch_size"]
@@ -230,10 +231,6 @@ def _checked(instance: Instance, made: Draft) -> Verdict:
         path = Path(directory) / "job.yaml"
         path.write_text(convert.yaml_of(made.job), encoding="utf-8")
         return draft.check_one(instance, path)
-
-
-def _short(error: HonedError) -> str:
-    return re.sub(r"^line \d+: ", "", quote.show(error.message)).splitlines()[0]
 
 
 # --- The job file -----------------------------------------------------------------------------------------------------

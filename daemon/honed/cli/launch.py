@@ -209,16 +209,13 @@ def _take(made: Launch, key: str, values: list[str]) -> None:
     if key == "config" and values and made.tool == "trl":
         made.config = made.place / Path(values[0]).expanduser()
     elif unknown := [value for value in values if "$" in value or "`" in value]:
-        made.notes.append((key, f"the shell computes it{_name_of(unknown[0])}: write its value"))
+        variable = "" if shell.COMPUTED in unknown[0] else f" ({unknown[0][:60]})"
+        made.notes.append((key, f"the shell computes it{variable}: write its value"))
     elif not values and key.startswith("no_"):
         made.data[key.removeprefix("no_")] = False
     else:
         read = [_value(value) for value in values]
         made.data[key] = True if not read else read[0] if len(read) == 1 else read
-
-
-def _name_of(word: str) -> str:
-    return "" if "$computed" in word else f" ({word[:60]})"
 
 
 def _value(text: str) -> Any:

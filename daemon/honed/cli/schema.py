@@ -87,9 +87,7 @@ def _plain(value: Any, *, is_names: bool = False) -> Any:
         return [_plain(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {key: item for key, item in value.items() if is_names or not _is_noise(key, item, value)}
+    noise = {key for key, item in value.items() if key == "default" and isinstance(item, dict)}
+    noise |= {"title"} if "$schema" not in value else set()
+    kept = {key: item for key, item in value.items() if is_names or key not in noise}
     return {key: _plain(item, is_names=key in ("properties", "$defs")) for key, item in kept.items()}
-
-
-def _is_noise(key: str, each: Any, around: dict[str, Any]) -> bool:
-    return (key == "title" and "$schema" not in around) or (key == "default" and isinstance(each, dict))

@@ -158,13 +158,10 @@ def outcome(story: Story) -> tuple[str, str]:
             return "warn", f"{job.state}; preempted: {preemption['reason']}"
         case "running":
             progress = story.shown["progress"]
-            return "", f"running: {progress_text(progress) if progress.get('step') is not None else _stage(story)}"
+            stage = story.last("stage").get("stage", "starting")
+            return "", f"running: {progress_text(progress) if progress.get('step') is not None else stage}"
         case state:
             return "warn" if state == "held" or why else "", f"{state}{why}"
-
-
-def _stage(story: Story) -> str:
-    return str(story.last("stage").get("stage", "starting"))
 
 
 def _ends(story: Story) -> str:
