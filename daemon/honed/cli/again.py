@@ -76,10 +76,10 @@ def in_options(error: HonedError, settings: Sequence[str]) -> HonedError:
         return error
     given = [setting.partition("=")[0].strip() for setting in settings]
     problems, right, alone = [], dict[str, Any](), _alone(settings)
-    for found in error.problems:
-        ours = next((key for key in given if f"{found.key}.".startswith(f"{key}.")), None)
+    for theirs in error.problems:
+        ours = next((key for key in given if f"{theirs.key}.".startswith(f"{key}.")), None)
         # The file may have the right key, too; but it is the wrong one that was meant to be set.
-        each = alone.get(found.key, found) if ours is not None else found
+        each = alone.get(theirs.key, theirs) if ours is not None else theirs
         told = each if ours is None else replace(each, key="", message=f"--set {each.key}: {each.message}")
         problems.append(replace(told, line=None))
         right |= {key: value for key, value in each.fix.items() if ours is not None and value is not None}
@@ -115,8 +115,8 @@ def content_of(instance: Instance, job: Shown) -> dict[str, Any]:
         raise EnvironmentInvalidError(
             f"job {job['id']} ({job['name']}) has no job file any more", hint="submit its job file again"
         ) from None
-    found: dict[str, Any] = document.parse(data, path.suffix).data
-    return found
+    content: dict[str, Any] = document.parse(data, path.suffix).data
+    return content
 
 
 def changed(content: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:

@@ -238,27 +238,27 @@ def _outcomes() -> list[str]:
 
 
 def _test(text: str, known: Known) -> Callable[[Row], bool]:
-    found = _FILTER.fullmatch(text)
-    if found is None:
+    match = _FILTER.fullmatch(text)
+    if match is None:
         raise UsageError(
             f"--filter {text!r} is not a comparison",
             hint="write KEY=VALUE, KEY~TEXT or KEY>NUMBER: --filter 'loss<1.5'",
         )
-    column, sign, value = named(found["key"]), found["sign"], found["value"].strip().lower()
+    column, sign, value = named(match["key"]), match["sign"], match["value"].strip().lower()
     name = next(name for name, item in COLUMNS.items() if item is column)
     if sign in ("=", "!=") and value.startswith("="):
-        hint = f"write one =: --filter '{found['key']}{sign}{value.lstrip('=').strip()}'"
+        hint = f"write one =: --filter '{match['key']}{sign}{value.lstrip('=').strip()}'"
         raise UsageError(f"--filter {text!r}: no {name} begins with =", hint=hint)
     is_number = column.is_right or name == "score"
     if sign in _OPERATORS and not is_number:
-        hint = f"use = or ~: --filter '{name}~{found['value']}'"
+        hint = f"use = or ~: --filter '{name}~{match['value']}'"
         raise UsageError(f"--filter {text!r}: {name} is no number", hint=hint)
     if is_number and sign != "~":
         value = _as_number(name, value)
         try:
             bound = float(value)
         except ValueError:
-            hint = f"use ~ for text: --filter '{found['key']}~{found['value']}'"
+            hint = f"use ~ for text: --filter '{match['key']}~{match['value']}'"
             if name in _DURATIONS:
                 hint = f"write a number of seconds, or with a unit: --filter '{name}{sign}90 min', 1.5h or 2d"
             raise UsageError(f"--filter {text!r} compares with something that is not a number", hint=hint) from None

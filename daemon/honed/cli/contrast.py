@@ -171,10 +171,10 @@ def plot(courses: Sequence[Sequence[tuple[int, float]]], *, width: int, rows: in
 
 
 def _columns(course: Sequence[tuple[int, float]], last: int, columns: int) -> dict[int, float]:
-    found: dict[int, list[float]] = {}
+    by_column: dict[int, list[float]] = {}
     for step, value in course:
-        found.setdefault(round(step / last * (columns - 1)) if last else 0, []).append(value)
-    return {place: sum(values) / len(values) for place, values in found.items()}
+        by_column.setdefault(round(step / last * (columns - 1)) if last else 0, []).append(value)
+    return {place: sum(values) / len(values) for place, values in by_column.items()}
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------

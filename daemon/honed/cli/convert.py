@@ -172,9 +172,9 @@ def _apply(made: Converted, problems: tuple[Problem, ...]) -> None:
 def _leave_out(made: Converted, each: Problem, words: str) -> str | None:
     """Note a key that is left out. Returns what is written in its place, if there must be something."""
     name, section = each.key.rpartition(".")[2], ".".join(p for p in each.key.split(".")[:-1] if not p.isdecimal())
-    found = synonym.find(name, section)
+    advice = synonym.find(name, section)
     is_preference = "preference" in words or "reward" in words or "classification" in words
-    if (found is not None and found.key in _MEANING) or (is_preference and name in ("type", "model_type", "rl")):
+    if (advice is not None and advice.key in _MEANING) or (is_preference and name in ("type", "model_type", "rl")):
         raise SpecError(f"{each.key}: {words}")
     if each.key == "base_model" or (name == "path" and "datasets" in section):
         made.missing[each.key] = words

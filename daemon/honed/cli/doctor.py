@@ -82,15 +82,15 @@ class Finding:
 
 def doctor(instance: Instance, options: argparse.Namespace) -> int:
     with terminal.doing("looking at the configuration, the packages and the devices …"):
-        found = [asdict(finding) for finding in examine(instance.layout)]
+        findings = [asdict(finding) for finding in examine(instance.layout)]
     if options.json:
-        terminal.say_json(found)
+        terminal.say_json(findings)
     else:
         terminal.table(
             ["check", "status", "detail", "hint"],
-            [[*item.values()] for item in found],
+            [[*item.values()] for item in findings],
         )
-    return int(any(item["status"] == "error" for item in found))
+    return int(any(item["status"] == "error" for item in findings))
 
 
 def examine(layout: Layout, config: Config | None = None, *, imports: bool = True) -> list[Finding]:
@@ -109,10 +109,10 @@ def examine(layout: Layout, config: Config | None = None, *, imports: bool = Tru
         packages = [] if training.is_missing() else [*_packages(), *_beside_unsloth()]
         # Our metadata excludes older versions of Python; one too new for torch's wheels shows by torch's absence.
         python = Finding("python", "ok", f"{sys.version.split()[0]}, {sys.executable}")
-        found = [python, *_training(), *packages, _gpu(config)]
+        machine = [python, *_training(), *packages, _gpu(config)]
         return [
             *configured,
-            *found,
+            *machine,
             *(answer.result() for answer in compiled),
             *_cluster(layout, config),
             *_instance(layout, config),
@@ -176,18 +176,18 @@ _USES = {
 
 
 def _package(name: str, window: str, *, is_needed: bool) -> Finding:
-    found = installed.version(name)
+    version = installed.version(name)
     install = commands.pip(f"{name}{window}")
-    if found is None and is_needed:
+    if version is None and is_needed:
         return Finding(name, "error", "not installed: no job can be trained", install)
-    if found is None:
+    if version is None:
         return Finding(name, "warning", f"not installed; needed for {_USES[name]}", install)
     for broken, versions, why in installed.BROKEN:
-        if broken == name and installed.fits(found, versions):
-            return Finding(name, "error", f"{found} {why}", install)
-    if not installed.fits(found, window):
-        return Finding(name, "warning", f"{found} is outside the tested versions ({window})", install)
-    return Finding(name, "ok", found)
+        if broken == name and installed.fits(version, versions):
+            return Finding(name, "error", f"{version} {why}", install)
+    if not installed.fits(version, window):
+        return Finding(name, "warning", f"{version} is outside the tested versions ({window})", install)
+    return Finding(name, "ok", version)
 
 
 def _beside_unsloth() -> list[Finding]:
@@ -195,9 +195,9 @@ def _beside_unsloth() -> list[Finding]:
     if unsloth is None:
         return []
     trouble = [
-        f"{name} {found} {why}"
+        f"{name} {version} {why}"
         for name, versions, why in installed.BROKEN_BESIDE_UNSLOTH
-        if (found := installed.version(name)) is not None and installed.fits(found, versions)
+        if (version := installed.version(name)) is not None and installed.fits(version, versions)
     ]
     if zoo != unsloth:
         trouble.append(f"unsloth_zoo {zoo or 'is missing, and'} must have the same version, {unsloth}")
@@ -289,14 +289,14 @@ def _bitsandbytes() -> Finding:
 
 
 def _gpu(config: Config) -> Finding:
-    found = device.cuda_devices()
-    if not found:
+    gpus = device.cuda_devices()
+    if not gpus:
         return _no_gpu()
-    indices = [item.index for item in found]
+    indices = [item.index for item in gpus]
     if missing := [index for index in config.device.gpus or [] if index not in indices]:
         detail = f"device.gpus lists {missing}, but the machine has {indices}"
         return Finding("gpu", "error", detail, "correct it in honed.toml")
-    names = ", ".join(f"{item.index}: {item.name}, {gib(item.total_bytes)}" for item in found)
+    names = ", ".join(f"{item.index}: {item.name}, {gib(item.total_bytes)}" for item in gpus)
     return Finding("gpu", "ok", f"{names}; driver {device.driver_version()}")
 
 
@@ -581,12 +581,12 @@ def _polkit(*, has_templates: bool) -> Finding:
 
 
 def _users() -> Finding:
-    found = {name: access.person(name) for name in (access.DAEMON_USER, access.WORKERS_USER)}
-    missing = [name for name, person in found.items() if person is None]
+    people = {name: access.person(name) for name in (access.DAEMON_USER, access.WORKERS_USER)}
+    missing = [name for name, person in people.items() if person is None]
     missing += [] if access.group_id(access.DROPPERS_GROUP) is not None else [access.DROPPERS_GROUP]
     if missing:
         return Finding("users", "warning", f"missing: {', '.join(missing)}", "systemd-sysusers, or " + INSTALL)
-    daemon, workers = found[access.DAEMON_USER], access.group_id(access.WORKERS_USER)
+    daemon, workers = people[access.DAEMON_USER], access.group_id(access.WORKERS_USER)
     if daemon is not None and workers not in daemon.gids:
         return Finding(
             "users",

@@ -48,16 +48,20 @@ def _check_one(instance: Instance, path: Path, beside: Iterable[Path]) -> Verdic
     from honed.check import preflight, rehearsal
 
     settings = config.load(instance.layout)
-    with relative.resolved(path) as found:
-        jobs = _made(instance, found.path)
+    with relative.resolved(path) as resolved:
+        jobs = _made(instance, resolved.path)
         try:
             verdict = preflight.check(
-                found.path, layout=instance.layout, config=settings, jobs=jobs, keep=rehearsal.keeper(instance.layout)
+                resolved.path,
+                layout=instance.layout,
+                config=settings,
+                jobs=jobs,
+                keep=rehearsal.keeper(instance.layout),
             )
         except HonedError as error:
             error.is_refusal = True
             raise
-    told = [f"{change}; honectl submit writes the absolute path" for change in found.changes]
+    told = [f"{change}; honectl submit writes the absolute path" for change in resolved.changes]
     if verdict.members:
         told.append(f"sweep: {len(verdict.members)} jobs; models, data, memory and disk are those of the first")
     warnings = map(quote.show, verdict.warnings)  # the file's own submitter asks
@@ -124,8 +128,8 @@ def say_offers(instance: Instance, verdicts: Iterable[Verdict]) -> None:
         return
     from honed.inputs import offer
 
-    found = [missing for item in needy for missing in offer.missing(item.spec, instance.layout.cache_dir)]
-    for item in dict.fromkeys(found):
+    needed = [missing for item in needy for missing in offer.missing(item.spec, instance.layout.cache_dir)]
+    for item in dict.fromkeys(needed):
         terminal.say(f"{item.key}: {offer.told(item, instance.layout)}")
 
 
@@ -280,8 +284,8 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
             hint=f"honectl submit fetches it; or run python -m honed.inputs.fetch {_options(needed)}{needed.repo_id}",
         )
     environment = {"HF_HOME": str(instance.layout.cache_dir), **os.environ, "HF_HUB_OFFLINE": "1"}
-    with relative.resolved(options.file) as found:
-        command = python.module("honed.worker.preview", str(found.path), "--rows", str(options.rows), "--json")
+    with relative.resolved(options.file) as resolved:
+        command = python.module("honed.worker.preview", str(resolved.path), "--rows", str(options.rows), "--json")
         if verdict.plan is not None:
             command += ["--base-model", str(verdict.plan.model.path)]
         with terminal.doing(f"{options.file.name}: rendering and encoding rows …"):

@@ -82,18 +82,18 @@ def _settled(instance: Instance, job: Shown) -> str:
     """Wait for honed's verdict on an edit. Returns `edited`, or `checking` if that takes long, as a fetch does. Raises
     the error of a refusal."""
     deadline = time.monotonic() + submission.VERDICT_TIMEOUT_SEC
-    while (found := _verdict(instance, job))["state"] == "checking" and time.monotonic() < deadline:
+    while (verdict := _verdict(instance, job))["state"] == "checking" and time.monotonic() < deadline:
         time.sleep(0.05)
-    if found["error"] is not None:
-        error = from_dict(found["error"])
+    if verdict["error"] is not None:
+        error = from_dict(verdict["error"])
         error.is_refusal = True
         raise error
-    if found["state"] == "unknown" and len(instance.show(str(job["id"]))["edited_at"]) == len(job["edited_at"]):
+    if verdict["state"] == "unknown" and len(instance.show(str(job["id"]))["edited_at"]) == len(job["edited_at"]):
         raise EnvironmentInvalidError(
             "honed refused the edit, and was started again since: the job is as it was",
             hint="the journal has the reason: journalctl -u honed",
         )
-    return "checking" if found["state"] == "checking" else "edited"
+    return "checking" if verdict["state"] == "checking" else "edited"
 
 
 def _verdict(instance: Instance, job: Shown) -> Edited:
@@ -213,8 +213,8 @@ def _editor() -> list[str]:
     for name in ("VISUAL", "EDITOR"):
         if command := shlex.split(os.environ.get(name, "")):
             return command
-    if (found := next(filter(None, map(shutil.which, EDITORS)), None)) is None:
+    if (editor := next(filter(None, map(shutil.which, EDITORS)), None)) is None:
         raise EnvironmentInvalidError(
             "there is no editor: VISUAL and EDITOR are not set", hint="set one, or use --set KEY=VALUE or --file FILE"
         )
-    return [found]
+    return [editor]

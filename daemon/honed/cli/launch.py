@@ -69,24 +69,24 @@ def read(path: Path) -> Launch:
 
 def find(text: str, place: Path, name: str) -> Launch:
     """Find the training that a text starts in a directory; `name` is the text's, for errors."""
-    found: list[Launch] = []
+    launches: list[Launch] = []
     scripts, within = list[str](), list[str]()
     for command in shell.commands(text, name):
         words = command.words
         if words[:1] == ["cd"] and len(words) == 2 and "$" not in words[1]:
             place = place / Path(words[1]).expanduser()
         elif (start := _start(words)) is not None:
-            found.append(_launch(*start, command, place))
+            launches.append(_launch(*start, command, place))
         else:
             scripts += [word for word in words if word.endswith(".py")]
             within += [words[0] for word in words if " " in word and _start(word.split()) is not None]
-    if not found:
+    if not launches:
         named = f"; it starts {scripts[0]}" if scripts else ""
         named = f"; what {within[0]} is given as one word is not read" if within else named
         raise SpecError(
             f"{name}: no command in it that starts a training of trl, llamafactory or axolotl{named}", hint=HINT
         )
-    first, *others = found
+    first, *others = launches
     if others:
         first.notes.append(("other commands", f"{len(others)} more that start a training: convert each by itself"))
     return first

@@ -33,8 +33,8 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     if options.rejected:
         return _list_refused(instance, options)
     columns = _columns(options.output)
-    found = _chosen(instance, options)
-    jobs = found["jobs"]
+    chosen = _chosen(instance, options)
+    jobs = chosen["jobs"]
     if options.json:
         terminal.say_json(jobs) if len(jobs) <= MAX_PRETTY else print(json.dumps(jobs))
         return 0
@@ -46,10 +46,10 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         _say_rows(columns, _rows(columns, jobs))
         return 0
     _say_jobs(jobs)
-    if left := _left_out(jobs, found["counts"]):
+    if left := _left_out(jobs, chosen["counts"]):
         terminal.say(f"… and {left}: honectl list --all", style="dim")
     if not (options.ids or options.state or options.filter):
-        _say_num_refused(found["refused"])
+        _say_num_refused(chosen["refused"])
     _say_status(instance, jobs)
     return 0
 
@@ -142,21 +142,21 @@ def _say_status(instance: Instance, jobs: list[Row]) -> None:
         terminal.say(_DOWN, style="dim")
 
 
-def _say_num_refused(found: Refused) -> None:
-    if found["num"]:
-        more = "" if found["are_all"] else " or more"
-        files = "rejected file" if found["num"] == 1 else "rejected files"
-        newest = terminal.plain(found["files"][0]["file"], limit=40)
-        terminal.say(f"{found['num']}{more} {files}, the newest {newest}: honectl list --rejected", style="dim")
+def _say_num_refused(rejections: Refused) -> None:
+    if rejections["num"]:
+        more = "" if rejections["are_all"] else " or more"
+        files = "rejected file" if rejections["num"] == 1 else "rejected files"
+        newest = terminal.plain(rejections["files"][0]["file"], limit=40)
+        terminal.say(f"{rejections['num']}{more} {files}, the newest {newest}: honectl list --rejected", style="dim")
 
 
 def _list_refused(instance: Instance, options: argparse.Namespace) -> int:
     """Print the refused files, the newest first."""
     from honed.job.database import timestamp
 
-    found: Refused = instance.ask("refused", limit=options.limit)
+    rejections: Refused = instance.ask("refused", limit=options.limit)
     if options.json:
-        terminal.say_json(found["files"])
+        terminal.say_json(rejections["files"])
         return 0
     rows = [
         [
@@ -164,7 +164,7 @@ def _list_refused(instance: Instance, options: argparse.Namespace) -> int:
             timestamp(item["refused_at"])[:16].replace("T", " "),
             terminal.plain(_cause(item["reason"]), limit=120),
         ]
-        for item in found["files"]
+        for item in rejections["files"]
     ]
     if not rows:
         terminal.say("no rejected files")
@@ -304,8 +304,8 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     for item in job["events"]:
         if item["event"] == "fallback":
             terminal.say(f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}", style="yellow")
-        if item["event"] == "worse" and not remark and isinstance(found := item.get("found"), list):
-            terminal.say(f"ended worse than it began: {', '.join(map(str, found))}", style="yellow")
+        if item["event"] == "worse" and not remark and isinstance(findings := item.get("found"), list):
+            terminal.say(f"ended worse than it began: {', '.join(map(str, findings))}", style="yellow")
     if memory := _memory_rows(job["memory"]["estimated"], job["memory"]["used"]):
         terminal.say()
         terminal.table(["memory", "estimated", "used"], memory, right=["estimated", "used"])
@@ -324,15 +324,15 @@ def _cluster(job: Shown) -> str:
     return f"{number}: {told['state'].lower() or 'submitted'}{where}{why}"
 
 
-def _show_group(found: GroupShown, *, as_json: bool) -> int:
+def _show_group(group: GroupShown, *, as_json: bool) -> int:
     """Print the jobs of a sweep with their values and losses."""
     if as_json:
-        terminal.say_json(found)
+        terminal.say_json(group)
         return 0
     terminal.say(
-        f"sweep {found['id']} ({found['name']}), from {found['file']}: {len(found['jobs'])} jobs", style="bold"
+        f"sweep {group['id']} ({group['name']}), from {group['file']}: {len(group['jobs'])} jobs", style="bold"
     )
-    keys = list(dict.fromkeys(key for job in found["jobs"] for key in job["values"]))
+    keys = list(dict.fromkeys(key for job in group["jobs"] for key in job["values"]))
     rows = [
         [
             job["id"],
@@ -341,16 +341,16 @@ def _show_group(found: GroupShown, *, as_json: bool) -> int:
             *(terminal.plain(json.dumps(job["values"].get(key)), limit=30) for key in keys),
             "" if job["eval_loss"] is None else f"{job['eval_loss']:.4g}",
         ]
-        for job in found["jobs"]
+        for job in group["jobs"]
     ]
     terminal.table(["id", "name", "state", *keys, "eval_loss"], rows, right=["id", "eval_loss"])
-    for job in found["jobs"]:
+    for job in group["jobs"]:
         if early := job.get("stopped_early"):
             terminal.say(f"job {job['id']} was stopped early: {early['reason']}", style="yellow")
-    if any(job.get("stopped_early") for job in found["jobs"]):
+    if any(job.get("stopped_early") for job in group["jobs"]):
         terminal.say("honectl requeue ID trains such a job to its end, from its checkpoint", style="dim")
-    if found["best"] is not None:
-        terminal.say(f"the lowest eval_loss of those that succeeded has job {found['best']}", style="green")
+    if group["best"] is not None:
+        terminal.say(f"the lowest eval_loss of those that succeeded has job {group['best']}", style="green")
     return 0
 
 

@@ -55,14 +55,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse the words; one that no verb takes is refused with the nearest option."""
-        found, extra = self.parse_known_args(args, namespace)
+        options, extra = self.parse_known_args(args, namespace)
         if extra:
-            known = self._options_of(getattr(found, "verb", None))
+            known = self._options_of(getattr(options, "verb", None))
             told = [hint for word in extra if (hint := _option_hint(word, known))]
-            if getattr(found, "verb", None) == "convert":
+            if getattr(options, "verb", None) == "convert":
                 told = ["a command line is one word, in quotes: honectl convert 'trl sft --model_name_or_path …'"]
             self._refuse(f"unrecognized arguments: {' '.join(extra)}", told)
-        return found
+        return options
 
     def _options_of(self, verb: str | None) -> list[str]:
         parsers = [self]

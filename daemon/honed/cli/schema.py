@@ -39,8 +39,8 @@ def line() -> str:
     data_dir = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share")
     sources = Path(honed.__file__).resolve().parents[2]
     places = (data_dir / "doc/honed", Path("/usr/share/doc/honed"), sources / "etc")
-    found = next((place / NAME for place in places if (place / NAME).is_file()), None)
-    return f"# yaml-language-server: $schema={found.as_uri()}\n" if found else ""
+    path = next((place / NAME for place in places if (place / NAME).is_file()), None)
+    return f"# yaml-language-server: $schema={path.as_uri()}\n" if path else ""
 
 
 def text() -> str:

@@ -113,7 +113,7 @@ def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path
     Unusable rows and missing files are left to the check.
     """
     nowhere = dict.fromkeys(KINDS, Path())  # so that relative paths stay relative
-    found: dict[Path, None] = {}
+    seen: dict[Path, None] = {}
     try:
         for file, number, media in _media(dataset.files(named.path, split=each.split), each, nowhere):
             starts = each.media_dirs(file.parent)[media.kind]
@@ -121,7 +121,7 @@ def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path
                 place = Path(os.path.normpath(starts / path))
                 is_beside = starts == file.parent and not path.is_absolute()
                 if is_beside and place.exists():
-                    found[place] = None
+                    seen[place] = None
                 elif not (is_beside or place.is_relative_to(starts)) and not policy.is_reachable(
                     replace(named, path=place)
                 ):
@@ -133,7 +133,7 @@ def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path
                     )
     except OSError as error:
         raise _unread(named, error) from error
-    return list(found)
+    return list(seen)
 
 
 def _media(files: list[Path], each: DatasetSpec, directories: Mapping[Kind, Path]) -> Iterator[tuple[Path, int, Media]]:

@@ -31,10 +31,10 @@ VERDICT_TIMEOUT_SEC = 90.0
 
 def submit(instance: Instance, options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as copies:
-        found = [copies.enter_context(relative.resolved(path)) for path in options.files]
-        for change in () if options.json else [change for item in found for change in item.changes]:
+        resolved = [copies.enter_context(relative.resolved(path)) for path in options.files]
+        for change in () if options.json else [change for item in resolved for change in item.changes]:
             terminal.say(str(change))
-        return _submit(instance, options, [item.path for item in found])
+        return _submit(instance, options, [item.path for item in resolved])
 
 
 def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) -> int:
@@ -223,10 +223,10 @@ def _group(instance: Instance, number: int, num_jobs: int) -> Mapping[str, Any]:
     """Return a sweep's jobs once all are accepted; fewer if honed refuses some of them, or takes them later."""
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
     while True:
-        found = instance.ask("group", id=str(number))
-        if len(found["jobs"]) >= num_jobs or time.monotonic() > deadline:
-            ids = [job["id"] for job in found["jobs"]]
-            return {"id": number, "name": found["name"], "state": "sweep", "num_jobs": num_jobs, "jobs": ids}
+        sweep = instance.ask("group", id=str(number))
+        if len(sweep["jobs"]) >= num_jobs or time.monotonic() > deadline:
+            ids = [job["id"] for job in sweep["jobs"]]
+            return {"id": number, "name": sweep["name"], "state": "sweep", "num_jobs": num_jobs, "jobs": ids}
         time.sleep(0.1)
 
 
@@ -258,8 +258,8 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
     draft.checked(instance, options.file)
     if not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, but a trial runs as a job", hint="start it first")
-    with relative.resolved(options.file) as found:
-        content = document.parse(found.path.read_bytes(), found.path.suffix).data
+    with relative.resolved(options.file) as resolved:
+        content = document.parse(resolved.path.read_bytes(), resolved.path.suffix).data
     if sweep.is_in(content):
         content = sweep.first(content).document
     with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
@@ -290,16 +290,16 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
 _VERDICT_STYLES = {"learns": "green", "learns_slowly": "yellow", "does_not_learn": "red"}
 
 
-def _say_findings(found: trial.Findings) -> None:
+def _say_findings(findings: trial.Findings) -> None:
     """Print the findings of a trial in plain words, and its first row with masked and trained text."""
     drawn = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     drawn.add_column(style="bold", no_wrap=True)
     drawn.add_column(overflow="fold")
-    for title, text in trial.words(found):
-        style = _VERDICT_STYLES[found.verdict] if title == trial.ASKED else ""
+    for title, text in trial.words(findings):
+        style = _VERDICT_STYLES[findings.verdict] if title == trial.ASKED else ""
         drawn.add_row(title, Text(terminal.plain(text), style=style))
     terminal.console.print(drawn)
-    if found.segments:
+    if findings.segments:
         terminal.say()
         terminal.say("The first row, with trained text marked:", style="bold")
-        terminal.say_drawn(terminal.segments(found.segments))
+        terminal.say_drawn(terminal.segments(findings.segments))

@@ -173,9 +173,9 @@ def _screen(ask: Ask, jobs: Sequence[Row], one: Glance | None, meter: Meter) -> 
 
 
 def _machine_line() -> str:
-    found = device.probe()[0]
-    held = found.total_bytes - found.free_bytes
-    return f"{terminal.plain(found.name)}: {size(held)} of {size(found.total_bytes)} in use"
+    memory = device.probe()[0]
+    held = memory.total_bytes - memory.free_bytes
+    return f"{terminal.plain(memory.name)}: {size(held)} of {size(memory.total_bytes)} in use"
 
 
 def _table(jobs: Sequence[Row], courses: dict[int, list[float]]) -> Table:

@@ -327,7 +327,7 @@ def _path(path: str, summary: str, content: dict[str, Any], query: list[dict[str
 def _query(model: type[BaseModel]) -> list[dict[str, Any]]:
     schema = model.model_json_schema()
     kinds = schema.get("$defs", {})
-    found = []
+    parameters = []
     for name, told in schema.get("properties", {}).items():
         words = {key: value for key, value in told.items() if key not in {"description", "title"}}
         # A parameter is left out rather than null.
@@ -337,7 +337,7 @@ def _query(model: type[BaseModel]) -> list[dict[str, Any]]:
             words.pop("default", None)
         if "$ref" in words:
             words = {"type": "string", "enum": kinds[words["$ref"].rpartition("/")[2]]["enum"]}
-        found.append(
+        parameters.append(
             {
                 "name": name,
                 "in": "query",
@@ -346,4 +346,4 @@ def _query(model: type[BaseModel]) -> list[dict[str, Any]]:
                 "schema": words,
             }
         )
-    return found
+    return parameters

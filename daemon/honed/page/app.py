@@ -118,16 +118,16 @@ class Web:
 
     def _made(self, endpoint: Endpoint, request: Request) -> Response:
         jobs, asked = request.path_params.values(), _parameters(endpoint, request)
-        found = endpoint.read(self.source, *jobs, _asker(request), **asked)
+        answer = endpoint.read(self.source, *jobs, _asker(request), **asked)
         headers = {}
-        if isinstance(found, Page):
+        if isinstance(answer, Page):
             assert endpoint.rows is not None
             words = {key: value for key, value in request.query_params.items() if key != "cursor"}
-            after = f"{request.url.path}?{urlencode({**words, 'cursor': found.next})}" if found.next else None
+            after = f"{request.url.path}?{urlencode({**words, 'cursor': answer.next})}" if answer.next else None
             headers = {"Link": f'<{after}>; rel="next"'} if after else {}
-            found = {endpoint.rows: found.rows, "next": after}
-        status = 503 if endpoint.path == "/healthz" and found["status"] != "ok" else 200
-        return Response(encode(found), status, headers, media_type="application/json")
+            answer = {endpoint.rows: answer.rows, "next": after}
+        status = 503 if endpoint.path == "/healthz" and answer["status"] != "ok" else 200
+        return Response(encode(answer), status, headers, media_type="application/json")
 
     async def _metrics(self, request: Request) -> Response:
         body = await self.read(_kind(request), metrics.scrape, self.source, _asker(request))
@@ -177,9 +177,9 @@ class Web:
         """Return the jobs that `ids` or `sweep` names, and their number; of a large sweep the best ones. Each of them
         must be readable."""
         if sweep := given.get("sweep"):
-            found = query.group(self.source.entries, self.source.layout, sweep[:MAX_IDS], asker)["jobs"]
-            best = sorted(found, key=lambda one: (one["eval_loss"] is None, one["eval_loss"], one["id"]))[:MAX_JOBS]
-            numbers, num_all = sorted(one["id"] for one in best), len(found)
+            jobs = query.group(self.source.entries, self.source.layout, sweep[:MAX_IDS], asker)["jobs"]
+            best = sorted(jobs, key=lambda one: (one["eval_loss"] is None, one["eval_loss"], one["id"]))[:MAX_JOBS]
+            numbers, num_all = sorted(one["id"] for one in best), len(jobs)
         else:
             numbers = list(dict.fromkeys(_ids(given.get("ids", ""))))
             num_all = len(numbers)
@@ -212,12 +212,12 @@ class Web:
     async def _tell_job(self, job_id: int, asker: Asker, kind: Kind) -> AsyncIterator[bytes]:
         last: StateRow | None = None
         async for _ in self._ticks():
-            found = await self.read(kind, self.source.state, job_id, asker, is_patient=True)
-            if found != last:
-                last = found
-                yield _event("progress", {**found, "line": _line(found)})
-                if State(found["state"]).is_final:
-                    yield _event("ended", {"state": found["state"], "outcome": found["outcome"]})
+            row = await self.read(kind, self.source.state, job_id, asker, is_patient=True)
+            if row != last:
+                last = row
+                yield _event("progress", {**row, "line": _line(row)})
+                if State(row["state"]).is_final:
+                    yield _event("ended", {"state": row["state"], "outcome": row["outcome"]})
                     return
             else:
                 yield b""
@@ -274,11 +274,11 @@ def _event(kind: str, data: Mapping[str, Any]) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + encode(data) + b"\n\n"
 
 
-def _line(found: StateRow) -> str:
-    if found["state"] != "running":
+def _line(row: StateRow) -> str:
+    if row["state"] != "running":
         return ""
-    is_training = found["progress"].get("step") is not None
-    return f"running: {progress_text(found['progress']) if is_training else found['stage'] or 'starting'}"
+    is_training = row["progress"].get("step") is not None
+    return f"running: {progress_text(row['progress']) if is_training else row['stage'] or 'starting'}"
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------

@@ -139,8 +139,8 @@ class JobList:
     def page(self, asker: Asker, choice: Choice, login: str) -> bytes:
         """Return the page that an asker may see."""
         everything = self._source.rows(asker)
-        found = [row for row in everything if choice.has(row)]
-        shown, older_than, num_hidden = _cut(choice, found)
+        rows = [row for row in everything if choice.has(row)]
+        shown, older_than, num_hidden = _cut(choice, rows)
         status, _ = self._told.get()
         counts = Counter(row["state"] for row in everything)
         return document(
@@ -155,7 +155,7 @@ class JobList:
             heads=list(choice.heads()),
             counts=[(state.value, counts[state]) for state in State if counts[state]],
             num_jobs=len(everything),
-            num_found=len(found),
+            num_found=len(rows),
             num_hidden=num_hidden,
             older_than=older_than,
             status=status,
@@ -184,7 +184,7 @@ class JobList:
     def _courses(self, rows: Sequence[Row]) -> dict[int, list[float]]:
         """Return the losses of these jobs, averaged to a few values; of some none as yet, if that takes long."""
         until = time.monotonic() + SPARK_SEC
-        found: dict[int, list[float]] = {}
+        courses: dict[int, list[float]] = {}
         with self._lock, closing(Reader(self._source.layout.database_path)) as reader:
             for row in rows:
                 if row["progress"]["step"] is None:
@@ -195,10 +195,10 @@ class JobList:
                     self._sparks[row["id"]] = known
                 if known is not None:
                     self._sparks.move_to_end(row["id"])
-                    found[row["id"]] = known[1]
+                    courses[row["id"]] = known[1]
             while len(self._sparks) > MAX_SPARKS:
                 self._sparks.popitem(last=False)
-        return found
+        return courses
 
     # -- the machine --------------------------------------------------------------------------------------------------
 
@@ -221,17 +221,17 @@ class JobList:
                 for key in job.attempt.devices:
                     on.setdefault(key, []).append((row["id"], row["name"] or f"job {row['id']}"))
         is_anybody = asker.uid < 0 and not asker.reads_all  # they are not told who reserved a device, and why
-        found = []
+        devices = []
         for device in status["devices"] if status else ():
             key, load = device["device"], loads.pop(device["device"], None)
             closures = [item["reason" if is_anybody else "detail"] for item in device["closures"]]
-            found.append(Device(device["label"], device["name"] or "", load, closures, on.pop(key, ())))
-        found += [
+            devices.append(Device(device["label"], device["name"] or "", load, closures, on.pop(key, ())))
+        devices += [
             Device(f"GPU {item['index']}", item["name"], item, (), on.pop(key, ())) for key, item in loads.items()
         ]
-        found += [Device(key, "", None, (), those) for key, those in on.items()]
+        devices += [Device(key, "", None, (), those) for key, those in on.items()]
         # Where there are GPUs, the CPU is shown only if it has a job.
-        return [item for item in found if item.load or item.jobs or item.closures] or found
+        return [item for item in devices if item.load or item.jobs or item.closures] or devices
 
 
 def _cut(choice: Choice, rows: Sequence[Row]) -> tuple[list[Row], int | None, int]:

@@ -89,8 +89,8 @@ class Figures(Collector):
         states = Counter(job.state for job in jobs)
         yield _gauge("honed_jobs", "Jobs by state", "state", [(state, states[state]) for state in State])
         outcomes = sorted(Counter(job.outcome for job in jobs if job.state.is_final).items(), key=str)
-        found = [(outcome or "none", count) for outcome, count in outcomes]
-        yield _gauge("honed_outcomes", "Finished jobs that are kept, by outcome", "outcome", found)
+        counts = [(outcome or "none", count) for outcome, count in outcomes]
+        yield _gauge("honed_outcomes", "Finished jobs that are kept, by outcome", "outcome", counts)
         waiting = [job.submitted_at for job in jobs if job.state is State.QUEUED]
         age = max(0.0, time.time() - min(waiting)) if waiting else 0.0
         yield GaugeMetricFamily("honed_queue_age_seconds", "Age of the job that has been queued the longest", value=age)
@@ -113,12 +113,12 @@ class Figures(Collector):
         yield _gauge("honed_job_started_timestamp_seconds", words, "job", started)
 
     def _file_systems(self) -> Iterator[Metric]:
-        found: dict[str, os.statvfs_result] = {}
+        systems: dict[str, os.statvfs_result] = {}
         for directory in (self._source.layout.state_dir, self._source.layout.spool_dir):
             with contextlib.suppress(OSError):
-                found[str(directory)] = os.statvfs(directory)
-        sizes = [(name, item.f_blocks * item.f_frsize) for name, item in found.items()]
-        free = [(name, item.f_bavail * item.f_frsize) for name, item in found.items()]
+                systems[str(directory)] = os.statvfs(directory)
+        sizes = [(name, item.f_blocks * item.f_frsize) for name, item in systems.items()]
+        free = [(name, item.f_bavail * item.f_frsize) for name, item in systems.items()]
         yield _gauge("honed_filesystem_size_bytes", "Size of a file system", "directory", sizes)
         yield _gauge("honed_filesystem_avail_bytes", "Bytes that honed can still write", "directory", free)
 
@@ -135,7 +135,7 @@ def _outbox(path: Path) -> Iterator[Metric]:
     refused = outbox.refused_dir(path)
     try:
         num_refused = sum(1 for _ in refused.glob("*.json")) if refused.is_dir() else 0
-        found = (
+        waiting = (
             (
                 "waiting_bytes",
                 "Bytes of metrics and predictions waiting for honed-send",
@@ -151,7 +151,7 @@ def _outbox(path: Path) -> Iterator[Metric]:
         )
     except OSError:
         return
-    for name, words, value in found:
+    for name, words, value in waiting:
         yield GaugeMetricFamily(f"honed_outbox_{name}", words, value=value)
 
 

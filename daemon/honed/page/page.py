@@ -46,14 +46,14 @@ def text(value: Any, limit: int | None = None, more: str = "") -> Markup:
         return value
     whole = "" if value is None else str(value)
     shown = whole[:limit].encode(errors="replace").decode()
-    made = _HIDDEN.sub(lambda found: f'<span class="hidden">{_code_point(found)}</span>', escape(shown))
+    made = _HIDDEN.sub(lambda match: f'<span class="hidden">{_code_point(match)}</span>', escape(shown))
     if len(shown) < len(whole):
         made = f'{made} <span class="dim">… and {len(whole) - len(shown):,} more characters{escape(more)}</span>'
     return Markup(made)
 
 
-def _code_point(found: re.Match[str]) -> str:
-    return f"U+{ord(found[0]):04X}"
+def _code_point(match: re.Match[str]) -> str:
+    return f"U+{ord(match[0]):04X}"
 
 
 def document(template: str, **values: Any) -> bytes:

@@ -181,7 +181,7 @@ def telling_scores(stories: Sequence[Story]) -> list[str]:
         for name in story.curves:
             if name.startswith("predictions/") and name.count("/") == 1:
                 values.setdefault(name, []).extend(value for _, value in story.points(name))
-    values = {name: found for name, found in values.items() if not (name.endswith("_parsable") and min(found) == 1)}
+    values = {name: scores for name, scores in values.items() if not (name.endswith("_parsable") and min(scores) == 1)}
     return [name for name in values if any(values[name])] or list(values)
 
 
@@ -409,10 +409,10 @@ def _data(story: Story) -> tuple[Markup, list[tuple[Any, ...]]]:
         (
             item.get("path"),
             "held out" if key == "eval_datasets" else item.get("fraction"),
-            *(found.get(name) for name in ("num_rows", "num_taken", "num_bad")),
+            *(data.get(name) for name in ("num_rows", "num_taken", "num_bad")),
         )
         for key in ("datasets", "eval_datasets")
-        for item, found in zip(_dicts(story.shown["spec"].get(key)), _dicts(counts.get(key)), strict=False)
+        for item, data in zip(_dicts(story.shown["spec"].get(key)), _dicts(counts.get(key)), strict=False)
     ]
 
 

@@ -270,11 +270,11 @@ def passed_sockets() -> list[socket.socket]:
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return []
     number = int(os.environ.get("LISTEN_FDS", "0"))
-    found = []
+    sockets = []
     for fd in range(FIRST_FD, FIRST_FD + number):
         os.set_inheritable(fd, False)
-        found.append(socket.socket(fileno=fd))
-    return found
+        sockets.append(socket.socket(fileno=fd))
+    return sockets
 
 
 def listen(address: str) -> socket.socket:
@@ -436,16 +436,16 @@ def serve(
     return 0
 
 
-def _session(layout: Layout, found: Rules, sockets: Sequence[socket.socket]) -> Session | None:
+def _session(layout: Layout, rules: Rules, sockets: Sequence[socket.socket]) -> Session | None:
     """Begin the session of the instance's owner, if only this machine can connect and one of the sockets is TCP's."""
-    local = [] if found.needs_token else [item for item in sockets if item.family != socket.AF_UNIX]
+    local = [] if rules.needs_token else [item for item in sockets if item.family != socket.AF_UNIX]
     return sessions.begin(layout, shown_address(local[0])) if local else None
 
 
-def _warn(found: Rules) -> None:
-    if found.needs_token:
+def _warn(rules: Rules) -> None:
+    if rules.needs_token:
         log.warning("the token and all responses are sent unencrypted: use a proxy with TLS")
-    elif found.token is None and not found.policy.share_results:
+    elif rules.token is None and not rules.policy.share_results:
         log.info(
             "without a token, and with policy.share_results off: over TCP only the number, state and progress of "
             "jobs are shown"

@@ -136,8 +136,8 @@ def find(layout: Layout) -> Link | None:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return None  # nobody has locked it
-        found = json.loads(os.pread(fd, MAX_BYTES, 0))
-        return Link(str(found["address"]), str(found["token"]))
+        record = json.loads(os.pread(fd, MAX_BYTES, 0))
+        return Link(str(record["address"]), str(record["token"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     finally:

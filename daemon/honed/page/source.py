@@ -80,11 +80,11 @@ class Entries(Spool):
                         before = stamp, read_entry(path, state)
                     known[path] = before
         self._known = known
-        found: dict[int, Job] = {}
+        jobs: dict[int, Job] = {}
         for _, job in known.values():
-            if job is not None and (job.id not in found or job.revision > found[job.id].revision):
-                found[job.id] = job
-        return dict(sorted(found.items()))
+            if job is not None and (job.id not in jobs or job.revision > jobs[job.id].revision):
+                jobs[job.id] = job
+        return dict(sorted(jobs.items()))
 
 
 class Kept(Generic[T]):
@@ -216,7 +216,7 @@ class Source:
     def jobs(self, asker: Asker, *, state: str | None, limit: int, cursor: str | None) -> Page:
         """Return a page of jobs, newest first."""
         before = _place(cursor, int)[0] if cursor else None
-        found = sorted(
+        jobs = sorted(
             (
                 row
                 for row in self.rows(asker)
@@ -224,7 +224,7 @@ class Source:
             ),
             key=lambda row: -row["id"],
         )
-        return Page(found[:limit], _cursor(found[limit - 1]["id"]) if len(found) > limit else None)
+        return Page(jobs[:limit], _cursor(jobs[limit - 1]["id"]) if len(jobs) > limit else None)
 
     def _explain(self, row: Row, asker: Asker) -> None:
         """Add to a row why its job waits: while honed is up, the files do not have that for queued jobs."""
@@ -287,9 +287,9 @@ class Source:
             )
             if db and name is None and len(rows) <= limit:
                 rows += db.execute(others, (job_id, begin, limit + 1 - len(rows))).fetchall()
-        found = [dict(zip(keys, row[1:], strict=True)) for row in rows[:limit]]
+        metrics = [dict(zip(keys, row[1:], strict=True)) for row in rows[:limit]]
         last = rows[limit - 1] if len(rows) > limit else None
-        return Page(found, _cursor(last[4], last[2], last[0]) if last else None)
+        return Page(metrics, _cursor(last[4], last[2], last[0]) if last else None)
 
     def predictions(
         self, job_id: int, asker: Asker, *, step: int | None, sample_index: int | None, limit: int, cursor: str | None
@@ -310,15 +310,15 @@ class Source:
             f"SELECT {', '.join(keys)} FROM training_predictions WHERE {' AND '.join(where)}"
             " ORDER BY step, sample_index LIMIT ?"
         )
-        found: list[dict[str, Any]] = []
+        predictions: list[dict[str, Any]] = []
         num_bytes = 0
         with self.database() as db:
             for row in db.execute(sql, (*arguments, limit + 1)) if db else ():
                 num_bytes += sum(len(item) for item in row if isinstance(item, str))
-                if found and (len(found) == limit or num_bytes > MAX_PAGE_BYTES):
-                    return Page(found, _cursor(found[-1]["step"], found[-1]["sample_index"]))
-                found.append(dict(zip(keys, row, strict=True)))
-        return Page(found, None)
+                if predictions and (len(predictions) == limit or num_bytes > MAX_PAGE_BYTES):
+                    return Page(predictions, _cursor(predictions[-1]["step"], predictions[-1]["sample_index"]))
+                predictions.append(dict(zip(keys, row, strict=True)))
+        return Page(predictions, None)
 
     def state(self, job_id: int, asker: Asker) -> StateRow:
         """Return the changing data of a job: its row, its stage, its last eval_loss, and the last step with
@@ -388,15 +388,15 @@ class Source:
     def running(self, job_ids: list[int]) -> dict[int, RunningRow]:
         """Return the progress of each of these jobs, with its number of training tokens, and the number trained on at
         its last evaluation; None where the job has not reported them."""
-        found: dict[int, RunningRow] = {}
+        running: dict[int, RunningRow] = {}
         with self.database() as db:
             for job_id in job_ids if db else ():
-                found[job_id] = {
+                running[job_id] = {
                     **_progress(db, job_id),
                     "num_tokens": _last_event(db, job_id, "data").get("num_tokens"),
                     "num_trained": _last_metric(db, job_id, "eval_num_tokens"),
                 }
-        return found
+        return running
 
 
 def _one(db: sqlite3.Connection | None, sql: str, *arguments: Any) -> Any:
@@ -410,8 +410,8 @@ def _progress(db: sqlite3.Connection | None, job_id: int) -> Progress:
 
 def _last_event(db: sqlite3.Connection | None, job_id: int, kind: str) -> dict[str, Any]:
     sql = "SELECT data FROM events WHERE job_id = ? AND kind = ? ORDER BY rowid DESC LIMIT 1"
-    found: dict[str, Any] = json.loads(_one(db, sql, job_id, kind) or "{}")
-    return found
+    event: dict[str, Any] = json.loads(_one(db, sql, job_id, kind) or "{}")
+    return event
 
 
 def _last_metric(db: sqlite3.Connection | None, job_id: int, name: str) -> float | None:

@@ -137,8 +137,8 @@ def _curves(path: Path, job_id: int) -> dict[str, Curve]:
     names = list(itertools.islice(all_names, MAX_CURVES))
     share = MAX_ALL_STRETCHES // (len(names) - len(STEP_METRICS)) // 2 * 2  # two of them become one
     most = {name: MAX_STRETCHES if name in STEP_METRICS else min(MAX_EVALUATIONS, share) for name in names}
-    found = {name: curve for name in names if (curve := _curve(path, job_id, name, most[name])).num}
-    return dict(sorted(found.items(), key=lambda item: item[1].points[0].step))
+    curves = {name: curve for name in names if (curve := _curve(path, job_id, name, most[name])).num}
+    return dict(sorted(curves.items(), key=lambda item: item[1].points[0].step))
 
 
 def _curve(path: Path, job_id: int, name: str, most: int) -> Curve:
