@@ -24,7 +24,7 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
         except HonedError as error:
             if len(options.ids) == 1:
                 raise
-            # A job that refuses the change does not stop the others, and the answer covers each of them.
+            # A job that refuses the change does not stop the others, and the answer covers them all.
             status = status or terminal.status_of(error)
             changed.append({"id": reference, "error": error.as_dict()})
             if not options.json:

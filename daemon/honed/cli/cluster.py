@@ -32,7 +32,7 @@ COMMAND_SEC, START_SEC, JOB_SEC = 15, 10, 40
 MAX_SKEW_SEC = 5.0
 #: Nodes on which the tiny job runs, if so many are free.
 MAX_NODES = 4
-#: What the tiny job does on each node, in a directory of the instance, whose lock we hold.
+#: What the tiny job does on every node, in a directory of the instance, whose lock we hold.
 _PROBE = """
 import fcntl, json, os, subprocess, sys, time
 place, node = sys.argv[1], os.environ["SLURMD_NODENAME"]
@@ -60,7 +60,7 @@ print(json.dumps(told))
 
 
 def findings(layout: Layout, config: Config) -> Iterator[tuple[Status, str, str]]:
-    """Yield status, detail and hint of each check."""
+    """Yield status, detail and hint of every check."""
     if problem := why_no_slurm(layout):
         yield "error", problem, "see docs/cluster.md"
         return
@@ -84,7 +84,7 @@ def findings(layout: Layout, config: Config) -> Iterator[tuple[Status, str, str]
 
 
 def _try_profiles(slurm: SlurmConfig) -> Iterator[tuple[Status, str, str]]:
-    """Yield what Slurm says to a job of each profile that it would refuse, or not answer."""
+    """Yield what Slurm says to a job of every profile that it would refuse, or not answer."""
     for name in (None, *slurm.profiles):
         num_gpus = int(slurm.profile(name).gpu_bytes > 0)
         if words := slurm_request.try_out(Request(num_gpus=num_gpus, profile=name), slurm):

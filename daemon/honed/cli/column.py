@@ -1,4 +1,4 @@
-"""The columns of `honectl list`, and what it sorts and filters by: one name for each.
+"""The columns of `honectl list`, and what it sorts and filters by, under one name.
 
 --sort score            by a column, the smallest first; --sort=-score: the largest first
 --filter KEY=VALUE      equal, regardless of case        --filter KEY~TEXT    contains

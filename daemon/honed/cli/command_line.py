@@ -1,4 +1,4 @@
-"""The command line of honectl: its verbs, their options, and the function that runs each.
+"""The command line of honectl: its verbs, their options, and the function that runs a verb.
 
 A new verb is a function of an Instance and the options, and a line in its group below. The module of a verb is imported
 only when it runs.
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def verbs(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.ArgumentParser]]:
-    """Return each verb with its help text and its own parser."""
+    """Return every verb with its help text and its own parser."""
     action = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     words = {choice.dest: str(choice.help) for choice in action._choices_actions}
     return [(name, words[name], parser) for name, parser in action.choices.items()]

@@ -62,7 +62,7 @@ def diff(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def compare(instance: Instance, options: argparse.Namespace) -> int:
-    """Print several jobs beside each other: specs, scores, losses and predictions."""
+    """Print several jobs side by side: specs, scores, losses and predictions."""
     references = [number for reference in options.ids for number in _each(instance, reference)]
     if not 2 <= len(references) <= len(MARKS):
         raise UsageError(f"compare takes 2 to {len(MARKS)} jobs, got {len(references)}", hint="honectl compare ID ID …")
@@ -137,7 +137,7 @@ def _manifest(job: Shown) -> Mapping[str, Any]:
 
 
 def plot(courses: Sequence[Sequence[tuple[int, float]]], *, width: int, rows: int = PLOT_ROWS) -> Iterator[Text]:
-    """Yield the lines of a plot of several losses over the steps, each drawn with its mark."""
+    """Yield the lines of a plot of several losses over the steps, drawn with their marks."""
     values = [value for course in courses for _, value in course]
     if not values:
         yield Text("no losses yet", style="dim")

@@ -1,4 +1,4 @@
-"""`honectl convert`: another tool's settings as a job file, with a comment for each key that has no equal here.
+"""`honectl convert`: another tool's settings as a job file, with a comment per key that has no equal here.
 
 The advice that a rejected job file gets (spec/synonym.py) is applied until the file is a valid job; foreign.py has what
 is peculiar to a tool.
@@ -136,7 +136,7 @@ def _settle(made: Converted) -> None:
 
 
 def _apply(made: Converted, problems: tuple[Problem, ...]) -> None:
-    """Apply the advice for each problem; a key without any is left out and noted."""
+    """Apply the advice for every problem; a key without any is left out and noted."""
     fix: dict[str, Any] = {}
     # In a file with many problems, only the first ones get advice: the others wait for the next round.
     told = [
@@ -169,19 +169,22 @@ def _apply(made: Converted, problems: tuple[Problem, ...]) -> None:
             made.lost.pop(key, None)
 
 
-def _leave_out(made: Converted, each: Problem, words: str) -> str | None:
+def _leave_out(made: Converted, unsolved: Problem, words: str) -> str | None:
     """Note a key that is left out. Returns what is written in its place, if there must be something."""
-    name, section = each.key.rpartition(".")[2], ".".join(p for p in each.key.split(".")[:-1] if not p.isdecimal())
+    name, section = (
+        unsolved.key.rpartition(".")[2],
+        ".".join(p for p in unsolved.key.split(".")[:-1] if not p.isdecimal()),
+    )
     advice = synonym.find(name, section)
     is_preference = "preference" in words or "reward" in words or "classification" in words
     if (advice is not None and advice.key in _MEANING) or (is_preference and name in ("type", "model_type", "rl")):
-        raise SpecError(f"{each.key}: {words}")
-    if each.key == "base_model" or (name == "path" and "datasets" in section):
-        made.missing[each.key] = words
+        raise SpecError(f"{unsolved.key}: {words}")
+    if unsolved.key == "base_model" or (name == "path" and "datasets" in section):
+        made.missing[unsolved.key] = words
         return f"{UNKNOWN}/{'model' if name == 'base_model' else 'rows.jsonl'}"
-    if each.message.startswith("missing"):
+    if unsolved.message.startswith("missing"):
         return None
-    made.lost[each.key] = "no key that honed knows" if words == "unknown key" else words
+    made.lost[unsolved.key] = "no key that honed knows" if words == "unknown key" else words
     return None
 
 
@@ -193,12 +196,12 @@ def _note_removal(made: Converted, key: str, value: Any, words: str) -> None:
         made.notes[key] = why or "honed needs no such key"
 
 
-def _is_typo(each: Problem) -> bool:
-    if quote.show(each.hint).startswith("did you mean"):
+def _is_typo(unsolved: Problem) -> bool:
+    if quote.show(unsolved.hint).startswith("did you mean"):
         return True
-    name = each.key.rpartition(".")[2].lower().replace("-", "_")
-    section = ".".join(part for part in each.key.split(".")[:-1] if not part.isdecimal())
-    is_key = each.message.startswith("unknown key") and "belongs" not in each.hint
+    name = unsolved.key.rpartition(".")[2].lower().replace("-", "_")
+    section = ".".join(part for part in unsolved.key.split(".")[:-1] if not part.isdecimal())
+    is_key = unsolved.message.startswith("unknown key") and "belongs" not in unsolved.hint
     return is_key and synonym.find(name, section) is None and name not in synonym.SECTIONS
 
 

@@ -163,7 +163,7 @@ def _packages() -> list[Finding]:
     return needed + [_package(name, window, is_needed=False) for name, window in installed.OPTIONAL_WINDOWS.items()]
 
 
-#: The purpose of each optional package.
+#: The purpose of every optional package.
 _USES = {
     "bitsandbytes": "quantization: 4bit and 8bit",
     "huggingface_hub": "policy.hub: models and data sets that honed fetches",

@@ -69,7 +69,7 @@ def _check_one(instance: Instance, path: Path, beside: Iterable[Path]) -> Verdic
 
 
 def _not_there(instance: Instance, job_spec: JobSpec, beside: Iterable[Path]) -> Iterator[str]:
-    """Yield a warning for each job that the file names and that neither honed knows nor another file makes."""
+    """Yield a warning per job that the file names and that neither honed knows nor another file makes."""
     from honed.spec import spec as specs
 
     made = set()
@@ -123,7 +123,7 @@ def _options(needed: Missing) -> str:
 
 
 def say_offers(instance: Instance, verdicts: Iterable[Verdict]) -> None:
-    """Print size, licence and gating of what honed would fetch for these jobs, each once."""
+    """Print size, licence and gating of what honed would fetch for these jobs, once."""
     if not (needy := [verdict for verdict in verdicts if verdict.needs_fetch]):
         return
     from honed.inputs import offer

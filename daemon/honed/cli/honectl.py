@@ -1,6 +1,6 @@
 """honectl: submits jobs to honed, and shows their state and results.
 
-command_line.py has the verbs. This module imports nothing before it is needed: a shell runs it at each TAB.
+command_line.py has the verbs. This module imports nothing before it is needed: a shell runs it at every TAB.
 """
 
 from __future__ import annotations

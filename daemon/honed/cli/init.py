@@ -69,7 +69,7 @@ class Draft:
     """A job file in the making."""
 
     job: dict[str, Any]
-    found: list[str] = field(default_factory=list)  #: facts about the data
+    facts: list[str] = field(default_factory=list)  #: facts about the data
     changes: list[str] = field(default_factory=list)  #: corrections, and why
 
 
@@ -83,7 +83,7 @@ def init(instance: Instance, options: argparse.Namespace) -> int:
     verdict = _settled(instance, draft_job, wanted.method)
     convert.write_new(output, rendered(draft_job, verdict))
     terminal.say(f"{output}: written", style="green")
-    for line in [*draft_job.found, *_of_plan(verdict), *draft_job.changes]:
+    for line in [*draft_job.facts, *_of_plan(verdict), *draft_job.changes]:
         terminal.say(f"  {line}")
     draft.say_offers(instance, [verdict])
     terminal.say(f"next: honectl preview {output}; honectl trial {output}; honectl submit --wait {output}")
@@ -178,7 +178,7 @@ def _first_guess(wanted: Wanted) -> Draft:
 def _look(made: Draft, place: str) -> tuple[int, int] | None:
     """Return the number of rows of a data set, about, and a length that holds them; None before it is fetched."""
     if is_hub_dataset(place) and not Path(place).exists():
-        made.found.append(f"{place}: fetched from the hub when the job is submitted")
+        made.facts.append(f"{place}: fetched from the hub when the job is submitted")
         return None
     try:
         seen = datasets.inspect(DatasetSpec(path=place), num_rows=200)
@@ -189,7 +189,7 @@ def _look(made: Draft, place: str) -> tuple[int, int] | None:
     num_rows = seen.num_rows if seen.is_whole or not mean else round(seen.num_bytes / mean)
     about = "" if seen.is_whole else "about "
     media = f", {seen.num_attached} of the first with images, videos or sound" if seen.num_attached else ""
-    made.found.append(f"{place}: {about}{num_rows:,} rows of {seen.format}{media}")
+    made.facts.append(f"{place}: {about}{num_rows:,} rows of {seen.format}{media}")
     longest = max(sizes, default=0) / CHARS_PER_TOKEN
     length = next((item for item in LENGTHS if longest <= item), LENGTHS[-1])
     return num_rows, max(length, LENGTHS[-1] if seen.num_attached else 0)
@@ -251,7 +251,7 @@ def _of_plan(verdict: Verdict) -> list[str]:
 
 
 def rendered(made: Draft, verdict: Verdict) -> str:
-    facts = [*made.found, *_of_plan(verdict)]
+    facts = [*made.facts, *_of_plan(verdict)]
     lines = ["# Made by honectl init.", *(f"#   {convert.one_line(fact)}" for fact in facts)]
     if made.changes:
         lines += [

@@ -1,4 +1,4 @@
-"""The numbers and names of all jobs, for the completion of a shell: at each TAB, so it imports and asks as little as
+"""The numbers and names of all jobs, for the completion of a shell: at every TAB, so it imports and asks as little as
 possible.
 """
 

@@ -25,7 +25,7 @@ ENDED = ("succeeded", "failed", "cancelled")
 
 
 def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
-    """Print the first jobs of each kind for a person, or all jobs for a script, unless the options choose otherwise."""
+    """Print the first jobs of every kind for a person, or all jobs for a script, or what the options choose."""
     if options.json and options.output not in (None, "json"):
         raise UsageError(f"--json and -o {options.output} exclude each other", hint="give one of the two")
     if options.output == "json":
@@ -55,7 +55,7 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def _chosen(instance: Instance, options: argparse.Namespace) -> Overview:
-    """Return the jobs that the options choose, in their order, and the number of jobs in each state if only the first
+    """Return the jobs that the options choose, in their order, and the number of jobs per state if only the first
     ones were asked for."""
     choice = {"states": options.state, "names": options.ids}
     is_all = options.all or options.json or options.limit is not None or options.after is not None

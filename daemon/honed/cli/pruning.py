@@ -23,7 +23,7 @@ from honed.system.part import joined
 Ask = Callable[..., Any]
 #: Seconds between looks at an unfinished removal.
 POLL_SEC = 0.1
-#: Jobs in one request: each takes the loop a millisecond or two.
+#: Jobs in one request: one takes the loop a millisecond or two.
 MAX_NUMBERS = 100
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}

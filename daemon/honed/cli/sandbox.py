@@ -54,7 +54,7 @@ def sandbox(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def dropins(config: Config) -> dict[str, str]:
-    """Return the text of each unit's drop-in, empty if it needs none. Raises UsageError for a path that cannot be
+    """Return the text of every unit's drop-in, empty if it needs none. Raises UsageError for a path that cannot be
     opened."""
     allowed = [Path(path) for path in config.policy.allowed_paths or []]
     for path in allowed:

@@ -98,15 +98,15 @@ def _make_place(layout: Layout) -> Path:
 def _with_what_rows_name(
     job_spec: JobSpec, named_by_spec: Iterable[Named], policy: Policy
 ) -> Iterator[tuple[Named, list[Path]]]:
-    """Yield each path that a job names, with the images, videos and sounds beside it that a data set's rows name."""
+    """Yield every path that a job names, with the images, videos and sounds beside it that a data set's rows name."""
     datasets = {f"{key}.path": item for key, item in job_spec.each_dataset()}
     for named in named_by_spec:
         named = replace(named, path=Path(os.path.normpath(named.path)))  # noqa: PLW2901
-        each = datasets.get(named.key)
-        yield named, [] if each is None else _named_by_rows(named, each, policy)
+        dataset_spec = datasets.get(named.key)
+        yield named, [] if dataset_spec is None else _named_by_rows(named, dataset_spec, policy)
 
 
-def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path]:
+def _named_by_rows(named: Named, dataset_spec: DatasetSpec, policy: Policy) -> list[Path]:
     """Return the files that rows name relative to their data file. Raises DatasetError for an unreachable file whose
     copy would not be found under its name.
 
@@ -115,8 +115,8 @@ def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path
     nowhere = dict.fromkeys(KINDS, Path())  # so that relative paths stay relative
     seen: dict[Path, None] = {}
     try:
-        for file, number, media in _media(dataset.files(named.path, split=each.split), each, nowhere):
-            starts = each.media_dirs(file.parent)[media.kind]
+        for file, number, media in _media(dataset.files(named.path, split=dataset_spec.split), dataset_spec, nowhere):
+            starts = dataset_spec.media_dirs(file.parent)[media.kind]
             for path in media.paths:
                 place = Path(os.path.normpath(starts / path))
                 is_beside = starts == file.parent and not path.is_absolute()
@@ -136,15 +136,17 @@ def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path
     return list(seen)
 
 
-def _media(files: list[Path], each: DatasetSpec, directories: Mapping[Kind, Path]) -> Iterator[tuple[Path, int, Media]]:
-    form: str = "" if each.format == "auto" else each.format
+def _media(
+    files: list[Path], dataset_spec: DatasetSpec, directories: Mapping[Kind, Path]
+) -> Iterator[tuple[Path, int, Media]]:
+    form: str = "" if dataset_spec.format == "auto" else dataset_spec.format
     for file in files:
         for number, (row, _) in enumerate(dataset.read_any(file), start=1):
             if not isinstance(row, dict):
                 continue
             with contextlib.suppress(RowError, DatasetError):
-                form = form or dataset.recognise(row, each.columns)
-                made = fields(row, form, each.columns, has_chat_template=True, directories=directories)
+                form = form or dataset.recognise(row, dataset_spec.columns)
+                made = fields(row, form, dataset_spec.columns, has_chat_template=True, directories=directories)
                 yield from ((file, number, media) for media in made.get("media", ()))
 
 

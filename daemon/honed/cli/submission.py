@@ -162,7 +162,7 @@ def _checked(instance: Instance, path: Path, beside: list[Path], original: Path)
 
 
 def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
-    """Print why nothing was submitted: each file that would be refused."""
+    """Print why nothing was submitted: the files that would be rejected."""
     refused = {path: file for path, file in zip(options.files, checked, strict=True) if isinstance(file, HonedError)}
     for path, error in () if options.json else refused.items():
         terminal.complain(error, prefix=f"{path}: ")
@@ -179,7 +179,7 @@ def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
 
 
 class _Fetching:
-    """The progress of the fetches for one arrival: a line for each tenth, and for each new problem."""
+    """The progress of the fetches for one arrival: a line per tenth, and per new problem."""
 
     def __init__(self, instance: Instance, source: str) -> None:
         self._instance, self._source = instance, source

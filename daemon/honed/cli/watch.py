@@ -127,7 +127,7 @@ def _lines(ask: Ask, reference: str | None, say: Callable[[Row, Glance | None], 
 
 
 class _Teller:
-    """Prints a line for each change of a job, and its predictions when they are new."""
+    """Prints a line per change of a job, and its predictions when they are new."""
 
     def __init__(self) -> None:
         self._meter = Meter()
@@ -148,7 +148,7 @@ def _glance(ask: Ask, job: Row) -> Glance | None:
 
 
 def _told(glance: Glance, told: dict[int, int]) -> Iterator[str]:
-    """Yield the latest predictions, a line each, if they are new."""
+    """Yield the latest predictions, one per line, if they are new."""
     rows = glance["predictions"]
     if not rows or told.get(glance["id"]) == rows[0]["step"]:
         return

@@ -1,4 +1,4 @@
-"""The JSON API of honed-web: each endpoint's parameters and response type. The OpenAPI description is generated from
+"""The JSON API of honed-web: the endpoints' parameters and response type. The OpenAPI description is generated from
 them, so that the two cannot differ."""
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 #: Seconds of one stream, after which a browser reconnects by itself; between looks at a job; between heartbeats.
 STREAM_SEC, POLL_SEC, HEARTBEAT_SEC = 900.0, 1.0, 15.0
-#: Threads that read the spool and the database, for each kind of client: five kinds have at most 15 requests at the
+#: Threads that read the spool and the database, per kind of client: five kinds have at most 15 requests at the
 #: control socket, which takes 16 of one user.
 MAX_READERS = 3
 #: Characters of the numbers of jobs in an address.

@@ -32,7 +32,7 @@ from honed.system import layout as layouts
 from honed.system import niceness
 from honed.system.log import guard_tracebacks
 
-#: Jobs on a page, at least and at most; each has a letter.
+#: Jobs on a page, at least and at most; they have letters.
 MIN_JOBS, MAX_JOBS = 2, 16
 MARKS = "ABCDEFGHIJKLMNOP"
 #: Examples on a page, and characters of one text and of one value of a spec.
@@ -95,7 +95,7 @@ def _best(stories: Sequence[Story]) -> int | None:
 
 def _scores(story: Story, telling: Container[str]) -> dict[str, float]:
     metrics = story.shown["metrics"]
-    # With those of each data set and tag: `eval_loss/general`, `predictions/exact_match/tag:x`.
+    # With those of every data set and tag: `eval_loss/general`, `predictions/exact_match/tag:x`.
     names = [name for name in metrics if name.startswith("eval_loss") or "/".join(name.split("/")[:2]) in telling]
     return {name: metrics[name] for name in sorted(names, key=lambda name: (name.startswith("eval_loss"), name))}
 

@@ -108,7 +108,7 @@ class Choice:
         return [*known, *(row for row in rows if column.value(row) is None)]
 
     def heads(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the title of each column, the address that sorts by it, and its order now, as aria-sort names it."""
+        """Yield the title of every column, the address that sorts by it, and its order now, as aria-sort names it."""
         for key, column in COLUMNS.items():
             down, up = (f"-{key}", key)
             first, second = (down, up) if column.is_falling else (up, down)
@@ -118,7 +118,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Device:
-    """A device, its load, what closes it, and the jobs on it, each with its name."""
+    """A device, its load, what closes it, and the jobs on it with their names."""
 
     label: str
     name: str
@@ -168,7 +168,7 @@ class JobList:
     # -- the jobs -----------------------------------------------------------------------------------------------------
 
     def _cells(self, rows: Sequence[Row], asker: Asker) -> Iterator[tuple[Any, ...]]:
-        """Yield what the page says of each job: in words why it waits, its sparkline, score, duration and model."""
+        """Yield what the page says of every job: in words why it waits, its sparkline, score, duration and model."""
         readable = [row for row in rows if asker.reads_all or row["uid"] == asker.uid]
         courses = self._courses(readable)
         for row in rows:

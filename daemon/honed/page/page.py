@@ -1,4 +1,4 @@
-"""HTML for people: each page is one self-contained file, light and dark, for phones and for paper. A file has no
+"""HTML for people: every page is one self-contained file, light and dark, for phones and for paper. A file has no
 script; pages of honed-web have those beside the templates, and uPlot.
 
 Texts from a model or a data set are hostile. The templates are files of this package, and every value in them goes

@@ -95,7 +95,7 @@ class Places:
     """The places, and the connections that have them."""
 
     def __init__(self) -> None:
-        #: The connections of each kind, in the order in which they began to wait.
+        #: The connections of every kind, in the order in which they began to wait.
         self._held: dict[Kind, dict[Holder, None]] = {kind: {} for kind in Kind}
         self.num_refused = 0  #: responses 503 for want of a place
 

@@ -112,7 +112,7 @@ def histogram(title: str, counts: Sequence[int], width: float, *, x_label: str) 
 
 
 def thinned(points: Sequence[tuple[float, float]], number: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Return at most `number` points: the first, the last, and the lowest and highest of each stretch, so that a spike
+    """Return at most `number` points: the first, the last, and the lowest and highest of every stretch, so that a spike
     of one step stays visible."""
     if len(points) <= number:
         return list(points)

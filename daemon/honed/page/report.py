@@ -65,7 +65,7 @@ _PARTS = (
     ("available", "available_bytes"),
 )
 
-#: Jobs of each kind (running, queued, held, over) on the index: nobody reads a page of ten thousand.
+#: Jobs of every kind (running, queued, held, over) on the index: nobody reads a page of ten thousand.
 MAX_INDEX_JOBS = 200
 
 
@@ -242,7 +242,7 @@ def _group_of(name: str) -> str:
 
 
 def _groups(story: Story) -> list[tuple[str, str, str, str]]:
-    """Return the metrics of each data set and tag: the group, the metric, its first value and its last."""
+    """Return the metrics of every data set and tag: the group, the metric, its first value and its last."""
     names = [name for name in story.curves if _group_of(name)]
     rows = []
     for name in sorted(names, key=lambda name: (_group_of(name), name)):
@@ -297,7 +297,7 @@ def _speed(story: Story) -> list[tuple[float, float]]:
 
 
 def _samples(story: Story) -> list[dict[str, Any]]:
-    """Return the first held-out examples, each with its predictions."""
+    """Return the first held-out examples with their predictions."""
     thumbnails = {
         str(row.get("sample_index")): row.get("thumbnails") for row in _dicts(story.last("samples").get("rows"))
     }
@@ -318,7 +318,7 @@ def _samples(story: Story) -> list[dict[str, Any]]:
 
 
 def compared(written: str, truth: str) -> tuple[str, list[tuple[bool, str]]]:
-    """Return whether a prediction is right, as a word, and its parts, each with whether it differs from the
+    """Return whether a prediction is right, as a word, and its parts, with whether they differ from the
     reference."""
     is_right = written.strip() == truth.strip()
     verdict = ("right" if is_right else "differs") if truth else ""
@@ -398,7 +398,7 @@ def _numbers(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _data(story: Story) -> tuple[Markup, list[tuple[Any, ...]]]:
-    """Return the histogram of the rows' lengths, and a row for each data set."""
+    """Return the histogram of the rows' lengths, and one row per data set."""
     counts = story.last("data")
     lengths = _dict(counts.get("lengths"))
     bins, width = lengths.get("counts"), lengths.get("width")
@@ -523,7 +523,7 @@ def write(
     staged: Container[int] = (),
 ) -> int:
     """Write the reports of these jobs, and the index. Returns how many failed to be written and may succeed another
-    time; each is reported on stderr. `queue`: the first queued jobs in the order in which they start; `staged`: the
+    time; they are reported on stderr. `queue`: the first queued jobs in the order in which they start; `staged`: the
     staged ones.
 
     The index names all users' jobs: if they are not shared, only honed and the administrators' group may read it.

@@ -379,7 +379,7 @@ def serve(
 ) -> int:
     """Serve until told to stop. Returns the exit status. `begun` is given the link to the owner's session, None without
     one, once connections are taken; if it returns False, that was all."""
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # else each invalid request would be a line
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # else every invalid request would be a line
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     loaded = config.load(layout)
     sockets = passed_sockets()

@@ -1,7 +1,7 @@
 """The data that honed-web reads: the spool's entries, pages of database rows, and whether honed is up. It writes
 nothing.
 
-Spool      entries, each read again only if its file has changed
+Spool      entries, read again only if its file has changed
 query      the formats of `--json`, and the rights to read jobs
 pages      a limited number of metrics or predictions: a cursor is a place in the order of an index, so that the last
            page costs as much as the first
@@ -43,7 +43,7 @@ MAX_PAGE_BYTES = 1024 * 1024
 #: jobs and many watchers, lists take a tenth of one core.
 LIST_SEC = 1.0
 REST = 10
-#: Lists that are kept, one for each asker.
+#: Lists that are kept, one per asker.
 MAX_LISTS = 32
 #: Seconds that honed has for an answer.
 CONTROL_SEC = 3.0
@@ -105,7 +105,7 @@ class Kept(Generic[T]):
 
 
 def _stamped(directory: Path) -> Iterator[tuple[Path, tuple[int, int, int]]]:
-    """Yield the entries of a directory, each with a stamp that changes when it is rewritten."""
+    """Yield the entries of a directory, with a stamp that changes when it is rewritten."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.endswith(".json") and entry.name.removesuffix(".json").isdecimal():
@@ -240,7 +240,7 @@ class Source:
             rows: list[Row] = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask(
                 "list", states=[State.QUEUED.value], limit=MAX_REASONS
             )
-            # The detail of a retry counts seconds: each change would be an event for all watchers.
+            # The detail of a retry counts seconds: every change would be an event for all watchers.
             return {
                 row["id"]: {**why, "detail": ""} if why["reason"] == "retry" else why
                 for row in rows
@@ -386,7 +386,7 @@ class Source:
         return Counter(why["reason"] for why in (self._reasons.get() or {}).values())
 
     def running(self, job_ids: list[int]) -> dict[int, RunningRow]:
-        """Return the progress of each of these jobs, with its number of training tokens, and the number trained on at
+        """Return the progress of these jobs, with its number of training tokens, and the number trained on at
         its last evaluation; None where the job has not reported them."""
         running: dict[int, RunningRow] = {}
         with self.database() as db:
