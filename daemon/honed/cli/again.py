@@ -80,12 +80,12 @@ def in_options(error: HonedError, settings: Sequence[str]) -> HonedError:
         ours = next((key for key in given if f"{theirs.key}.".startswith(f"{key}.")), None)
         # The file may have the right key, too; but it is the wrong one that was meant to be set.
         problem_of_ours = alone.get(theirs.key, theirs) if ours is not None else theirs
-        told = (
+        reported = (
             problem_of_ours
             if ours is None
             else replace(problem_of_ours, key="", message=f"--set {problem_of_ours.key}: {problem_of_ours.message}")
         )
-        problems.append(replace(told, line=None))
+        problems.append(replace(reported, line=None))
         right |= {key: value for key, value in problem_of_ours.fix.items() if ours is not None and value is not None}
     made = InvalidSpecError(problems)
     made.is_refusal = error.is_refusal

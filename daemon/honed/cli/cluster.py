@@ -108,15 +108,15 @@ def _prove(place_dir: Path, slurm: SlurmConfig) -> tuple[Status, str, str]:
                     return "warning", f"no node was free for a tiny job within {START_SEC} s: not proved", "try later"
                 hint = "honed, its directory and Python must have the same paths on every node"
                 return "error", f"a tiny job fails on a node: {done}", hint
-            told = [json.loads(line) for line in done.stdout.splitlines()]
-            nodes = ", ".join(sorted(str(item["node"]) for item in told))
-            if fault := _fault(place, told):
+            answers = [json.loads(line) for line in done.stdout.splitlines()]
+            nodes = ", ".join(sorted(str(item["node"]) for item in answers))
+            if fault := _fault(place, answers):
                 return "error", f"{fault[0]} ({nodes})", fault[1]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return "error", f"a tiny job cannot be tried: {error}", ""
-    if late := [item for item in told if not began - MAX_SKEW_SEC <= item["now"] <= began + took_sec + MAX_SKEW_SEC]:
+    if late := [item for item in answers if not began - MAX_SKEW_SEC <= item["now"] <= began + took_sec + MAX_SKEW_SEC]:
         return "warning", f"the clock of {late[0]['node']} differs by {late[0]['now'] - began:.0f} s", "use NTP"
-    if slurm.gpu_bytes and (warning := _gpu_fault(slurm, told)):
+    if slurm.gpu_bytes and (warning := _gpu_fault(slurm, answers)):
         return warning
     return "ok", f"the same path, renames, links, appends, locks and time on {nodes}", ""
 
@@ -128,23 +128,23 @@ def _num_idle(slurm: SlurmConfig) -> int:
     return max(1, min(MAX_NODES, len(names)))
 
 
-def _fault(place: Path, told: list[dict[str, Any]]) -> tuple[str, str] | None:
+def _fault(place: Path, answers: list[dict[str, Any]]) -> tuple[str, str] | None:
     """Return what the shared file system does not do, and what to do about it."""
-    if any(not item["lock"] for item in told):
+    if any(not item["lock"] for item in answers):
         return "a lock that is held here is not seen on a node", "use a file system with locks"
     lines = [str(number) for number in range(20)]
-    if any((place / f"{item['node']}.log").read_text().splitlines() != lines for item in told):
+    if any((place / f"{item['node']}.log").read_text().splitlines() != lines for item in answers):
         return "lines that a node has appended to a file are lost", "use a file system with O_APPEND"
-    if any((place / f"{item['node']}.link").read_text() != item["node"] for item in told):
+    if any((place / f"{item['node']}.link").read_text() != item["node"] for item in answers):
         return "what a node has written is not seen here", "use one shared file system"
-    if any(item["user"] != os.geteuid() for item in told):
+    if any(item["user"] != os.geteuid() for item in answers):
         return "a job runs as another user than this instance", "give users the same numbers on all machines"
     return None
 
 
-def _gpu_fault(slurm: SlurmConfig, told: list[dict[str, Any]]) -> tuple[Status, str, str] | None:
+def _gpu_fault(slurm: SlurmConfig, answers: list[dict[str, Any]]) -> tuple[Status, str, str] | None:
     """Return a difference between the GPUs that jobs get and those that they are planned for."""
-    for item in told:
+    for item in answers:
         if not item["gpus"]:
             return (
                 "error",

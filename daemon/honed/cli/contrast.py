@@ -78,9 +78,9 @@ def compare(instance: Instance, options: argparse.Namespace) -> int:
         return 0
     for mark, style, job in zip(MARKS, _STYLES, jobs, strict=False):
         words = [terminal.state_words(job), column.COLUMNS["score"].text(job), column.COLUMNS["elapsed"].text(job)]
-        told = ", ".join(filter(None, words))
+        what = ", ".join(filter(None, words))
         terminal.say_drawn(
-            Text.assemble((mark, f"bold {style}"), f" job {job['id']} ({terminal.plain(job['name'])}): {told}")
+            Text.assemble((mark, f"bold {style}"), f" job {job['id']} ({terminal.plain(job['name'])}): {what}")
         )
     marks = [*MARKS[: len(jobs)]]
     terminal.say()

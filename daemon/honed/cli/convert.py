@@ -139,10 +139,10 @@ def _apply(made: Converted, problems: tuple[Problem, ...]) -> None:
     """Apply the advice for every problem; a key without any is left out and noted."""
     fix: dict[str, Any] = {}
     # In a file with many problems, only the first ones get advice: the others wait for the next round.
-    told = [
+    advised = [
         item for item in problems if item.fix or item.hint or item.message not in ("unknown key", "unknown key here")
     ]
-    for item in told or problems:
+    for item in advised or problems:
         value = _at(made.data, item.key)
         words = quote.show(item.hint or item.message)
         if not item.fix:
@@ -242,8 +242,8 @@ def rendered(made: Converted, source: Path | str) -> str:
         if notes:
             lines += ["#", f"# {title}", *(f"#   {key}: {one_line(why)}" for key, why in notes.items())]
     if made.written:
-        said = (f"#   {key}: {one_line(written(value))}" for key, value in made.written.items())
-        lines += ["#", f"# Defaults of {made.tool} that differ from honed's, written out below:", *said]
+        defaults = (f"#   {key}: {one_line(written(value))}" for key, value in made.written.items())
+        lines += ["#", f"# Defaults of {made.tool} that differ from honed's, written out below:", *defaults]
     if made.unneeded:
         lines += ["#", f"# Off or empty, and so not needed: {', '.join(made.unneeded)}"]
     return schema.line() + "\n".join([*lines, ""]) + yaml_of(made.data)

@@ -61,19 +61,19 @@ def _check_one(instance: Instance, path: Path, beside: Iterable[Path]) -> Verdic
         except HonedError as error:
             error.is_refusal = True
             raise
-    told = [f"{change}; honectl submit writes the absolute path" for change in resolved.changes]
+    changes = [f"{change}; honectl submit writes the absolute path" for change in resolved.changes]
     if verdict.members:
-        told.append(f"sweep: {len(verdict.members)} jobs; models, data, memory and disk are those of the first")
+        changes.append(f"sweep: {len(verdict.members)} jobs; models, data, memory and disk are those of the first")
     warnings = map(quote.show, verdict.warnings)  # the file's own submitter asks
-    return replace(verdict, warnings=[*told, *warnings, *_not_there(instance, verdict.spec, beside)])
+    return replace(verdict, warnings=[*changes, *warnings, *_not_there(instance, verdict.spec, beside)])
 
 
-def _not_there(instance: Instance, job_spec: JobSpec, beside: Iterable[Path]) -> Iterator[str]:
+def _not_there(instance: Instance, job_spec: JobSpec, other_paths: Iterable[Path]) -> Iterator[str]:
     """Yield a warning per job that the file names and that neither honed knows nor another file makes."""
     from honed.spec import spec as specs
 
     made = set()
-    for path in beside:
+    for path in other_paths:
         with contextlib.suppress(HonedError):  # its own check reports its fault
             made.add(specs.load(path).name or path.stem.removesuffix(".hold"))
     named = {str(name): "depends_on" for name in job_spec.depends_on or ()}
@@ -116,9 +116,9 @@ def checked(instance: Instance, path: Path) -> Verdict:
 
 
 def _options(needed: Missing) -> str:
-    said = {key: getattr(needed, key) for key in ("name", "split") if getattr(needed, key) is not None}
+    parts = {key: getattr(needed, key) for key in ("name", "split") if getattr(needed, key) is not None}
     revision = {} if needed.revision == "main" else {"revision": needed.revision}
-    options = "".join(f"--{key} {shlex.quote(value)} " for key, value in {**revision, **said}.items())
+    options = "".join(f"--{key} {shlex.quote(value)} " for key, value in {**revision, **parts}.items())
     return options if needed.key == "base_model" else f"--dataset {options}"
 
 

@@ -345,8 +345,8 @@ class _Script:
         for call in self._calls:
             owner, name = _called(call)
             if name.endswith("Trainer") and name not in (*_TRAINERS, "Trainer"):
-                said = synonym.not_supported(name.removesuffix("Trainer"))
-                raise SpecError(f"{name}: {said or 'honed does supervised fine-tuning'}")
+                why = synonym.not_supported(name.removesuffix("Trainer"))
+                raise SpecError(f"{name}: {why or 'honed does supervised fine-tuning'}")
             if owner in _MODELS and name == "from_pretrained":
                 is_of_unsloth = True
                 settings.data |= {"load_in_4bit": True} | self._settings(call, first="model_name")

@@ -109,8 +109,8 @@ def _say_quotes(instance: Instance, job: Shown) -> None:
     """Print in full the messages that quote the job's files: the journal has them without the quotes."""
     files = instance.layout.files(job["id"])
     for attempt in job["attempts"]:
-        told = (item for item in _events(files.attempt(attempt["number"])) if item.data.get("evidence"))
-        for number, item in enumerate(told):
+        quoting = (item for item in _events(files.attempt(attempt["number"])) if item.data.get("evidence"))
+        for number, item in enumerate(quoting):
             if number == 0:
                 print(f"-- attempt {attempt['number']}: text that the journal does not contain")
             _say(item)
@@ -146,8 +146,8 @@ def _read(say: Callable[[event.Event], None], attempt: Any, offset: int) -> int:
 
 def _say(item: event.Event) -> None:
     when = time.strftime("%H:%M:%S", time.localtime(item.time))
-    told = terminal.plain(_told(item)).replace("\n", "\n         ")  # no line of it looks like another event
-    print(f"{when} {told}")
+    line = terminal.plain(_text_of(item)).replace("\n", "\n         ")  # no line of it looks like another event
+    print(f"{when} {line}")
 
 
 def _say_json(number: int, item: event.Event) -> None:
@@ -162,7 +162,7 @@ def _events(attempt: Any) -> Iterator[event.Event]:
             offset = reading.offset
 
 
-def _told(item: event.Event) -> str:
+def _text_of(item: event.Event) -> str:
     match item.kind:
         case "log":
             return f"{item.data.get('level')}: {item.data.get('evidence') or item.data.get('message')}"
@@ -181,8 +181,8 @@ def _told(item: event.Event) -> str:
         case "evaluation":
             metrics = item.data.get("metrics")
             figures = metrics.items() if isinstance(metrics, dict) else ()
-            told = ", ".join(f"{name} {_short(value)}" for name, value in figures if _is_number(value))
-            return f"evaluated at step {item.data.get('step')}: {told or 'no metrics'}"
+            values = ", ".join(f"{name} {_short(value)}" for name, value in figures if _is_number(value))
+            return f"evaluated at step {item.data.get('step')}: {values or 'no metrics'}"
         case "data":
             return f"rows: {row_counts(item.data)}"
         case "checkpoint":
@@ -205,10 +205,10 @@ def _told(item: event.Event) -> str:
             return f"settings changed because memory ran out: {'; '.join(map(str, steps))}"
         case "memory":
             sizes = {key: value for key, value in item.data.items() if key.endswith("_bytes") and _is_number(value)}
-            told = ", ".join(
+            values = ", ".join(
                 f"{key.removesuffix('_bytes').replace('_', ' ')} {gib(size)}" for key, size in sizes.items()
             )
-            return f"memory ({item.data.get('when')}): {told}"
+            return f"memory ({item.data.get('when')}): {values}"
         case "audit":
             words = f"audit ({item.data.get('when')}): model {item.data.get('model_dtype')}"
             return "; ".join([words, *(f"fixed: {text}" for text in event.items(item.data, "mended"))])

@@ -157,18 +157,18 @@ def _launch(tool: str, start: int, command: shell.Command, place: Path) -> Launc
 
 def _counts(words: Sequence[str], variables: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
     """Yield a note per number of devices and machines that is said before a training, or in the environment."""
-    said: dict[str, str | None] = {}
+    counts: dict[str, str | None] = {}
     for number, word in enumerate(words):
         option, sign, value = word.partition("=")
         name = option.removeprefix("--").replace("-", "_") if option.startswith("--") else option if sign else ""
-        said |= {name: value if sign else "".join(words[number + 1 : number + 2])} if name else {}
-    said = {**{name: variables[name] for name in _IN_ENVIRONMENT if name in variables}, **said}
-    machines = next((count for name, count in said.items() if name in _MACHINES and _number(count)), None)
-    if _DEVICES & said.keys() or "CUDA_VISIBLE_DEVICES" in said:
-        said.pop("FORCE_TORCHRUN", None)
-    if _DEVICES & said.keys():
-        said.pop("CUDA_VISIBLE_DEVICES", None)
-    for name, count in said.items():
+        counts |= {name: value if sign else "".join(words[number + 1 : number + 2])} if name else {}
+    counts = {**{name: variables[name] for name in _IN_ENVIRONMENT if name in variables}, **counts}
+    machines = next((count for name, count in counts.items() if name in _MACHINES and _number(count)), None)
+    if _DEVICES & counts.keys() or "CUDA_VISIBLE_DEVICES" in counts:
+        counts.pop("FORCE_TORCHRUN", None)
+    if _DEVICES & counts.keys():
+        counts.pop("CUDA_VISIBLE_DEVICES", None)
+    for name, count in counts.items():
         if name not in _DEVICES | _MACHINES and name not in _IN_ENVIRONMENT:
             continue
         num = _number(count)

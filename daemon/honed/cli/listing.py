@@ -316,12 +316,12 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
 
 def _cluster(job: Shown) -> str:
     """Return what Slurm says of the last attempt's job: its number, its nodes, why it waits."""
-    if (told := job.get("slurm")) is None:
+    if (slurm := job.get("slurm")) is None:
         return ""
-    where = f" on {told['nodes']}" if told["nodes"] else ""
-    why = f", {told['reason']}" if told["reason"] else ""
-    number = f"Slurm job {told['id']}" if told["id"] else f"{told['name']}, not yet in Slurm"
-    return f"{number}: {told['state'].lower() or 'submitted'}{where}{why}"
+    where = f" on {slurm['nodes']}" if slurm["nodes"] else ""
+    why = f", {slurm['reason']}" if slurm["reason"] else ""
+    number = f"Slurm job {slurm['id']}" if slurm["id"] else f"{slurm['name']}, not yet in Slurm"
+    return f"{number}: {slurm['state'].lower() or 'submitted'}{where}{why}"
 
 
 def _show_group(group: GroupShown, *, as_json: bool) -> int:

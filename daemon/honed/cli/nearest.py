@@ -58,10 +58,10 @@ class Parser(argparse.ArgumentParser):
         options, extra = self.parse_known_args(args, namespace)
         if extra:
             known = self._options_of(getattr(options, "verb", None))
-            told = [hint for word in extra if (hint := _option_hint(word, known))]
+            hints = [hint for word in extra if (hint := _option_hint(word, known))]
             if getattr(options, "verb", None) == "convert":
-                told = ["a command line is one word, in quotes: honectl convert 'trl sft --model_name_or_path …'"]
-            self._refuse(f"unrecognized arguments: {' '.join(extra)}", told)
+                hints = ["a command line is one word, in quotes: honectl convert 'trl sft --model_name_or_path …'"]
+            self._refuse(f"unrecognized arguments: {' '.join(extra)}", hints)
         return options
 
     def _options_of(self, verb: str | None) -> list[str]:

@@ -228,10 +228,10 @@ def is_free(at: Path) -> bool:
 
 
 def _switch(at: Path) -> None:
-    beside = training.CURRENT.with_name(".current.new")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(at.name)
-    beside.rename(training.CURRENT)
+    temporary_path = training.CURRENT.with_name(".current.new")
+    temporary_path.unlink(missing_ok=True)
+    temporary_path.symlink_to(at.name)
+    temporary_path.rename(training.CURRENT)
     durable.sync_dir(training.DIR)
 
 

@@ -56,16 +56,17 @@ def stage(spec_path: Path, layout: Layout, config: Config) -> Staged:
         for value in (job_spec.base_model, job_spec.adapter)
     )
     closed = [
-        (named, beside)
-        for named, beside in _with_what_rows_name(job_spec, inputs(job_spec, model, adapter), policy)
-        if not all(policy.is_reachable(replace(named, path=path)) for path in (named.path, *beside))
+        (named, media_paths)
+        for named, media_paths in _with_what_rows_name(job_spec, inputs(job_spec, model, adapter), policy)
+        if not all(policy.is_reachable(replace(named, path=path)) for path in (named.path, *media_paths))
     ]
     if not closed:
         return Staged(spec_path, ())
     place = _make_place(layout)
     try:
         copies = tuple(
-            (named.key, named.path, _copy(named, beside, place / str(n))) for n, (named, beside) in enumerate(closed)
+            (named.key, named.path, _copy(named, media_paths, place / str(n)))
+            for n, (named, media_paths) in enumerate(closed)
         )
         data = document.parse(spec_path.read_bytes(), spec_path.suffix).data
         data = mended(data, {key: str(copy) for key, _, copy in copies})
@@ -150,13 +151,13 @@ def _media(
                 yield from ((file, number, media) for media in made.get("media", ()))
 
 
-def _copy(named: Named, beside: list[Path], to: Path) -> Path:
+def _copy(named: Named, media_paths: list[Path], to: Path) -> Path:
     """Copy a file or a directory, and the files beside it that its rows name, with the same relative places. Returns
     the copy's path. Links are followed; modes are not copied, since the place's ACL decides."""
-    base = Path(os.path.commonpath([named.path.parent, *(path.parent for path in beside)]))
+    base = Path(os.path.commonpath([named.path.parent, *(path.parent for path in media_paths)]))
     to.mkdir()
     try:
-        for whole in (named.path, *beside):
+        for whole in (named.path, *media_paths):
             for source, relative in _tree(whole):
                 target = to / whole.relative_to(base) / relative
                 if source.is_dir():

@@ -277,14 +277,14 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
         if (why := terminal.why_waiting(job)) != waits and why and not options.json:
             terminal.say(f"  waits: {why}", style="dim")
         waits = why
-    told = next((item for item in reversed(job["events"]) if item["event"] == "trial"), None)
+    trial_event = next((item for item in reversed(job["events"]) if item["event"] == "trial"), None)
     if options.json:
-        terminal.say_json({"id": job["id"], "error": job["error"], "findings": told})
-    elif told is None:
+        terminal.say_json({"id": job["id"], "error": job["error"], "findings": trial_event})
+    elif trial_event is None:
         following.say_end(job)
     else:
-        _say_findings(trial.Findings.from_dict(told))
-    return int(told is None or told["verdict"] == "does_not_learn")
+        _say_findings(trial.Findings.from_dict(trial_event))
+    return int(trial_event is None or trial_event["verdict"] == "does_not_learn")
 
 
 _VERDICT_STYLES = {"learns": "green", "learns_slowly": "yellow", "does_not_learn": "red"}

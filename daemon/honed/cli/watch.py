@@ -136,7 +136,7 @@ class _Teller:
     def say(self, job: Row, glance: Glance | None) -> None:
         taken = self._meter.words(glance) if glance else ""
         terminal.say(terminal.job_line(job) + (f"  {taken}" if taken else ""))
-        for line in _told(glance, self._told) if glance else ():
+        for line in _new_predictions(glance, self._told) if glance else ():
             terminal.say(line)
 
 
@@ -147,15 +147,15 @@ def _glance(ask: Ask, job: Row) -> Glance | None:
     return glance
 
 
-def _told(glance: Glance, told: dict[int, int]) -> Iterator[str]:
+def _new_predictions(glance: Glance, shown: dict[int, int]) -> Iterator[str]:
     """Yield the latest predictions, one per line, if they are new."""
     rows = glance["predictions"]
-    if not rows or told.get(glance["id"]) == rows[0]["step"]:
+    if not rows or shown.get(glance["id"]) == rows[0]["step"]:
         return
-    told[glance["id"]] = rows[0]["step"]
+    shown[glance["id"]] = rows[0]["step"]
     for row in rows:
-        said = compared(compare((row["ground_truth"] or "").strip(), (row["prediction"] or "").strip())).plain
-        yield _flat(f"    step {row['step']} #{row['sample_index']}: {_cut(said)}")
+        comparison = compared(compare((row["ground_truth"] or "").strip(), (row["prediction"] or "").strip())).plain
+        yield _flat(f"    step {row['step']} #{row['sample_index']}: {_cut(comparison)}")
 
 
 # -- a terminal -------------------------------------------------------------------------------------------------------

@@ -59,9 +59,9 @@ _TITLES = {
 @cache
 def no_place_at_all(kind: Kind) -> bytes:
     """Return the whole response to a connection without a place, of which no request has been read."""
-    told = said(503, no_place(kind), {**RETRY, "Connection": "close"})
-    head = "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in told.raw_headers)
-    return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n".encode() + bytes(told.body)
+    answer = said(503, no_place(kind), {**RETRY, "Connection": "close"})
+    head = "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in answer.raw_headers)
+    return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n".encode() + bytes(answer.body)
 
 
 def html(page: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -328,8 +328,8 @@ def _query(model: type[BaseModel]) -> list[dict[str, Any]]:
     schema = model.model_json_schema()
     kinds = schema.get("$defs", {})
     parameters = []
-    for name, told in schema.get("properties", {}).items():
-        words = {key: value for key, value in told.items() if key not in {"description", "title"}}
+    for name, schema_of in schema.get("properties", {}).items():
+        words = {key: value for key, value in schema_of.items() if key not in {"description", "title"}}
         # A parameter is left out rather than null.
         if "anyOf" in words:
             (one,) = [item for item in words.pop("anyOf") if item.get("type") != "null"]
@@ -342,7 +342,7 @@ def _query(model: type[BaseModel]) -> list[dict[str, Any]]:
                 "name": name,
                 "in": "query",
                 "required": False,
-                "description": told.get("description", ""),
+                "description": schema_of.get("description", ""),
                 "schema": words,
             }
         )

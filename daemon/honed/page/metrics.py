@@ -74,12 +74,14 @@ class Figures(Collector):
         yield from self._file_systems()
         if (values := counters.read(self._source.layout.counters_path)) is not None:
             yield from _counted(values)
-        if (told := self._source.telemetry()) is not None:
+        if (telemetry := self._source.telemetry()) is not None:
             words = "Whether honed is degraded, by kind of fault"
-            yield _gauge("honed_degraded", words, "kind", told["faults"].items())
-            yield GaugeMetricFamily("honed_damaged_entries", "Damaged entries in corrupt/", value=told["num_damaged"])
-            yield from _loads(told["gpus"])
-            yield from _process("honed_process", told["process"])
+            yield _gauge("honed_degraded", words, "kind", telemetry["faults"].items())
+            yield GaugeMetricFamily(
+                "honed_damaged_entries", "Damaged entries in corrupt/", value=telemetry["num_damaged"]
+            )
+            yield from _loads(telemetry["gpus"])
+            yield from _process("honed_process", telemetry["process"])
         if self._with_process:
             with contextlib.suppress(OSError):
                 yield from _process("process", usage())

@@ -66,16 +66,16 @@ def lines(
 
 def _data(series: Sequence[Series], *, from_zero: bool) -> Markup:
     """Return the attributes of a figure that plots.js draws."""
-    told = []
+    values = []
     for item in series:
         points = thinned(
             item.points, max(MAX_POINTS // 2, min(MAX_SERVED_POINTS, 2 * MAX_SERVED_POINTS // len(series)))
         )
-        told.append(
+        values.append(
             {"name": plain(item.name), "x": [x for x, _ in points], "y": [float(f"{y:.6g}") for _, y in points]}
         )
     zero = Markup(" data-zero") if from_zero else ""
-    return Markup(' data-plot="{}"{}').format(json.dumps(told, separators=(",", ":")), zero)
+    return Markup(' data-plot="{}"{}').format(json.dumps(values, separators=(",", ":")), zero)
 
 
 def sparkline(name: str, values: Sequence[float]) -> Markup:

@@ -285,10 +285,10 @@ def _speed(story: Story) -> list[tuple[float, float]]:
     """Return the steps per minute between logged steps, in at most about a hundred stretches."""
     points = story.curves["loss"].points if "loss" in story.curves else []
     points = points[:: max(1, len(points) // 100)]
-    told = [(point.step, datetime.fromisoformat(point.created_at).timestamp()) for point in points]
+    times = [(point.step, datetime.fromisoformat(point.created_at).timestamp()) for point in points]
     return [
         (step, 60 * (step - before) / (when - then))
-        for (before, then), (step, when) in itertools.pairwise(told)
+        for (before, then), (step, when) in itertools.pairwise(times)
         if when > then and step > before
     ]
 

@@ -359,8 +359,10 @@ class Source:
     def health(self) -> Health:
         """Return whether honed answers on its socket, and whether its database can be read."""
         try:
-            told: Status = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("status")
-            daemon = DaemonHealth(is_up=True, version=told.get("version"), is_paused=told.get("is_paused"), detail=None)
+            status: Status = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("status")
+            daemon = DaemonHealth(
+                is_up=True, version=status.get("version"), is_paused=status.get("is_paused"), detail=None
+            )
         except (HonedError, ValueError) as error:
             daemon = DaemonHealth(is_up=False, version=None, is_paused=None, detail=str(error))
         try:
@@ -376,10 +378,10 @@ class Source:
     def telemetry(self) -> Telemetry | None:
         """Return what honed tells of itself and of the GPUs; None if it does not answer."""
         try:
-            told: Telemetry = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("metrics")
+            telemetry: Telemetry = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("metrics")
         except (HonedError, ValueError):
             return None
-        return told
+        return telemetry
 
     def waiting(self) -> dict[str, int]:
         """Return how many of the queue's first jobs wait, by reason; empty if honed does not answer."""
