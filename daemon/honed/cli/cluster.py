@@ -36,7 +36,7 @@ MAX_NODES = 4
 _PROBE = """
 import fcntl, json, os, subprocess, sys, time
 place, node = sys.argv[1], os.environ["SLURMD_NODENAME"]
-told = {"node": node, "now": time.time(), "user": os.geteuid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+facts = {"node": node, "now": time.time(), "user": os.geteuid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
 with open(f"{place}/{node}.new", "w") as file: file.write(node)
 os.rename(f"{place}/{node}.new", f"{place}/{node}.old")
 os.link(f"{place}/{node}.old", f"{place}/{node}.link")
@@ -47,15 +47,15 @@ for number in range(20):
 with open(place + "/lock", "r+") as file:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        told["lock"] = False
+        facts["lock"] = False
     except BlockingIOError:
-        told["lock"] = True
+        facts["lock"] = True
 try:
     ask = ["nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
-    told["gpu"] = subprocess.run(ask, capture_output=True, text=True, timeout=10).stdout.split("\\n")[0]
+    facts["gpu"] = subprocess.run(ask, capture_output=True, text=True, timeout=10).stdout.split("\\n")[0]
 except OSError:
-    told["gpu"] = ""
-print(json.dumps(told))
+    facts["gpu"] = ""
+print(json.dumps(facts))
 """
 
 

@@ -71,7 +71,7 @@ def _progress(row: Row, key: str) -> float | None:
 
 
 def outcome(row: Row) -> str:
-    """Return a job's outcome with what has to be said about it."""
+    """Return a job's outcome with its remark."""
     remark = f"but {row['remark']}" if row.get("remark") else ""
     preemption = row.get("preemption")
     ended = f"preempted: {preemption['reason']}" if preemption else row["outcome"]

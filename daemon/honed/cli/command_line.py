@@ -123,7 +123,7 @@ def _add_beginnings(add: Add) -> None:
         "--from",
         dest="tool",
         choices=["axolotl", "llamafactory", "trl", "unsloth", "openai"],
-        help="tool that the settings are of (default: told by their keys)",
+        help="tool that the settings are of (default: recognized by their keys)",
     )
     verb.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a new file instead of printing")
     add("schema", "schema:schema", "print the JSON Schema of job files, for editors", as_json=False)

@@ -55,7 +55,7 @@ def of(layout: Layout) -> Commands:
 
 
 def pip(requirement: str) -> str:
-    """Return the command that installs a package beside honed, into the environment that runs this program."""
+    """Return the command that installs a package into the environment that runs this program."""
     return f"{shlex.quote(sys.executable)} -m pip install '{requirement}'"
 
 

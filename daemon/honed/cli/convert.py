@@ -38,7 +38,7 @@ _REMOTE_CODE = "code that comes with a model runs only where the administrator a
 
 @dataclass
 class Converted:
-    """A job, and what is said about the settings that it was made of."""
+    """A job, and notes on the settings that it was made of."""
 
     tool: str
     data: dict[str, Any]

@@ -207,7 +207,7 @@ def _beside_unsloth() -> list[Finding]:
     return [Finding("unsloth fits", "ok", f"{unsloth} with the versions above")]
 
 
-# --- What only a process that imports it can tell ---------------------------------------------------------------------
+# --- Checks that import a package, in a process of their own ---------------------------------------------------------
 
 
 def ask(code: str, *, timeout_sec: float = CHILD_TIMEOUT_SEC) -> dict[str, Any]:

@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from honed.text.chat import PreviewRow
 
 
-def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = (), original: Path | None = None) -> Verdict:
+def check_one(instance: Instance, path: Path, *, others: Iterable[Path] = (), original: Path | None = None) -> Verdict:
     """Run all checks that honed makes before it accepts a job file. Raises the error with which honed would refuse it.
 
-    `beside` are job files that would be dropped together with it. `original`: the file of which this one is a copy.
+    `others` are job files that would be dropped together with it. `original`: the file of which this one is a copy.
     """
     if not path.exists():
         raise UsageError(f"{path}: no such file")
     with terminal.doing(f"{path.name}: reading the model and the data …"):
         try:
-            return _check_one(instance, path, beside)
+            return _check_one(instance, path, others)
         except HonedError as error:
             words = f"honectl convert {shlex.quote(str(original or path))}"
             error.hint = error.hint.replace("honectl convert FILE", words)
             raise
 
 
-def _check_one(instance: Instance, path: Path, beside: Iterable[Path]) -> Verdict:
+def _check_one(instance: Instance, path: Path, others: Iterable[Path]) -> Verdict:
     from honed.check import preflight, rehearsal
 
     settings = config.load(instance.layout)
@@ -65,7 +65,7 @@ def _check_one(instance: Instance, path: Path, beside: Iterable[Path]) -> Verdic
     if verdict.members:
         changes.append(f"sweep: {len(verdict.members)} jobs; models, data, memory and disk are those of the first")
     warnings = map(quote.show, verdict.warnings)  # the file's own submitter asks
-    return replace(verdict, warnings=[*changes, *warnings, *_not_there(instance, verdict.spec, beside)])
+    return replace(verdict, warnings=[*changes, *warnings, *_not_there(instance, verdict.spec, others)])
 
 
 def _not_there(instance: Instance, job_spec: JobSpec, other_paths: Iterable[Path]) -> Iterator[str]:
@@ -148,7 +148,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
     verdicts = []
     for path in options.files:
         try:
-            verdict = check_one(instance, path, beside=options.files)
+            verdict = check_one(instance, path, others=options.files)
         except HonedError as error:
             answers.append(
                 {

@@ -220,7 +220,7 @@ def _text_of(item: event.Event) -> str:
 
 #: Below this a value is printed as a number.
 _MAX_NUMBER = 2**63
-#: Metrics of a step beside those that its progress has.
+#: Metrics of a step besides those that its progress has.
 _STEP = ("learning_rate", "grad_norm")
 
 

@@ -156,7 +156,7 @@ def _launch(tool: str, start: int, command: shell.Command, place: Path) -> Launc
 
 
 def _counts(words: Sequence[str], variables: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
-    """Yield a note per number of devices and machines that is said before a training, or in the environment."""
+    """Yield a note per number of devices and machines that stands before a training, or in the environment."""
     counts: dict[str, str | None] = {}
     for number, word in enumerate(words):
         option, sign, value = word.partition("=")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from honed.cli.instance import Instance
 
-#: The name of the file in etc/, and beside the installed examples.
+#: The name of the file in etc/, and next to the installed examples.
 NAME = "honed-job.schema.json"
 
 

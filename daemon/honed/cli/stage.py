@@ -1,7 +1,7 @@
 """`honectl submit --stage`: copies the files that the worker cannot reach, and names the copies in the job file.
 
     staged/<random>/     made by the dropper, read by honed and the workers through its ACL, and by nobody else
-    staged/<random>/0/   a file or a directory, under its own name; beside it the images that its rows name
+    staged/<random>/0/   a file or a directory, under its own name; next to it the images that its rows name
 
 staged/ itself is a drop box, as incoming/ is: users who may drop jobs make directories there, and cannot see those of
 others. honed removes a job's copies once it has succeeded; a failed or cancelled job may be requeued with them.
@@ -99,7 +99,7 @@ def _make_place(layout: Layout) -> Path:
 def _with_what_rows_name(
     job_spec: JobSpec, named_by_spec: Iterable[Named], policy: Policy
 ) -> Iterator[tuple[Named, list[Path]]]:
-    """Yield every path that a job names, with the images, videos and sounds beside it that a data set's rows name."""
+    """Yield every path that a job names, with the images, videos and sounds next to it that a data set's rows name."""
     datasets = {f"{key}.path": item for key, item in job_spec.each_dataset()}
     for named in named_by_spec:
         named = replace(named, path=Path(os.path.normpath(named.path)))  # noqa: PLW2901
@@ -152,7 +152,7 @@ def _media(
 
 
 def _copy(named: Named, media_paths: list[Path], to: Path) -> Path:
-    """Copy a file or a directory, and the files beside it that its rows name, with the same relative places. Returns
+    """Copy a file or a directory, and the files next to it that its rows name, with the same relative places. Returns
     the copy's path. Links are followed; modes are not copied, since the place's ACL decides."""
     base = Path(os.path.commonpath([named.path.parent, *(path.parent for path in media_paths)]))
     to.mkdir()

@@ -57,8 +57,8 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
         if instance.is_up and verdict.needs_fetch and not options.wait:
             answers.append({"file": str(path), "id": None, "state": "fetching", **verdict.needs_fetch.as_dict()})
         elif instance.is_up:
-            told = None if options.json else _Fetching(instance, sent.name).say
-            answers.append(_verdict(instance, sent, since, is_fetched=bool(verdict.needs_fetch), told=told))
+            on_wait = None if options.json else _Fetching(instance, sent.name).say
+            answers.append(_verdict(instance, sent, since, is_fetched=bool(verdict.needs_fetch), on_wait=on_wait))
             if verdict.members and answers[-1].get("group"):
                 answers[-1] = _group(instance, answers[-1]["group"]["id"], len(verdict.members))
         else:
@@ -150,11 +150,11 @@ def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path |
             tree.remove(place)
 
 
-def _checked(instance: Instance, path: Path, beside: list[Path], original: Path) -> Any:
+def _checked(instance: Instance, path: Path, others: list[Path], original: Path) -> Any:
     """Return the check's verdict on a file, or the error with which honed would refuse it. Raises UsageError without a
     file."""
     try:
-        return draft.check_one(instance, path, beside=beside, original=original)
+        return draft.check_one(instance, path, others=others, original=original)
     except UsageError:
         raise
     except HonedError as error:
@@ -200,10 +200,10 @@ class _Fetching:
 
 
 def _verdict(
-    instance: Instance, sent: _Sent, since: float, *, is_fetched: bool, told: Callable[[], None] | None = None
+    instance: Instance, sent: _Sent, since: float, *, is_fetched: bool, on_wait: Callable[[], None] | None = None
 ) -> Mapping[str, Any]:
     """Return honed's verdict on a file just sent. If something has to be fetched first (`is_fetched`), it may take
-    hours; `told` is called meanwhile.
+    hours; `on_wait` is called meanwhile.
     """
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
     while time.monotonic() < deadline or (is_fetched and instance.is_up):
@@ -213,8 +213,8 @@ def _verdict(
         refused: Refusal | None = instance.ask("refusal", id=sent.name, number=sent.number)
         if refused is not None and refused["refused_at"] >= since:
             return {"id": None, "state": "rejected", "reason": refused["reason"]}
-        if is_fetched and told is not None:
-            told()
+        if is_fetched and on_wait is not None:
+            on_wait()
         time.sleep(0.05)
     return {"id": None, "state": None}
 

@@ -39,7 +39,7 @@ def watch(ask: Ask, reference: str | None, *, as_json: bool = False) -> int:
     if as_json:
         return _lines(ask, reference, lambda job, glance: print(json.dumps(glance or job), flush=True))
     if not terminal.console.is_terminal:
-        return _lines(ask, reference, _Teller().say)
+        return _lines(ask, reference, _LinePrinter().say)
     meter = Meter()
     with Live(console=terminal.console, auto_refresh=False) as live:
         while True:
@@ -126,17 +126,17 @@ def _lines(ask: Ask, reference: str | None, say: Callable[[Row, Glance | None], 
         time.sleep(rest_sec)
 
 
-class _Teller:
+class _LinePrinter:
     """Prints a line per change of a job, and its predictions when they are new."""
 
     def __init__(self) -> None:
         self._meter = Meter()
-        self._told: dict[int, int] = {}  # job → the step whose predictions were printed last
+        self._last_steps: dict[int, int] = {}  # job → the step whose predictions were printed last
 
     def say(self, job: Row, glance: Glance | None) -> None:
         taken = self._meter.words(glance) if glance else ""
         terminal.say(terminal.job_line(job) + (f"  {taken}" if taken else ""))
-        for line in _new_predictions(glance, self._told) if glance else ():
+        for line in _new_predictions(glance, self._last_steps) if glance else ():
             terminal.say(line)
 
 

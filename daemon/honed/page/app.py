@@ -29,7 +29,7 @@ from honed.job.job import Job, State
 from honed.job.progress import progress_text
 from honed.job.query import Asker
 from honed.page import api, metrics
-from honed.page.answer import Login, encode, html, no_route, refusal, said, token_wanted, unreadable
+from honed.page.answer import Login, encode, error_answer, html, no_route, refusal, token_wanted, unreadable
 from honed.page.api import ENDPOINTS, Endpoint
 from honed.page.comparison import MAX_JOBS, MIN_JOBS
 from honed.page.guard import Guard, Rules
@@ -145,7 +145,7 @@ class Web:
                     hint="for WSL, containers, proxies and a honed-web that runs under sudo: put a token in "
                     "web.token_file of honed.toml, start honed-web again, and enter the token as the password",
                 )
-                return said(403, error, scope=request.scope)
+                return error_answer(403, error, scope=request.scope)
             # A page that goes on by itself, since with a redirect the request would still be that of another site, and
             # a browser would not send the cookie with it.
             page = document("login.html", title="honed", is_served=True, live="")
@@ -154,7 +154,7 @@ class Web:
             return token_wanted(request.scope)
         if request.state.login is Login.LINK or token is not None:
             error = NotPermittedError("this link is not valid, or not any more", hint="`honectl web` prints a new one")
-            return said(403, error, scope=request.scope)
+            return error_answer(403, error, scope=request.scope)
         return RedirectResponse("/")
 
     # -- pages --------------------------------------------------------------------------------------------------------

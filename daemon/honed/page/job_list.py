@@ -220,7 +220,7 @@ class JobList:
             if row["state"] == State.RUNNING and (job := jobs.get(row["id"])) is not None and job.attempts:
                 for key in job.attempt.devices:
                     on.setdefault(key, []).append((row["id"], row["name"] or f"job {row['id']}"))
-        is_anybody = asker.uid < 0 and not asker.reads_all  # they are not told who reserved a device, and why
+        is_anybody = asker.uid < 0 and not asker.reads_all  # they do not learn who reserved a device, and why
         devices = []
         for device in status["devices"] if status else ():
             key, load = device["device"], loads.pop(device["device"], None)

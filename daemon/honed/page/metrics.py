@@ -102,10 +102,10 @@ class Figures(Collector):
 
     def _running(self) -> Iterator[Metric]:
         running = {job.id: job for job in self._source.entries.all_jobs().values() if job.state is State.RUNNING}
-        told = self._source.running(sorted(running))
+        running_rows = self._source.running(sorted(running))
         for key, name, words in _PROGRESS:
             family = GaugeMetricFamily(name, words, labels=("job",))
-            for job_id, progress in told.items():
+            for job_id, progress in running_rows.items():
                 is_open = key in {"step", "num_steps", "eta_sec"} or self._asker.may_read(running[job_id])
                 if is_open and isinstance(value := progress.get(key), int | float):
                     family.add_metric((str(job_id),), value)
@@ -133,7 +133,7 @@ def _gauge(name: str, words: str, label: str, values: Iterable[tuple[str, float]
 
 
 def _outbox(path: Path) -> Iterator[Metric]:
-    """Yield what waits for honed-send; nothing where the disk does not return it: the other metrics tell of that."""
+    """Yield what waits for honed-send; nothing where the disk does not return it: the other metrics show that."""
     refused = outbox.refused_dir(path)
     try:
         num_refused = sum(1 for _ in refused.glob("*.json")) if refused.is_dir() else 0

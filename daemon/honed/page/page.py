@@ -1,5 +1,5 @@
 """HTML for people: every page is one self-contained file, light and dark, for phones and for paper. A file has no
-script; pages of honed-web have those beside the templates, and uPlot.
+script; pages of honed-web have those next to the templates, and uPlot.
 
 Texts from a model or a data set are hostile. The templates are files of this package, and every value in them goes
 through `text`; the page's own policy allows no other script, no form and no address but `data:` images, should anything
@@ -70,7 +70,7 @@ def load() -> None:
 
 
 def source(name: str) -> str:
-    """Return a file from beside the templates as it is."""
+    """Return a file from the templates' directory as it is."""
     content: str = _LOADER.get_source(_ENVIRONMENT, name)[0]
     return content
 

@@ -133,7 +133,7 @@ class Places:
             holder.kind = None
 
     def streams(self, holder: Holder) -> int | None:
-        """Return the number of event streams beside which a connection cannot have one; None if it can."""
+        """Return the number of event streams with which there is no room for another; None if it can."""
         if holder.kind is None:
             return None
         share = SHARES[holder.kind]

@@ -174,7 +174,7 @@ def _ends(story: Story) -> str:
 
 
 def telling_scores(stories: Sequence[Story]) -> list[str]:
-    """Return the metrics of the predictions as a whole. One that was always 0 says nothing beside others, and no more
+    """Return the metrics of the predictions as a whole. One that was always 0 says nothing next to others, and no more
     does the share of answers that a metric could read where it could read all."""
     values: dict[str, list[float]] = {}
     for story in stories:

@@ -51,7 +51,7 @@ log = logging.getLogger("honed.page.server")
 #: Seconds for the head of a request, from the start of the connection; over TCP, where everybody can connect, half as
 #: many; a reader has twice as many to take something. Seconds that an idle connection is kept.
 PATIENCE_SEC, KEEP_ALIVE_SEC = 10.0, 15
-#: Seconds that a refused client has to read so: if its connection were closed at once, it might be told of a reset.
+#: Seconds that a refused client has to read so: if its connection were closed at once, it might see a reset.
 LEAVING_SEC = 1.0
 #: Connections that the kernel keeps for us; and that we take of a socket at a time, at most. asyncio reads from one in
 #: the second round after its own, so that when fewer than half of the places of new connections come in a round, one
@@ -377,7 +377,7 @@ def serve(
     idle_sec: float = IDLE_SEC,
     begun: Callable[[Link | None], bool] = lambda _: True,
 ) -> int:
-    """Serve until told to stop. Returns the exit status. `begun` is given the link to the owner's session, None without
+    """Serve until a signal. Returns the exit status. `begun` is given the link to the owner's session, None without
     one, once connections are taken; if it returns False, that was all."""
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # else every invalid request would be a line
     logging.getLogger("asyncio").setLevel(logging.ERROR)

@@ -272,7 +272,7 @@ class Source:
         self._explain(shown, asker)
         return shown
 
-    # -- what a job told ----------------------------------------------------------------------------------------------
+    # -- events of a job -----------------------------------------------------------------------------------------------
 
     def metrics(self, job_id: int, asker: Asker, *, name: str | None, limit: int, cursor: str | None) -> Page:
         """Return a page of logged metrics, ordered by name and step; repeated steps included."""
