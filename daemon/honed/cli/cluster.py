@@ -35,16 +35,16 @@ MAX_NODES = 4
 #: What the tiny job does on every node, in a directory of the instance, whose lock we hold.
 _PROBE = """
 import fcntl, json, os, subprocess, sys, time
-place, node = sys.argv[1], os.environ["SLURMD_NODENAME"]
+directory, node = sys.argv[1], os.environ["SLURMD_NODENAME"]
 facts = {"node": node, "now": time.time(), "user": os.geteuid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
-with open(f"{place}/{node}.new", "w") as file: file.write(node)
-os.rename(f"{place}/{node}.new", f"{place}/{node}.old")
-os.link(f"{place}/{node}.old", f"{place}/{node}.link")
+with open(f"{directory}/{node}.new", "w") as file: file.write(node)
+os.rename(f"{directory}/{node}.new", f"{directory}/{node}.old")
+os.link(f"{directory}/{node}.old", f"{directory}/{node}.link")
 for number in range(20):
-    fd = os.open(f"{place}/{node}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    fd = os.open(f"{directory}/{node}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.write(fd, f"{number}\\n".encode())
     os.close(fd)
-with open(place + "/lock", "r+") as file:
+with open(directory + "/lock", "r+") as file:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         facts["lock"] = False
@@ -99,7 +99,7 @@ def _prove(place_dir: Path, slurm: SlurmConfig) -> tuple[Status, str, str]:
     own += [f"--immediate={START_SEC}", *["--gpus-per-node=1"] * (slurm.gpu_bytes > 0), *slurm.as_options()]
     try:
         with tempfile.TemporaryDirectory(dir=place_dir, prefix=".doctor-") as made, _held(Path(made)):
-            place = Path(made)
+            directory = Path(made)
             began = time.time()
             done = _run(["srun", *own, *python.bare_code(_PROBE, made)], JOB_SEC)
             took_sec = time.time() - began
@@ -110,7 +110,7 @@ def _prove(place_dir: Path, slurm: SlurmConfig) -> tuple[Status, str, str]:
                 return "error", f"a tiny job fails on a node: {done}", hint
             answers = [json.loads(line) for line in done.stdout.splitlines()]
             nodes = ", ".join(sorted(str(item["node"]) for item in answers))
-            if fault := _fault(place, answers):
+            if fault := _fault(directory, answers):
                 return "error", f"{fault[0]} ({nodes})", fault[1]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return "error", f"a tiny job cannot be tried: {error}", ""
@@ -128,14 +128,14 @@ def _num_idle(slurm: SlurmConfig) -> int:
     return max(1, min(MAX_NODES, len(names)))
 
 
-def _fault(place: Path, answers: list[dict[str, Any]]) -> tuple[str, str] | None:
+def _fault(directory: Path, answers: list[dict[str, Any]]) -> tuple[str, str] | None:
     """Return what the shared file system does not do, and what to do about it."""
     if any(not item["lock"] for item in answers):
         return "a lock that is held here is not seen on a node", "use a file system with locks"
     lines = [str(number) for number in range(20)]
-    if any((place / f"{item['node']}.log").read_text().splitlines() != lines for item in answers):
+    if any((directory / f"{item['node']}.log").read_text().splitlines() != lines for item in answers):
         return "lines that a node has appended to a file are lost", "use a file system with O_APPEND"
-    if any((place / f"{item['node']}.link").read_text() != item["node"] for item in answers):
+    if any((directory / f"{item['node']}.link").read_text() != item["node"] for item in answers):
         return "what a node has written is not seen here", "use one shared file system"
     if any(item["user"] != os.geteuid() for item in answers):
         return "a job runs as another user than this instance", "give users the same numbers on all machines"
@@ -163,9 +163,9 @@ def _gpu_fault(slurm: SlurmConfig, answers: list[dict[str, Any]]) -> tuple[Statu
 
 
 @contextlib.contextmanager
-def _held(place: Path) -> Iterator[None]:
+def _held(directory: Path) -> Iterator[None]:
     """Hold a lock for a while."""
-    with (place / "lock").open("w") as file:
+    with (directory / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

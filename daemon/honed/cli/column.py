@@ -5,7 +5,7 @@
 --filter KEY>NUMBER     also <, >= and <=                --filter KEY!=VALUE  differs
 --filter elapsed>1.5h   a duration: 40, 40s, 5 min, 1.5h or 2d
 
-A filter that no job could ever meet is refused, with the nearest value.
+A filter that no job could ever meet is rejected, with the nearest value.
 """
 
 from __future__ import annotations

@@ -21,22 +21,22 @@ from honed.system import layout as layouts
 if TYPE_CHECKING:
     from honed.cli.instance import Instance
 
-#: A verb: a function of an Instance and the options that returns the exit status, and its place, `module:function`.
+#: A verb: a function of an Instance and the options that returns the exit status, and its target, `module:function`.
 Run = Callable[["Instance", argparse.Namespace], int]
-Place = str
+Target = str
 
 
-def find(place: Place) -> Any:
+def find(target: Target) -> Any:
     """Import and return the function at `module:function`, a module of honed.cli."""
-    module, _, name = place.partition(":")
+    module, _, name = target.partition(":")
     return getattr(importlib.import_module(f"honed.cli.{module}"), name)
 
 
-def later(place: Place) -> Callable[[str], Any]:
+def later(target: Target) -> Callable[[str], Any]:
     """Return the conversion of an option at `module:function`, which is imported when the option is given."""
 
     def convert(text: str) -> Any:
-        return find(place)(text)
+        return find(target)(text)
 
     return convert
 
@@ -44,7 +44,7 @@ def later(place: Place) -> Callable[[str], Any]:
 class Add(Protocol):
     """Adds a verb with the common options."""
 
-    def __call__(self, name: str, run: Place, words: str, *, as_json: bool = True) -> argparse.ArgumentParser: ...
+    def __call__(self, name: str, run: Target, words: str, *, as_json: bool = True) -> argparse.ArgumentParser: ...
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     argument.add_version(made)
     verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def add(name: str, run: Place, words: str, *, as_json: bool = True) -> argparse.ArgumentParser:
+    def add(name: str, run: Target, words: str, *, as_json: bool = True) -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=words, description=words)
         verb.set_defaults(run=run)
         verb.add_argument("--root", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)

@@ -149,15 +149,15 @@ def plot(courses: Sequence[Sequence[tuple[int, float]]], *, width: int, rows: in
     columns = max(width - margin - 3, 8)
     cells: dict[tuple[int, int], set[int]] = {}
     for number, course in enumerate(courses):
-        for place, value in _columns(course, last, columns).items():
+        for index, value in _columns(course, last, columns).items():
             row = round((high - value) / (high - low) * (rows - 1)) if high > low else 0
-            cells.setdefault((row, place), set()).add(number)
+            cells.setdefault((row, index), set()).add(number)
     yield Text("loss", style="bold")
     for row in range(rows):
         label = labels[0] if row == 0 else labels[1] if row == rows - 1 else ""
         line = Text(f"{label:>{margin}} │")
-        for place in range(columns):
-            there = cells.get((row, place), set())
+        for index in range(columns):
+            there = cells.get((row, index), set())
             first = next(iter(there), 0)
             line.append(
                 " " if not there else MARKS[first] if len(there) == 1 else MEETING,
@@ -174,7 +174,7 @@ def _columns(course: Sequence[tuple[int, float]], last: int, columns: int) -> di
     by_column: dict[int, list[float]] = {}
     for step, value in course:
         by_column.setdefault(round(step / last * (columns - 1)) if last else 0, []).append(value)
-    return {place: sum(values) / len(values) for place, values in by_column.items()}
+    return {index: sum(values) / len(values) for index, values in by_column.items()}
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------

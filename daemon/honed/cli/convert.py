@@ -88,7 +88,7 @@ def converted(source: Path | str, tool: str | None = None) -> Converted:
         theirs = foreign.started(launch.find(source, Path.cwd(), _LINE), tool, _LINE)
     else:
         theirs = foreign.read(source, tool)
-    made = Converted(theirs.tool, _absolute(theirs, theirs.place or Path(source).absolute().parent))
+    made = Converted(theirs.tool, _absolute(theirs, theirs.directory or Path(source).absolute().parent))
     made.written = dict(theirs.stated)
     for note in theirs.notes:
         (made.lost if note.is_lost else made.notes)[note.key] = note.why
@@ -101,9 +101,9 @@ def converted(source: Path | str, tool: str | None = None) -> Converted:
     return made
 
 
-def _absolute(theirs: Foreign, place: Path) -> dict[str, Any]:
+def _absolute(theirs: Foreign, directory: Path) -> dict[str, Any]:
     """Return the settings with absolute paths: below the file's directory, or where the tool was started from."""
-    text, changes = relative.absolute(json.dumps(theirs.data).encode(), ".json", place)
+    text, changes = relative.absolute(json.dumps(theirs.data).encode(), ".json", directory)
     data: dict[str, Any] = json.loads(text)
     for change in changes:
         if not Path(change.made).exists() and (here := Path.cwd() / change.given).exists():
@@ -116,13 +116,13 @@ def _absolute(theirs: Foreign, place: Path) -> dict[str, Any]:
 
 def _settle(made: Converted) -> None:
     for key, why in (("output_dir", _OUTPUT), ("trust_remote_code", _REMOTE_CODE)):
-        for place in (key, f"training.{key}"):
-            if (value := at(made.data, as_path(place))) is not None:
-                made.data = mended(made.data, {place: None})
+        for dotted in (key, f"training.{key}"):
+            if (value := at(made.data, as_path(dotted))) is not None:
+                made.data = mended(made.data, {dotted: None})
                 if is_off(value):
-                    made.unneeded.append(place)
+                    made.unneeded.append(dotted)
                 else:
-                    made.lost[place] = f"{written(value)}: {why}" if isinstance(value, str) else why
+                    made.lost[dotted] = f"{written(value)}: {why}" if isinstance(value, str) else why
     for _ in range(MAX_ROUNDS):
         try:
             spec.validate(made.data)
@@ -170,7 +170,7 @@ def _apply(made: Converted, problems: tuple[Problem, ...]) -> None:
 
 
 def _leave_out(made: Converted, unsolved: Problem, words: str) -> str | None:
-    """Note a key that is left out. Returns what is written in its place, if there must be something."""
+    """Note a key that is left out. Returns the value that is written instead, if there must be something."""
     name, section = (
         unsolved.key.rpartition(".")[2],
         ".".join(p for p in unsolved.key.split(".")[:-1] if not p.isdecimal()),
@@ -265,15 +265,15 @@ def yaml_of(data: Mapping[str, Any], comments: Mapping[str, str] | None = None) 
     return "\n".join([*lines, ""])
 
 
-def _yaml(key: str, value: Any, comments: Mapping[str, str], place: str, depth: int) -> list[str]:
+def _yaml(key: str, value: Any, comments: Mapping[str, str], dotted: str, depth: int) -> list[str]:
     pad = "  " * depth
     name = key if re.fullmatch(r"[A-Za-z_][\w-]*", key) else json.dumps(key)
     if isinstance(value, dict) and value:
         lines = [f"{pad}{name}:"]
         for inner, item in value.items():
-            at_place = f"{place}.{inner}"
-            lines += [f"{pad}  # {line}" for line in comments.get(at_place, "").splitlines()]
-            lines += _yaml(str(inner), item, comments, at_place, depth + 1)
+            inner_key = f"{dotted}.{inner}"
+            lines += [f"{pad}  # {line}" for line in comments.get(inner_key, "").splitlines()]
+            lines += _yaml(str(inner), item, comments, inner_key, depth + 1)
         return lines
     if isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
         lines = [f"{pad}{name}:"]
@@ -281,7 +281,7 @@ def _yaml(key: str, value: Any, comments: Mapping[str, str], place: str, depth: 
             inner_lines = [
                 line
                 for inner, one in item.items()
-                for line in _yaml(str(inner), one, comments, f"{place}.{number}.{inner}", depth + 2)
+                for line in _yaml(str(inner), one, comments, f"{dotted}.{number}.{inner}", depth + 2)
             ]
             lines += [f"{pad}  - {inner_lines[0].lstrip()}", *inner_lines[1:]]
         return lines

@@ -128,9 +128,9 @@ def _cluster(layout: Layout, config: Config) -> list[Finding]:
 
 
 def _instance(layout: Layout, config: Config) -> list[Finding]:
-    places = {"state": layout.state_dir, "spool": layout.spool_dir, "cache": layout.cache_dir}
+    directories = {"state": layout.state_dir, "spool": layout.spool_dir, "cache": layout.cache_dir}
     return [
-        *(_disk(name, path) for name, path in places.items()),
+        *(_disk(name, path) for name, path in directories.items()),
         _permissions(layout),
         _entries(layout),
         *_leftovers(layout),
@@ -151,11 +151,11 @@ def _training() -> list[Finding]:
         return [Finding("training environment", "error", f"{training.MISSING}: jobs are rejected", training.REMEDY)]
     if training.recipe_dir() is None:
         return []
-    place = os.environ.get(training.VARIABLE, "")
+    directory = os.environ.get(training.VARIABLE, "")
     if not setup.is_current():
-        detail = f"{place}: of another version of the package; jobs are trained with its packages"
+        detail = f"{directory}: of another version of the package; jobs are trained with its packages"
         return [Finding("training environment", "warning", detail, training.REMEDY)]
-    return [Finding("training environment", "ok", place)]
+    return [Finding("training environment", "ok", directory)]
 
 
 def _packages() -> list[Finding]:
@@ -337,8 +337,8 @@ def _permissions(layout: Layout) -> Finding:
             f"{layout.spool_dir} does not exist yet",
             f"honed creates it at its first start: {commands.of(layout).start}",
         )
-    places = (layout.spool_dir, layout.spool_dir / "incoming", layout.state_dir, layout.jobs_dir)
-    missing = [str(path) for path in places if not path.is_dir()]
+    directories = (layout.spool_dir, layout.spool_dir / "incoming", layout.state_dir, layout.jobs_dir)
+    missing = [str(path) for path in directories if not path.is_dir()]
     if missing:
         return Finding(
             "permissions", "error", f"missing: {', '.join(missing)}", f"honed creates them: {commands.of(layout).start}"
@@ -410,13 +410,13 @@ def _leftovers(layout: Layout) -> list[Finding]:
 
 
 def _acls(layout: Layout) -> Finding:
-    place = nearest_existing(layout.jobs_dir)
+    directory = nearest_existing(layout.jobs_dir)
     try:
-        os.getxattr(place, access.ACCESS_XATTR)
+        os.getxattr(directory, access.ACCESS_XATTR)
     except OSError as error:
         if error.errno == errno.ENOTSUP:
             hint = "mount it with ACLs, or let users read their results with honectl"
-            return Finding("ACLs", "warning", f"the file system of {place} does not support ACLs", hint)
+            return Finding("ACLs", "warning", f"the file system of {directory} does not support ACLs", hint)
     return Finding("ACLs", "ok", "submitters can read the directories of their jobs")
 
 
@@ -538,7 +538,7 @@ def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None
 
 
 def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
-    """Check that the jobs' unit is open to the places that jobs may write, and to no place that others can replace."""
+    """Check that the jobs' unit is open to the paths that jobs may write, and to no path that others can replace."""
     binds = unit.get("BindPaths", "")
     # systemctl quotes paths with spaces in ReadWritePaths, and nothing in BindPaths.
     writable = shlex.split(unit.get("ReadWritePaths", ""))
@@ -551,7 +551,7 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
     opened = [Path(part.lstrip("-+")) for part in [*writable, *binds.replace(":", " ").split()]]
     named = config.policy.allowed_paths if unit.get("LoadState") == "loaded" else None
     asked = [path for path in named or () if f"{path}:{path}:" not in binds]
-    closed = [path for path in asked if not any(Path(path).is_relative_to(place) for place in opened)]
+    closed = [path for path in asked if not any(Path(path).is_relative_to(allowed) for allowed in opened)]
     if closed:
         detail = (
             f"jobs may write to {', '.join(closed)}, but their unit has no access to it: their output would be lost"
@@ -563,17 +563,19 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
 def _polkit(*, has_templates: bool) -> Finding:
     """Check the rule and the templates: a rule without the templates allows a transient unit of such a name, as
     root."""
-    places = [Path(place, "polkit-1/rules.d") for place in ("/usr/share", "/etc", "/usr/local/share", "/run")]
-    rules = [path for place in places for path in place.glob("*honed*.rules")]
+    directories = [
+        Path(directory, "polkit-1/rules.d") for directory in ("/usr/share", "/etc", "/usr/local/share", "/run")
+    ]
+    rules = [path for directory in directories for path in directory.glob("*honed*.rules")]
     if rules and not has_templates:
         detail = f"{rules[0]} lets honed start units that are not installed: on systemd 257 it could run anything"
         return Finding("polkit", "error", detail, f"rm {rules[0]}, or install the units again")
-    hidden = [place for place in places if place.is_dir() and not os.access(place, os.R_OK)]
+    hidden = [directory for directory in directories if directory.is_dir() and not os.access(directory, os.R_OK)]
     if not rules and has_templates and hidden:
         return Finding("polkit", "ok", f"unknown: you cannot read {hidden[0]}", "run sudo honectl doctor")
     if not rules and has_templates:
         return Finding("polkit", "warning", "no rule: honed may not start its job units", INSTALL)
-    if rules and not any(Path(place, "polkitd").exists() for place in ("/usr/lib/polkit-1", "/usr/libexec")):
+    if rules and not any(Path(directory, "polkitd").exists() for directory in ("/usr/lib/polkit-1", "/usr/libexec")):
         return Finding(
             "polkit", "warning", "polkitd is not installed: honed may not start its job units", "apt install polkitd"
         )
@@ -674,12 +676,12 @@ def _notices(layout: Layout) -> list[Finding]:
     check, directory = "notices", notification.notices_dir(layout)
     if not os.access(directory, os.R_OK | os.X_OK):
         return []
-    waiting, refused = notification.waiting(layout), list(notification.refused_dir(layout).glob("*.json"))
+    waiting, rejected = notification.waiting(layout), list(notification.refused_dir(layout).glob("*.json"))
     old = [path for path in waiting if time.time() - _changed_at(path) > NOTICE_PATIENCE_SEC]
     if old:
         return [Finding(check, "warning", f"{len(old)} are not delivered", f"see {commands.of(layout).send_log}")]
-    if refused:
-        detail = f"{len(refused)} were rejected; they are in {notification.refused_dir(layout)}"
+    if rejected:
+        detail = f"{len(rejected)} were rejected; they are in {notification.refused_dir(layout)}"
         return [Finding(check, "warning", detail, f"to retry them: {commands.of(layout).resend}; or remove them")]
     return [Finding(check, "ok", f"{len(waiting)} wait")] if waiting else []
 

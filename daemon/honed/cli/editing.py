@@ -1,6 +1,6 @@
 """`honectl edit`: another job file for a job that waits, from an editor, from --set or from a file.
 
-An editor's text is kept where it was written until honed has taken it: a refusal names that place.
+An editor's text is kept where it was written until honed has taken it: a rejection names that path.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def edit(instance: Instance, options: argparse.Namespace) -> int:
     return _in_editor(instance, options, job, was, path.suffix)
 
 
-def _make(instance: Instance, options: argparse.Namespace, job: Shown, was: bytes, text: bytes, place: Path) -> int:
+def _make(instance: Instance, options: argparse.Namespace, job: Shown, was: bytes, text: bytes, base_dir: Path) -> int:
     """Have a job get this file. Raises the error with which the check or honed refuses it."""
-    text, _ = relative.absolute(text, _suffix(instance, job), place)
+    text, _ = relative.absolute(text, _suffix(instance, job), base_dir)
     if text == was:
         _say(options, job, "unchanged", {}, None)
         return 0
@@ -183,11 +183,11 @@ def _in_editor(instance: Instance, options: argparse.Namespace, job: Shown, was:
             if isinstance(error, HonedError) and not _is_kept(path, was):
                 tree.clear(directory)
                 raise
-            refused = error if isinstance(error, HonedError) else UsageError(f"{path}: {error.strerror}")
-            if status or not _asks_again(refused):
+            rejection = error if isinstance(error, HonedError) else UsageError(f"{path}: {error.strerror}")
+            if status or not _asks_again(rejection):
                 kept = f"your text is in {path}: correct it, then honectl edit {job['id']} --file {path}"
-                refused.hint = f"{refused.hint}; {kept}" if refused.hint else kept
-                raise refused from None
+                rejection.hint = f"{rejection.hint}; {kept}" if rejection.hint else kept
+                raise rejection from None
         else:
             tree.clear(directory)
             return done
@@ -200,7 +200,7 @@ def _is_kept(path: Path, was: bytes) -> bool:
 
 
 def _asks_again(error: HonedError) -> bool:
-    """Print why a text was refused, and ask a person on a terminal to change it. Returns False if they do not."""
+    """Print why a text was rejected, and ask a person on a terminal to change it. Returns False if they do not."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     terminal.complain(error, prefix="honectl: ")

@@ -49,7 +49,7 @@ class Foreign:
     defaults: dict[str, Any] = field(default_factory=dict)
     #: Those that are in `data` already.
     stated: dict[str, Any] = field(default_factory=dict)
-    place: Path | None = None  #: the directory in which the tool is started, if a command line says so
+    directory: Path | None = None  #: where the tool is started, if a command line says so
 
     def note(self, key: str, why: str, *, is_lost: bool = True) -> None:
         self.notes.append(Note(key, why, is_lost))
@@ -82,16 +82,16 @@ def started(given: launch.Launch, tool: str | None, name: str) -> Foreign:
     if given.config is not None:
         if not given.config.is_file():
             raise UsageError(
-                f"{given.config}: no such file, and the command line names it", hint=f"it starts in {given.place}"
+                f"{given.config}: no such file, and the command line names it", hint=f"it starts in {given.directory}"
             )
         settings = _settings(given.config, given.tool)
     elif given.tool == "axolotl":
         raise SpecError(f"{name}: axolotl train without its settings file", hint="axolotl train FILE.yaml")
     settings.data |= given.data
-    settings.place = given.place
+    settings.directory = given.directory
     for key, why in given.notes:
         settings.note(key, why)
-    _PREPARED[settings.tool](settings, given.place)
+    _PREPARED[settings.tool](settings, given.directory)
     return settings
 
 
@@ -146,13 +146,13 @@ def _axolotl(settings: Foreign, _place: Path) -> None:
 # --- LLaMA-Factory ----------------------------------------------------------------------------------------------------
 
 
-def _llamafactory(settings: Foreign, place: Path) -> None:
+def _llamafactory(settings: Foreign, directory: Path) -> None:
     data = settings.data
     settings.defaults = {"training.max_length": 2048, "training.learning_rate": 5e-5}
     if str(data.get("finetuning_type", "lora")).lower() == "lora":
         data.setdefault("finetuning_type", "lora")
         settings.defaults |= {"lora.r": 8, "lora.lora_alpha": lambda job: 2 * job["lora"]["r"]}
-    data_dir = place / str(settings.take("dataset_dir") or "data")
+    data_dir = directory / str(settings.take("dataset_dir") or "data")
     if not data_dir.is_dir() and (Path.cwd() / data_dir.name).is_dir():
         data_dir = Path.cwd() / data_dir.name
     media_dir = settings.take("media_dir")
@@ -168,7 +168,7 @@ def _llamafactory(settings: Foreign, place: Path) -> None:
         if ours == "datasets" and shares and len(shares) == len(sets):
             sets = [item | {"fraction": share} for item, share in zip(sets, shares, strict=True)]
         if media_dir is not None:
-            sets = [item | {"media_dir": str((place / str(media_dir)).resolve())} for item in sets]
+            sets = [item | {"media_dir": str((directory / str(media_dir)).resolve())} for item in sets]
         del data[theirs]
         data[ours] = sets
 
@@ -208,8 +208,10 @@ def _dataset_of(settings: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
         return {"path": f"{UNKNOWN}/{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"}
     if info.get("ranking"):
         raise SpecError(f"dataset: {shown(name)} has preferences: {synonym.not_supported('dpo')}")
-    place = info.get("file_name")
-    made: dict[str, Any] = {"path": str((data_dir / place).resolve()) if place else str(info.get("hf_hub_url", ""))}
+    file_name = info.get("file_name")
+    made: dict[str, Any] = {
+        "path": str((data_dir / file_name).resolve()) if file_name else str(info.get("hf_hub_url", ""))
+    }
     if not made["path"]:
         settings.note("dataset", f"{shown(name)} has neither file_name nor hf_hub_url: write the path of its file")
         made["path"] = f"{UNKNOWN}/{name}"
@@ -229,7 +231,7 @@ def _dataset_of(settings: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
     if (tags.get("role_tag", "from"), tags.get("content_tag", "value")) not in (("from", "value"), ("role", "content")):
         settings.note(f"dataset_info.{name}.tags", "honed reads from and value, and role and content")
     for theirs, key in (("subset", "name"), ("split", "split"), ("num_samples", "max_rows")):
-        if info.get(theirs) is not None and (key == "max_rows" or not place):
+        if info.get(theirs) is not None and (key == "max_rows" or not file_name):
             made[key] = info[theirs]
     return made
 

@@ -73,7 +73,9 @@ def _has_journal(instance: Instance) -> bool:
     if instance.layout.root != Path("/") or not Path("/run/systemd/system").is_dir():
         return False
     files = [
-        path for place in ("/var/log/journal", "/run/log/journal") for path in Path(place).glob("*/system.journal")
+        path
+        for directory in ("/var/log/journal", "/run/log/journal")
+        for path in Path(directory).glob("*/system.journal")
     ]
     return shutil.which("journalctl") is not None and any(os.access(path, os.R_OK) for path in files)
 

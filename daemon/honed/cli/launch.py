@@ -44,7 +44,7 @@ class Launch:
     tool: str
     config: Path | None = None  #: the settings file that it names
     data: dict[str, Any] = field(default_factory=dict)  #: settings of the command line itself
-    place: Path = field(default_factory=Path.cwd)  #: the directory in which it is started
+    directory: Path = field(default_factory=Path.cwd)  #: the directory in which it is started
     notes: list[tuple[str, str]] = field(default_factory=list)  #: a word, and why it has no equal here
 
 
@@ -67,16 +67,16 @@ def read(path: Path) -> Launch:
     return find(text, path.absolute().parent, str(path))
 
 
-def find(text: str, place: Path, name: str) -> Launch:
+def find(text: str, directory: Path, name: str) -> Launch:
     """Find the training that a text starts in a directory; `name` is the text's, for errors."""
     launches: list[Launch] = []
     scripts, within = list[str](), list[str]()
     for command in shell.commands(text, name):
         words = command.words
         if words[:1] == ["cd"] and len(words) == 2 and "$" not in words[1]:
-            place = place / Path(words[1]).expanduser()
+            directory = directory / Path(words[1]).expanduser()
         elif (start := _start(words)) is not None:
-            launches.append(_launch(*start, command, place))
+            launches.append(_launch(*start, command, directory))
         else:
             scripts += [word for word in words if word.endswith(".py")]
             within += [words[0] for word in words if " " in word and _start(word.split()) is not None]
@@ -113,24 +113,24 @@ _MODULES = {
 
 
 def _start(words: Sequence[str]) -> tuple[str, int] | None:
-    """Return the tool that a command starts, and the place of its first argument. Raises SpecError if it trains what
+    """Return the tool that a command starts, and the index of its first argument. Raises SpecError if it trains what
     honed has not."""
-    for place, word in enumerate(words):
-        program, following = word.rsplit("/", 1)[-1], words[place + 1] if words[place + 1 :] else ""
+    for index, word in enumerate(words):
+        program, following = word.rsplit("/", 1)[-1], words[index + 1] if words[index + 1 :] else ""
         tool, verb = _PROGRAMS.get(program, ("", ""))
         if tool and following == verb:
-            return tool, place + 2
+            return tool, index + 2
         if tool == "trl" and (why := synonym.not_supported(following)):
             raise SpecError(f"trl {following}: {why}")
         for name, of in _MODULES.items():
             if word == name or word.endswith(f"/{name}"):
-                return of, place + 1
+                return of, index + 1
     return None
 
 
-def _launch(tool: str, start: int, command: shell.Command, place: Path) -> Launch:
+def _launch(tool: str, start: int, command: shell.Command, directory: Path) -> Launch:
     words = command.words
-    made = Launch(tool, place=place, notes=[*_counts(words[:start], command.variables)])
+    made = Launch(tool, directory=directory, notes=[*_counts(words[:start], command.variables)])
     rest = [*words[start:]]
     while rest:
         word = rest.pop(0)
@@ -196,7 +196,7 @@ def _take_plain(made: Launch, word: str) -> None:
     if match and made.tool == "llamafactory":
         _take(made, match[1], [match[2]])
     elif word.endswith(_SETTINGS) and made.config is None:
-        made.config = made.place / Path(word).expanduser()
+        made.config = made.directory / Path(word).expanduser()
     elif "$" in word:
         made.notes.append((word, "the shell computes it: write what it stands for"))
     else:
@@ -207,7 +207,7 @@ def _take(made: Launch, key: str, values: list[str]) -> None:
     if made.tool == "trl":
         key = _OF_TRL.get(key, key)
     if key == "config" and values and made.tool == "trl":
-        made.config = made.place / Path(values[0]).expanduser()
+        made.config = made.directory / Path(values[0]).expanduser()
     elif unknown := [value for value in values if "$" in value or "`" in value]:
         variable = "" if shell.COMPUTED in unknown[0] else f" ({unknown[0][:60]})"
         made.notes.append((key, f"the shell computes it{variable}: write its value"))

@@ -31,7 +31,7 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     if options.output == "json":
         options.json = True
     if options.rejected:
-        return _list_refused(instance, options)
+        return _list_rejected(instance, options)
     columns = _columns(options.output)
     chosen = _chosen(instance, options)
     jobs = chosen["jobs"]
@@ -49,7 +49,7 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     if left := _left_out(jobs, chosen["counts"]):
         terminal.say(f"… and {left}: honectl list --all", style="dim")
     if not (options.ids or options.state or options.filter):
-        _say_num_refused(chosen["refused"])
+        _say_num_rejected(chosen["refused"])
     _say_status(instance, jobs)
     return 0
 
@@ -61,7 +61,7 @@ def _chosen(instance: Instance, options: argparse.Namespace) -> Overview:
     is_all = options.all or options.json or options.limit is not None or options.after is not None
     if options.sort or options.filter:
         for key in [options.sort.removeprefix("-")] if options.sort else []:
-            column.named(key)  # an unknown one is refused before all jobs are read
+            column.named(key)  # an unknown one is rejected before all jobs are read
         meets = column.test(
             options.filter or [], {"class": lambda: _classes(instance), "sweep": lambda: _sweeps(instance)}
         )
@@ -142,7 +142,7 @@ def _say_status(instance: Instance, jobs: list[Row]) -> None:
         terminal.say(_DOWN, style="dim")
 
 
-def _say_num_refused(rejections: Refused) -> None:
+def _say_num_rejected(rejections: Refused) -> None:
     if rejections["num"]:
         more = "" if rejections["are_all"] else " or more"
         files = "rejected file" if rejections["num"] == 1 else "rejected files"
@@ -150,8 +150,8 @@ def _say_num_refused(rejections: Refused) -> None:
         terminal.say(f"{rejections['num']}{more} {files}, the newest {newest}: honectl list --rejected", style="dim")
 
 
-def _list_refused(instance: Instance, options: argparse.Namespace) -> int:
-    """Print the refused files, the newest first."""
+def _list_rejected(instance: Instance, options: argparse.Namespace) -> int:
+    """Print the rejected files, the newest first."""
     from honed.job.database import timestamp
 
     rejections: Refused = instance.ask("refused", limit=options.limit)
@@ -247,9 +247,9 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
             return _show_group(instance.ask("group", id=options.id), as_json=options.json)
         except UsageError:
             pass
-        if not error.message.startswith("no job ") or (refused := _refusal(instance, options.id)) is None:
+        if not error.message.startswith("no job ") or (refusal := _refusal(instance, options.id)) is None:
             raise
-        return _show_refused(refused, as_json=options.json)
+        return _show_rejected(refusal, as_json=options.json)
     if options.json:
         terminal.say_json(job)
         return 0
@@ -376,13 +376,13 @@ def _refusal(instance: Instance, name: str) -> Refusal | None:
     return next((file for file in files if Path(name).name in (file["file"], Path(file["file"]).stem)), None)
 
 
-def _show_refused(refused: Refusal, *, as_json: bool) -> int:
-    """Print why a file was refused."""
+def _show_rejected(refusal: Refusal, *, as_json: bool) -> int:
+    """Print why a file was rejected."""
     if as_json:
-        terminal.say_json({"state": "rejected", **refused})
+        terminal.say_json({"state": "rejected", **refusal})
     else:
-        terminal.say(f"{refused['file']}: refused, not a job", style=terminal.STATE_STYLES["rejected"])
-        for line in refused["reason"].rstrip().splitlines():
+        terminal.say(f"{refusal['file']}: refused, not a job", style=terminal.STATE_STYLES["rejected"])
+        for line in refusal["reason"].rstrip().splitlines():
             terminal.say(line)
     return 0
 

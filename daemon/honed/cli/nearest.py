@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose refusals end with a hint."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse the words; one that no verb takes is refused with the nearest option."""
+        """Parse the words; one that no verb takes is rejected with the nearest option."""
         options, extra = self.parse_known_args(args, namespace)
         if extra:
             known = self._options_of(getattr(options, "verb", None))

@@ -1,7 +1,7 @@
 """The JSON Schema of job files, for editors: names, types, ranges and choices of single keys, with their descriptions.
 
 It is more lenient than `honectl check`, which alone knows the forms of texts, the keys that go together, and what the
-files named in a job contain; a file that `check` accepts is never refused.
+files named in a job contain; a file that `check` accepts is never rejected.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def line() -> str:
     """Return the comment that names the installed schema to editors; empty if it is not installed."""
     data_dir = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share")
     sources = Path(honed.__file__).resolve().parents[2]
-    places = (data_dir / "doc/honed", Path("/usr/share/doc/honed"), sources / "etc")
-    path = next((place / NAME for place in places if (place / NAME).is_file()), None)
+    directories = (data_dir / "doc/honed", Path("/usr/share/doc/honed"), sources / "etc")
+    path = next((directory / NAME for directory in directories if (directory / NAME).is_file()), None)
     return f"# yaml-language-server: $schema={path.as_uri()}\n" if path else ""
 
 

@@ -62,26 +62,26 @@ def stage(spec_path: Path, layout: Layout, config: Config) -> Staged:
     ]
     if not closed:
         return Staged(spec_path, ())
-    place = _make_place(layout)
+    directory = _make_directory(layout)
     try:
         copies = tuple(
-            (named.key, named.path, _copy(named, media_paths, place / str(n)))
+            (named.key, named.path, _copy(named, media_paths, directory / str(n)))
             for n, (named, media_paths) in enumerate(closed)
         )
         data = document.parse(spec_path.read_bytes(), spec_path.suffix).data
         data = mended(data, {key: str(copy) for key, _, copy in copies})
-        staged_path = place / f"{spec_path.stem}.json"
+        staged_path = directory / f"{spec_path.stem}.json"
         staged_path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except BaseException:
-        tree.remove(place)
+        tree.remove(directory)
         raise
     return Staged(staged_path, copies)
 
 
-def _make_place(layout: Layout) -> Path:
-    place = layout.staged_dir / secrets.token_hex(8)
+def _make_directory(layout: Layout) -> Path:
+    directory = layout.staged_dir / secrets.token_hex(8)
     try:
-        place.mkdir(mode=0o700)
+        directory.mkdir(mode=0o700)
     except OSError as error:
         raise EnvironmentInvalidError(
             f"{layout.staged_dir}: {error.strerror}",
@@ -91,9 +91,9 @@ def _make_place(layout: Layout) -> Path:
     worker = access.worker_of(layout.root, os.getuid(), layout.staged_dir)
     # The daemon may also remove it once its job is gone.
     rights = {item.uid: allowed for item, allowed in ((worker, 5), (daemon, 7)) if item is not None}
-    if not access.set_acl(place, Acl(owner=7, group=0, other=0, users=rights, groups={}), inherited=True):
-        place.chmod(0o755)
-    return place
+    if not access.set_acl(directory, Acl(owner=7, group=0, other=0, users=rights, groups={}), inherited=True):
+        directory.chmod(0o755)
+    return directory
 
 
 def _with_what_rows_name(
@@ -119,12 +119,12 @@ def _named_by_rows(named: Named, dataset_spec: DatasetSpec, policy: Policy) -> l
         for file, number, media in _media(dataset.files(named.path, split=dataset_spec.split), dataset_spec, nowhere):
             starts = dataset_spec.media_dirs(file.parent)[media.kind]
             for path in media.paths:
-                place = Path(os.path.normpath(starts / path))
+                path_of_media = Path(os.path.normpath(starts / path))
                 is_beside = starts == file.parent and not path.is_absolute()
-                if is_beside and place.exists():
-                    seen[place] = None
-                elif not (is_beside or place.is_relative_to(starts)) and not policy.is_reachable(
-                    replace(named, path=place)
+                if is_beside and path_of_media.exists():
+                    seen[path_of_media] = None
+                elif not (is_beside or path_of_media.is_relative_to(starts)) and not policy.is_reachable(
+                    replace(named, path=path_of_media)
                 ):
                     raise DatasetError(
                         f"{named.key}: {file.name}, row {number}: {path} is not accessible to honed, and an absolute "
@@ -152,8 +152,8 @@ def _media(
 
 
 def _copy(named: Named, media_paths: list[Path], to: Path) -> Path:
-    """Copy a file or a directory, and the files next to it that its rows name, with the same relative places. Returns
-    the copy's path. Links are followed; modes are not copied, since the place's ACL decides."""
+    """Copy a file or a directory, and the files next to it that its rows name, with the same relative paths. Returns
+    the copy's path. Links are followed; modes are not copied, since the directory's ACL decides."""
     base = Path(os.path.commonpath([named.path.parent, *(path.parent for path in media_paths)]))
     to.mkdir()
     try:

@@ -44,7 +44,7 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
     checked = [_checked(instance, path, paths, given) for path, given in zip(paths, options.files, strict=True)]
     if any(isinstance(item, HonedError) for item in checked):
         _remove_copies(instance, options)
-        _say_refused(options, checked)
+        _say_rejected(options, checked)
         return 1
     if options.wait and not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, so there is nothing to wait for", hint="start it first")
@@ -145,9 +145,9 @@ def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path |
     from honed.job.staging import place_of
 
     for file in [path] if path else options.files if options.stage else []:
-        place = place_of(file, instance.layout)
-        if options.stage and place is not None:
-            tree.remove(place)
+        directory = place_of(file, instance.layout)
+        if options.stage and directory is not None:
+            tree.remove(directory)
 
 
 def _checked(instance: Instance, path: Path, others: list[Path], original: Path) -> Any:
@@ -161,17 +161,17 @@ def _checked(instance: Instance, path: Path, others: list[Path], original: Path)
         return error
 
 
-def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
+def _say_rejected(options: argparse.Namespace, checked: list[Any]) -> None:
     """Print why nothing was submitted: the files that would be rejected."""
-    refused = {path: file for path, file in zip(options.files, checked, strict=True) if isinstance(file, HonedError)}
-    for path, error in () if options.json else refused.items():
+    rejected = {path: file for path, file in zip(options.files, checked, strict=True) if isinstance(file, HonedError)}
+    for path, error in () if options.json else rejected.items():
         terminal.complain(error, prefix=f"{path}: ")
-    if len(checked) > len(refused) and not options.json:
-        terminal.say(f"nothing was submitted: {len(refused)} of {len(checked)} files would be rejected", style="red")
+    if len(checked) > len(rejected) and not options.json:
+        terminal.say(f"nothing was submitted: {len(rejected)} of {len(checked)} files would be rejected", style="red")
     if options.json:
         answers = [
-            {"file": str(path), "id": None, "state": "rejected", "error": refused[path].as_dict()}
-            if path in refused
+            {"file": str(path), "id": None, "state": "rejected", "error": rejected[path].as_dict()}
+            if path in rejected
             else {"file": str(path), "id": None, "state": None}
             for path in options.files
         ]
@@ -210,9 +210,9 @@ def _verdict(
         job: Row | None = instance.ask("accepted", id=sent.name, since=timestamp(since), number=sent.number)
         if job is not None:
             return job
-        refused: Refusal | None = instance.ask("refusal", id=sent.name, number=sent.number)
-        if refused is not None and refused["refused_at"] >= since:
-            return {"id": None, "state": "rejected", "reason": refused["reason"]}
+        rejection: Refusal | None = instance.ask("refusal", id=sent.name, number=sent.number)
+        if rejection is not None and rejection["refused_at"] >= since:
+            return {"id": None, "state": "rejected", "reason": rejection["reason"]}
         if is_fetched and on_wait is not None:
             on_wait()
         time.sleep(0.05)

@@ -94,8 +94,8 @@ def say_drawn(text: Text) -> None:
     for number, line in enumerate(text.split("\n", allow_blank=True) or [text]):
         indent = "  " if number else ""
         parts = line.wrap(console, max(console.width - 4, 20)) if console.is_terminal else [line]
-        for place, part in enumerate(parts):
-            console.print(Text(indent + "  " * bool(place)) + part, soft_wrap=True)
+        for index, part in enumerate(parts):
+            console.print(Text(indent + "  " * bool(index)) + part, soft_wrap=True)
 
 
 def say_json(value: Any) -> None:

@@ -113,7 +113,7 @@ def _annotation(kind: Any) -> Any:
     return list[_annotation(get_args(kind)[0])] if get_origin(kind) is list else kind  # type: ignore[misc]
 
 
-#: A key that is no name, whose row has no place for its description.
+#: A key that is no name, whose row has no room for its description.
 _WORDS = {"class": "Class of the administrator's [classes]; null: the default class."}
 _STEPS = {"step": int | None, "num_steps": int | None}
 Progress = _made_of(shape.Progress, "Progress", "The progress of a job.", types=_STEPS)

@@ -86,11 +86,11 @@ def _head(story: Story, *, now: float) -> dict[str, Any]:
 
 def _best(stories: Sequence[Story]) -> int | None:
     known = {
-        place: loss
-        for place, story in enumerate(stories)
+        index: loss
+        for index, story in enumerate(stories)
         if story.job.state == "succeeded" and (loss := story.shown["metrics"].get("eval_loss")) is not None
     }
-    return min(known, key=lambda place: known[place]) if len(known) > 1 else None
+    return min(known, key=lambda index: known[index]) if len(known) > 1 else None
 
 
 def _scores(story: Story, telling: Container[str]) -> dict[str, float]:

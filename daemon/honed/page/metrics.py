@@ -134,9 +134,9 @@ def _gauge(name: str, words: str, label: str, values: Iterable[tuple[str, float]
 
 def _outbox(path: Path) -> Iterator[Metric]:
     """Yield what waits for honed-send; nothing where the disk does not return it: the other metrics show that."""
-    refused = outbox.refused_dir(path)
+    rejected_dir = outbox.refused_dir(path)
     try:
-        num_refused = sum(1 for _ in refused.glob("*.json")) if refused.is_dir() else 0
+        num_refused = sum(1 for _ in rejected_dir.glob("*.json")) if rejected_dir.is_dir() else 0
         waiting = (
             (
                 "waiting_bytes",

@@ -3,7 +3,7 @@ nothing.
 
 Spool      entries, read again only if its file has changed
 query      the formats of `--json`, and the rights to read jobs
-pages      a limited number of metrics or predictions: a cursor is a place in the order of an index, so that the last
+pages      a limited number of metrics or predictions: a cursor is a position in the order of an index, so that the last
            page costs as much as the first
 """
 
@@ -207,15 +207,15 @@ class Source:
 
     def _in_order(self, rows: list[Row]) -> list[Row]:
         """Return the rows with the queue in honed's order, as far as it was asked for; the files do not have it."""
-        places = {number: place for place, number in enumerate(self._reasons.get() or ())}
+        positions = {number: position for position, number in enumerate(self._reasons.get() or ())}
         queued = [row for row in rows if row["state"] == State.QUEUED]
-        queued.sort(key=lambda row: places.get(row["id"], len(places)))
+        queued.sort(key=lambda row: positions.get(row["id"], len(positions)))
         following = iter(queued)
         return [next(following) if row["state"] == State.QUEUED else row for row in rows]
 
     def jobs(self, asker: Asker, *, state: str | None, limit: int, cursor: str | None) -> Page:
         """Return a page of jobs, newest first."""
-        before = _place(cursor, int)[0] if cursor else None
+        before = _position(cursor, int)[0] if cursor else None
         jobs = sorted(
             (
                 row
@@ -279,11 +279,13 @@ class Source:
         self.job(job_id, asker)
         keys = ("attempt", "step", "epoch", "name", "value", "created_at")
         columns = f"rowid, {', '.join(keys)}"
-        begin, *place = _place(cursor, str, int, int) if cursor is not None else (name or "", *keyset.FIRST)
+        begin, *position = _position(cursor, str, int, int) if cursor is not None else (name or "", *keyset.FIRST)
         others = f"SELECT {columns} FROM metrics WHERE job_id = ? AND name > ? ORDER BY name, step, rowid LIMIT ?"
         with self.database() as db:
             rows = (
-                db.execute(keyset.after(columns), (job_id, name or begin, *place, limit + 1)).fetchall() if db else []
+                db.execute(keyset.after(columns), (job_id, name or begin, *position, limit + 1)).fetchall()
+                if db
+                else []
             )
             if db and name is None and len(rows) <= limit:
                 rows += db.execute(others, (job_id, begin, limit + 1 - len(rows))).fetchall()
@@ -305,7 +307,7 @@ class Source:
                 arguments.append(value)
         if cursor is not None:
             where.append("(step, sample_index) > (?, ?)")
-            arguments += _place(cursor, int, int)
+            arguments += _position(cursor, int, int)
         sql = (
             f"SELECT {', '.join(keys)} FROM training_predictions WHERE {' AND '.join(where)}"
             " ORDER BY step, sample_index LIMIT ?"
@@ -422,18 +424,18 @@ def _last_metric(db: sqlite3.Connection | None, job_id: int, name: str) -> float
     return value
 
 
-def _cursor(*place: str | int) -> str:
-    return base64.urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
+def _cursor(*position: str | int) -> str:
+    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode().rstrip("=")
 
 
-def _place(cursor: str, *kinds: type) -> list[Any]:
+def _position(cursor: str, *kinds: type) -> list[Any]:
     """Decode a cursor. Raises UsageError for one that `_cursor` has not made."""
     try:
-        place = json.loads(base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True))
-        is_ours = isinstance(place, list) and [type(item) for item in place] == list(kinds)
-        is_ours = is_ours and all(abs(item) < 2**63 for item in place if isinstance(item, int))
+        position = json.loads(base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True))
+        is_ours = isinstance(position, list) and [type(item) for item in position] == list(kinds)
+        is_ours = is_ours and all(abs(item) < 2**63 for item in position if isinstance(item, int))
     except (ValueError, RecursionError):
         is_ours = False
     if not is_ours:
         raise UsageError("cursor: not a valid value", hint="follow the URL in `next`")
-    return list(place)
+    return list(position)
