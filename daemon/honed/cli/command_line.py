@@ -41,6 +41,15 @@ def later(target: Target) -> Callable[[str], Any]:
     return convert
 
 
+#: The option of the verbs that change a job file.
+_SET: dict[str, Any] = {
+    "action": "append",
+    "default": [],
+    "metavar": "KEY=VALUE",
+    "help": "change a key, such as training.learning_rate=1e-4; null removes it; may be repeated",
+}
+
+
 class Add(Protocol):
     """Adds a verb with the common options."""
 
@@ -210,23 +219,11 @@ def _add_changes(add: Add) -> None:
     verb = add("edit", "editing:edit", "change the job file of a queued or held job, in an editor or with --set")
     verb.add_argument("id", metavar="ID")
     how = verb.add_mutually_exclusive_group()
-    how.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a key, such as training.learning_rate=1e-4; null removes it; may be repeated",
-    )
+    how.add_argument("--set", **_SET)
     how.add_argument("--file", type=Path, metavar="FILE", help="replace the job file with this one")
     verb = add("rerun", "again:rerun", "submit the job file of a job again, with changes, as a new job")
     verb.add_argument("id", metavar="ID")
-    verb.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a key, such as training.learning_rate=1e-4; null removes it; may be repeated",
-    )
+    verb.add_argument("--set", **_SET)
     verb.add_argument("--name", help="name of the new job (default: that of the old one with a number)")
     verb.add_argument("--hold", action="store_true", help="hold the new job until `honectl release`")
     change |= {name: add(name, "changes:change", CHANGES[name].words) for name in ("pin", "unpin")}
