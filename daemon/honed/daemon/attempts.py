@@ -242,7 +242,6 @@ class Attempts:
         return 0.0 if self.is_stopping else rest_sec
 
     def _alone(self, job: Job) -> contextlib.AbstractContextManager[None]:
-        """Run one job's step, which is tried again after an error; other jobs are not affected."""
         return self.failures.alone(f"job {job.id} ({job.name})")
 
     # -- end ----------------------------------------------------------------------------------------------------------

@@ -120,11 +120,15 @@ class Availability:
 
     def reserved(self, found: Device, job: Job | None) -> tuple[str, str] | None:
         """Return for whom a device is reserved, as `obstacle` does; None if it is not, or for this job."""
-        reservation = self._reservation(found.key)
-        if reservation is None or (job is not None and _is_for(reservation, job)):
+        reservation = self._standing.reservations.get(found.key)
+        if reservation is None or self._is_over(reservation):
             return None
+        is_by_job = reservation.job is not None
+        if job is not None and (job.id == reservation.job if is_by_job else job.uid == reservation.uid):
+            return None
+        whom = f"job {reservation.job}" if is_by_job else f"user {reservation.user}"
         until = f" until {self._when(reservation.until)}" if reservation.until is not None else ""
-        return "reserved", f"reserved for {_whom(reservation)}{until}"
+        return "reserved", f"reserved for {whom}{until}"
 
     def rows(self, devices: Iterable[Device]) -> list[DeviceRow]:
         """Return all devices, and those that do not respond but are drained or reserved, each with what closes it."""
@@ -163,10 +167,6 @@ class Availability:
 
     def _drain(self, key: str) -> Drain | None:
         return self._standing.drains.get(key) or self._standing.drains.get(ALL)
-
-    def _reservation(self, key: str) -> Reservation | None:
-        reservation = self._standing.reservations.get(key)
-        return reservation if reservation is not None and not self._is_over(reservation) else None
 
     def _is_over(self, reservation: Reservation) -> bool:
         if reservation.until is not None and reservation.until <= self._now():
@@ -253,14 +253,6 @@ def _names(found: Device) -> list[str]:
     """Return the names of a device in device.hours_of, the most specific first."""
     index = [str(found.index)] if found.index is not None else []
     return [*([found.uuid] if found.uuid else []), *index, *([found.kind] if not found.uuid else [])]
-
-
-def _is_for(reservation: Reservation, job: Job) -> bool:
-    return job.id == reservation.job if reservation.job is not None else job.uid == reservation.uid
-
-
-def _whom(reservation: Reservation) -> str:
-    return f"job {reservation.job}" if reservation.job is not None else f"user {reservation.user}"
 
 
 def _without(standing: Mapping[str, Any], keys: Iterable[str], what: str) -> dict[str, Any]:

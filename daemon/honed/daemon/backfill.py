@@ -5,7 +5,7 @@
 
 A job that has passed gives its devices back, by a checkpoint, as soon as the waiting one could start with them: others
 may end earlier than expected. No later job passes one that has lost the time of a checkpoint so, except those that came
-before the job that it lost it to: jobs after those wait for them, too. When the reservation ends is told by the time
+before the job that it lost it to: jobs after those wait for them, too. When the reservation ends is known by the time
 limits of running jobs, else by their own estimates; with neither, none passes.
 """
 
@@ -162,15 +162,11 @@ class Backfill:
     def _may_pass(self, job: Job) -> bool:
         """Return True if a job may start before all that wait: it ends in time, and none of them has lost the time of a
         checkpoint to an earlier job than this."""
-        is_in_time = self._ends_within(job, self._waits[0].in_sec)
-        return is_in_time and all(job.id <= self._delayed.get(wait.job.id, job.id) for wait in self._waits)
-
-    @staticmethod
-    def _ends_within(job: Job, seconds: float) -> bool:
-        """Return True if a waiting job's time limit ends within so many seconds from now."""
-        if job.time_limit_sec is None or math.isinf(seconds):
+        in_sec = self._waits[0].in_sec
+        if job.time_limit_sec is None or math.isinf(in_sec):
             return False
-        return job.time_limit_sec - sum(attempt.spent_sec for attempt in job.attempts) <= seconds
+        is_in_time = job.time_limit_sec - sum(attempt.spent_sec for attempt in job.attempts) <= in_sec
+        return is_in_time and all(job.id <= self._delayed.get(wait.job.id, job.id) for wait in self._waits)
 
 
 def _gives_way(running: Running, job: Job) -> bool:
@@ -180,7 +176,6 @@ def _gives_way(running: Running, job: Job) -> bool:
 
 
 def _left_sec(running: Running, job: Job) -> float:
-    """Return the seconds until a running job leaves its devices to another; infinity if that is not known."""
     if running.job.stop is not None or _gives_way(running, job):
         return 0.0
     left_sec = running.left_sec

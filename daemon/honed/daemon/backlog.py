@@ -212,10 +212,10 @@ class Backlog:
         for state in _WAITING:
             for job in self._spool.jobs(state):
                 self._put(job)
-        self._spool.catalog.listen(self._told)
+        self._spool.catalog.listen(self._follow)
         self._database.put_jobs(self._spool.catalog)
 
-    def _told(self, old: Listed | None, new: Job | None) -> None:
+    def _follow(self, old: Listed | None, new: Job | None) -> None:
         """Follow a change of a job's entry, and mark the jobs that depend on it for another check."""
         changed = new or old
         if changed is None:
@@ -228,7 +228,6 @@ class Backlog:
         self._unsure |= self._users.get(changed.id, set())
 
     def _put(self, job: Job) -> None:
-        """Keep a job; its conditions are checked in the next pass."""
         self._jobs[job.id] = job
         if job.state is State.QUEUED:
             self._num_queued += 1

@@ -67,7 +67,7 @@ class Dependencies:
             return
         found = self._spool.listed(job.held_for)
         if found is None or found.state is not State.SUCCEEDED:
-            self._tell_anew(job, found)
+            self._renew_reason(job, found)
             return
         released = self._spool.move(job, State.QUEUED, error=None, held_for=None)
         log.info(
@@ -75,7 +75,7 @@ class Dependencies:
         )
         self._database.put_job(released)
 
-    def _tell_anew(self, job: Job, found: Listed | None) -> None:
+    def _renew_reason(self, job: Job, found: Listed | None) -> None:
         """Update the reason why a job is held. `found` is the job that it is held for."""
         blocking = self._blocking(job)
         is_requeued = found is not None and found.state not in _ENDED
@@ -134,7 +134,6 @@ class Dependencies:
         self._database.put_job(self._spool.move(job, State.HELD, error=problem.as_dict(), held_for=first))
 
     def _find(self, reference: str) -> Listed | None:
-        """Return the job of that number, else the newest job of that name."""
         if reference.isdecimal() and (job := self._spool.listed(int(reference))) is not None:
             return job
         return max(self._spool.named(reference), key=lambda job: job.id, default=None)

@@ -196,9 +196,9 @@ class Following:
         except sqlite3.Error:
             return False
 
-    def tell_fallback(self, job: Job) -> None:
+    def record_fallback(self, job: Job) -> None:
         """Record the fallback of the latest attempt in the database, once."""
         self._rest = None  # another worker goes on with the attempt
-        if (told := rebuild.fallback_event(job)) is not None and not self._database.has_event(job, told.kind):
+        if (fallback := rebuild.fallback_event(job)) is not None and not self._database.has_event(job, fallback.kind):
             offset = self._database.offset(job.id, job.attempt.number)
-            self._database.apply(job, event.Reading([told], offset, 0))
+            self._database.apply(job, event.Reading([fallback], offset, 0))

@@ -51,7 +51,7 @@ class Halvings:
             return
         try:
             last, num_steps = self._database.evaluated(job.id)
-            if num_steps is None:  # told with the loss of the first steps
+            if num_steps is None:  # reported with the loss of the first steps
                 return
             # Each evaluation is a reason to look: those of the others, which came first, may be read after its own.
             ours = self._sweep_of(job) if last != known else []
@@ -67,7 +67,6 @@ class Halvings:
         self._seen[job.id] = running.following.offset, last
 
     def _reached(self, job: Job, steps: Iterable[int]) -> list[int]:
-        """Return the rungs that a job has reached, of those at these steps."""
         return list(itertools.takewhile(lambda step: self._database.evaluations([job.id], [step])[job.id], steps))
 
     def _sweep_of(self, job: Job) -> list[int]:

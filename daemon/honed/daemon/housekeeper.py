@@ -161,7 +161,6 @@ class Pruning:
                 self._rows.append(number)
 
     def _finish_pruning(self, now: float) -> None:
-        """Complete the pruning of jobs of which an operation failed."""
         try:
             self._spool.finish_prune(*self._half_pruned)
         except OSError:
@@ -247,7 +246,9 @@ class Sweep:
             log.warning("the system clock was set by %.0f s: nothing is removed for its age this time", jump)
             return
         yield from self._refused(config)
-        if _wants_jobs(config):
+        ages = (config.max_checkpoint_age_days, config.max_failed_checkpoint_age_days)
+        limits = retention.job_limits(config) or retention.checkpoint_limits(config)
+        if limits or any(age is not None for age in ages):
             yield from self._over_jobs(config, list(self._spool.catalog))
         yield from self._pruning.find_leftovers()
 
@@ -462,9 +463,9 @@ class Housekeeper:
             self._sums[uid] = (now, total)
         return self._sums[uid][1]
 
-    def listen(self, told: Callable[[str, int], None]) -> None:
+    def listen(self, listener: Callable[[str, int], None]) -> None:
         """Register a callback for each removal: it gets the kind, `job` or `checkpoints`, and the bytes."""
-        self._removals.listeners.append(told)
+        self._removals.listeners.append(listener)
 
     def remove_copies(self, job: Job) -> None:
         """Remove the copies that `submit --stage` made for a job that has succeeded."""
@@ -473,9 +474,3 @@ class Housekeeper:
     def free_checkpoints(self, job_id: int) -> None:
         """Free the disk space of checkpoints that were already set aside."""
         self._removals.want(f"checkpoints:{job_id}")
-
-
-def _wants_jobs(config: RetentionConfig) -> bool:
-    ages = (config.max_checkpoint_age_days, config.max_failed_checkpoint_age_days)
-    limits = retention.job_limits(config) or retention.checkpoint_limits(config)
-    return bool(limits) or any(age is not None for age in ages)

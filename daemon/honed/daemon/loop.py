@@ -162,7 +162,7 @@ class Daemon:
         with _without_collection():
             self._recover()
         placement = self._dispatch.placement
-        placement.tell()
+        placement.report()
         if placement.fault:
             self._publishing.notices.tell_of_machine(placement.fault)
         self._note_fault(self._health.failures.fault)
@@ -213,7 +213,6 @@ class Daemon:
         self._health.note(fault, self._publishing.notices.tell_of_machine)
 
     def _patience(self) -> float:
-        """Return the seconds that the loop may sleep if nothing wakes it."""
         parts = (self._dispatch, self._housekeeper, self._publishing, self._notifier)
         waits = [part.patience() for part in parts]
         if not self._shutdown.is_asked:  # then no file is taken any more

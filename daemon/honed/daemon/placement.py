@@ -66,7 +66,7 @@ class Placement:
         self._hurries_until = self._clock() + HURRY_SEC
         self._probed_at = -DEVICE_PROBE_INTERVAL_SEC
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Log the devices that jobs train on; a GPU that exists and does not answer is a fault."""
         self._look()
         names = ", ".join(found.name for found in self._devices) or "nothing"
@@ -178,7 +178,6 @@ class Placement:
     # -- what is in the way: each question above and below is answered by these ----------------------------------------
 
     def _users(self) -> dict[str, int]:
-        """Return the running job of each device in use."""
         return {
             key: running.job.id
             for running in self._attempts.running.values()
@@ -192,7 +191,6 @@ class Placement:
         return self.availability.obstacle(job, found)
 
     def _in_use(self, found: Device, users: Mapping[str, int]) -> str | None:
-        """Return who uses a device, for people; None if nobody does."""
         if UNKNOWN_DEVICE in users:
             return f"job {users[UNKNOWN_DEVICE]} runs on a device that honed does not know"
         if found.key in users:
@@ -205,7 +203,7 @@ class Placement:
         """Return True if a job's plan, made for one GPU, holds on this one: precision and memory depend on the GPU."""
         if job.id not in self._planned_for:
             self._planned_for[job.id] = None
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # its start will tell
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # its start reports it
                 self._planned_for[job.id] = PlanFile.read(self._layout.files(job.id).plan_path).device
         planned = self._planned_for[job.id]
         if job.is_of_cluster or planned is None or planned.kind != "cuda" or found.kind != "cuda":

@@ -106,15 +106,13 @@ class Reading:
 
 
 def _once(names: Iterable[str | None]) -> Iterator[str | None]:
-    """Yield each name once, and None for another time."""
-    told: set[str] = set()
+    seen: set[str] = set()
     for name in names:
-        yield None if name in told else name
-        told |= {name} if name is not None else set()
+        yield None if name in seen else name
+        seen |= {name} if name is not None else set()
 
 
 def _number(request: Request) -> int | None:
-    """Return the number of an arrival. Raises UsageError for one that is not an integer."""
     number = request.arguments.get("number")
     if number is not None and type(number) is not int:
         raise UsageError("number is an arrival's")

@@ -165,7 +165,7 @@ class Running:
     def adopt(self) -> None:
         """Take over the worker that the last daemon started, or start it if that daemon had no time to."""
         job = self.job
-        self.following.tell_fallback(job)
+        self.following.record_fallback(job)
         if not self._runner.adopt(job.id, job.attempt.number, job.attempt.start):
             self._start_again()
             return
@@ -218,7 +218,6 @@ class Running:
             self._keep_pauses()
 
     def _keep_pauses(self) -> None:
-        """Write the time that did not pass for it into its entry, for the next honed."""
         new_sec = self.deadlines.paused_sec() - self.job.attempt.paused_sec
         if new_sec >= (KEEP_SEC if self.deadlines.is_suspended else 1.0):
             with contextlib.suppress(OSError):  # e.g. a full disk: tried again
@@ -293,7 +292,7 @@ class Running:
 
     def _fall_back(self, outcome: Outcome) -> None:
         """Start a new process without Unsloth, which cannot run the job as planned; no attempt is used up."""
-        reason, told = (outcome.error.message, outcome.error.told) if outcome.error else ("", "")
+        reason, public_reason = (outcome.error.message, outcome.error.told) if outcome.error else ("", "")
         log.warning(
             "job %d (%s): falls back to transformers: %s",
             self.job.id,
@@ -301,11 +300,11 @@ class Running:
             reason,
             extra=about(self.job, message.FALLBACK, code=outcome.code),
         )
-        fallback = Fallback(time.time(), told)
+        fallback = Fallback(time.time(), public_reason)
         changed = self.job.with_attempt(backend="transformers", num_starts=2, fallback=fallback)
         self.job = self._spool.update(changed, num_unreached=1)
         with contextlib.suppress(sqlite3.Error):  # recorded when the job is adopted, or caught up with
-            self.following.tell_fallback(self.job)
+            self.following.record_fallback(self.job)
         self.deadlines.start_again()
         self._launch_again()
 

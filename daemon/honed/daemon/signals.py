@@ -93,5 +93,4 @@ class Shutdown:
         return [job_id for job_id in self._attempts.running if not self._is_left(job_id)]
 
     def _is_left(self, job_id: int) -> bool:
-        """Return True if a running job continues while honed is down."""
         return self._config().jobs.on_stop == "leave" and self._attempts.is_left(job_id)

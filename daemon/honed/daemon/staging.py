@@ -144,7 +144,7 @@ class StagedWorkers:
                 continue
             if live.attempt is not None:
                 self._adopt(live.job_id, job.name if job is not None else f"job-{live.job_id}", *live.attempt)
-            elif job is not None:  # else it cannot be followed; the fence tells of it
+            elif job is not None:  # else it cannot be followed; the fence reports it
                 self._adopt(job.id, job.name, next_number(job), job.num_staged)
 
     def _adopt(self, job_id: int, name: str, number: int, start: int) -> bool:

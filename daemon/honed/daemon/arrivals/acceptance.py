@@ -118,12 +118,11 @@ class Acceptance:
         return sum(num for uid, num in self.naming.num_by_user.items() if num and not self._has_more(uid))
 
     def _num_waiting_of(self, uid: int) -> tuple[int, int]:
-        """Return how many of a user's arrivals wait for a fetch, and how many for jobs that they name."""
         return self.fetches.num_of(uid), self.naming.num_by_user[uid]
 
-    def listen(self, told: Callable[[int, str, float], None]) -> None:
+    def listen(self, listener: Callable[[int, str, float], None]) -> None:
         """Register a callback for each rejection: it gets the number, the error's code and the time of arrival."""
-        self._rejection.listeners.append(told)
+        self._rejection.listeners.append(listener)
 
     def scan(self) -> None:
         """Claim complete arrivals, and check those again that were claimed before and could not be settled then."""
@@ -204,7 +203,7 @@ class Acceptance:
         accepted = []
         for (pending, answer, job), admitted in zip(free, self._arrivals.admit_all(entries), strict=True):
             if isinstance(admitted, Job):
-                _tell_accepted(admitted, answer)
+                _log_accepted(admitted, answer)
                 accepted.append(admitted)
                 continue
             if (late := self._accepted(pending.claim)) is not None:
@@ -218,7 +217,7 @@ class Acceptance:
         return accepted
 
     def _accepted(self, claim: Claim) -> Job | None:
-        """Return the job that a claim became if its acceptance failed only after the commit; else None."""
+        # The acceptance may have failed after its commit.
         with contextlib.suppress(OSError):
             return self._arrivals.accepted(claim)
         return None
@@ -246,7 +245,7 @@ class Acceptance:
             )
 
 
-def _tell_accepted(job: Job, answer: Passed) -> None:
+def _log_accepted(job: Job, answer: Passed) -> None:
     log.info(
         "job %d (%s): accepted from %s, %s",
         job.id,

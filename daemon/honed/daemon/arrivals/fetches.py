@@ -91,9 +91,9 @@ class Fetches:
         """Return the number of a user's arrivals that wait for a fetch."""
         return sum(waits.pending is not None and waits.pending.copy.uid == uid for waits in self._fetching.values())
 
-    def listen(self, told: Callable[[str, int], None]) -> None:
+    def listen(self, listener: Callable[[str, int], None]) -> None:
         """Register a callback for each end of a fetching process: it gets the type of the repository and the bytes."""
-        self._fetcher.listeners.append(told)
+        self._fetcher.listeners.append(listener)
 
     def begin(self, answer: Passed, missing: Missing, pending: Pending | None) -> None:
         """Start the fetch of the model or data set that a check missed; `pending` is None for an accepted job."""
@@ -192,7 +192,6 @@ class Fetches:
             self._replanning.ask(number)
 
     def _fail(self, number: int, waits: _Fetching, error: HonedError) -> None:
-        """Refuse an arrival, or fail the replanning of a job, because its fetch failed."""
         if waits.pending is not None:
             self._rejection.reject(waits.pending.claim, error)
         else:

@@ -71,8 +71,8 @@ class Listing:
 
     A file's place is by the last event that may have completed it. One that a listing finds first waits for its event;
     where none comes, its place is by when a listing saw it, and within one by its time, which clock jumps falsify. A
-    listing looks only at files that it did not know: but for the names themselves, it costs no more beside a flood that
-    waits.
+    listing looks only at files that it did not know: but for its names, a flood that waits costs
+    nothing.
     """
 
     def __init__(self, arrivals: Arrivals, watcher: Watcher) -> None:
@@ -148,7 +148,7 @@ class Listing:
             yield
 
     def add_hinted(self, now: float) -> None:
-        """Add what has come since the last listing, and what was not whole when it was looked at: beside a flood, the
+        """Add what has come since the last listing, and what was not whole when it was looked at: in a flood, the
         next listing may be seconds away."""
         if now >= self._round_at + LOOK_AGAIN_SEC:
             self._look_again(now)
@@ -174,7 +174,7 @@ class Listing:
     def is_whole(self, uid: int, name: str) -> bool:
         """Look at a user's file. Return True if it can be claimed now."""
         path = self._arrivals.incoming / name
-        if self._is_left(path):
+        if path.name in self._left and self._left[path.name] == _inode(path):
             return False
         self._looked_at[name] = uid  # until it is claimed, or looked at again
         return self._watcher.is_whole(path, self._round_at)
@@ -201,7 +201,6 @@ class Listing:
         self.not_looked_at.setdefault(uid, OrderedDict())[name] = None
 
     def _forget(self, name: str) -> None:
-        """Forget a file that is gone, or has been replaced by another."""
         uid = self._known.pop(name).file.uid
         self._looked_at.pop(name, None)
         own = self.not_looked_at.get(uid)
@@ -243,12 +242,8 @@ class Listing:
             self._left[path.name] = inode
             log.warning("%r in %s cannot be taken: %s", path.name, path.parent, error.strerror)
 
-    def _is_left(self, path: PersonPath) -> bool:
-        return path.name in self._left and self._left[path.name] == _inode(path)
-
 
 def _inode(path: PersonPath) -> int | None:
-    """Return the inode of a file; None if it is gone."""
     return next((info.st_ino for _, info in untrusted.infos(path.parent, [path.name])), None)
 
 
@@ -394,7 +389,6 @@ class Incoming:
             raise faults[0]
 
     def _lists(self) -> Iterator[tuple[int, Sized]]:
-        """Yield the arrivals that were not looked at yet, by user."""
         yield from self._listing.not_looked_at.items()
         yield from self._submitted.items()
 
@@ -415,7 +409,9 @@ class Incoming:
             uid = self._turns.first(room)
             self._turns.take(uid, room)
             if uid in self._submitted:
-                submitted.append(self._next_submitted(uid))
+                submitted.append(self._submitted[uid].popleft())
+                if not self._submitted[uid]:
+                    del self._submitted[uid]
                 room[uid] -= 1
             else:
                 num_looks += 1
@@ -436,17 +432,11 @@ class Incoming:
             self._rejection.fault = durable.machine_fault(problem) or said(problem)
             return False
 
-    def _next_submitted(self, uid: int) -> Claim:
-        """Take a user's first claim off the list of those that were submitted."""
-        claim = self._submitted[uid].popleft()
-        if not self._submitted[uid]:
-            del self._submitted[uid]
-        return claim
-
     def _take_earlier(self, known: Set[int]) -> None:
         """Take up earlier claims: of a honed that was killed, or left unsettled by a full disk."""
         submitted = {claim.id for claims in self._submitted.values() for claim in claims}
-        if (room := self._room()) <= 0:
+        room = min(MAX_TOGETHER, MAX_PENDING - len(self._checks.being_checked()) - self._checks.num_checked)
+        if room <= 0:
             self._must_list = True
             return
         found = self._arrivals.claims(but={*known, *submitted, *self._tried}, limit=room)
@@ -467,11 +457,6 @@ class Incoming:
             else:
                 unsettled.append(claim)
         self._copy(unsettled)
-
-    def _room(self) -> int:
-        """Return how many more of the earlier claims may be looked at now."""
-        num_under_way = len(self._checks.being_checked()) + self._checks.num_checked
-        return max(0, min(MAX_TOGETHER, MAX_PENDING - num_under_way))
 
     def _copy(self, claims: list[Claim]) -> None:
         """Copy claimed files, and have the copies checked."""

@@ -25,12 +25,8 @@ from honed.system.failures import Failures
 from honed.system.layout import Layout
 
 
-def _files_wait(num: int) -> str:
-    return "1 file waits" if num == 1 else f"{num} files wait"
-
-
 class Intake:
-    """Takes what arrives. `systemd` is set where checks and fetches are units; `follow` is told of
+    """Takes what arrives. `systemd` is set where checks and fetches are units; `follow` gets the
     descriptors to be watched: of preflight helpers, and of the events of incoming/."""
 
     def __init__(
@@ -84,7 +80,8 @@ class Intake:
         num_stuck = self.acceptance.num_stuck
         stuck = [f"{num_stuck} not checked: {self._checkers.fault}"] if num_stuck else []
         num_beyond = self.acceptance.num_beyond
-        stuck += [f"{_files_wait(num_beyond)} until fewer jobs of their users are queued"] if num_beyond else []
+        files = "1 file waits" if num_beyond == 1 else f"{num_beyond} files wait"
+        stuck += [f"{files} until fewer jobs of their users are queued"] if num_beyond else []
         return stuck + self._fetcher.status(is_named=is_named)
 
     def patience(self) -> float:

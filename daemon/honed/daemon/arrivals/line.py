@@ -31,7 +31,7 @@ from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
-#: Helpers at a time beside those that rehearse.
+#: Helpers at a time besides those that rehearse.
 NUM_MORE_HELPERS = 2
 #: Seconds before a file that could not be read is tried again, doubled each time; and the longest.
 FIRST_PAUSE_SEC, MAX_PAUSE_SEC = 0.2, 10.0
@@ -186,7 +186,6 @@ class Line:
         return self._free(request.uid)
 
     def _free(self, uid: int | None) -> list[Answer]:
-        """Remove and return a user's answers that no request under check holds up."""
         taken, found = self._taken[uid], []
         while taken and taken[0] in self._answers:
             found.append(self._answers.pop(taken.popleft()))

@@ -120,7 +120,9 @@ class Naming:
         self._quiet_since = (self._quiet_since if self._quiet_since is not None else began) if is_quiet else None
         accepted: list[Job] = []
         ready: list[Ready] = []
-        for number in self._waiting_in_turn():
+        numbers = list(self._waiting)  # first those that the last pass did not reach
+        first = next((index for index, number in enumerate(numbers) if number > self._last_waiting), 0)
+        for number in numbers[first:] + numbers[:first]:
             waiting, now = self._waiting[number], self._clock()
             if not is_quiet and now - waiting.since < ARRIVALS_PATIENCE_SEC:
                 continue
@@ -166,14 +168,7 @@ class Naming:
                 raise self._unknown(name, job, _key_of(name, answer))
         return self._with_inputs(job, answer, {name: other for name, other in found.items() if other})
 
-    def _waiting_in_turn(self) -> list[int]:
-        """Return the waiting arrivals, first those that the last pass did not reach."""
-        numbers = list(self._waiting)
-        at = next((index for index, number in enumerate(numbers) if number > self._last_waiting), 0)
-        return numbers[at:] + numbers[:at]
-
     def _may_still_come(self, waiting: _Waiting, now: float) -> bool:
-        """Return True while a job that an arrival names has not been missing for long enough to be given up."""
         missing_since = waiting.missing_since if waiting.missing_since is not None else now
         self._waiting[waiting.job.id] = replace(waiting, missing_since=missing_since)
         return now - max(missing_since, self._quiet_since or missing_since) < NAMED_JOB_PATIENCE_SEC
@@ -214,7 +209,6 @@ class Naming:
         )
 
     def _named_by(self, first: Iterable[str], uid: int) -> set[str]:
-        """Return these names, the names that this user's waiting arrivals of these names wait for, and so on."""
         seen: set[str] = set()
         ahead = list(first)
         while ahead:
@@ -250,7 +244,6 @@ def locate(error: HonedError, answer: Passed) -> None:
 
 
 def _key_of(name: str, answer: Passed) -> str:
-    """Return the key with which a spec names a job."""
     return next((key for key, maker in answer.references.items() if maker == name), "depends_on")
 
 

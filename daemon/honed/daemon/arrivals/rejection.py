@@ -46,8 +46,8 @@ class Rejection:
     def _reject(self, claim: Claim, error: HonedError) -> None:
         uid = claim.uid
         reason_path = self._arrivals.reject(claim, error, when=timestamp(time.time()))
-        for told in self.listeners:
-            told(claim.id, error.code, claim.arrived_at)
+        for listener in self.listeners:
+            listener(claim.id, error.code, claim.arrived_at)
         first = error.message.splitlines()[0] if error.message else ""
         more = f" (and {len(error.message.splitlines()) - 1} more)" if "\n" in error.message else ""
         log.warning(

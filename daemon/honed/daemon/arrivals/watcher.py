@@ -1,4 +1,4 @@
-"""Watches incoming/ and tells which arrivals are complete.
+"""Watches incoming/ and finds which arrivals are complete.
 
 inotify only wakes the loop and gives hints: a flood makes it lose events. The scan is authoritative. A file is complete
 if it was renamed in, or was closed and then unchanged for a moment, or unchanged for `settle_sec` with no writer.
@@ -84,7 +84,7 @@ class _Sighting:
 
 
 class Watcher:
-    """A watched directory. `follow` is told of the descriptor that becomes readable when there are events: the old one,
+    """A watched directory. `follow` gets the descriptor that becomes readable when there are events: the old one,
     and the new one."""
 
     def __init__(
@@ -215,7 +215,7 @@ class Watcher:
     def is_whole(self, path: PersonPath, as_of: float | None = None) -> bool:
         """Return True if nobody is still writing this arrival, as far as can be known.
 
-        It is judged by the events of which `take_hinted` told, and by the time `as_of` (monotonic seconds; None: now).
+        It is judged by the events that `take_hinted` returned, and by the time `as_of` (monotonic seconds; None: now).
         So of the files that are judged by the same, none is whole for having been looked at later than another.
         """
         info = next((found for _, found in untrusted.infos(path.parent, [path.name])), None)
