@@ -80,8 +80,8 @@ def why_not(
     if usage.available_bytes(group) < share * config.stage_min_available_bytes + needs.memory_bytes:
         return "little memory is available"
     with contextlib.suppress(OSError):
-        found = os.statvfs(jobs_dir)
-        if found.f_bavail * found.f_frsize < share * MIN_FREE_DISK_BYTES + needs.disk_bytes:
+        space = os.statvfs(jobs_dir)
+        if space.f_bavail * space.f_frsize < share * MIN_FREE_DISK_BYTES + needs.disk_bytes:
             return "little disk space is available"
     return ""
 

@@ -92,7 +92,7 @@ class Attempts:
         return {key for running in self.running.values() for key in running.job.attempt.devices or ("",)}
 
     def in_use(self) -> Iterator[Use]:
-        """Yield what each running job takes of the devices."""
+        """Yield what every running job takes of the devices."""
         now = Moment.now()
         for running in self.running.values():
             sec = running.job.attempt.ran_sec(now) * max(1, running.job.num_gpus)

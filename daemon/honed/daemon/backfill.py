@@ -100,11 +100,11 @@ class Backfill:
         taken: set[str] = set()  # by jobs that come before the next one
         for job in startable:
             is_held_up = bool(self._waits) and not self._may_pass(job)
-            found = None if is_held_up else self._free_or_given_back(job, taken)
-            if found is None:
+            offer = None if is_held_up else self._free_or_given_back(job, taken)
+            if offer is None:
                 self._wait(job)
                 continue
-            keys, given_back = found
+            keys, given_back = offer
             taken |= keys
             for item in given_back:
                 if item.job.stop is None:
@@ -147,16 +147,16 @@ class Backfill:
         number = max(1, job.num_places)
         for group in self._placement.groups_for(job):
             keys = {item.key for item in group} - taken
-            found = sorted(keys & self._placement.free_keys(job))[:number]
+            have = sorted(keys & self._placement.free_keys(job))[:number]
             chosen: list[Running] = []
             stopping = [item for item in self._attempts.running.values() if item.job.stop is not None]
             passing = [item for item in self._attempts.running.values() if _gives_way(item, job)]
             for item in [*stopping, *(item for item in reversed(passing) if item.job.stop is None)]:
-                if len(found) < number and (theirs := keys & set(item.job.attempt.devices)):
+                if len(have) < number and (theirs := keys & set(item.job.attempt.devices)):
                     chosen.append(item)
-                    found += sorted(theirs)[: number - len(found)]
-            if len(found) >= number:
-                return set(found), chosen
+                    have += sorted(theirs)[: number - len(have)]
+            if len(have) >= number:
+                return set(have), chosen
         return None
 
     def _may_pass(self, job: Job) -> bool:

@@ -51,7 +51,7 @@ ARRIVAL_GRACE_SEC = 10.0
 NOT_NOW_SEC = 10.0
 
 
-#: Jobs of each user of which one must be able to start, for the user to compete.
+#: Jobs of a user of which one must be able to start, for the user to compete.
 MAX_LOOKS = 8
 
 

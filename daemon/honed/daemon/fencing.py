@@ -1,5 +1,5 @@
 """Fencing: a worker that lives, and of which no entry says so, keeps its device until it ends. The machine is asked at
-start, at each rescan, and when a start has failed in a way that may have left a worker.
+start, at every rescan, and when a start has failed in a way that may have left a worker.
 
 live workers ── compared with ── running/ ── missing there ──► an entry, from its copy, from plan.json, or bare
                                                   corrupt/ ◄──────┴──► adopted, shown, cancelled as any other
@@ -69,12 +69,12 @@ class Fence:
             return []
         self.ahead = []
         try:
-            found = [live for live in self._runner.live() if live.job_id not in (followed or ())]
+            unfollowed = [live for live in self._runner.live() if live.job_id not in (followed or ())]
         except OSError as error:
             self.fault = f"running workers cannot be listed, so no job is started: {error}"
             self._look_at = self._clock() + RETRY_SEC
             return []
-        fenced = [job for live in found if (job := self._fence(live, is_known=followed is None)) is not None]
+        fenced = [job for live in unfollowed if (job := self._fence(live, is_known=followed is None)) is not None]
         self.fault, self._look_at = "", self._clock() + self._interval()
         return fenced
 

@@ -38,7 +38,7 @@ class _Rest:
 
 class Following:
     """Follows the events of one attempt from `offset` on; all it knows may be lost. `clock` is monotonic seconds;
-    `heard` is called with each event once it is in the database."""
+    `heard` is called with every event once it is in the database."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Following:
         return self._clock() - self.heard_at
 
     def read_rest(self, job: Job, *, sec: float, max_sec: float = math.inf) -> bool | None:
-        """Read the last events of a worker that has ended, for about `sec` seconds of each turn, for `max_sec` in all.
+        """Read the last events of a worker that has ended, for about `sec` seconds of every turn, for `max_sec` in all.
         Returns None while it goes on, then True, or False if some are left to be counted later.
 
         Events that cannot be counted now are logged and block nothing; a reader's lock on the database is waited for.

@@ -42,7 +42,7 @@ class Health:
         self._pause_until = 0.0
 
     def run(self, steps: Iterable[Callable[[], None]]) -> str:
-        """Run these steps, each whatever the others do. Returns the machine's fault that kept one of them, or one of
+        """Run these steps, whatever the others do. Returns the machine's fault that kept one of them, or one of
         their items, from working."""
         self.failures.begin()
         num_broken = num_unforeseen = 0

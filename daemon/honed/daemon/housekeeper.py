@@ -258,8 +258,8 @@ class Sweep:
         files: list[Item] = []
         yield from retention.look_at_refused(self._spool, reasons, files)
         num_removed = 0  # files and their reasons are of one number
-        for found in (reasons, files):
-            beyond = retention.excess(map(self._as_of_now, found), limits, now=self._now())
+        for items in (reasons, files):
+            beyond = retention.excess(map(self._as_of_now, items), limits, now=self._now())
             yield
             num = 0
             for item in beyond:
@@ -439,15 +439,15 @@ class Housekeeper:
                 raise ValueError(f"at most {retention.MAX_ASKED} numbers at a time")
         except (TypeError, ValueError) as error:
             raise UsageError(f"pruned: {error}") from error
-        found: dict[str, Removed] = {}
+        removed: dict[str, Removed] = {}
         for number in numbers:
             item = f"{kind}:{number}"
             job = self._spool.pruned.get(number) or self._spool.listed(number)
             if job is not None and not asker.may_read(job):
                 continue
             if not self._removals.is_pending(item) and not self._pruning.has_rows(number):
-                found[str(number)] = self._removals.done(item).as_dict()
-        return found
+                removed[str(number)] = self._removals.done(item).as_dict()
+        return removed
 
     def num_bytes(self, uid: int) -> int:
         """Return the bytes of a user's cached rows, and of the directories of the user's jobs that do not run, as far
@@ -464,7 +464,7 @@ class Housekeeper:
         return self._sums[uid][1]
 
     def listen(self, listener: Callable[[str, int], None]) -> None:
-        """Register a callback for each removal: it gets the kind, `job` or `checkpoints`, and the bytes."""
+        """Register a callback for every removal: it gets the kind, `job` or `checkpoints`, and the bytes."""
         self._removals.listeners.append(listener)
 
     def remove_copies(self, job: Job) -> None:

@@ -46,13 +46,13 @@ class Reading:
 
     def overview(self, request: Request, asker: Asker) -> Overview:
         """Answer `overview`."""
-        found = query.overview(self.spool, self.layout, query.Choice.of(request.arguments), asker, self.queue)
-        return {**found, "jobs": list(self.with_reasons(found["jobs"], asker))}
+        answer = query.overview(self.spool, self.layout, query.Choice.of(request.arguments), asker, self.queue)
+        return {**answer, "jobs": list(self.with_reasons(answer["jobs"], asker))}
 
     def show(self, request: Request, asker: Asker) -> Parts:
         """Answer `show`. Raises UsageError for an arrival whose model is fetched first."""
-        if (found := self.fetches.arrival(request.reference, asker)) is not None:
-            fetched = f"{found.repo_id} at {found.revision}"
+        if (arrival := self.fetches.arrival(request.reference, asker)) is not None:
+            fetched = f"{arrival.repo_id} at {arrival.revision}"
             raise UsageError(f"{request.reference!r} is not a job yet: {fetched} is fetched first", hint="honectl list")
         explain = partial(self.row, asker=asker)
         return Parts(query.shown(self.spool, self.layout, request.reference, asker, explain=explain))

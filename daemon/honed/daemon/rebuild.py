@@ -47,7 +47,7 @@ def rebuild(
     """Make every row again: in one transaction what the entries say and the events of running jobs, then the events of
     all others, which are left to `fill` once `is_late`. `alive` is called on the way.
 
-    `followed`: the offset up to which the events of each running job were read; their rows are made up to there, and
+    `followed`: the offset up to which the events of every running job were read; their rows are made up to there, and
     the loop continues from it. Without it nobody has followed them, and running jobs' events go to the outbox, too.
     """
     with database.made_again():
@@ -127,7 +127,7 @@ def fill(
         if is_made:
             made.append(number)
         elif is_made is None and not database.is_writable:
-            break  # each try waits for a lock, or for a full disk
+            break  # every try waits for a lock, or for a full disk
         if is_late():
             database.is_catching_up = len(made) < len(database.pending)
             break
@@ -208,7 +208,7 @@ def catch_up(
             is_done = database.put_job(job)
         are_done = are_done and is_done
         if not (is_done or database.is_writable):
-            return  # each try waits for a lock, or for a full disk
+            return  # every try waits for a lock, or for a full disk
     database.is_behind = not are_done
 
 
@@ -300,7 +300,7 @@ def _readings(job: Job, layout: Layout, end: int | None, *, start: int = 0) -> I
             return
         yield reading
         offset = reading.offset
-        if reading.is_last:  # of thousands of short files, each is opened once
+        if reading.is_last:  # of thousands of short files, every one is opened once
             return
 
 

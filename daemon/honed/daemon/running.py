@@ -117,13 +117,13 @@ class Running:
     @property
     def left_sec(self) -> float | None:
         """Seconds until it ends at the latest, by its time limit and by its own estimate; None without either."""
-        job, found = self.job, []
+        job, limits = self.job, []
         if job.time_limit_sec is not None:
             spent = sum(attempt.spent_sec for attempt in job.attempts[:-1]) + job.attempt.ran_sec(Moment.now())
-            found.append(job.time_limit_sec - spent)
+            limits.append(job.time_limit_sec - spent)
         if isinstance(eta_sec := self.following.narrator.progress.get("eta_sec"), int | float):
-            found.append(eta_sec - (self.following.silent_sec))
-        return max(0.0, min(found)) if found else None
+            limits.append(eta_sec - (self.following.silent_sec))
+        return max(0.0, min(limits)) if limits else None
 
     def update(self, **changes: Any) -> Job:
         """Change its entry, and return it."""
@@ -231,7 +231,7 @@ class Running:
         return self.ended
 
     def ended_at_gate(self, ended: Exit) -> bool:
-        """Return True if its staged worker ended before it could use the device, and found nothing wrong in the job."""
+        """Return True if its staged worker ended before it could use the device, and reported no error in the job."""
         attempt = self.job.attempt
         if attempt.staged_at is None or attempt.num_starts > 1 or self.job.stop is not None:
             return False

@@ -83,7 +83,7 @@ class Shutdown:
         log.info("asked to stop; %d running jobs continue, %d write a checkpoint", num_left, len(asked))
 
     def stop_jobs(self) -> None:
-        """Stop the workers that do not continue. Call it in each turn: a full disk may prevent it for one of them."""
+        """Stop the workers that do not continue. Call it in every turn: a full disk may prevent it for one of them."""
         for job_id in self._not_left():
             with self._attempts.failures.alone(f"job {job_id}"):
                 self._attempts.stop(job_id, Stop.SHUTDOWN)

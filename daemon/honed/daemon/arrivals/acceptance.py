@@ -121,7 +121,7 @@ class Acceptance:
         return self.fetches.num_of(uid), self.naming.num_by_user[uid]
 
     def listen(self, listener: Callable[[int, str, float], None]) -> None:
-        """Register a callback for each rejection: it gets the number, the error's code and the time of arrival."""
+        """Register a callback for every rejection: it gets the number, the error's code and the time of arrival."""
         self._rejection.listeners.append(listener)
 
     def scan(self) -> None:

@@ -92,7 +92,7 @@ class Fetches:
         return sum(waits.pending is not None and waits.pending.copy.uid == uid for waits in self._fetching.values())
 
     def listen(self, listener: Callable[[str, int], None]) -> None:
-        """Register a callback for each end of a fetching process: it gets the type of the repository and the bytes."""
+        """Register a callback for every end of a fetching process: it gets the type of the repository and the bytes."""
         self._fetcher.listeners.append(listener)
 
     def begin(self, answer: Passed, missing: Missing, pending: Pending | None) -> None:
@@ -137,13 +137,13 @@ class Fetches:
         self._fail(number, waits, InterruptedRunError(f"cancelled before its {what} was fetched"))
 
     def rows(self) -> list[Waiting]:
-        """Return a row for each arrival and job that waits for a fetch, with its progress."""
-        found = []
+        """Return a row for every arrival and job that waits for a fetch, with its progress."""
+        rows = []
         for number, waits in sorted(self._fetching.items()):
             progress = self._fetcher.progress(number)
             pending, job = waits.pending, None if waits.pending else self._spool.job(number)
             uid = pending.copy.uid if pending else job.uid if job else None
-            found.append(
+            rows.append(
                 Waiting(
                     id=number,
                     name=_name(waits, number),
@@ -158,21 +158,21 @@ class Fetches:
                     problem=progress.get("problem"),
                 )
             )
-        return found
+        return rows
 
     def arrival(self, reference: str, asker: Asker) -> Waiting | None:
         """Return an arrival that waits for a model, by its number, or by its name if no unfinished job has that name.
 
         Raises NotPermittedError for another user's number; names of other users' arrivals are not searched.
         """
-        found = [row for row in self.rows() if row.source is not None]
-        if not found:
+        waiting = [row for row in self.rows() if row.source is not None]
+        if not waiting:
             return None
-        closed = [item for item in found if not (asker.reads_all or item.uid == asker.uid)]
+        closed = [item for item in waiting if not (asker.reads_all or item.uid == asker.uid)]
         if any(str(item.id) == reference for item in closed):
             raise NotPermittedError(f"job {reference} belongs to another user", hint="honectl list shows your own jobs")
         is_a_jobs = any(not job.state.is_final for job in self._spool.named(reference))
-        names = [item for item in found if item not in closed and reference in {str(item.id), item.name}]
+        names = [item for item in waiting if item not in closed and reference in {str(item.id), item.name}]
         named = [name for name in names if not is_a_jobs or str(name.id) == reference]
         return named[0] if len(named) == 1 else None
 

@@ -67,7 +67,7 @@ class _Known:
 
 
 class Listing:
-    """Files in incoming/ that were not taken yet, in the order of each user's.
+    """Files in incoming/ that were not taken yet, in the order of their users.
 
     A file's place is by the last event that may have completed it. One that a listing finds first waits for its event;
     where none comes, its place is by when a listing saw it, and within one by its time, which clock jumps falsify. A
@@ -111,7 +111,7 @@ class Listing:
         return True
 
     def _list(self, now: float) -> Iterator[None]:
-        """List incoming/, and yield after each few hundred names."""
+        """List incoming/, and yield after every few hundred names."""
         hinted = self._watcher.take_hinted()
         before, present = dict(self._known), dict[str, int]()
         for names in self._arrivals.listing():
@@ -182,12 +182,12 @@ class Listing:
     def _add(self, hinted: Sequence[str]) -> None:
         """Add files behind all others of their users, in this order; also those that were known and have changed
         since, or have been replaced by another. An event that is late moves nothing."""
-        found = {item.path.name: item for item in self._arrivals.dropped_of(hinted)}
+        files = {item.path.name: item for item in self._arrivals.dropped_of(hinted)}
         for name in hinted:
-            each, known = found.get(name), self._known.get(name)
-            if each is not None and (known is None or known.file != each or name in self._left):
+            file, known = files.get(name), self._known.get(name)
+            if file is not None and (known is None or known.file != file or name in self._left):
                 self._left.pop(name, None)  # even if it has the inode of the one that could not be taken
-                self._append(each, None)
+                self._append(file, None)
 
     def _append(self, file: Dropped, inode: int | None) -> None:
         name, uid = file.path.name, file.uid
@@ -338,7 +338,7 @@ class Incoming:
         return bool(self._late)
 
     def take_late(self) -> list[Job]:
-        """Return the jobs of earlier claims that turned out to be accepted already, each once."""
+        """Return the jobs of earlier claims that turned out to be accepted already, without repetition."""
         late, self._late = self._late, []
         return late
 
@@ -439,14 +439,14 @@ class Incoming:
         if room <= 0:
             self._must_list = True
             return
-        found = self._arrivals.claims(but={*known, *submitted, *self._tried}, limit=room)
-        if not found:
+        claims = self._arrivals.claims(but={*known, *submitted, *self._tried}, limit=room)
+        if not claims:
             self._tried.clear()  # tried once more at the next scan
             return
-        self._tried |= {claim.id for claim in found}
+        self._tried |= {claim.id for claim in claims}
         self._must_list = True  # and then the arrivals behind them
         unsettled = []
-        for claim in found:
+        for claim in claims:
             try:
                 job = self._arrivals.accepted(claim)
             except Exception as problem:  # noqa: BLE001 - the others are taken up all the same

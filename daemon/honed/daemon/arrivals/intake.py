@@ -76,7 +76,7 @@ class Intake:
         return not acceptance.is_busy and not on_their_way
 
     def status(self, *, is_named: bool) -> list[str]:
-        """Return a short text for each thing that holds up arrivals. `is_named`: with the names of models."""
+        """Return a short text for every thing that holds up arrivals. `is_named`: with the names of models."""
         num_stuck = self.acceptance.num_stuck
         stuck = [f"{num_stuck} not checked: {self._checkers.fault}"] if num_stuck else []
         num_beyond = self.acceptance.num_beyond

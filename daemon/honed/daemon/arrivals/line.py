@@ -186,12 +186,12 @@ class Line:
         return self._free(request.uid)
 
     def _free(self, uid: int | None) -> list[Answer]:
-        taken, found = self._taken[uid], []
+        taken, free = self._taken[uid], []
         while taken and taken[0] in self._answers:
-            found.append(self._answers.pop(taken.popleft()))
+            free.append(self._answers.pop(taken.popleft()))
         if not taken:
             del self._taken[uid]
-        return found
+        return free
 
     def _leave(self, request: Request) -> None:
         self._under_check[request.uid] -= 1

@@ -44,7 +44,7 @@ class _Waiting:
 
 
 class _Names:
-    """The names of each user's waiting arrivals, and the names that these wait for."""
+    """The names of users' waiting arrivals, and the names that these wait for."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, str], list[int]] = {}
@@ -134,8 +134,8 @@ class Naming:
             if len(ready) >= MAX_TOGETHER or any({other.name, str(other.id)} & set(named) for _, _, other in ready):
                 accepted += accept(ready)  # first the arrivals that this one names
                 ready = []
-            found = {name: self._named(name, job) for name in named}
-            missing = next((name for name, other in found.items() if other is None), None)
+            makers = {name: self._named(name, job) for name in named}
+            missing = next((name for name, other in makers.items() if other is None), None)
             if missing is not None and (self._may_still_come(waiting, now) or has_more(job.uid)):
                 continue
             unknown = self._unknown(missing, job, _key_of(missing, waiting.answer)) if missing is not None else None
@@ -145,7 +145,7 @@ class Naming:
             try:
                 if unknown is not None:
                     raise unknown
-                job = self._with_inputs(job, waiting.answer, {name: other for name, other in found.items() if other})
+                job = self._with_inputs(job, waiting.answer, {name: other for name, other in makers.items() if other})
             except HonedError as error:
                 locate(error, waiting.answer)
                 self._rejection.reject(waiting.pending.claim, error)
@@ -162,11 +162,11 @@ class Naming:
     def named_now(self, job: Job, answer: Passed) -> Job:
         """Return an accepted job, depending on the jobs that its new file names. Raises SpecError for a name that no
         job has by now."""
-        found = {name: self._named(name, job) for name in named_jobs(answer)}
-        for name, other in found.items():
+        makers = {name: self._named(name, job) for name in named_jobs(answer)}
+        for name, other in makers.items():
             if other is None:
                 raise self._unknown(name, job, _key_of(name, answer))
-        return self._with_inputs(job, answer, {name: other for name, other in found.items() if other})
+        return self._with_inputs(job, answer, {name: other for name, other in makers.items() if other})
 
     def _may_still_come(self, waiting: _Waiting, now: float) -> bool:
         missing_since = waiting.missing_since if waiting.missing_since is not None else now
@@ -212,10 +212,10 @@ class Naming:
         seen: set[str] = set()
         ahead = list(first)
         while ahead:
-            found = ahead.pop()
-            if found not in seen:
-                seen.add(found)
-                ahead += self._names.wanted_by(found, uid)
+            name = ahead.pop()
+            if name not in seen:
+                seen.add(name)
+                ahead += self._names.wanted_by(name, uid)
         return seen
 
     def _with_inputs(self, job: Job, answer: Passed, named: dict[str, Listed]) -> Job:
@@ -234,7 +234,7 @@ def is_seen_by(other: Listed, job: Job, config: Config) -> bool:
 
 
 def named_jobs(answer: Passed) -> list[str]:
-    """Return the jobs that a spec names, each once: its dependencies, and the jobs whose outputs it starts from."""
+    """Return the jobs that a spec names: its dependencies, and the jobs whose outputs it starts from."""
     return list(dict.fromkeys([*map(str, answer.spec.get("depends_on") or ()), *answer.references.values()]))
 
 

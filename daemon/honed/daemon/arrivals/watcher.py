@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 CLOSED_SETTLE_SEC = 0.25
 
 
-#: Kinds of events that are asked for. Files that are opened, read and closed are not: honed itself opens each arrival.
+#: Kinds of events that are asked for. Files that are opened, read and closed are not: honed itself opens every arrival.
 _ARRIVED = InotifyConstants.IN_CLOSE_WRITE | InotifyConstants.IN_MOVED_TO
 _GONE = InotifyConstants.IN_CREATE | InotifyConstants.IN_DELETE | InotifyConstants.IN_MOVED_FROM
 _MASK = _ARRIVED | _GONE | InotifyConstants.IN_MODIFY | InotifyConstants.IN_ONLYDIR
@@ -218,7 +218,7 @@ class Watcher:
         It is judged by the events that `take_hinted` returned, and by the time `as_of` (monotonic seconds; None: now).
         So of the files that are judged by the same, none is whole for having been looked at later than another.
         """
-        info = next((found for _, found in untrusted.infos(path.parent, [path.name])), None)
+        info = next((info for _, info in untrusted.infos(path.parent, [path.name])), None)
         if info is None:
             return False
         if not stat.S_ISREG(info.st_mode):
