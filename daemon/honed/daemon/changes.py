@@ -49,7 +49,7 @@ class Changes:
         return self.fetches.arrival(request.reference, asker) or self.job(request, asker)
 
     def cancel(self, request: Request, asker: Asker, item: Job | Waiting) -> ChangedRow | Arrival:
-        """Cancel a job, or refuse an arrival whose model is being fetched."""
+        """Cancel a job, or reject an arrival whose model is being fetched."""
         if isinstance(item, Job):
             return self.change(request, asker, item)
         self.fetches.cancel(item.id)

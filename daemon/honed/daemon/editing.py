@@ -1,9 +1,9 @@
 """Edits of jobs that wait: a new job file, which is checked as if it arrived now.
 
     edit ── kept (job/editing.py) ──► replanning (a helper checks it as its owner) ──► made: entry, job file and plan
-                                          └─ refused, or it changes what stays: the job is as it was
+                                          └─ rejected, or it changes what stays: the job is as it was
 
-Until that is settled the job does not start. Once the entry says that it is being edited, no error refuses it any more:
+Until that is settled the job does not start. Once the entry says that it is being edited, no error rejects it any more:
 the edit is completed as soon as that is possible. What honed kept when it was killed is checked again.
 """
 
@@ -138,7 +138,7 @@ class Editing:
         self._answers[number] = answer
 
     def settle(self) -> None:
-        """Make or refuse the edits that the helpers have answered on, each by itself. Raises OSError if the machine
+        """Make or reject the edits that the helpers have answered on, each by itself. Raises OSError if the machine
         prevents one of them; it is tried again then, as is one that has begun, whatever prevents it."""
         self._edits.tend()
         while self._not_asked:
@@ -165,7 +165,7 @@ class Editing:
             raise fault
 
     def _settled(self, number: int, answer: Answer) -> HonedError | None:
-        """Make one edit, or drop it. Returns the reason of a refusal; before the edit has begun, an error of ours is
+        """Make one edit, or drop it. Returns the reason of a rejection; before the edit has begun, an error of ours is
         one, too. Raises an exception if it can be neither made nor dropped now."""
         path, job = self._pending[number], self._spool.job(number)
         if job is None:
@@ -181,7 +181,7 @@ class Editing:
             return InternalError(f"the edit failed: {said(error)}", hint="journalctl -u honed has the error")
 
     def _settle(self, job: Job, path: Path, answer: Answer) -> HonedError | None:
-        """Make one edit, or drop it. Returns the reason of a refusal."""
+        """Make one edit, or drop it. Returns the reason of a rejection."""
         plan = self._plan_of(job)
         before = dict(plan.document.get("spec") or {})
         try:

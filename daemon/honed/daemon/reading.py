@@ -80,11 +80,11 @@ class Reading:
         return self.row(taken, asker) if taken is not None else None
 
     def refusal(self, request: Request, asker: Asker) -> Refusal | None:
-        """Return the reason of an arrival's refusal; None if there is none."""
+        """Return the reason of an arrival's rejection; None if there is none."""
         return query.refusal(self.spool, request.reference, asker, number=_number(request))
 
     def refused(self, request: Request, asker: Asker) -> Refused:
-        """Return the newest refused files that the asker may see."""
+        """Return the newest rejected files that the asker may see."""
         limit = request.arguments.get("limit", query.MAX_REFUSED)
         if type(limit) is not int or limit < 0:
             raise UsageError("limit is a number of files")

@@ -373,8 +373,8 @@ def next_number(job: Job) -> int:
 
 def clear(layout: Layout, job: Job) -> None:
     """Remove what a worker that was staged in vain has left in the directory of the next attempt."""
-    place = layout.files(job.id).attempt(next_number(job))
-    for path in (place.events_path, place.log_path, place.result_path, place.pulse_path):
+    attempt = layout.files(job.id).attempt(next_number(job))
+    for path in (attempt.events_path, attempt.log_path, attempt.result_path, attempt.pulse_path):
         try:
             untrusted.remove(path)
         except OSError as problem:

@@ -24,7 +24,7 @@ class Configuration:
     def __init__(self, layout: Layout, current: Config) -> None:
         self._layout = layout
         self._current = current
-        self.fault = ""  #: why the last reload was refused
+        self.fault = ""  #: why the last reload was rejected
         self._warn()
 
     def get(self) -> Config:

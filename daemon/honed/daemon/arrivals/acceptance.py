@@ -48,7 +48,7 @@ PLANTED_ERRNOS = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.
 
 
 class Acceptance:
-    """Accepts or refuses arrivals. The stages before and after it, which others ask too, are attributes."""
+    """Accepts or rejects arrivals. The stages before and after it, which others ask too, are attributes."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Acceptance:
         self.incoming.scan(self._checks.numbers | self.naming.numbers | self.fetches.numbers)
 
     def settle(self) -> list[Job]:
-        """Accept or refuse the arrivals that the helpers have answered on. Returns the accepted jobs."""
+        """Accept or reject the arrivals that the helpers have answered on. Returns the accepted jobs."""
         late = self.incoming.take_late()
         for answer in self._checkers.poll():
             with self.failures.alone(f"job {answer.id}"):  # after an error it is checked again
@@ -139,15 +139,15 @@ class Acceptance:
         return [*late, *self._accept([(*item, self._job(*item)) for item in checked])]
 
     def _take(self, answer: Answer) -> None:
-        """Take an answer of a helper's: fetch what it misses, refuse it, or keep it to be accepted."""
+        """Take an answer of a helper's: fetch what it misses, reject it, or keep it to be accepted."""
         is_sweep = isinstance(answer, Passed) and bool(answer.members)
         number, missing = answer.id, answer.needs_fetch if isinstance(answer, Passed) and not is_sweep else None
         if missing is None:
             self.fetches.forget(number)
         pending = None if number in self.replanning.numbers else self._checks.end(number)
         if answer.rehearsed is not None and pending is not None:
-            place = rehearsed.directory(self._spool.layout.cache_dir, pending.copy.uid)
-            rehearsed.write(place, answer.rehearsed)
+            directory = rehearsed.directory(self._spool.layout.cache_dir, pending.copy.uid)
+            rehearsed.write(directory, answer.rehearsed)
         if isinstance(answer, Passed) and missing is not None:
             self.fetches.begin(answer, missing, pending)
         elif pending is None:
@@ -176,7 +176,7 @@ class Acceptance:
         log.info("sweep %d (%s): %d jobs", claim.id, claim.name, len(answer.members), extra=about(claim.id))
 
     def settle_waiting(self) -> list[Job]:
-        """Accept the arrivals whose named jobs are known by now, and refuse those that have waited long enough."""
+        """Accept the arrivals whose named jobs are known by now, and reject those that have waited long enough."""
         return self.naming.settle(
             self._accept, is_quiet=self._is_quiet, fetched=self.fetches.names(), has_more=self._has_more
         )

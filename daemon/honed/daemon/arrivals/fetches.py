@@ -115,7 +115,7 @@ class Fetches:
         self._num_fetches.pop(number, None)
 
     def settle(self) -> None:
-        """Check again the arrivals and jobs whose fetch succeeded, and refuse those whose fetch failed."""
+        """Check again the arrivals and jobs whose fetch succeeded, and reject those whose fetch failed."""
         for fetched in self._fetcher.poll():
             if (waits := self._fetching.pop(fetched.number, None)) is None:
                 continue
@@ -130,7 +130,7 @@ class Fetches:
                 self._check_again(number, waits)
 
     def cancel(self, number: int) -> None:
-        """Refuse an arrival that waits for a fetch, at its owner's request."""
+        """Reject an arrival that waits for a fetch, at its owner's request."""
         waits = self._fetching.pop(number)
         self._fetcher.leave(number)
         what = "base model" if waits.missing.repo_type == MODEL else waits.missing.what

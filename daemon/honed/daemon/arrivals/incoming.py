@@ -141,8 +141,8 @@ class Listing:
             if number % MAX_TOGETHER_LISTED == 0:
                 yield
         seen_at, self._unnamed, self.has_more = dict(unnamed), unnamed, False
-        for place in range(0, len(due), MAX_TOGETHER_LISTED):
-            some = self._arrivals.dropped_of(due[place : place + MAX_TOGETHER_LISTED])
+        for first in range(0, len(due), MAX_TOGETHER_LISTED):
+            some = self._arrivals.dropped_of(due[first : first + MAX_TOGETHER_LISTED])
             for item in sorted(some, key=lambda file: seen_at.get(file.path.name, now)):
                 self._append(item, present[item.path.name])
             yield

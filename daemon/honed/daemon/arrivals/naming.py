@@ -110,7 +110,7 @@ class Naming:
         fetched: set[str],
         has_more: Callable[[int], bool],
     ) -> list[Job]:
-        """Accept the arrivals whose named jobs are known by now, and refuse those that have waited long enough.
+        """Accept the arrivals whose named jobs are known by now, and reject those that have waited long enough.
 
         `is_quiet`: no other arrival is being taken or checked. `fetched`: names of arrivals that wait for a fetch.
         `has_more`: a user has files that are not taken yet, since too many of their jobs are queued. Returns the
@@ -239,7 +239,7 @@ def named_jobs(answer: Passed) -> list[str]:
 
 
 def locate(error: HonedError, answer: Passed) -> None:
-    """Add the line of its key to a refusal, where the answer has lines."""
+    """Add the line of its key to a rejection, where the answer has lines."""
     problem.locate(error, answer.spec, {(key,): line for key, line in answer.lines.items()})
 
 

@@ -27,7 +27,7 @@ class Rejection:
         """Reject an arrival for this reason."""
         try:
             self._reject(claim, error)
-        except Exception as problem:  # noqa: BLE001 - whatever it is, others are refused all the same
+        except Exception as problem:  # noqa: BLE001 - whatever it is, others are rejected all the same
             self.postpone(claim, problem)
 
     def postpone(self, claim: Claim, error: Exception) -> None:

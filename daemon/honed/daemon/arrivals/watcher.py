@@ -59,12 +59,12 @@ class _Events:
             data = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:
             return
-        place = 0
-        while place < len(data):
-            _, mask, _, length = _HEADER.unpack_from(data, place)
-            place += _HEADER.size
-            yield mask, os.fsdecode(data[place : place + length].rstrip(b"\0"))
-            place += length
+        position = 0
+        while position < len(data):
+            _, mask, _, length = _HEADER.unpack_from(data, position)
+            position += _HEADER.size
+            yield mask, os.fsdecode(data[position : position + length].rstrip(b"\0"))
+            position += length
 
     def close(self) -> None:
         os.close(self.fd)
@@ -222,7 +222,7 @@ class Watcher:
         if info is None:
             return False
         if not stat.S_ISREG(info.st_mode):
-            return True  # it will be refused: no need to wait
+            return True  # it will be rejected: no need to wait
         is_told = path.name not in self._hinted
         was_moved, was_closed = is_told and path.name in self._moved, is_told and path.name in self._closed
         if was_moved:
