@@ -1,8 +1,8 @@
 """The choice of the jobs that are staged (staging.py): those that are next for a busy device.
 
-A job's turn comes by the queue's order, as ever: a job that comes first then starts first, staged or not. A staged job
-loses its place to another one if it is not among the next for REPLACE_AFTER_SEC, and gives it back if it waits for
-something else by now, its worker hangs, or memory or disk space is short.
+Staging does not change the queue's order: the first job starts first, staged or not. A staged job's worker is
+dropped if the job is not among the next for REPLACE_AFTER_SEC or waits for something else by now, if the worker hangs,
+or if memory or disk space is short.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     a later job       ── ends before that, by its time_limit_sec ──► starts there all the same (it has passed)
 
 A job that has passed gives its devices back, by a checkpoint, as soon as the waiting one could start with them: others
-may end earlier than expected. No later job passes one that has lost the time of a checkpoint so, except those that came
-before the job that it lost it to: jobs after those wait for them, too. When the reservation ends is known by the time
-limits of running jobs, else by their own estimates; with neither, none passes.
+may end earlier than expected. If B has passed A, and A lost the time of B's checkpoint, no job that came after B passes
+A any more; one that came before B still may. When the reservation ends is known by the time limits of running jobs, else
+by their own estimates; with neither, none passes.
 """
 
 from __future__ import annotations

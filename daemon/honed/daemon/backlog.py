@@ -74,7 +74,7 @@ class _Ready:
             yield self._jobs[place.job_id]
 
     def first_ones(self, number: int) -> dict[int, list[Job]]:
-        """Return the first jobs of every user, so many of each kind at most."""
+        """Return the first jobs of every user, at most `number` of each kind."""
         first: dict[int, list[Job]] = {}
         for queues in self._queues.values():
             for uid, places in queues.items():
@@ -160,7 +160,7 @@ class Backlog:
         return job_id in self._ready
 
     def first_ones(self, number: int) -> dict[int, list[Job]]:
-        """Return the first jobs of every user that wait for nothing but a device, so many of each kind at most."""
+        """Return the first jobs of every user that wait for nothing but a device, at most `number` of each kind."""
         return self._ready.first_ones(number)
 
     def first_of(self, job: Job) -> Job | None:

@@ -221,7 +221,7 @@ class Sweep:
         """True during a look."""
         return self._look is not None
 
-    def begin_anew(self, now: float) -> None:
+    def restart(self, now: float) -> None:
         """End the current look, which goes by limits that no longer hold; the next one is due now."""
         self._look, self.due_at = None, now
 
@@ -236,7 +236,7 @@ class Sweep:
             except StopIteration:
                 self._look = None
             except BaseException:
-                self._look = None  # begun anew at the next interval, not in the next turn
+                self._look = None  # it starts again at the next interval, not in the next turn
                 raise
 
     def _look_over(self) -> Iterator[None]:
@@ -389,7 +389,7 @@ class Housekeeper:
     def reload(self, config: Config) -> None:
         """Apply a new configuration, with a look at all jobs now."""
         self._config = config
-        self._sweep.begin_anew(self._clock())
+        self._sweep.restart(self._clock())
 
     def close(self) -> None:
         """Kill the child: the next start finds its unfinished work."""
@@ -451,7 +451,7 @@ class Housekeeper:
 
     def num_bytes(self, uid: int) -> int:
         """Return the bytes of a user's cached rows, and of the directories of the user's jobs that do not run, as far
-        as they are measured; the others are measured now. It is looked up anew after SUM_AGE_SEC."""
+        as they are measured; the others are measured now. The sum is kept for SUM_AGE_SEC."""
         now = self._clock()
         if uid not in self._sums or now - self._sums[uid][0] >= SUM_AGE_SEC:
             jobs = [job for job in self._spool.catalog if job.uid == uid and job.state is not State.RUNNING]

@@ -166,7 +166,7 @@ class Daemon:
         if placement.fault:
             self._publishing.notices.tell_of_machine(placement.fault)
         self._note_fault(self._health.failures.fault)
-        self._status.report()  # before READY=1: whoever waited for that reads it, and what is wrong
+        self._status.report()  # before READY=1: a client that waited for that reads it, and what is wrong
         self._notifier.ready()
         line = self._health.ask(self._status.line, "")
         log.info("honed %s ready: %s", __version__, line, extra=about(message=message.READY))
@@ -346,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def start(layout: Layout, *, drain: bool = False, **parts: Any) -> int:
-    """Run one instance. Returns the exit status: 0, or one with which systemd does not restart it in vain."""
+    """Run one instance. Returns the exit status: 0, or one with which systemd does not restart it."""
     if starting.is_asked_to_end():
         return 0
     try:

@@ -372,7 +372,7 @@ def next_number(job: Job) -> int:
 
 
 def clear(layout: Layout, job: Job) -> None:
-    """Remove what a worker that was staged in vain has left in the directory of the next attempt."""
+    """Remove what a worker that was dropped before its turn has left in the directory of the next attempt."""
     attempt = layout.files(job.id).attempt(next_number(job))
     for path in (attempt.events_path, attempt.log_path, attempt.result_path, attempt.pulse_path):
         try:

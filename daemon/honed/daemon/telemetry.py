@@ -1,4 +1,4 @@
-"""The answer to `metrics`: what only the daemon knows of itself and of the GPUs: honed-web gets no device."""
+"""The answer to `metrics`: what only the daemon knows, of itself and of the GPUs, which honed-web may not open."""
 
 from __future__ import annotations
 

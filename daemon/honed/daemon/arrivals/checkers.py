@@ -37,7 +37,7 @@ NUM_MORE_UNITS = 2
 TURN_SEC = 5.0
 #: Seconds that the others wait for the helper of a user who has just come, at most.
 START_GRACE_SEC = 30.0
-#: Common helpers by default, at most: honed itself accepts no faster than so many check.
+#: Common helpers by default, at most: honed itself accepts no faster than these check.
 MAX_HELPERS = 4
 
 

@@ -59,8 +59,8 @@ MAX_SUBMITTED, MAX_SUBMITTED_BYTES = 10_000, 64 * 1024 * 1024
 
 @dataclass
 class _Known:
-    """A file that is to be claimed: as it was when it got its place; and its inode by the listings, which an overlay's
-    files have another of by stat; None before the first."""
+    """A file that is to be claimed: its stat when it was queued, and its inode from scandir (overlayfs reports another
+    one in stat), None before the first listing."""
 
     file: Dropped
     inode: int | None
@@ -71,8 +71,7 @@ class Listing:
 
     A file's place is by the last event that may have completed it. One that a listing finds first waits for its event;
     where none comes, its place is by when a listing saw it, and within one by its time, which clock jumps falsify. A
-    listing looks only at files that it did not know: but for its names, a flood that waits costs
-    nothing.
+    listing looks only at files that it did not know: it costs one scandir, however many files wait.
     """
 
     def __init__(self, arrivals: Arrivals, watcher: Watcher) -> None:
@@ -105,7 +104,7 @@ class Listing:
                 if time.monotonic() >= until:
                     return False
         except BaseException:
-            self._listing = None  # begun anew
+            self._listing = None  # the next one starts from the beginning
             raise
         self._listing = None
         return True

@@ -6,7 +6,7 @@
        └ bring_back ◄─ aside ┘ the machine keeps its file from being read: it is tried again after a pause
 
 With several helpers, users who wait are served before anybody has two of them, the others are shared by weight, and
-nobody has all: one is left for whoever comes. So slow data sets of one user delay nobody else by more than the check
+nobody has all: one is left for the next user. So slow data sets of one user delay nobody else by more than the check
 under way.
 
 A rehearsal (check/rehearsal.py) may take minutes on a busy machine. Beside it another helper works for the others, for
@@ -66,7 +66,7 @@ class Request:
 
 
 class Line:
-    """The requests of the users of so many helpers. Users whose last check ran into its deadline come after all
+    """The requests of the users of these helpers. Users whose last check ran into its deadline come after all
     others. `weight` returns a user's."""
 
     def __init__(self, num_helpers: int, weight: Callable[[int | None], float] = alike) -> None:
