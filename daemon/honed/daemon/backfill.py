@@ -5,8 +5,8 @@
 
 A job that has passed gives its devices back, by a checkpoint, as soon as the waiting one could start with them: others
 may end earlier than expected. If B has passed A, and A lost the time of B's checkpoint, no job that came after B passes
-A any more; one that came before B still may. When the reservation ends is known by the time limits of running jobs, else
-by their own estimates; with neither, none passes.
+A any more; one that came before B still may. The reservation ends by the time limits of running jobs, else by
+their own estimates; with neither, none passes.
 """
 
 from __future__ import annotations
