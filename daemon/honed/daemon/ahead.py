@@ -71,8 +71,8 @@ def why_not(
 ) -> str:
     """Return why no worker may be staged; empty if one may. `share`: of the memory that must be available in a control
     group, and of the disk space in `jobs_dir`; `needs`: of its rows, besides."""
-    if config.runner == "slurm":
-        return "Slurm starts the workers"
+    if config.has_cluster:
+        return "a cluster starts the workers"
     if not config.stage_ahead:
         return "jobs.stage_ahead is off"
     if len(os.sched_getaffinity(0)) < MIN_PROCESSORS:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from honed.daemon.verb import verb
 from honed.job import removal, retention
 from honed.job.brief import Listed
 from honed.job.damaged import passed_over
@@ -397,6 +398,7 @@ class Housekeeper:
 
     # -- what a person asks for --------------------------------------------------------------------------------------
 
+    @verb("prune")  # of the asker's own jobs; administrators of all
     def prune(self, request: Request, asker: Asker) -> PruneAnswer | Parts:
         """Answer `honectl prune`: list what would be removed, or remove it with `dry_run: false`. `is_measured` in the
         answer tells whether all sizes are known; if not, ask again."""
@@ -430,6 +432,7 @@ class Housekeeper:
                 self._pruning.prune(chosen.jobs, why)
         yield {**retention.report(chosen, sizes, is_measured=not are_missing)}
 
+    @verb("pruned")
     def pruned(self, request: Request, asker: Asker) -> dict[str, Removed]:
         """Return the finished items of a requested removal, by number."""
         kind = "checkpoints" if request.arguments.get("checkpoints") else "job"

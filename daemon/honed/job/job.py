@@ -236,8 +236,8 @@ class Job:
     max_attempts: int = 3
     num_gpus: int = 1  #: on all nodes together
     num_nodes: int = 1
-    profile: str | None = None  #: of the cluster's [slurm.profiles]; None: the default one
-    is_of_cluster: bool = False  #: Slurm chooses its devices, and it takes one place here, whatever it uses there
+    profile: str | None = None  #: kind of jobs on the cluster; None: the default one
+    is_of_cluster: bool = False  #: the cluster chooses its devices, and it takes one place here, whatever it uses there
     depends_on: tuple[str, ...] = ()
     inputs: dict[str, int] = dataclasses.field(default_factory=dict)  #: what `job:NAME` means: name → that job's number
     is_deferred: bool = False  #: planned only once those jobs have succeeded, because their files must be inspected

@@ -33,6 +33,7 @@ from honed.page.page import document, text
 from honed.page.plot import Series
 from honed.page.story import ELSEWHERE, MAX_CURVES, Story, gather
 from honed.spec import kind as kinds
+from honed.spec.export import EXPORTS
 from honed.system import access, durable, niceness, untrusted
 from honed.system import layout as layouts
 from honed.system.layout import Layout
@@ -281,7 +282,8 @@ def _plots(story: Story, *, is_served: bool) -> list[Markup]:
             some = [(name, name.partition("/")[2].replace("_", " ")) for name in of_kind[start : start + 4]]
             drawn.append(lines(title, series(*some), from_zero=True))
     others = [name for name in names if name not in scores and not _NO_PLOT.search(name)]
-    drawn += [lines(name.replace("_", " "), series((name, name))) for name in others]
+    for name in dict.fromkeys(name.removeprefix("eval_") for name in others):
+        drawn.append(lines(name.replace("_", " "), series((name, "training"), (f"eval_{name}", "evaluation"))))
     return [item for item in drawn if item]
 
 
@@ -444,8 +446,8 @@ def _loading(story: Story) -> dict[str, Any]:
     is_adapter = kinds.of(spec).trains and bool(spec.get("lora") or spec.get("adapter"))
     dtype = (plan.get("precision") or {}).get("load_dtype") or "auto"
     outputs = [(str(made["output_dir"]), dtype, is_adapter)]
-    if made.get("merged"):
-        outputs.append((str(made["merged"]), "auto", False))
+    exported = [str(path) for item in EXPORTS if item.is_base_model and (path := made.get(item.name))]
+    outputs += [(path, "auto", False) for path in exported]
     is_shown = is_made and bool(kinds.of(spec).makes)
     return {
         "outputs": outputs if is_shown else [],

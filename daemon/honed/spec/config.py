@@ -208,6 +208,11 @@ class JobsConfig(_Section):
     takes them over; `checkpoint` has them write one and queues them. Only units can be left; a shutdown of the machine
     always checkpoints."""
 
+    @property
+    def has_cluster(self) -> bool:
+        """True if workers run on the nodes of a cluster, which chooses their devices."""
+        return self.runner == "slurm"
+
 
 class DeviceConfig(_Section):
     """[device]"""
@@ -581,7 +586,7 @@ def load(layout: Layout) -> Config:
 def devices(config: Config, profile: str | None = None) -> list[Device]:
     """Return the devices that jobs may run on: this machine's, or places for jobs of a profile on the cluster. Raises
     KeyError for an unknown profile."""
-    if config.jobs.runner == "slurm":
+    if config.jobs.has_cluster:
         return config.slurm.profile(profile).devices()
     return device.probe(config.device.gpus)
 

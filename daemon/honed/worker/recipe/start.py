@@ -109,7 +109,7 @@ def _import(run: Run, start: Start) -> None:
     with imports.quick():
         start.backend.import_libraries()
         if not (run.gate.is_closed and imports.asks_device(job)):
-            import honed.worker.train.watched  # noqa: F401 - TRL and peft
+            import honed.worker.train.trainer  # noqa: F401 - TRL and peft
     if not run.gate.is_closed:
         run.load_metrics(job)
 
