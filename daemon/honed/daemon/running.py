@@ -132,7 +132,7 @@ class Running:
 
     # -- its worker ---------------------------------------------------------------------------------------------------
 
-    def launch(self, gpu_uuid: str | None) -> None:
+    def launch(self) -> None:
         """Start its worker; on failure `not_started` has the reason."""
         job, attempt = self.job, self.job.attempt
         try:
@@ -140,7 +140,9 @@ class Running:
         except OSError as problem:
             self.not_started = NotNowError(f"its assignment cannot be written: {problem}")
             return
-        environment = worker_environment(self._layout, self._config(), job, gpu_uuid) | self._rows.environment(job)
+        environment = worker_environment(self._layout, self._config(), job, gpu_of(attempt)) | self._rows.environment(
+            job
+        )
         try:
             self._runner.start(job.id, attempt.number, attempt.start, backend=attempt.backend, environment=environment)
         except OSError as problem:
@@ -158,9 +160,6 @@ class Running:
             if not self._waits_at_gate:
                 log.warning("job %d (%s): its worker waits: %s", self.job.id, self.job.name, problem)
             self._waits_at_gate = True
-
-    def _launch_again(self) -> None:
-        self.launch(gpu_of(self.job.attempt))
 
     def adopt(self) -> None:
         """Take over the worker that the last daemon started, or start it if that daemon had no time to."""
@@ -183,7 +182,7 @@ class Running:
         log.warning("job %d (%s): its start reached no worker, and is made again", job.id, job.name)
         changed = job.with_attempt(first_start=job.attempt.first_start + 1)
         self.job = self._spool.update(changed, num_unreached=job.num_unreached + 1)
-        self._launch_again()
+        self.launch()
 
     def stop(self, why: Stop, preemption: str = "", *, cut: Cut | None = None) -> None:
         """Ask it to stop; the reason is durable first. Cancel outranks hold, hold its sweep's halving, halving preempt,
@@ -306,7 +305,7 @@ class Running:
         with contextlib.suppress(sqlite3.Error):  # recorded when the job is adopted, or caught up with
             self.following.record_fallback(self.job)
         self.deadlines.start_again()
-        self._launch_again()
+        self.launch()
 
 
 def is_of_job(outcome: Outcome) -> bool:

@@ -103,16 +103,6 @@ class Acceptance:
         return len(self._checkers.stuck()) + self.incoming.num_stuck
 
     @property
-    def num_beyond(self) -> int:
-        """Number of arrivals of users who have as many queued jobs as they may."""
-        return self.incoming.num_beyond
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of checked arrivals that name jobs which may still arrive."""
-        return len(self.naming.numbers)
-
-    @property
     def num_settling(self) -> int:
         """Number of those that will be settled by themselves: the jobs that others name are kept away by a limit."""
         return sum(num for uid, num in self.naming.num_by_user.items() if num and not self._has_more(uid))
