@@ -56,7 +56,7 @@ class Checker:
     @property
     def deadline(self) -> float | None:
         """Time by which `poll` must be called, by the client's clock; None without one."""
-        deadlines = [each.deadline for seat in self._seats if (each := seat.current) is not None]
+        deadlines = [request.deadline for seat in self._seats if (request := seat.current) is not None]
         starts = [seat.slot.deadline(is_wanted=bool(self._line)) for seat in self._seats if seat.current is None]
         ends = [seat.idle_since + IDLE_SEC for seat in self._seats[1:] if seat.is_free]
         looks = [self._clock() + LOOK_SEC] if self._line and not self.is_between and not self.is_rehearsing else []

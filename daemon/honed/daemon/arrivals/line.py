@@ -6,7 +6,7 @@
        └ bring_back ◄─ aside ┘ the machine keeps its file from being read: it is tried again after a pause
 
 With several helpers, users who wait are served before anybody has two of them, the others are shared by weight, and
-nobody has all: one is left for whoever comes. So slow data sets of one user delay nobody else by more than the check
+nobody has all: one is left for the next user. So slow data sets of one user delay nobody else by more than the check
 under way.
 
 A rehearsal (check/rehearsal.py) may take minutes on a busy machine. Beside it another helper works for the others, for
@@ -31,7 +31,7 @@ from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
-#: Helpers at a time beside those that rehearse.
+#: Helpers at a time besides those that rehearse.
 NUM_MORE_HELPERS = 2
 #: Seconds before a file that could not be read is tried again, doubled each time; and the longest.
 FIRST_PAUSE_SEC, MAX_PAUSE_SEC = 0.2, 10.0
@@ -66,7 +66,7 @@ class Request:
 
 
 class Line:
-    """The requests of the users of so many helpers. Users whose last check ran into its deadline come after all
+    """The requests of the users of these helpers. Users whose last check ran into its deadline come after all
     others. `weight` returns a user's."""
 
     def __init__(self, num_helpers: int, weight: Callable[[int | None], float] = alike) -> None:
@@ -186,13 +186,12 @@ class Line:
         return self._free(request.uid)
 
     def _free(self, uid: int | None) -> list[Answer]:
-        """Remove and return a user's answers that no request under check holds up."""
-        taken, found = self._taken[uid], []
+        taken, free = self._taken[uid], []
         while taken and taken[0] in self._answers:
-            found.append(self._answers.pop(taken.popleft()))
+            free.append(self._answers.pop(taken.popleft()))
         if not taken:
             del self._taken[uid]
-        return found
+        return free
 
     def _leave(self, request: Request) -> None:
         self._under_check[request.uid] -= 1
