@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import selectors
 import subprocess
@@ -53,12 +52,7 @@ def test_every_verb_of_honectl_is_where_its_line_says() -> None:
 
 
 def places() -> set[str]:
-    verbs = next(
-        action.choices.values()
-        for action in command_line.parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    return {verb.get_default("run") for verb in verbs}
+    return {verb.get_default("run") for _, _, verb in command_line.verbs(command_line.parser())}
 
 
 def test_the_daemon_knows_no_model_and_no_data() -> None:
@@ -72,8 +66,8 @@ def test_the_daemon_knows_no_model_and_no_data() -> None:
 
 #: Modules that name Slurm outside its own: its section, its key in `show`, its words, and the choice of the runner.
 KNOW_SLURM = {
-    *("cli/launch.py", "cli/listing.py", "cli/manual.py", "cli/nearest.py", "job/shape.py", "run/choice.py"),
-    *("spec/config.py", "spec/spec.py"),
+    *("cli/launch.py", "cli/listing.py", "cli/nearest.py", "job/shape.py", "page/api.py"),
+    *("run/choice.py", "spec/config.py", "spec/spec.py"),
 }
 
 
@@ -126,7 +120,7 @@ LIST = COMPLETION - {"honed.cli.job_numbers"} | {
         "honed.cli.nearest",
         "honed.cli.terminal",
     ),
-    *("honed.job", "honed.job.job", "honed.job.progress", "honed.system.clock"),
+    *("honed.job", "honed.job.change", "honed.job.job", "honed.job.progress", "honed.system.clock"),
     *("argparse", "dataclasses", "decimal", "inspect", "pygments", "rich", "shutil"),
 }
 HEAVY = {

@@ -39,7 +39,6 @@ from honed.daemon.publishing import Publishing
 from honed.daemon.rebuild import begin, tend
 from honed.daemon.signals import Configuration, Shutdown
 from honed.daemon.status import Status
-from honed.daemon.verbs import Answers
 from honed.daemon.wake import Wake
 from honed.job import recovery
 from honed.job.database import Database
@@ -118,7 +117,7 @@ class Daemon:
             clock=clock,
             now=now,
         )
-        self._shutdown = Shutdown(self._attempts, self._dispatch.staged, in_force, drain=drain)
+        self._shutdown = Shutdown(self._attempts, self._dispatch.staging, in_force, drain=drain)
         self._publishing = Publishing(
             layout, config, self._database, self._attempts, self._spool, self._dispatch.selection.queue, clock=clock
         )
@@ -136,20 +135,17 @@ class Daemon:
             self._dispatch.backlog,
             self._dispatch.placement,
         )
-        self._answers = Answers(
+        self._answers = verbs.answers(
             layout,
             in_force,
-            verbs.table(
-                layout,
-                self._spool,
-                self._database,
-                self._intake,
-                self._attempts,
-                self._housekeeper,
-                self._status,
-                self._dispatch,
-            ),
             self._wake,
+            self._spool,
+            self._database,
+            self._intake,
+            self._attempts,
+            self._housekeeper,
+            self._status,
+            self._dispatch,
         )
 
     # -- the loop -----------------------------------------------------------------------------------------------------

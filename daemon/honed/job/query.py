@@ -432,7 +432,7 @@ def summary(job: Job, progress: Progress = NO_PROGRESS, score: Score | None = No
         "source": job.source,
         "is_pinned": job.is_pinned,
         "waiting_for": _waiting_for(job),
-        "staged_at": timestamp(job.staged.since) if job.staged is not None else None,
+        "staged_at": timestamp(job.staged_at) if job.staged_at is not None else None,
         "preemption": preemption.current(job),
         "progress": progress if job.state is State.RUNNING else {**progress, "eta_sec": None},
         "needs_bytes": job.needs_bytes or None,
@@ -682,17 +682,6 @@ def _reasons(paths: Iterable[PersonPath], asker: Asker) -> Iterator[Reason]:
 
 def _refusal(reason: Reason) -> Refusal:
     return {"file": reason.file, "reason": reason.text, "refused_at": reason.refused_at}
-
-
-#: Verbs that only read: the daemon answers them, and honectl runs them itself if honed is down.
-READING_VERBS: dict[str, Callable[[Spool, Layout, str, Asker], Any]] = {
-    "list": list_jobs,
-    "show": show,
-    "predictions": predictions,
-    "losses": losses,
-    "glance": glance,
-    "group": group,
-}
 
 
 def _plan(files: JobFiles) -> PlanFile:
