@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from honed import __version__
-from honed.daemon import owning, starting, verbs
+from honed.daemon import owning, signal_notes, verbs
 from honed.daemon.ahead import JOBS_GROUP
 from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
@@ -335,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def start(layout: Layout, *, drain: bool = False, **parts: Any) -> int:
     """Run one instance. Returns the exit status: 0, or one with which systemd does not restart it."""
-    if starting.is_asked_to_end():
+    if signal_notes.is_asked_to_end():
         return 0
     try:
         return Daemon(layout, config.load(layout), drain=drain, **parts).run()
