@@ -163,7 +163,6 @@ def check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | 
 
 
 def _unmerged(job_spec: JobSpec) -> Fix:
-    """Return the fix that trains without the merged checkpoint; none for a job of kind merge."""
     return {} if kind.of(job_spec).merges else {"save_merged": None}
 
 
