@@ -55,7 +55,7 @@ def release(wanted: str, *, dry_run: bool) -> None:
     try:
         for name, text in edits.items():
             (CHECKOUT / name).write_text(text, encoding="utf-8")
-        run(str(CHECKOUT / ".venv/bin/python"), "-m", "honed.cli.reference", "--write", "docs")
+        run(str(CHECKOUT / ".venv/bin/python"), "scripts/reference.py", "--write", "docs")
         run(str(CHECKOUT / "scripts/check"))
     except (ReleaseError, OSError, KeyboardInterrupt):
         git("checkout", "--", ".")

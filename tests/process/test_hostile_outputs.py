@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import manual
 import postbox
 import pytest
 from harness import DEADLINE_SEC, Instance, said_on_terminal
@@ -30,7 +31,6 @@ from test_notices import allow
 from test_report import Page
 from test_web import Web
 
-from honed.cli import manual
 from honed.job.job import State
 from waiting import wait_for
 from zoo.fuzz import check_shown

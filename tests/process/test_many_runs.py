@@ -12,7 +12,7 @@ import sys
 import pytest
 from harness import Instance, said_on_terminal
 
-from honed.cli import command_line, contrast, honectl, manual, nearest
+from honed.cli import command_line, contrast, honectl, nearest
 from honed.job.job import State
 from honed.job.shape import Prediction
 from zoo import plain
@@ -265,7 +265,7 @@ def test_a_wrong_verb_or_option_is_answered_with_the_right_one(
 
 
 def test_every_verb_that_a_hint_names_exists() -> None:
-    verbs = {name for name, _, _ in manual.verbs(command_line.parser())}
+    verbs = {name for name, _, _ in command_line.verbs(command_line.parser())}
     named = {meant.split()[1] for meant in nearest.MEANINGS if not meant.startswith("honectl --")}
     assert named <= verbs
     assert not {word for words in nearest.MEANINGS.values() for word in words} & verbs

@@ -3,10 +3,7 @@ files. docs/security.md has what is found here as tables; HONED_WRITE_TABLES=1 w
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,15 @@ import pytest
 from machine import Machine
 from tables import holds
 
-from honed.daemon import verbs
+from honed.daemon.arrivals.submission import Submission
+from honed.daemon.changes import Changes
+from honed.daemon.editing import Editing
+from honed.daemon.housekeeper import Housekeeper
+from honed.daemon.maintenance import Maintenance
+from honed.daemon.reading import Reading
+from honed.daemon.status import Status
+from honed.daemon.telemetry import Observer
+from honed.daemon.verb import Right, declared
 from waiting import wait_for
 from zoo import plain
 
@@ -138,17 +143,12 @@ def ask(machine: Machine, user: str, requests: list[dict[str, Any]]) -> list[dic
     return said
 
 
-def names_of_verbs() -> dict[str, verbs.Right]:
+def names_of_verbs() -> dict[str, Right]:
     """The verbs that there are, and who may use them, by the table that honed has."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(verbs.table)))
-    [found] = [node for node in ast.walk(tree) if isinstance(node, ast.Dict) and len(node.keys) > 9]
-    rights = {}
-    for key, value in zip(found.keys, found.values, strict=True):
-        assert isinstance(key, ast.Constant)
-        words = ast.unparse(value)
-        name = "OWNER" if words.startswith("changing(") else words.partition("Right.")[2].partition(",")[0]
-        rights[str(key.value)] = verbs.Right[name]
-    return rights
+    services = (Reading, Status, Observer, Submission, Housekeeper, Changes, Editing, Maintenance)
+    declarations = [declaration for service in services for _, declaration in declared(service)]
+    declarations.sort(key=lambda declaration: declaration.right.value)
+    return {name: declaration.right for declaration in declarations for name in declaration.names}
 
 
 #: Verbs that answer about one item, by what they ask for it.
@@ -197,7 +197,7 @@ def test_each_verb_does_for_each_user_what_the_table_says(honed: Machine) -> Non
             cells.append(verdict(answer))
         who = {"ANYBODY": "everybody", "OWNER": "its owner", "ADMINISTRATOR": "administrators"}[right.name]
         rows.append((f"`{verb}`", who, *cells))
-        if right is not verbs.Right.ANYBODY:
+        if right is not Right.ANYBODY:
             assert cells[0] == cells[1] == "refused", rows[-1]
     assert {path: honed.read(path) for path in entries_of(honed, alices)} == before
     assert mallorys in honed.entries()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import re
 import selectors
 import subprocess
 import sys
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import honed
 from honed.cli import command_line
 from honed.system import device
 from honed.system.control import Request, Server
@@ -51,12 +52,7 @@ def test_every_verb_of_honectl_is_where_its_line_says() -> None:
 
 
 def places() -> set[str]:
-    verbs = next(
-        action.choices.values()
-        for action in command_line.parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    return {verb.get_default("run") for verb in verbs}
+    return {verb.get_default("run") for _, _, verb in command_line.verbs(command_line.parser())}
 
 
 def test_the_daemon_knows_no_model_and_no_data() -> None:
@@ -66,6 +62,24 @@ def test_the_daemon_knows_no_model_and_no_data() -> None:
         name for name in loaded if name.startswith(("honed.inputs", "honed.text", "honed.plan", "honed.check"))
     } == set()
     assert loaded.isdisjoint({"honed.spec.spec", "honed.spec.training"})
+
+
+#: Modules that name Slurm outside its own: its section, its key in `show`, its words, and the choice of the runner.
+KNOW_SLURM = {
+    *("cli/launch.py", "cli/listing.py", "cli/nearest.py", "job/shape.py", "page/api.py"),
+    *("run/choice.py", "spec/config.py", "spec/spec.py"),
+}
+
+
+def test_slurm_is_known_to_its_runner_and_few_others() -> None:
+    root = Path(honed.__file__).parent
+    naming = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if re.search("slurm|sbatch", path.read_text(encoding="utf-8"), re.IGNORECASE)
+    }
+    own = {name for name in naming if name.startswith("run/slurm")} | {"check/clustercheck.py"}
+    assert naming - own <= KNOW_SLURM
 
 
 #: Packages of others that the idle daemon imports, and modules of Python that it does not.
@@ -106,7 +120,7 @@ LIST = COMPLETION - {"honed.cli.job_numbers"} | {
         "honed.cli.nearest",
         "honed.cli.terminal",
     ),
-    *("honed.job", "honed.job.job", "honed.job.progress", "honed.system.clock"),
+    *("honed.job", "honed.job.change", "honed.job.job", "honed.job.progress", "honed.system.clock"),
     *("argparse", "dataclasses", "decimal", "inspect", "pygments", "rich", "shutil"),
 }
 HEAVY = {

@@ -85,7 +85,7 @@ REASONS = {
     },
     "files that the caller of the command names or made, with the caller's own rights": {
         "cli/again.py": "rerun",
-        "cli/cluster.py": "_fault _held",
+        "run/slurm_doctor.py": "_fault _held",
         "cli/convert.py": "write_new",
         "cli/doctor.py": "_limits _no_gpu _notices _polkit _reporting _user_database",
         "cli/editing.py": "_from_file _in_editor _is_kept _make",

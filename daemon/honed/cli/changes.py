@@ -7,19 +7,10 @@ import sys
 
 from honed.cli import members, terminal
 from honed.cli.instance import Instance
+from honed.job.change import CHANGES
 from honed.job.job import STOPPED_EARLY, State
 from honed.job.shape import ChangedRow
 from honed.system.error import HonedError, UsageError
-
-#: The states of a sweep's jobs to which a verb applies, where it names the sweep.
-GROUP_VERBS = {
-    "cancel": ("queued", "held", "running"),
-    "hold": ("queued", "running"),
-    "release": ("held",),
-    "requeue": ("failed", "cancelled"),
-    "pin": tuple(State),
-    "unpin": tuple(State),
-}
 
 
 def change(instance: Instance, options: argparse.Namespace) -> int:
@@ -29,7 +20,7 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
     options.ids = [number for reference in options.ids for number in _each(instance, options.verb, reference)]
     for reference in options.ids:
         try:
-            job = instance.change(options.verb, reference, **arguments)
+            job: ChangedRow = instance.ask(options.verb, id=reference, **arguments)
         except HonedError as error:
             if len(options.ids) == 1:
                 raise
@@ -51,7 +42,7 @@ def _each(instance: Instance, verb: str, reference: str) -> list[str]:
     """Return the jobs of a sweep that a verb applies to, if the reference names a sweep and no job; else itself."""
     if not (jobs := members.of(instance, reference)):
         return [reference]
-    found = [str(job["id"]) for job in jobs if job["state"] in GROUP_VERBS[verb]]
+    found = [str(job["id"]) for job in jobs if job["state"] in CHANGES[verb].states]
     if verb == "requeue" and (early := [str(job["id"]) for job in jobs if job["outcome"] == STOPPED_EARLY]):
         stay = (
             "1 job that it stopped early stays" if len(early) == 1 else f"{len(early)} jobs that it stopped early stay"
@@ -65,7 +56,7 @@ def _each(instance: Instance, verb: str, reference: str) -> list[str]:
         note = f"sweep {reference}: {stay} as {'it is' if len(early) == 1 else 'they are'}; name one to continue it"
         print(terminal.plain(note), file=sys.stderr)
     if not found:
-        raise UsageError(f"sweep {reference}: none of its {len(jobs)} jobs is {' or '.join(GROUP_VERBS[verb])}")
+        raise UsageError(f"sweep {reference}: none of its {len(jobs)} jobs is {' or '.join(CHANGES[verb].states)}")
     return found
 
 
@@ -77,6 +68,6 @@ def _became(verb: str, job: ChangedRow) -> str:
 
 
 def pause(instance: Instance, options: argparse.Namespace) -> int:
-    instance.pause(options.verb == "pause")
+    instance.ask(options.verb)
     terminal.say("queue paused; running jobs continue" if options.verb == "pause" else "queue resumed")
     return 0

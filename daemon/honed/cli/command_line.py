@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from honed import __version__
 from honed.cli import nearest
+from honed.job.change import CHANGES
 from honed.job.job import State
 from honed.system import layout as layouts
 
@@ -47,7 +48,7 @@ class Add(Protocol):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; the man page and the completions are generated from it."""
+    """Return the parser of the command line; scripts/manual.py makes the man page and the completions from it."""
     made = nearest.Parser(
         prog="honectl",
         description="Submit and monitor training jobs.",
@@ -81,6 +82,13 @@ def parser() -> argparse.ArgumentParser:
     for group in (_add_beginnings, _add_files, _add_jobs, _add_changes, _add_devices, _add_results, _add_machine):
         group(add)
     return made
+
+
+def verbs(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.ArgumentParser]]:
+    """Return each verb with its help text and its own parser."""
+    action = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    words = {choice.dest: str(choice.help) for choice in action._choices_actions}
+    return [(name, words[name], parser) for name, parser in action.choices.items()]
 
 
 def _add_beginnings(add: Add) -> None:
@@ -203,16 +211,9 @@ def _add_jobs(add: Add) -> None:
 
 def _add_changes(add: Add) -> None:
     """Add the verbs that change jobs and the queue."""
-    for name, words in (
-        ("cancel", "cancel queued, held or running jobs"),
-        ("hold", "keep a queued job from starting, or stop a running one at a checkpoint"),
-        ("release", "queue a held job again"),
-        ("requeue", "queue a failed or cancelled job again; it resumes from its last checkpoint, if any"),
-    ):
-        verb = add(name, "changes:change", words)
-        verb.add_argument("ids", nargs="+", metavar="ID")
-        if name == "requeue":
-            verb.add_argument("--from-start", action="store_true", help="discard its checkpoints and start over")
+    change = {
+        name: add(name, "changes:change", CHANGES[name].words) for name in ("cancel", "hold", "release", "requeue")
+    }
     verb = add("edit", "editing:edit", "change the job file of a queued or held job, in an editor or with --set")
     verb.add_argument("id", metavar="ID")
     how = verb.add_mutually_exclusive_group()
@@ -235,11 +236,10 @@ def _add_changes(add: Add) -> None:
     )
     verb.add_argument("--name", help="name of the new job (default: that of the old one with a number)")
     verb.add_argument("--hold", action="store_true", help="hold the new job until `honectl release`")
-    for name, words in (
-        ("pin", "protect a job from removal by prune and retention"),
-        ("unpin", "allow prune and retention to remove a job again"),
-    ):
-        add(name, "changes:change", words).add_argument("ids", nargs="+", metavar="ID")
+    change |= {name: add(name, "changes:change", CHANGES[name].words) for name in ("pin", "unpin")}
+    for verb in change.values():
+        verb.add_argument("ids", nargs="+", metavar="ID")
+    change["requeue"].add_argument("--from-start", action="store_true", help="discard its checkpoints and start over")
     verb = add(
         "prune",
         "pruning:prune",

@@ -70,8 +70,8 @@ def compare(instance: Instance, options: argparse.Namespace) -> int:
     spec = differences([spec_of(job) for job in jobs])
     names = sorted({name for job in jobs for name in scores_of(job)}, key=column.scores_first)
     metrics = {name: [job["metrics"].get(name) for job in jobs] for name in names}
-    losses = [course_of(instance.read("losses", str(job["id"]))) for job in jobs]
-    answers = shared_answers([instance.read("predictions", str(job["id"])) for job in jobs])
+    losses = [course_of(instance.ask("losses", id=str(job["id"]))) for job in jobs]
+    answers = shared_answers([instance.ask("predictions", id=str(job["id"])) for job in jobs])
     if options.json:
         head = [{key: job[key] for key in ("id", "name", "state", "score")} for job in jobs]
         terminal.say_json({"jobs": head, "spec": spec, "metrics": metrics, "losses": losses, "predictions": answers})
@@ -98,7 +98,7 @@ def _each(instance: Instance, reference: str) -> list[str]:
     no job; else itself."""
     if not members.of(instance, reference):
         return [reference]
-    jobs = instance.read("group", reference)["jobs"]
+    jobs = instance.ask("group", id=reference)["jobs"]
     if len(jobs) <= len(MARKS):
         return [str(job["id"]) for job in jobs]
     best = sorted(jobs, key=lambda job: (job["eval_loss"] is None, job["eval_loss"], job["id"]))[: len(MARKS)]

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.job.progress import together
+from honed.job.shape import DeviceRow
 
 
 def moment(text: str) -> float:
@@ -32,7 +33,7 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
         arguments = {"reason": options.reason, "now": options.now}
     elif options.verb == "reserve":
         arguments = {key: getattr(options, key) for key in ("owner", "job", "until", "for_sec")}
-    rows = instance.change_devices(options.verb, options.device, **arguments)
+    rows: list[DeviceRow] = instance.ask(options.verb, id=options.device, **arguments)
     if options.json:
         terminal.say_json(rows)
         return 0

@@ -6,7 +6,9 @@ An editor's text is kept where it was written until honed has taken it: a refusa
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
+import hashlib
 import json
 import os
 import shlex
@@ -68,7 +70,8 @@ def _make(instance: Instance, options: argparse.Namespace, job: Shown, was: byte
         copy.write_bytes(text)
         # honed checks it as the job's owner; what that user may read, another need not.
         verdict = draft.check_one(instance, copy) if job["uid"] == os.getuid() else None
-    instance.edit(job["id"], text, was=was)
+    was_sum = hashlib.sha256(was).hexdigest()
+    instance.ask("edit", id=str(job["id"]), data=base64.b64encode(text).decode(), was=was_sum)
     state = _settled(instance, job)
     now = instance.show(str(job["id"]))
     _say(options, now, state, differences([spec_of(job), spec_of(now)]), verdict)
@@ -96,12 +99,13 @@ def _settled(instance: Instance, job: Shown) -> str:
 def _verdict(instance: Instance, job: Shown) -> Edited:
     """Ask what became of an edit, which honed has kept."""
     try:
-        return instance.edited(job["id"])
+        verdict: Edited = instance.ask("edited", id=str(job["id"]))
     except EnvironmentInvalidError as error:
         raise EnvironmentInvalidError(
             "honed ended before it told what became of the edit: what is not settled it takes up when it runs again",
             hint=f"honectl show {job['id']}",
         ) from error
+    return verdict
 
 
 def _say(

@@ -18,7 +18,7 @@ INTERVAL_SEC = 0.3
 def watch(instance: Instance, options: argparse.Namespace) -> int:
     from honed.cli.watch import watch
 
-    status = watch(instance.read, options.id, as_json=options.json)
+    status = watch(instance.ask, options.id, as_json=options.json)
     if options.id and not options.json:
         say_end(instance.show(options.id))
     return status

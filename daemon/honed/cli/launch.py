@@ -70,8 +70,8 @@ def read(path: Path) -> Launch:
 def find(text: str, place: Path, name: str) -> Launch:
     """Find the training that a text starts in a directory; `name` is the text's, for errors."""
     found: list[Launch] = []
-    scripts: list[str] = []
-    for command in shell.commands(text):
+    scripts, within = list[str](), list[str]()
+    for command in shell.commands(text, name):
         words = command.words
         if words[:1] == ["cd"] and len(words) == 2 and "$" not in words[1]:
             place = place / Path(words[1]).expanduser()
@@ -79,8 +79,10 @@ def find(text: str, place: Path, name: str) -> Launch:
             found.append(_launch(*start, command, place))
         else:
             scripts += [word for word in words if word.endswith(".py")]
+            within += [words[0] for word in words if " " in word and _start(word.split()) is not None]
     if not found:
         named = f"; it starts {scripts[0]}" if scripts else ""
+        named = f"; what {within[0]} is given as one word is not read" if within else named
         raise SpecError(
             f"{name}: no command in it that starts a training of trl, llamafactory or axolotl{named}", hint=HINT
         )
@@ -128,7 +130,7 @@ def _start(words: Sequence[str]) -> tuple[str, int] | None:
 
 def _launch(tool: str, start: int, command: shell.Command, place: Path) -> Launch:
     words = command.words
-    made = Launch(tool, place=place, notes=[*_counts([*command.before, *words[:start]], command.variables)])
+    made = Launch(tool, place=place, notes=[*_counts(words[:start], command.variables)])
     rest = [*words[start:]]
     while rest:
         word = rest.pop(0)

@@ -71,7 +71,8 @@ def _chosen(instance: Instance, options: argparse.Namespace) -> Overview:
         return _whole(jobs[: options.limit])
     if is_all or options.output:
         return _whole(instance.jobs(**choice, limit=options.limit, after=options.after))
-    return instance.overview(**choice)
+    overview: Overview = instance.ask("overview", **choice)
+    return overview
 
 
 def _classes(instance: Instance) -> list[str]:
@@ -157,7 +158,7 @@ def _list_refused(instance: Instance, options: argparse.Namespace) -> int:
     """Print the refused files, the newest first."""
     from honed.job.database import timestamp
 
-    found = instance.refused(limit=options.limit)
+    found: Refused = instance.ask("refused", limit=options.limit)
     if options.json:
         terminal.say_json(found["files"])
         return 0
@@ -247,7 +248,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         job = instance.show(options.id)
     except UsageError as error:
         try:
-            return _show_group(instance.read("group", options.id), as_json=options.json)
+            return _show_group(instance.ask("group", id=options.id), as_json=options.json)
         except UsageError:
             pass
         if not error.message.startswith("no job ") or (refused := _refusal(instance, options.id)) is None:
@@ -372,9 +373,10 @@ def _adapter(spec: Mapping[str, Any]) -> str:
 
 def _refusal(instance: Instance, name: str) -> Refusal | None:
     """Return the refusal of a file, by the name that it was dropped with, with or without its suffix."""
-    if (found := instance.refusal(Path(name).name)) is not None:
-        return found
-    files = instance.refused()["files"]
+    refusal: Refusal | None = instance.ask("refusal", id=Path(name).name)
+    if refusal is not None:
+        return refusal
+    files: list[Refusal] = instance.ask("refused")["files"]
     return next((file for file in files if Path(name).name in (file["file"], Path(file["file"]).stem)), None)
 
 

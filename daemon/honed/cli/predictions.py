@@ -31,7 +31,7 @@ def compared(pieces: Iterable[Piece], *, of: Sequence[Kind] = tuple(Kind)) -> Te
 
 
 def predictions(instance: Instance, options: argparse.Namespace) -> int:
-    everything: list[Prediction] = instance.read("predictions", options.id)
+    everything: list[Prediction] = instance.ask("predictions", id=options.id)
     rows = comparison.chosen(everything, sample=options.sample, step=options.step)
     if options.json:
         terminal.say_json(rows)

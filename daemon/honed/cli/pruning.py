@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,14 +12,13 @@ from typing import Any
 from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.job import query, removal, retention, row_cache, tree
-from honed.job.job import State
 from honed.job.retention import Needs, Wish
 from honed.job.row_cache import RowCache
 from honed.job.shape import CachedRows, PruneAnswer, PrunedRow, RefusedRow, Removed, RemovedRow
 from honed.system.error import UsageError
 from honed.system.part import joined
 
-#: Answers `prune` and `pruned`: see Instance.pruner.
+#: Answers `prune` and `pruned`.
 Ask = Callable[..., Any]
 #: Seconds between looks at an unfinished removal.
 POLL_SEC = 0.1
@@ -71,7 +71,7 @@ def prune(instance: Instance, options: argparse.Namespace) -> int:
         "rejected": options.rejected,
         "rows": options.rows,
     }
-    with instance.pruner() as ask:
+    with _asking(instance) as ask:
         plan = _planned(ask, arguments)
         if not options.json:
             _say_plan(plan, options)
@@ -82,6 +82,16 @@ def prune(instance: Instance, options: argparse.Namespace) -> int:
         if option:
             ask("prune", **arguments, dry_run=False)
     return _end(plan, options, removed)
+
+
+@contextlib.contextmanager
+def _asking(instance: Instance) -> Iterator[Ask]:
+    """Yield the function that answers the verbs of a removal: the daemon's, or our own if the daemon is down."""
+    if instance.is_up:
+        yield instance.ask
+    else:
+        with instance.spool(lock=True) as spool:
+            yield Down(spool, instance.layout).ask
 
 
 def _planned(ask: Ask, arguments: Mapping[str, object]) -> PruneAnswer:
@@ -202,8 +212,7 @@ class Down:
 
     def _working(self) -> dict[int, int]:
         """Return the jobs whose workers may go on without honed."""
-        queued = (job for job in self._spool.jobs(State.QUEUED) if job.staged is not None)
-        return {job.id: job.uid for job in (*self._spool.jobs(State.RUNNING), *queued)}
+        return {job.id: job.uid for job in self._spool.with_worker()}
 
     def _size(self, job_id: int, wish: Wish) -> int:
         files = self._layout.files(job_id)

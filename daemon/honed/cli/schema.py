@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import honed
-from honed.cli.docstring import docstrings
+from honed.spec.docstring import docstrings
 from honed.spec.document import HOLDERS
 from honed.spec.field import Section
 from honed.spec.spec import JobSpec
@@ -59,7 +59,7 @@ def made() -> dict[str, Any]:
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A job file of honed",
-        "$comment": "Made by `python -m honed.cli.reference --write docs`.",
+        "$comment": "Made by `python scripts/reference.py --write docs`.",
     }
     # Top-level keys that hold YAML anchors are not part of the job.
     holders: dict[str, Any] = {f"^({'|'.join(holder.replace('.', '[.]') for holder in HOLDERS)})": {}}

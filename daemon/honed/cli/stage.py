@@ -143,7 +143,7 @@ def _media(files: list[Path], each: DatasetSpec, directories: Mapping[Kind, Path
             if not isinstance(row, dict):
                 continue
             with contextlib.suppress(RowError, DatasetError):
-                form = form or dataset.recognise(row, each.columns)
+                form = form or dataset.recognise(row, each.columns, form=each.row_form)
                 made = fields(row, form, each.columns, has_chat_template=True, directories=directories)
                 yield from ((file, number, media) for media in made.get("media", ()))
 

@@ -1,8 +1,9 @@
-"""The submission of job files: staged where needed, checked, dropped or sent, and honed's verdict on them."""
+"""The submission of job files: copied where needed, checked, dropped or sent, and honed's verdict on them."""
 
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import json
 import tempfile
@@ -20,6 +21,7 @@ from honed.cli.instance import Instance
 from honed.job import arrival, tree, trial
 from honed.job.database import timestamp
 from honed.job.progress import gib
+from honed.job.shape import Refusal, Row, Submitted
 from honed.spec import config, relative
 from honed.system.error import EnvironmentInvalidError, HonedError, UsageError
 
@@ -87,14 +89,15 @@ class _Sent:
 
 def _send(instance: Instance, paths: Sequence[Path], *, hold: bool = False) -> list[_Sent]:
     """Send job files to honed: into incoming/, or over the socket if the configuration allows no drops."""
-    if instance.takes_drops:
+    status = instance.status()
+    if status["takes_drops"] if status else config.load(instance.layout).policy.arrivals == "spool":
         incoming_dir = instance.layout.spool_dir / "incoming"
         if not incoming_dir.is_dir():
             raise EnvironmentInvalidError(
                 f"{incoming_dir}: no such directory", hint="start honed once, or give its --root DIR"
             )
         return [_Sent(arrival.drop(incoming_dir, path, hold=hold)) for path in paths]
-    if not instance.is_up:
+    if status is None:
         raise EnvironmentInvalidError(
             "honed is not running, and it accepts job files only over its socket (policy.arrivals)",
             hint="start it first",
@@ -102,8 +105,12 @@ def _send(instance: Instance, paths: Sequence[Path], *, hold: bool = False) -> l
     sent: list[_Sent] = []
     for path in paths:
         try:
-            taken = instance.submit(path, hold=hold)
+            taken: Submitted = instance.ask(
+                "submit", name=path.name, data=base64.b64encode(path.read_bytes()).decode(), hold=hold
+            )
         except HonedError as error:
+            if isinstance(error, EnvironmentInvalidError):
+                error.hint += f"; honectl list shows whether {path.name} was accepted"
             if sent:
                 error.surround(after=f"; {len(sent)} of {len(paths)} files were submitted before")
             raise
@@ -128,10 +135,10 @@ def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
 
     if not path.exists():
         raise UsageError(f"{path}: no such file")
-    staged = stage(path, instance.layout, config.load(instance.layout))
-    for key, source, copy in () if quiet else staged.copies:
+    copied = stage(path, instance.layout, config.load(instance.layout))
+    for key, source, copy in () if quiet else copied.copies:
         terminal.say(f"{key}: {source} copied to {copy}")
-    return staged.spec_path
+    return copied.spec_path
 
 
 def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path | None = None) -> None:
@@ -201,9 +208,10 @@ def _verdict(
     """
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
     while time.monotonic() < deadline or (is_fetched and instance.is_up):
-        if (job := instance.accepted(sent.name, since=timestamp(since), number=sent.number)) is not None:
+        job: Row | None = instance.ask("accepted", id=sent.name, since=timestamp(since), number=sent.number)
+        if job is not None:
             return job
-        refused = instance.refusal(sent.name, number=sent.number)
+        refused: Refusal | None = instance.ask("refusal", id=sent.name, number=sent.number)
         if refused is not None and refused["refused_at"] >= since:
             return {"id": None, "state": "rejected", "reason": refused["reason"]}
         if is_fetched and told is not None:
@@ -216,7 +224,7 @@ def _group(instance: Instance, number: int, num_jobs: int) -> Mapping[str, Any]:
     """Return a sweep's jobs once all are accepted; fewer if honed refuses some of them, or takes them later."""
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
     while True:
-        found = instance.read("group", str(number))
+        found = instance.ask("group", id=str(number))
         if len(found["jobs"]) >= num_jobs or time.monotonic() > deadline:
             ids = [job["id"] for job in found["jobs"]]
             return {"id": number, "name": found["name"], "state": "sweep", "num_jobs": num_jobs, "jobs": ids}

@@ -21,8 +21,8 @@ from honed.job.shape import Glance, Row
 from honed.system import device
 from honed.system.device import Load
 
-#: Reads one verb's answer, for one job or for all: see Instance.read.
-Read = Callable[..., Any]
+#: Returns a verb's answer: see Instance.ask.
+Ask = Callable[..., Any]
 #: Seconds between looks; and the pause as a multiple of a look's duration, since there may be thousands of jobs.
 INTERVAL_SEC = 1.0
 REST = 10
@@ -33,28 +33,28 @@ MAX_TEXT = 160
 _AT_REST = {"succeeded", "failed", "cancelled", "held"}
 
 
-def watch(read: Read, reference: str | None, *, as_json: bool = False) -> int:
+def watch(ask: Ask, reference: str | None, *, as_json: bool = False) -> int:
     """Watch until all watched jobs are at rest; in a terminal, all jobs until ^C. Returns 1 if the one job did not
     succeed."""
     if as_json:
-        return _lines(read, reference, lambda job, glance: print(json.dumps(glance or job), flush=True))
+        return _lines(ask, reference, lambda job, glance: print(json.dumps(glance or job), flush=True))
     if not terminal.console.is_terminal:
-        return _lines(read, reference, _Teller().say)
+        return _lines(ask, reference, _Teller().say)
     meter = Meter()
     with Live(console=terminal.console, auto_refresh=False) as live:
         while True:
-            jobs, one, rest_sec = _look(read, reference)
-            live.update(_screen(read, jobs, one, meter), refresh=True)
+            jobs, one, rest_sec = _look(ask, reference)
+            live.update(_screen(ask, jobs, one, meter), refresh=True)
             if one is not None and one["state"] in _AT_REST:
                 return _status(one)
             time.sleep(rest_sec)
 
 
-def _look(read: Read, reference: str | None) -> tuple[Sequence[Row], Glance | None, float]:
+def _look(ask: Ask, reference: str | None) -> tuple[Sequence[Row], Glance | None, float]:
     """Return the watched jobs, the one job if only one is watched, and the seconds until the next look."""
     began = time.monotonic()
-    one: Glance | None = read("glance", reference) if reference is not None else None
-    jobs = [one] if one is not None else read("list")
+    one: Glance | None = ask("glance", id=reference) if reference is not None else None
+    jobs = [one] if one is not None else ask("list")
     return jobs, one, max(INTERVAL_SEC, REST * (time.monotonic() - began))
 
 
@@ -112,16 +112,16 @@ def _load_words(load: Load) -> str:
 # -- a pipe -----------------------------------------------------------------------------------------------------------
 
 
-def _lines(read: Read, reference: str | None, say: Callable[[Row, Glance | None], None]) -> int:
+def _lines(ask: Ask, reference: str | None, say: Callable[[Row, Glance | None], None]) -> int:
     seen: dict[int, tuple[Any, ...]] = {}
     while True:
-        jobs, one, rest_sec = _look(read, reference)
+        jobs, one, rest_sec = _look(ask, reference)
         for job in jobs:
             now = (job["state"], job["progress"]["step"])
             if seen.get(job["id"]) == now:
                 continue
             seen[job["id"]] = now
-            say(job, one or _glance(read, job))
+            say(job, one or _glance(ask, job))
         if jobs and all(job["state"] in _AT_REST for job in jobs):
             return _status(one) if one is not None else 0
         time.sleep(rest_sec)
@@ -141,10 +141,10 @@ class _Teller:
             terminal.say(line)
 
 
-def _glance(read: Read, job: Row) -> Glance | None:
+def _glance(ask: Ask, job: Row) -> Glance | None:
     """Return details of a job that has begun; None for another user's job, which has none for us."""
     has_any = job["progress"]["step"] is not None and job["source"]
-    glance: Glance | None = read("glance", str(job["id"])) if has_any else None
+    glance: Glance | None = ask("glance", id=str(job["id"])) if has_any else None
     return glance
 
 
@@ -162,9 +162,9 @@ def _told(glance: Glance, told: dict[int, int]) -> Iterator[str]:
 # -- a terminal -------------------------------------------------------------------------------------------------------
 
 
-def _screen(read: Read, jobs: Sequence[Row], one: Glance | None, meter: Meter) -> RenderableType:
+def _screen(ask: Ask, jobs: Sequence[Row], one: Glance | None, meter: Meter) -> RenderableType:
     running = [job for job in jobs if job["state"] == "running"][:MAX_DETAILED]
-    glances = [one] if one is not None else [glance for job in running if (glance := _glance(read, job))]
+    glances = [one] if one is not None else [glance for job in running if (glance := _glance(ask, job))]
     courses = {glance["id"]: glance["course"] for glance in glances}
     lines = [f"{terminal.plain(load.name)}: {_load_words(load)}" for load in meter.loads()] or [_machine_line()]
     parts: list[RenderableType] = [Text(line, style="dim") for line in lines]

@@ -12,7 +12,9 @@ from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
 from honed.daemon.housekeeper import Housekeeper
 from honed.daemon.reading import Reading
+from honed.daemon.verb import Right, verb
 from honed.job import query, removal
+from honed.job.change import CHANGES
 from honed.job.database import Database
 from honed.job.job import Job, State, Stop
 from honed.job.query import Asker
@@ -40,14 +42,12 @@ class Changes:
     housekeeper: Housekeeper
     reading: Reading
 
-    def job(self, request: Request, asker: Asker) -> Job:
-        """Return the job that a request names."""
-        return query.find(self.spool, request.reference, asker)
-
-    def job_or_arrival(self, request: Request, asker: Asker) -> Job | Waiting:
+    def item(self, request: Request, asker: Asker, *, takes_arrival: bool) -> Job | Waiting:
         """Return the job that a request names, or the arrival whose model is being fetched."""
-        return self.fetches.arrival(request.reference, asker) or self.job(request, asker)
+        arrival = self.fetches.arrival(request.reference, asker) if takes_arrival else None
+        return arrival or query.find(self.spool, request.reference, asker)
 
+    @verb("cancel", right=Right.OWNER, wakes=True, takes_arrival=True)
     def cancel(self, request: Request, asker: Asker, item: Job | Waiting) -> ChangedRow | Arrival:
         """Cancel a job, or refuse an arrival whose model is being fetched."""
         if isinstance(item, Job):
@@ -55,6 +55,16 @@ class Changes:
         self.fetches.cancel(item.id)
         return {**item.as_dict(), "state": "rejected"}
 
+    @verb("hold", "release", "requeue", right=Right.OWNER, wakes=True)
+    def change(self, request: Request, asker: Asker, job: Job) -> ChangedRow:
+        """Cancel, hold, release or requeue a job."""
+        from_start, more = bool(request.arguments.get("from_start")), Begin()
+        if request.verb == "requeue":
+            more = {"goes_on_from": goes_on_from(self.layout, job, from_start=from_start)}
+        changed: ChangedRow = {**query.summary(self._change(request.verb, job, from_start=from_start)), **more}
+        return self.reading.row(changed, asker)
+
+    @verb("pin", "unpin", right=Right.OWNER)
     def pin(self, request: Request, asker: Asker, job: Job) -> Row:
         """Exempt a job from retention, or end that."""
         is_pinned = request.verb == "pin"
@@ -63,14 +73,6 @@ class Changes:
         else:
             pinned = self.spool.annotate(job, is_pinned=is_pinned)
         return self.reading.row(query.summary(pinned), asker)
-
-    def change(self, request: Request, asker: Asker, job: Job) -> ChangedRow:
-        """Cancel, hold, release or requeue a job."""
-        from_start, more = bool(request.arguments.get("from_start")), Begin()
-        if request.verb == "requeue":
-            more = {"goes_on_from": goes_on_from(self.layout, job, from_start=from_start)}
-        changed: ChangedRow = {**query.summary(self._change(request.verb, job, from_start=from_start)), **more}
-        return self.reading.row(changed, asker)
 
     def _change(self, verb: str, job: Job, *, from_start: bool) -> Job:
         if job.id in self.attempts.running and verb in {"cancel", "hold"}:
@@ -145,10 +147,5 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
                 f"job {job.id} ({job.name}) is running, but honed is not", hint="start honed, which then stops the job"
             )
         case _:
-            allowed = {
-                "cancel": "queued, held or running",
-                "hold": "queued or running",
-                "release": "held",
-                "requeue": "failed or cancelled",
-            }[verb]
-            raise UsageError(f"job {job.id} ({job.name}) is {job.state}, but {verb} needs a job that is {allowed}")
+            needed = CHANGES[verb].allowed
+            raise UsageError(f"job {job.id} ({job.name}) is {job.state}, but {verb} needs a job that is {needed}")

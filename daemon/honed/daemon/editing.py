@@ -22,6 +22,7 @@ from honed.daemon.arrivals.acceptance import Acceptance, facts_of
 from honed.daemon.arrivals.naming import locate, named_jobs
 from honed.daemon.backlog import Backlog
 from honed.daemon.placement import Placement
+from honed.daemon.verb import Right, verb
 from honed.job.arrival import too_large
 from honed.job.database import Database
 from honed.job.editing import ALWAYS, Edits, obstacle
@@ -71,6 +72,7 @@ class Editing:
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 
+    @verb("edit", right=Right.OWNER, wakes=True)
     def edit(self, request: Request, _asker: Asker, job: Job) -> Edited:
         """Take a new file for a job; `edited` has the verdict. Raises HonedError if the job cannot be edited."""
         data, was = request.arguments.get("data"), request.arguments.get("was")
@@ -101,6 +103,7 @@ class Editing:
         self._not_asked.append(job)
         return {"id": job.id, "state": "checking", "error": None}
 
+    @verb("edited", right=Right.OWNER)
     def edited(self, _request: Request, _asker: Asker, job: Job) -> Edited:
         """Return what became of a job's last edit: `checking`, `edited` or `refused`; `unknown` after a restart."""
         if job.id in self._pending or job.is_being_edited:

@@ -1,6 +1,6 @@
 """The daemon's end of housekeeping: it chooses in small bites what to remove, and a child removes it (removal.py).
 
-    a finished job ── its entry renamed to pruned/: the commit ──► its rows ──► the child: staged copies, directory
+    a finished job ── its entry renamed to pruned/: the commit ──► its rows ──► the child: its copies, directory
     checkpoints ── the entry says so ── renamed to .checkpoints.<n>.old ──► the child
 
     honectl ──► Housekeeper ─┬─► Pruning ──► RemovalProcess: the child
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from honed.daemon.verb import verb
 from honed.job import removal, retention
 from honed.job.brief import Listed
 from honed.job.damaged import passed_over
@@ -396,6 +397,7 @@ class Housekeeper:
 
     # -- what a person asks for --------------------------------------------------------------------------------------
 
+    @verb("prune")  # of the asker's own jobs; administrators of all
     def prune(self, request: Request, asker: Asker) -> PruneAnswer | Parts:
         """Answer `honectl prune`: list what would be removed, or remove it with `dry_run: false`. `is_measured` in the
         answer tells whether all sizes are known; if not, ask again."""
@@ -429,6 +431,7 @@ class Housekeeper:
                 self._pruning.prune(chosen.jobs, why)
         yield {**retention.report(chosen, sizes, is_measured=not are_missing)}
 
+    @verb("pruned")
     def pruned(self, request: Request, asker: Asker) -> dict[str, Removed]:
         """Return the finished items of a requested removal, by number."""
         kind = "checkpoints" if request.arguments.get("checkpoints") else "job"

@@ -39,7 +39,6 @@ from honed.daemon.publishing import Publishing
 from honed.daemon.rebuild import begin, tend
 from honed.daemon.signals import Configuration, Shutdown
 from honed.daemon.status import Status
-from honed.daemon.verbs import Answers
 from honed.daemon.wake import Wake
 from honed.job import recovery
 from honed.job.database import Database
@@ -50,7 +49,7 @@ from honed.run.fetcher import FetchRunner
 from honed.run.runner import Runner
 from honed.spec import config
 from honed.spec.config import Config
-from honed.system import device, durable, log_quota, message, python
+from honed.system import durable, log_quota, message, python
 from honed.system import layout as layouts
 from honed.system import log as logs
 from honed.system.device import Device
@@ -102,8 +101,6 @@ class Daemon:
             clock=clock,
         )
         self._database = Database(layout.database_path)
-        if probe is None:
-            probe = device.probe if runner.name != "slurm" else lambda _: in_force().slurm.devices()
         self._attempts = Attempts(
             layout, config, self._spool, self._database, runner, failures=self._health.failures, clock=clock
         )
@@ -114,13 +111,13 @@ class Daemon:
             runner,
             self._intake.acceptance,
             self._attempts,
-            probe=probe,
+            probe=probe or runner.devices,
             housekeeper=lambda: self._housekeeper,  # it is made below
             group=JOBS_GROUP if systemd is not None else "",
             clock=clock,
             now=now,
         )
-        self._shutdown = Shutdown(self._attempts, self._dispatch.staged, in_force, drain=drain)
+        self._shutdown = Shutdown(self._attempts, self._dispatch.staging, in_force, drain=drain)
         self._publishing = Publishing(
             layout, config, self._database, self._attempts, self._spool, self._dispatch.selection.queue, clock=clock
         )
@@ -138,20 +135,17 @@ class Daemon:
             self._dispatch.backlog,
             self._dispatch.placement,
         )
-        self._answers = Answers(
+        self._answers = verbs.answers(
             layout,
             in_force,
-            verbs.table(
-                layout,
-                self._spool,
-                self._database,
-                self._intake,
-                self._attempts,
-                self._housekeeper,
-                self._status,
-                self._dispatch,
-            ),
             self._wake,
+            self._spool,
+            self._database,
+            self._intake,
+            self._attempts,
+            self._housekeeper,
+            self._status,
+            self._dispatch,
         )
 
     # -- the loop -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from honed.daemon.availability import ALL
 from honed.daemon.placement import Placement
+from honed.daemon.verb import Right, verb
 from honed.job import query
 from honed.job.event import MAX_TIME
 from honed.job.query import Asker
@@ -28,6 +29,7 @@ class Maintenance:
     spool: Spool
     placement: Placement
 
+    @verb("drain", right=Right.ADMINISTRATOR, wakes=True)
     def drain(self, request: Request, _asker: Asker) -> list[DeviceRow]:
         """Start no further job on a device; with `now`, also preempt the jobs that run there."""
         found = self.placement.find(request.reference)
@@ -38,6 +40,7 @@ class Maintenance:
         log.info("drained by user %d: %s%s", request.uid, labels, f": {reason}" if reason else "")
         return self._rows({item.key for item in found})
 
+    @verb("reserve", right=Right.ADMINISTRATOR, wakes=True)
     def reserve(self, request: Request, asker: Asker) -> list[DeviceRow]:
         """Reserve a device for one user or one job, for a time or until somebody ends it."""
         found = self.placement.find(request.reference)
@@ -64,6 +67,7 @@ class Maintenance:
             raise UsageError(f"job {job.id} ({job.name}) is {job.state}", hint="reserve a device for an unfinished job")
         return {"job": job.id}
 
+    @verb("undrain", right=Right.ADMINISTRATOR, wakes=True)
     def undrain(self, request: Request, _asker: Asker) -> list[DeviceRow]:
         """Let jobs start on a device again."""
         keys = self._keys(request)
@@ -72,6 +76,7 @@ class Maintenance:
         log.info("undrained by user %d: %s", request.uid, ", ".join(keys))
         return self._rows(set(keys))
 
+    @verb("unreserve", right=Right.ADMINISTRATOR, wakes=True)
     def unreserve(self, request: Request, _asker: Asker) -> list[DeviceRow]:
         """End the reservation of a device."""
         keys = self._keys(request)

@@ -13,6 +13,7 @@ from honed.daemon.backlog import Backlog
 from honed.daemon.health import Health
 from honed.daemon.placement import Placement
 from honed.daemon.signals import Configuration, Shutdown
+from honed.daemon.verb import Right, verb
 from honed.job import query, shape
 from honed.job.progress import together
 from honed.job.spool import Spool
@@ -38,6 +39,7 @@ class Status:
     backlog: Backlog
     placement: Placement
 
+    @verb("status")
     def answer(self, _request: Request, asker: query.Asker) -> shape.Status:
         """Answer `status`."""
         return {
@@ -53,6 +55,7 @@ class Status:
             "arrivals": [row.seen_by(asker) for row in self.intake.acceptance.fetches.rows()],
         }
 
+    @verb("pause", "resume", right=Right.ADMINISTRATOR, wakes=True)
     def pause(self, request: Request, _asker: query.Asker) -> str:
         """Stop starting jobs, or start them again. Returns the status line."""
         self.spool.pause(request.verb == "pause")

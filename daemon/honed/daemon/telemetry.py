@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from honed.daemon.status import Status
+from honed.daemon.verb import verb
 from honed.job.query import Asker
 from honed.job.shape import Gpu, Telemetry
 from honed.system import device
@@ -59,6 +60,7 @@ class Observer:
         self._status = status
         self._gpus = gpus or Gpus()
 
+    @verb("metrics")
     def answer(self, _request: Request, _asker: Asker) -> Telemetry:
         """Return what is wrong with honed, the load of the GPUs, and the daemon's own resource use."""
         status, num_damaged = self._status, 0

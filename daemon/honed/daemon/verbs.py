@@ -1,17 +1,16 @@
-"""The verbs of the control socket, and who may use them."""
+"""The daemon's end of the control socket: its verbs by name, and the check of who may use them."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import Enum, auto
-from functools import partial
 from typing import Any
 
+from honed.daemon import verb
+from honed.daemon.arrivals.fetches import Waiting
 from honed.daemon.arrivals.intake import Intake
-from honed.daemon.arrivals.submission import submit
+from honed.daemon.arrivals.submission import Submission
 from honed.daemon.attempts import Attempts
 from honed.daemon.changes import Changes
 from honed.daemon.dispatch import Dispatch
@@ -20,8 +19,10 @@ from honed.daemon.maintenance import Maintenance
 from honed.daemon.reading import Reading
 from honed.daemon.status import Status
 from honed.daemon.telemetry import Observer
+from honed.daemon.verb import Right, Verb
 from honed.daemon.wake import Wake
 from honed.job.database import Database
+from honed.job.job import Job
 from honed.job.query import Asker
 from honed.job.spool import Spool
 from honed.spec.config import Config
@@ -35,26 +36,10 @@ from honed.system.message import of_error
 log = logging.getLogger(__name__)
 
 
-class Right(Enum):
-    """The users who may use a verb."""
-
-    ANYBODY = auto()  #: every user; the verb itself checks or leaves out the rest
-    OWNER = auto()  #: the owner of the job or arrival that is named, and administrators
-    ADMINISTRATOR = auto()  #: root, honed's own user, and the members of policy.admin_group
-
-
-@dataclass(frozen=True)
-class Verb:
-    """One verb. `answer` takes the request and its asker and, where only the owner may use the verb, the item."""
-
-    right: Right
-    answer: Callable[..., Any]
-    find: Callable[[Request, Asker], Any] | None = None  #: returns the item: the job or arrival that is named
-    wakes: bool = False  #: the loop has something to do afterwards
-
-
-def table(
+def answers(
     layout: Layout,
+    config: Callable[[], Config],
+    wake: Wake,
     spool: Spool,
     database: Database,
     intake: Intake,
@@ -62,54 +47,38 @@ def table(
     housekeeper: Housekeeper,
     status: Status,
     dispatch: Dispatch,
-) -> dict[str, Verb]:
-    """Return the verbs by name."""
-    selection, editing, maintenance = dispatch.selection, dispatch.plans.editing, Maintenance(spool, dispatch.placement)
-    fetches, incoming = intake.acceptance.fetches, intake.acceptance.incoming
+) -> Answers:
+    """Return the answers of the daemon's services."""
+    selection, fetches = dispatch.selection, intake.acceptance.fetches
     reading = Reading(layout, spool, fetches, selection.waits_for, selection.queue)
     changes = Changes(layout, spool, database, fetches, attempts, dispatch.backlog, housekeeper, reading)
-    changing = partial(Verb, Right.OWNER, find=changes.job)
-    return {
-        "list": Verb(Right.ANYBODY, reading.list_jobs),
-        "numbers": Verb(Right.ANYBODY, reading.numbers),
-        "names": Verb(Right.ANYBODY, reading.names),
-        "overview": Verb(Right.ANYBODY, reading.overview),
-        "show": Verb(Right.ANYBODY, reading.show),
-        "glance": Verb(Right.ANYBODY, reading.glance),
-        "predictions": Verb(Right.ANYBODY, reading.predictions),
-        "losses": Verb(Right.ANYBODY, reading.losses),
-        "group": Verb(Right.ANYBODY, reading.group),
-        "accepted": Verb(Right.ANYBODY, reading.accepted),
-        "refusal": Verb(Right.ANYBODY, reading.refusal),
-        "refused": Verb(Right.ANYBODY, reading.refused),
-        "status": Verb(Right.ANYBODY, status.answer),
-        "metrics": Verb(Right.ANYBODY, Observer(status).answer),
-        "submit": Verb(Right.ANYBODY, partial(submit, spool.incoming_dir, incoming), wakes=True),
-        "prune": Verb(Right.ANYBODY, housekeeper.prune),  # of their own jobs, administrators of all
-        "pruned": Verb(Right.ANYBODY, housekeeper.pruned),
-        "cancel": Verb(Right.OWNER, changes.cancel, changes.job_or_arrival, wakes=True),
-        "hold": changing(changes.change, wakes=True),
-        "release": changing(changes.change, wakes=True),
-        "requeue": changing(changes.change, wakes=True),
-        "edit": changing(editing.edit, wakes=True),
-        "edited": changing(editing.edited),
-        "pin": changing(changes.pin),
-        "unpin": changing(changes.pin),
-        "pause": Verb(Right.ADMINISTRATOR, status.pause, wakes=True),
-        "resume": Verb(Right.ADMINISTRATOR, status.pause, wakes=True),
-        "drain": Verb(Right.ADMINISTRATOR, maintenance.drain, wakes=True),
-        "undrain": Verb(Right.ADMINISTRATOR, maintenance.undrain, wakes=True),
-        "reserve": Verb(Right.ADMINISTRATOR, maintenance.reserve, wakes=True),
-        "unreserve": Verb(Right.ADMINISTRATOR, maintenance.unreserve, wakes=True),
-    }
+    verbs = verb.table(
+        reading,
+        changes,
+        status,
+        housekeeper,
+        Observer(status),
+        Submission(spool.incoming_dir, intake.acceptance.incoming),
+        dispatch.plans.editing,
+        Maintenance(spool, dispatch.placement),
+    )
+    return Answers(layout, config, verbs, changes.item, wake)
 
 
 class Answers:
-    """The daemon's end of the control socket: looks a verb up, checks the right to it, and answers it."""
+    """Looks a verb up, checks the right to it, and answers it."""
 
-    def __init__(self, layout: Layout, config: Callable[[], Config], verbs: Mapping[str, Verb], wake: Wake) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        config: Callable[[], Config],
+        verbs: Mapping[str, Verb],
+        item: Callable[..., Job | Waiting],
+        wake: Wake,
+    ) -> None:
         self._config = config
         self.verbs = verbs
+        self._item = item
         self._wake = wake.wake
         self._server = control.Server(
             layout.control_path, wake.selector, self.answer, max_request_bytes=self._max_request_bytes()
@@ -136,20 +105,19 @@ class Answers:
 
     def answer(self, request: Request) -> Any:
         """Answer one verb. Raises HonedError if it cannot be done, or the asker may not do it."""
-        if (verb := self.verbs.get(request.verb)) is None:
+        if (found := self.verbs.get(request.verb)) is None:
             raise UsageError(f"unknown verb {request.verb!r}")
-        asker = self._asker(request)
-        item: list[Any] = []
-        if verb.right is Right.ADMINISTRATOR and not asker.is_administrator:
-            raise NotPermittedError(
-                f"{request.verb} affects everybody's jobs", hint="only root and policy.admin_group may use it"
-            )
-        if verb.right is Right.OWNER:
-            assert verb.find is not None
-            item = [verb.find(request, asker)]
-            _require_owner(request, asker, item[0].id, item[0].uid)
-        answer = verb.answer(request, asker, *item)
-        if verb.wakes:
+        declaration, asker, items = found.declaration, self._asker(request), list[Job | Waiting]()
+        match declaration.right:
+            case Right.ADMINISTRATOR if not asker.is_administrator:
+                raise NotPermittedError(
+                    f"{request.verb} affects everybody's jobs", hint="only root and policy.admin_group may use it"
+                )
+            case Right.OWNER:
+                items = [item := self._item(request, asker, takes_arrival=declaration.takes_arrival)]
+                _require_owner(request, asker, item.id, item.uid)
+        answer = found.answer(request, asker, *items)
+        if declaration.wakes:
             self._wake()
         return answer
 

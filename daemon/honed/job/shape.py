@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NotRequired, TypedDict
 
 from honed.job.job import Group, Halving
-from honed.system.error import ErrorRecord
+from honed.system.error import ErrorRecord, plain
 from honed.system.usage import Usage
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
@@ -39,7 +39,10 @@ class Wait(TypedDict):
     """The reason why a job does not run: a code for programs, a text for people."""
 
     reason: str
+    """Reason for programs: person, dependency, plan, retry, disk, paused, device, hours, drained, reserved, turn,
+    honed, …"""
     detail: str
+    "Reason as text; empty for another user's job, and if it changes every second."
 
 
 class Score(TypedDict):
@@ -61,24 +64,41 @@ class PreemptionRow(TypedDict):
 
 
 class Row(_Listed, _Class):
-    """One row of `list`."""
+    """One row of `list`. Another user's has None, or an empty list, where the key would tell of the job's content.
+
+    The docstrings are those of the web API (page/api.py).
+    """
 
     outcome: str | None
+    """Outcome: succeeded, cancelled, stopped_early (by its sweep), or the error's code."""
     remark: str
+    "Remark on a success: its loss did not fall, or the model ended worse."
     priority: int
     submitted_at: str
+    """ISO 8601, UTC."""
     uid: int
-    source: str | None  #: None for another user's job
+    """User who submitted the job."""
+    source: str | None
+    """Name of the submitted file."""
     is_pinned: bool
+    """True if the job is kept regardless of [retention]."""
     waiting_for: Wait | None
-    staged_at: str | None  #: of a queued job whose worker prepares ahead of its turn
-    preemption: PreemptionRow | None  #: of a job that has not started again since
-    progress: Progress
+    """Reason for waiting; given for held jobs and the first 500 of the queue."""
+    staged_at: str | None
+    """Start of its worker ahead of its turn, ISO 8601, UTC; null if it has none."""
     needs_bytes: int | None
-    model: str | None  #: the base model as the spec names it; None for another user's job
-    data: list[str]  #: the paths of the data sets; empty for another user's job
-    elapsed_sec: float | None  #: of all attempts; None before the first
-    score: Score | None  #: the last one; None before the first evaluation, and for another user's job
+    """Free disk space in bytes that it needs to be started again."""
+    preemption: PreemptionRow | None
+    """Request to give up its device, of a job that has not started again since: reason, stop_sec, lost_steps."""
+    progress: Progress
+    model: str | None
+    """Base model as the job file names it; null for another user's job."""
+    data: list[str]
+    """Paths of the data sets."""
+    elapsed_sec: float | None
+    """Seconds of all attempts; null before the first."""
+    score: Score | None
+    """Score of the last evaluation; null before the first."""
     group: NotRequired[Group | None]  #: of a job that a sweep made
 
 
@@ -190,23 +210,43 @@ class SlurmRow(TypedDict):
     nodes: str
 
 
-class Shown(Row):
+class OnCluster(TypedDict):
+    slurm: NotRequired[SlurmRow]  #: where the last attempt was handed to a cluster
+
+
+def on_cluster(start: dict[str, Any]) -> OnCluster:
+    """Return what start.json says of a job on a cluster; empty for one that runs elsewhere."""
+    if not isinstance(start.get("name"), str):
+        return {}
+    name, number, state, reason, nodes = (
+        plain(str(start.get(key, ""))) for key in ("name", "slurm_id", "state", "reason", "nodes")
+    )
+    return {"slurm": SlurmRow(name=name, id=number, state=state, reason=reason, nodes=nodes)}
+
+
+class Shown(Row, OnCluster):
     """The answer to `show`."""
 
     spec: dict[str, Any]
     plan: dict[str, Any]
     attempts: list[AttemptRow]
     error: ErrorRecord | None
-    adjustments: list[AdjustmentRow]
-    num_preemptions: int
     artifacts: Artifacts
     metrics: dict[str, float]
-    memory: MemoryShown
+    """Last value of each metric."""
+    adjustments: list[AdjustmentRow]
+    """Changes since the job ran out of memory, one per step: attempt, text, changes."""
+    num_preemptions: int
+    """Number of requests to give up its device."""
     depends_on: list[str]
-    stopped_early: StoppedEarly | None  #: if its sweep has ended it
-    edited_at: list[str]  #: the times at which its job file was edited
+    """Numbers and names of the jobs that it waits for."""
+    edited_at: list[str]
+    """Times at which its job file was edited."""
+    stopped_early: StoppedEarly | None
+    """Rung at which its sweep ended it: rung, step, eval_loss, reason."""
     job_dir: str
-    slurm: NotRequired[SlurmRow]  #: where the last attempt was handed to a cluster
+    memory: MemoryShown
+    """Memory in bytes, as `estimated` and as `used`."""
     events: list[dict[str, Any]]
 
 

@@ -56,7 +56,7 @@ VIEWS = (
             "attempt": "the attempt that reported it",
             "step": "optimizer step; 0 is before the first step",
             "epoch": "passes over the training data",
-            "name": "loss, learning_rate, grad_norm, eval_loss, …",
+            "name": "loss, learning_rate, grad_norm, mean_token_accuracy, eval_loss, …",
             "value": "the value",
             "created_at": _WHEN,
         },
@@ -100,7 +100,7 @@ SQL = "\n".join(view.sql for view in VIEWS)
 _INTRODUCTION = """\
 # The database
 
-<!-- Made by `python -m honed.cli.reference --write docs/`; change daemon/honed/job/views.py instead. -->
+<!-- Made by `python scripts/reference.py --write docs/`; change daemon/honed/job/views.py instead. -->
 
 `/var/lib/honed/honed.db` is SQLite, in WAL mode: it can be opened read-only while honed writes.
 

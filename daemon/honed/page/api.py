@@ -3,16 +3,21 @@ them, so that the two cannot differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_typeddict
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.json_schema import models_json_schema
 
 from honed import __version__
+from honed.job import shape
 from honed.job.job import State
 from honed.page.source import Health, Source
+from honed.spec.docstring import of_class
 
 #: Rows of one page, at most and by default.
 MAX_ROWS, ROWS = 500, 100
@@ -22,6 +27,10 @@ Number = Annotated[int, Field(ge=0, lt=2**63)]
 
 class _Answer(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
@@ -66,79 +75,88 @@ class PredictionPaging(Paging):
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-class Progress(_Answer):
-    """The progress of a job."""
-
-    step: int | None
-    num_steps: int | None
-    epoch: float | None
-    loss: float | None
-    eta_sec: float | None
+#: The models of rows that other rows have; rows without one are any object.
+_MODELS: dict[type, type[BaseModel]] = {}
 
 
-class Score(_Answer):
-    """A metric of the last evaluation: the first one of the predictions, else the loss."""
+def _made_of(
+    row: type,
+    name: str,
+    doc: str,
+    *,
+    base: type[BaseModel] = _Answer,
+    types: Mapping[str, Any] = MappingProxyType({}),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    without: Container[str] = (),
+) -> type[BaseModel]:
+    """Return the model of a row of `--json`: its keys, types and descriptions are those of job/shape.py, but for
+    `types`. Keys with a default are not required: they came after the first version of the API."""
+    words, fields = of_class(row), dict[str, Any]()
+    for key, kind in get_type_hints(row).items():
+        if key in without or key in base.model_fields:
+            continue
+        default, description = defaults.get(key, ...), words.get(key, _WORDS.get(key))
+        field = Field(default_factory=list, description=description)
+        if default is not list:
+            field = Field(default=default, description=description)
+        fields[key] = (types.get(key, _annotation(kind)), field)
+    made = create_model(name, __base__=base, __doc__=doc, **fields)
+    _MODELS[row] = made
+    return made
 
-    name: str
-    value: float
+
+def _annotation(kind: Any) -> Any:
+    """Return the type of a key with models in place of rows."""
+    if is_typeddict(kind):
+        return _MODELS.get(kind, dict[str, Any])
+    if isinstance(kind, UnionType):
+        return functools.reduce(operator.or_, map(_annotation, get_args(kind)))
+    return list[_annotation(get_args(kind)[0])] if get_origin(kind) is list else kind  # type: ignore[misc]
 
 
-class WaitingFor(_Answer):
-    """The reason why a job does not run."""
-
-    reason: str
-    """Reason for programs: person, dependency, plan, retry, disk, paused, device, hours, drained, reserved, turn,
-    honed, …"""
-    detail: str
-    "Reason as text; empty for another user's job, and if it changes every second."
-
-
-class JobRow(_Answer):
-    """One job. Another user's, if results are not shared, has only number, state and progress."""
-
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
-
-    id: int
-    name: str
-    state: State
-    outcome: str | None
-    """Outcome: succeeded, cancelled, stopped_early (by its sweep), or the error's code."""
-    remark: str = ""
-    "Remark on a success: its loss did not fall, or the model ended worse."
-    priority: int
-    job_class: str | None = Field(default=None, alias="class")
-    """Class of the administrator's [classes]; null: the default class."""
-    submitted_at: str
-    """ISO 8601, UTC."""
-    uid: int
-    """User who submitted the job."""
-    source: str | None
-    """Name of the submitted file."""
-    is_pinned: bool
-    """True if the job is kept regardless of [retention]."""
-    waiting_for: WaitingFor | None
-    """Reason for waiting; given for held jobs and the first 500 of the queue."""
-    staged_at: str | None = None
-    """Start of its worker ahead of its turn, ISO 8601, UTC; null if it has none."""
-    needs_bytes: int | None
-    """Free disk space in bytes that it needs to be started again."""
-    preemption: dict[str, Any] | None = None
-    """Request to give up its device, of a job that has not started again since: reason, stop_sec, lost_steps."""
-    progress: Progress
-    model: str | None = None
-    """Base model as the job file names it; null for another user's job."""
-    data: list[str] = Field(default_factory=list)
-    """Paths of the data sets."""
-    elapsed_sec: float | None = None
-    """Seconds of all attempts; null before the first."""
-    score: Score | None = None
-    """Score of the last evaluation; null before the first."""
+#: A key that is no name, whose row has no place for its description.
+_WORDS = {"class": "Class of the administrator's [classes]; null: the default class."}
+_STEPS = {"step": int | None, "num_steps": int | None}
+Progress = _made_of(shape.Progress, "Progress", "The progress of a job.", types=_STEPS)
+Score = _made_of(
+    shape.Score, "Score", "A metric of the last evaluation: the first one of the predictions, else the loss."
+)
+WaitingFor = _made_of(shape.Wait, "WaitingFor", "The reason why a job does not run.")
+AttemptRow = _made_of(
+    shape.AttemptRow,
+    "AttemptRow",
+    "One start of a worker.",
+    base=_Open,
+    without={"num_starts", "staged_at", "device", "preemption"},
+)
+JobRow = _made_of(
+    shape.Row,
+    "JobRow",
+    "One job. Another user's, if results are not shared, has only number, state and progress.",
+    base=_Open,
+    types={"state": State},
+    defaults={
+        **dict.fromkeys(("class", "staged_at", "preemption", "model", "elapsed_sec", "score")),
+        "remark": "",
+        "data": list,
+    },
+    without={"group"},
+)
+JobShown = _made_of(
+    shape.Shown,
+    "JobShown",
+    "The details of one job, as in `honectl show --json`; later versions may add keys.",
+    base=JobRow,
+    types={"metrics": dict[str, Any]},
+    defaults={"num_preemptions": 0, "edited_at": [], "stopped_early": None},
+    without={"group", "slurm", "events"},
+)
 
 
 class JobList(_Answer):
     """Jobs, the newest first."""
 
-    jobs: list[JobRow]
+    jobs: list[JobRow]  # type: ignore[valid-type]
     next: str | None
     """Address of the next page; null on the last."""
 
@@ -159,44 +177,6 @@ class Failure(_Answer):
     """A failed request."""
 
     error: Error
-
-
-class AttemptRow(_Answer):
-    """One start of a worker."""
-
-    model_config = ConfigDict(extra="allow")
-
-    number: int
-    backend: str
-    started_at: str
-    ended_at: str | None
-    outcome: str | None
-    step: int
-
-
-class JobShown(JobRow):
-    """The details of one job, as in `honectl show --json`; later versions may add keys."""
-
-    spec: dict[str, Any]
-    plan: dict[str, Any]
-    attempts: list[AttemptRow]
-    error: dict[str, Any] | None
-    artifacts: dict[str, Any]
-    metrics: dict[str, Any]
-    """Last value of each metric."""
-    adjustments: list[dict[str, Any]]
-    """Changes since the job ran out of memory, one per step: attempt, text, changes."""
-    num_preemptions: int = 0
-    """Number of requests to give up its device."""
-    depends_on: list[str]
-    """Numbers and names of the jobs that it waits for."""
-    edited_at: list[str] = []
-    """Times at which its job file was edited."""
-    stopped_early: dict[str, Any] | None = None
-    """Rung at which its sweep ended it: rung, step, eval_loss, reason."""
-    job_dir: str
-    memory: dict[str, Any]
-    """Memory in bytes, as `estimated` and as `used`."""
 
 
 class Metric(_Answer):

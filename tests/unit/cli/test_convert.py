@@ -248,12 +248,10 @@ def test_the_number_of_devices_and_machines_is_never_dropped_in_silence(before: 
         "cat <<< hello\n{}",
         "x=$((1<<3))\n{}",
         "# see <<EOF, don't\n{}",
-        "cat <<'EOF' > it.yaml\ntrl sft --seed 2\nEOF\n{}",
         'ARGS="--model_name_or_path a/b --max_length 8"; trl sft $ARGS',
-        'ARGS=(\n  --model_name_or_path "a/b"  # which\n)\nARGS+=(--max_length 8)\ntrl sft "${{ARGS[@]}}"',
-        "srun -n 1 bash -c 'cd /; {}'",
-        "main() {{ M=a/b; trl sft --model_name_or_path $M --max_length 8; }}; main",
-        "if true; then\n  {} 2>&1 | tee log\nfi",
+        'export M=a/b L=8\ntrl sft --model_name_or_path "$M" \\\n  --max_length $L  # so\n',
+        'N=\'it\'\'s #1\'; cd "$(dirname "$0")" && srun -n 1 {} 2>&1 | tee "$N.log"',
+        "A=a; B=$A/b; trl sft --model_name_or_path ${{B}} --max_length=${{L:-8}}",
     ],
 )
 def test_an_ordinary_script_is_read_as_the_shell_would(text: str) -> None:
@@ -264,10 +262,8 @@ def test_an_ordinary_script_is_read_as_the_shell_would(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "M=a\nif [ $1 ]; then M=b; fi\n{} $M",
-        "M=a\ncase $1 in x) M=b;; esac\n{} $M",
         'M=a\n[ -n "$1" ] && M=b\n{} "$M"',
-        "for M in a b; do {} $M; done",
+        "read M\n{} $M",
         "M=a\n{} '$M'",
         "X='eval $X'; eval $X; {} $M",
     ],
@@ -276,6 +272,34 @@ def test_a_value_that_depends_on_what_runs_is_named(text: str) -> None:
     started = launch.find(text.format("trl sft --model_name_or_path"), Path("/"), "it")
     assert started.data == {}
     assert started.notes == [("model_name_or_path", "the shell computes it ($M): write its value")]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("M=a\nif [ $1 ]; then M=b; fi\n{}", "line 2 has a branch"),
+        ("M=a\ncase $1 in x) M=b;; esac\n{}", "line 2 has a branch"),
+        ("for M in a b; do {}; done", "line 1 has a loop"),
+        ("while true; do {}; done", "line 1 has a loop"),
+        ("set -e\nmain() {{ {}; }}; main", "line 2 has a function or a subshell"),
+        ("{{ {}; }} | tee log", "line 1 has a function or a group of commands"),
+        ("\n\nARGS=( --seed 1 )\n{}", "line 3 has an array"),
+        ("cat <<EOF >it.yaml\na\nEOF\n{}", "line 1 has a here-document"),
+        ("echo 'it is\n{}", "line 1 has a quote that never ends"),
+        ("srun bash -c '{}'", "what srun is given as one word is not read"),
+    ],
+)
+def test_a_script_that_has_to_be_run_to_be_known_is_rejected_with_the_reason(text: str, words: str) -> None:
+    with pytest.raises(SpecError) as rejected:
+        launch.find(text.format("trl sft --model_name_or_path a/b"), Path("/"), "it")
+    assert words in rejected.value.message
+    assert "in quotes" in rejected.value.hint
+
+
+def test_the_arguments_of_a_script_are_named(tmp_path: Path) -> None:
+    started = launch.find('trl sft --model_name_or_path a/b --seed 1 "$@"', tmp_path, "it")
+    assert started.data == {"model_name_or_path": "a/b", "seed": 1}
+    assert started.notes == [("$@", "the shell computes it: write what it stands for")]
 
 
 def test_a_command_line_without_quotes_is_told_of_them(place: Path) -> None:

@@ -6,9 +6,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import manual
 import pytest
 
-from honed.cli import command_line, job_numbers, manual
+from honed.cli import command_line, job_numbers
 from honed.job.job import State
 from honed.spec.config import Config
 
@@ -28,7 +29,7 @@ def complete(*words: str) -> list[str]:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_verbs_options_and_jobs() -> None:
-    assert {name for name, _, _ in manual.verbs(command_line.parser())} == set(complete("honectl", ""))
+    assert {name for name, _, _ in command_line.verbs(command_line.parser())} == set(complete("honectl", ""))
     assert complete("honectl", "su") == ["submit"]
     assert complete("honectl", "submit", "--w") == ["--wait"]
     assert complete("honectl", "submit", "honed.t") == ["honed.toml"]
@@ -40,7 +41,7 @@ def test_bash_completes_verbs_options_and_jobs() -> None:
 def test_each_shell_asks_for_the_numbers_of_jobs_at_each_tab() -> None:
     texts = {shell: (CHECKOUT / f"etc/completions/honectl.{shell}").read_text() for shell in ("bash", "zsh", "fish")}
     assert set(job_numbers.STATES) == set(State)
-    arguments = [action for _, _, verb in manual.verbs(command_line.parser()) for action in verb._actions]
+    arguments = [action for _, _, verb in command_line.verbs(command_line.parser()) for action in verb._actions]
     num_places = sum(action.metavar == "ID" for action in arguments)
     assert texts["fish"].count(f'"({manual.JOBS})"') == num_places
     # zsh reads `(*):` as one argument, and `*:` as any number of them.
@@ -53,7 +54,7 @@ def test_each_shell_asks_for_the_numbers_of_jobs_at_each_tab() -> None:
 
 def test_every_verb_and_key_is_in_its_page() -> None:
     pages = manual.man_pages([("[jobs]", "", type(Config().jobs))], [])
-    for name, _, _ in manual.verbs(command_line.parser()):
+    for name, _, _ in command_line.verbs(command_line.parser()):
         assert f'.SS "{name}' in pages["honectl.1"]
     assert all(f".BR {key} " in pages["honed.toml.5"] for key in type(Config().jobs).model_fields)
 

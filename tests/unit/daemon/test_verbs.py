@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from honed.daemon.loop import Daemon
-from honed.daemon.verbs import Right
+from honed.daemon.verb import Right
 from honed.job import refusals
 from honed.job.arrival import Arrivals
 from honed.job.job import Job, State

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.cli import reference
-from honed.spec import rule, setting, spec
+from honed.spec import export, rule, setting, spec
 from honed.spec.config import ClassConfig, Config
 from honed.spec.problem import InvalidSpecError
 from honed.spec.spec import JobSpec
@@ -99,6 +99,16 @@ def test_a_base_model_is_a_directory_a_hub_id_or_a_job(base_model: str) -> None:
 )
 def test_anything_else_is_no_base_model(base_model: str) -> None:
     assert refusal({**LEAST, "base_model": base_model}).startswith("line 1: base_model: ")
+
+
+@pytest.mark.parametrize("item", export.EXPORTS, ids=lambda item: item.name)
+def test_an_export_is_asked_for_by_a_key_of_a_training_and_by_default_by_none(item: export.Export) -> None:
+    assert item not in export.asked(loads(LEAST))
+    assert JobSpec.model_fields[item.key].default == export.NONE[item.key]
+    document = {**LEAST, item.key: "bfloat16", "lora": {}}
+    assert export.asked(loads(document)) == export.asked(document) == [item]
+    if item.adapter_reason:
+        assert item.adapter_reason in refusal({**LEAST, item.key: "bfloat16"})
 
 
 MERGE: dict[str, Any] = {"kind": "merge", "base_model": "/srv/models/m", "adapter": "/srv/adapters/a"}
@@ -436,7 +446,7 @@ def test_random_bytes_are_refused_with_a_spec_error(data: bytes, suffix: str) ->
 
 @pytest.mark.slow
 def test_the_reference_is_what_the_types_say() -> None:
-    assert reference.main(["--check", str(ROOT / "docs")]) == 0, "python -m honed.cli.reference --write docs/"
+    assert reference.main(["--check", str(ROOT / "docs")]) == 0, "python scripts/reference.py --write docs/"
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Generated files: docs/job-spec.md, docs/configuration.md etc/honed.toml and etc/honed-job.schema.json from the types;
 docs/database.md; man pages and completions, see manual.py.
 
-python -m honed.cli.reference --write docs/    writes them
-python -m honed.cli.reference --check docs/    exits with 1 if one is out of date
+python scripts/reference.py --write docs/    writes them
+python scripts/reference.py --check docs/    exits with 1 if one is out of date
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import manual
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from honed.cli import manual, schema
-from honed.cli.docstring import docstrings
+from honed.cli import schema
 from honed.job import views
 from honed.spec import setting
 from honed.spec.config import Config
+from honed.spec.docstring import docstrings
 from honed.spec.field import MANY, choices, describe, keys, kinds, members
 from honed.spec.spec import JobSpec
 from honed.spec.training import OWNED
@@ -32,7 +33,7 @@ from honed.spec.training import OWNED
 _SPEC_INTRODUCTION = """\
 # The job spec
 
-<!-- Made by `python -m honed.cli.reference --write docs/`; change daemon/honed/spec/spec.py instead. -->
+<!-- Made by `python scripts/reference.py --write docs/`; change daemon/honed/spec/spec.py instead. -->
 
 A job is one file in YAML, JSON or TOML; all three have the same keys with the same meaning. Keys keep the spelling of
 the library that owns them (transformers, trl, peft). An unknown key is rejected with the nearest known key as a
@@ -57,7 +58,7 @@ Fields of SFTConfig (TRL 1.14.2), with its defaults; the same defaults apply und
 _CONFIG_INTRODUCTION = """\
 # The configuration
 
-<!-- Made by `python -m honed.cli.reference --write docs/`; change daemon/honed/spec/config.py instead. -->
+<!-- Made by `python scripts/reference.py --write docs/`; change daemon/honed/spec/config.py instead. -->
 
 honed reads `/etc/honed/honed.toml`, then `/etc/honed/honed.toml.d/*.toml` by name; later files win. An unknown key or
 an invalid value is rejected, and the current configuration stays in force; a key that only an earlier version read is
@@ -67,7 +68,7 @@ ignored with a warning. `systemctl reload honed` reloads the files.
 _TOML_INTRODUCTION = """\
 # honed's configuration. Every key is here, commented out, with its default.
 # Later files win: put changes into honed.toml.d/, such as honed.toml.d/50-local.toml.
-# Made by `python -m honed.cli.reference --write docs/`.
+# Made by `python scripts/reference.py --write docs/`.
 """
 
 
@@ -285,7 +286,7 @@ def _owned() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m honed.cli.reference", description="Write or check the reference pages."
+        prog="python scripts/reference.py", description="Write or check the reference pages."
     )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", metavar="DOCS", type=Path, help="write the pages")
@@ -299,7 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     stale = [path for path, text in made.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
-        print(f"{path} is stale: python -m honed.cli.reference --write {options.check}", file=sys.stderr)
+        print(f"{path} is stale: python scripts/reference.py --write {options.check}", file=sys.stderr)
     return 1 if stale else 0
 
 

@@ -21,17 +21,17 @@ from pydantic_core import PydanticUndefined
 
 from honed import __version__
 from honed.cli import command_line, setup
-from honed.cli.docstring import docstrings
 from honed.daemon import loop
 from honed.page import server
 from honed.spec import setting
+from honed.spec.docstring import docstrings
 from honed.spec.field import describe, keys, kinds
 from honed.system.layout import Layout
 
 #: A section's name, its note, and the model with its keys.
 Section = tuple[str, str, type[BaseModel]]
 
-_MADE = "Made by `python -m honed.cli.reference --write docs`."
+_MADE = "Made by `python scripts/reference.py --write docs`."
 _HONED = """\
 .SH DESCRIPTION
 .B honed
@@ -240,7 +240,7 @@ def _honectl() -> str:
         *_options(parser),
         ".SH VERBS",
     ]
-    for name, words, verb in verbs(parser):
+    for name, words, verb in command_line.verbs(parser):
         arguments = " ".join(_argument(action) for action in verb._actions if not action.option_strings)
         parts += [
             f'.SS "{_text(f"{name} {arguments}".strip())}"',
@@ -312,13 +312,6 @@ def _argument(action: argparse.Action) -> str:
     return {"+": f"{name}...", "?": f"[{name}]", "*": f"[{name}]..."}.get(str(action.nargs), name)
 
 
-def verbs(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.ArgumentParser]]:
-    """Return each verb of honectl with its help text and its own parser."""
-    action = next(found for found in parser._actions if isinstance(found, argparse._SubParsersAction))
-    words = {choice.dest: str(choice.help) for choice in action._choices_actions}
-    return [(name, words[name], parser) for name, parser in action.choices.items()]
-
-
 # -- completions ------------------------------------------------------------------------------------------------------
 
 
@@ -337,7 +330,7 @@ def completions() -> dict[str, str]:
     jobs |= {"zsh": "_honectl_jobs", "preamble": jobs["preamble"] | {"zsh": _ZSH_JOBS}}
     by_metavar = {"ID": jobs, "FILE": shtab.FILE, "DATA": shtab.FILE, "DIR": shtab.DIRECTORY, "MODEL": shtab.DIRECTORY}
     parser = command_line.parser()
-    for item in (parser, *(verb for _, _, verb in verbs(parser))):
+    for item in (parser, *(verb for _, _, verb in command_line.verbs(parser))):
         for action in item._actions:
             if action.metavar in by_metavar:
                 action.complete = by_metavar[action.metavar]  # type: ignore[attr-defined]
