@@ -26,7 +26,7 @@ from honed.spec.config import Config
 from honed.system.device import cpu
 from honed.system.error import HonedError, ModelError
 from honed.system.layout import Layout
-from honed.worker.model import load
+from honed.worker.model.config import load_config
 from worker.conftest import Ended, WorkerJob
 from zoo.model import build_checkpoint, write_facts
 
@@ -423,7 +423,7 @@ def test_what_transformers_alone_cannot_load_has_a_config_object_under_its_right
         spec = specs.validate(
             {"base_model": str(found.base), "datasets": [{"path": str(found.rows)}], **found.spec, "lora": {}}
         )
-        config = load.load_config(SimpleNamespace(spec=spec, base_model_path=found.base))
+        config = load_config(SimpleNamespace(spec=spec, base_model_path=found.base))
         assert isinstance(config, PreTrainedConfig)
         assert config.model_type == family
 

@@ -244,7 +244,7 @@ class Dispatch:
         self.selection = Selection(
             spool, attempts, self.backlog, self.plans, placement, shares, self.staging, obstacles
         )
-        self._preempting = Preempting(config, attempts, placement, shares, self.selection)
+        self._preempting = Preempting(config, attempts, placement, shares, obstacles, self.selection.startable)
         self.halvings = Halvings(spool, database, attempts)
 
     def unfinished(self) -> Iterator[Job]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NoReturn, TypeVar
 
-from honed.daemon import starting
+from honed.daemon import signal_notes
 from honed.system import message
 from honed.system.failures import Failures
 from honed.system.log import about
@@ -108,7 +108,7 @@ def start_again_later(fault: str) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)
-    if starting.is_asked_to_end():  # before these handlers were reset
+    if signal_notes.is_asked_to_end():  # before these handlers were reset
         sys.exit(0)
     notifier = Notifier()
     notifier.ready()

@@ -24,11 +24,10 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from honed import __version__
-from honed.daemon import owning, starting, verbs
+from honed.daemon import owning, signal_notes, verbs
 from honed.daemon.ahead import JOBS_GROUP
 from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
@@ -49,7 +48,7 @@ from honed.run.fetcher import FetchRunner
 from honed.run.runner import Runner
 from honed.spec import config
 from honed.spec.config import Config
-from honed.system import durable, log_quota, message, python
+from honed.system import argument, durable, log_quota, message, python
 from honed.system import layout as layouts
 from honed.system import log as logs
 from honed.system.device import Device
@@ -311,12 +310,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="honed", description="Watch the spool and run the training jobs dropped into it."
     )
-    made.add_argument(
-        "--root",
-        type=Path,
-        default=layouts.default_root(),
-        help="root directory of the instance (default: $HONED_ROOT or /)",
-    )
+    argument.add_root(made)
     made.add_argument(
         "--user",
         action="store_const",
@@ -325,8 +319,8 @@ def parser() -> argparse.ArgumentParser:
         help="your per-user instance, in the XDG directories; for systemctl --user",
     )
     made.add_argument("--drain", action="store_true", help="exit when no work is left; held jobs do not count")
-    made.add_argument("--verbose", action="store_true", help="log debug messages")
-    made.add_argument("--version", action="version", version=f"honed {__version__}")
+    argument.add_verbose(made)
+    argument.add_version(made)
     return made
 
 
@@ -341,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def start(layout: Layout, *, drain: bool = False, **parts: Any) -> int:
     """Run one instance. Returns the exit status: 0, or one with which systemd does not restart it."""
-    if starting.is_asked_to_end():
+    if signal_notes.is_asked_to_end():
         return 0
     try:
         return Daemon(layout, config.load(layout), drain=drain, **parts).run()

@@ -6,7 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from honed.daemon import starting
+from honed.daemon import signal_notes
 from honed.job import lock
 from honed.system.error import EnvironmentInvalidError
 from honed.system.notify import Notifier
@@ -41,7 +41,7 @@ def take(path: Path, notifier: Notifier) -> int:
 
 def keep_starting(notifier: Notifier) -> None:
     """Ask systemd for more time. Raises SystemExit if a signal asks honed to end, which may cut a start anywhere."""
-    if starting.is_asked_to_end():
+    if signal_notes.is_asked_to_end():
         log.info("asked to stop before the start was complete")
         raise SystemExit(0)
     notifier.extend_start(START_EXTENSION_SEC)

@@ -9,12 +9,12 @@ the victim cannot preempt it in turn.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from honed.daemon.attempts import Attempts
 from honed.daemon.fencing import UNKNOWN_DEVICE
+from honed.daemon.obstacles import Obstacles
 from honed.daemon.placement import Placement
 from honed.daemon.running import Running
 from honed.daemon.shares import Shares
@@ -23,16 +23,12 @@ from honed.job.job import Job
 from honed.spec.config import Config
 from honed.system.clock import Moment
 
-if TYPE_CHECKING:
-    from honed.daemon.dispatch import Selection
-
-
 #: Waiting jobs without a victim after which the search ends for this turn: a long queue mostly waits for the same.
 MAX_MISSES = 8
 
 
 class Preempting:
-    """Chooses the victims, for the jobs that `selection` would start. `now` tells how long jobs have run."""
+    """Chooses the victims, for the jobs that are `startable`. `now` tells how long jobs have run."""
 
     def __init__(
         self,
@@ -40,7 +36,8 @@ class Preempting:
         attempts: Attempts,
         placement: Placement,
         shares: Shares,
-        selection: Selection,
+        obstacles: Obstacles,
+        startable: Callable[[], Iterator[Job]],
         *,
         now: Callable[[], Moment] = Moment.now,
     ) -> None:
@@ -48,7 +45,8 @@ class Preempting:
         self._attempts = attempts
         self._placement = placement
         self._shares = shares
-        self._selection = selection
+        self._obstacles = obstacles
+        self._startable = startable
         self._now = now
 
     def tend(self) -> None:
@@ -62,12 +60,12 @@ class Preempting:
         coming = [item for item in running.values() if item.job.stop is not None]  # devices that become free
         num_misses = 0
         promised: Counter[int] = Counter()  # devices, by the user they are given up for
-        for job in self._selection.startable():
+        for job in self._startable():
             if self._rank(job) <= lowest:
                 return
             if not class_of(config, job.job_class).preempts or promised[job.uid] >= self._shares.room(job.uid):
                 continue
-            if not self._selection.obstacles.is_full and self._placement.free_devices(job) is not None:
+            if not self._obstacles.is_full and self._placement.free_devices(job) is not None:
                 promised[job.uid] += 1
                 continue
             if (freed := self._enough(job, coming)) is not None:

@@ -7,7 +7,7 @@ import os
 import selectors
 import signal
 
-from honed.daemon import starting
+from honed.daemon import signal_notes
 from honed.system.pauses import Pauses
 
 
@@ -53,17 +53,17 @@ class Wake:
     def catch_signals(self) -> None:
         """Record signals from now on, and wake the loop with every one."""
 
-        starting.listen()
-        signal.signal(signal.SIGCHLD, starting.note)
+        signal_notes.listen()
+        signal.signal(signal.SIGCHLD, signal_notes.note)
         # The kernel sends SIGIO when somebody opens a file during the moment in which the watcher holds a lease on it.
         signal.signal(signal.SIGIO, lambda *_: None)
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        if starting.has_noted():  # before
+        if signal_notes.has_noted():  # before
             self.wake()
 
     def signals(self) -> set[int]:
         """Return the signals received since the last call."""
-        return starting.take()
+        return signal_notes.take()
 
     def close(self) -> None:
         self.selector.close()
