@@ -66,6 +66,10 @@ def wait_staged_again(instance: Instance, name: str, num_staged: int) -> Job:
 @pytest.fixture
 def busy(instance: Instance) -> Instance:
     """An instance whose device is busy until `go` is called, and whose next job is staged."""
+    return make_busy(instance)
+
+
+def make_busy(instance: Instance) -> Instance:
     instance.configure(STAGING)
     instance.start()
     instance.drop("first", name="until")
