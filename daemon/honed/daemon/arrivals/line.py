@@ -150,7 +150,6 @@ class Line:
         return request
 
     def _rank(self, uid: int | None) -> tuple[float, bool, float]:
-        """Return a user's rank among those who wait, the lowest is first."""
         return (self._under_check[uid] / self._turns.weight(uid), uid in self._late, self._turns.due(uid))
 
     def rehearse(self, request: Request) -> None:
