@@ -21,10 +21,10 @@ from pydantic_core import PydanticUndefined
 
 from honed import __version__
 from honed.cli import command_line, setup
-from honed.spec.docstring import docstrings
 from honed.daemon import loop
 from honed.page import server
 from honed.spec import setting
+from honed.spec.docstring import docstrings
 from honed.spec.field import describe, keys, kinds
 from honed.system.layout import Layout
 

@@ -22,10 +22,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from honed.cli import schema
-from honed.spec.docstring import docstrings
 from honed.job import views
 from honed.spec import setting
 from honed.spec.config import Config
+from honed.spec.docstring import docstrings
 from honed.spec.field import MANY, choices, describe, keys, kinds, members
 from honed.spec.spec import JobSpec
 from honed.spec.training import OWNED
