@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -471,6 +472,7 @@ def plan(bench: Bench, number: int, cell: Cell) -> Row | None:
         "job": identity,
         "spec": verdict.spec.model_dump(mode="json"),
         "output_dir": str(verdict.output_dir),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
     layout.plan_path.write_text(json.dumps(contents))
     return None
@@ -525,7 +527,8 @@ def import_libraries(backend: str) -> None:
 
 def serve(bench: Bench, backend: str, numbers: list[int]) -> int:
     """Import once, then run each job in a fork, or in a new process if importing has touched the GPU."""
-    assert not {"torch", "transformers"} & set(sys.modules), "a backend is imported into a clean process"
+    if "torch" in sys.modules:
+        assert ("unsloth" in sys.modules) == (backend == "unsloth"), "a backend is imported into a clean process"
     os.chdir(bench.dir)  # Unsloth leaves a cache in the working directory
     num_ranks = {number: _read(bench.layout.job(number).plan_path)["parallel"]["num_ranks"] for number in numbers}
     is_fresh = bench.fresh
@@ -554,7 +557,7 @@ def serve(bench: Bench, backend: str, numbers: list[int]) -> int:
 
 def _replace(command: list[str], given: dict[str, str] | None = None) -> int:
     os.environ.update(given or {})
-    os.execv(command[0], command)
+    os.execvp(command[0], command)
 
 
 def row(bench: Bench, database: Database, number: int, cell: Cell) -> Row:

@@ -24,6 +24,7 @@ from honed.daemon.availability import Availability
 from honed.daemon.backfill import Choice
 from honed.daemon.backlog import Backlog
 from honed.daemon.dispatch import Selection
+from honed.daemon.obstacles import Obstacles
 from honed.daemon.placement import Placement
 from honed.daemon.plans import Plans
 from honed.daemon.preempting import Preempting
@@ -282,8 +283,11 @@ class Simulation:
         plans = Plans(self._spool, backlog, placement, nothing, nothing)
         staged: Any = _NoStaged()
         fence: Any = SimpleNamespace(fault="")
+        obstacles = Obstacles(
+            self._spool, lambda: config, self._attempts, backlog, plans, placement, self._shares, fence
+        )
         self._selection = Selection(
-            self._spool, lambda: config, self._attempts, backlog, plans, placement, self._shares, staged, fence
+            self._spool, self._attempts, backlog, plans, placement, self._shares, staged, obstacles
         )
         self._preempting = Preempting(
             lambda: config,

@@ -35,6 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import gpus
+from honed.daemon.running import next_number
 from honed.job.job import Job, State
 from honed.job.spool import Spool
 from honed.system.client import Client
@@ -173,12 +174,12 @@ class Instance:
         return next(iter(self.spool.jobs(State.RUNNING)), None)
 
     def staged(self) -> Job | None:
-        return next((job for job in self.spool.jobs(State.QUEUED) if job.staged is not None), None)
+        return next((job for job in self.spool.jobs(State.QUEUED) if job.staged_at is not None), None)
 
     def record(self, job: Job) -> dict[str, Any]:
         """Return the pids of a job's shim and worker, running or staged; empty if they are gone."""
         with contextlib.suppress(OSError, ValueError, IndexError):
-            number = job.staged.number if job.staged is not None else job.attempt.number
+            number = next_number(job) if job.staged_at is not None else job.attempt.number
             attempt = self.layout.job(job.id).attempt(number)
             found = json.loads((attempt.dir / "lock").read_text())
             if str(self.root) in Path(f"/proc/{found['shim_pid']}/cmdline").read_text():

@@ -497,8 +497,7 @@ def import_libraries() -> None:
     import honed.worker.train.callback
     import honed.worker.train.losscheck
     import honed.worker.train.trainer
-    import honed.worker.train.usage
-    import honed.worker.train.watched  # noqa: F401
+    import honed.worker.train.usage  # noqa: F401
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

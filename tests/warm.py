@@ -416,6 +416,7 @@ def import_of_others() -> None:
     for module in pkgutil.walk_packages(honed.__path__, "honed."):
         if not module.name.startswith("honed.worker") and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
+    sys.modules["honed.page.page"].load()  # a report compiles its templates for half of its time
 
 
 def import_of_tests() -> None:
@@ -517,7 +518,8 @@ def go_on_as(command: list[str], exec_anew: Callable[[str, Sequence[str]], NoRet
         else:
             sys.argv = words[1:]
             sys.modules.pop(words[1], None)
-            exec(os.environ.get(f"HONED_TEST_RANK_{os.environ.get('RANK', '0')}", ""), {})  # what it is to do otherwise
+            if words[1].startswith("honed.worker"):  # what it is to do otherwise
+                exec(os.environ.get(f"HONED_TEST_RANK_{os.environ.get('RANK', '0')}", ""), {})
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:

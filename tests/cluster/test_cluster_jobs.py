@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from nodes import ClusterInstance
 
-from honed.cli import cluster as doctor
 from honed.job.job import State
+from honed.run import choice
 from honed.spec import config
 from waiting import wait_for
 
@@ -46,11 +46,11 @@ def test_the_doctor_proves_on_each_free_node_what_jobs_need(
         monkeypatch.setenv(name, cluster.environment[name])
     cluster.layout.state_dir.mkdir(parents=True)
     cluster.configure('[slurm]\ngpu_bytes = 1000\n[slurm.profiles.lost]\npartition = "nowhere"\n')
-    found = list(doctor.findings(cluster.layout, config.load(cluster.layout)))
-    assert [status for status, *_ in found] == ["ok", "error", "ok"], found
-    assert "[slurm.profiles.lost] would not start" in found[1][1]
-    assert "nvalid partition" in found[1][1]
-    assert found[2][1].endswith("on node1, node2")
+    found = list(choice.findings(cluster.layout, config.load(cluster.layout)))
+    assert [status for _, status, *_ in found] == ["ok", "error", "ok"], found
+    assert "[slurm.profiles.lost] would not start" in found[1][2]
+    assert "nvalid partition" in found[1][2]
+    assert found[2][2].endswith("on node1, node2")
 
 
 def test_a_job_is_held_and_goes_on_and_one_that_is_cancelled_ends(cluster: ClusterInstance) -> None:

@@ -42,7 +42,7 @@ def waits_for_other() -> bool:
         entry = f"{os.path.dirname(os.path.dirname(os.path.dirname(jobs_dir)))}/spool/honed/queued/{other}.json"  # noqa: PTH120
         if other != own and os.path.exists(entry):  # noqa: PTH110
             with open(entry, "rb") as file:  # noqa: PTH123
-                return json.load(file).get("staged") is None
+                return json.load(file).get("staged_at") is None
     return False
 
 

@@ -22,7 +22,7 @@ from honed.job.arrival import Arrivals
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
-from honed.run.runner import Exit, Live, NotNowError
+from honed.run.runner import Exit, Live, NotNowError, Runner
 from honed.spec.config import Config
 from honed.system import device
 from honed.system.control import Request
@@ -33,8 +33,8 @@ from honed.system.personpath import PersonPath
 SEEDS = 2
 TURNS = 150
 PLAN = {
-    "backend": {"name": "transformers"},
-    "device": {"kind": "cpu"},
+    "backend": {"name": "transformers", "reasons": []},
+    "device": {"kind": "cpu", "name": "cpu"},
     "spec": {
         "kind": "sft",
         "training": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
@@ -51,10 +51,8 @@ RESULTS: list[dict[str, Any] | None] = [
 ]
 
 
-class Workers:
+class Workers(Runner):
     """A runner without processes: what was started ends when somebody looks, in one of all the ways that there are."""
-
-    name = "none"
 
     def __init__(self, layout: Layout, chance: random.Random) -> None:
         self._layout = layout
@@ -69,23 +67,11 @@ class Workers:
         self._layout.job(job_id).attempt(number).dir.mkdir(parents=True, exist_ok=True)
         self._alive[job_id] = number
 
-    def adopt(self, job_id: int, number: int, start: int) -> bool:
+    def adopt(self, job_id: int, number: int, start: int, *, is_staged: bool = False) -> bool:
         return self._alive.get(job_id) == number
 
     def live(self) -> list[Live]:
         return [Live(job_id, (number, 1), "cpu") for job_id, number in self._alive.items()]
-
-    def is_supervised(self, job_id: int) -> bool:
-        return False
-
-    def is_suspended(self, _job_id: int) -> bool:
-        return False
-
-    def is_left(self, job_id: int) -> bool:
-        return False
-
-    def began(self, job_id: int) -> None:
-        return None
 
     def stop(self, job_id: int) -> None:
         pass
@@ -103,9 +89,6 @@ class Workers:
         if result is not None:
             self._layout.job(job_id).attempt(number).result_path.write_text(json.dumps(result))
         return Exit(0 if result and result["outcome"] == "succeeded" else 1, None)
-
-    def is_machine_going_down(self) -> bool:
-        return False
 
 
 @contextmanager

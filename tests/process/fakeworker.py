@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from honed.job.event import EventWriter
 from honed.system import durable, quote
 from honed.system.layout import JobLayout
+from honed.worker import gate as gates
 from honed.worker.gate import Gate
 from honed.worker.pulse import Pulse
 from zoo import plain
@@ -134,6 +135,7 @@ def main() -> int:
             result("interrupted", 0, {"code": "interrupted", "message": "stopped on request", "hint": ""})
             sys.exit(75)
 
+    gates.FILES_INTERVAL_SEC = 0.2
     gate = Gate(layout, number, beat=beat)
     if gate.is_closed:
         events.emit("stage", stage="staged")

@@ -109,7 +109,7 @@ def test_each_family_format_and_way_of_training_ends_with_output_metrics_and_pre
 #: It waits in its thirty-fifth step until it is asked to stop, or a file `go` is in its directory.
 HOLD = """
 import os, sys, time
-from honed.worker.train.watched import WatchedTrainer
+from honed.worker.train.trainer import WatchedTrainer
 step = WatchedTrainer.training_step
 def training_step(self, *args, **kwargs):
     while self.state.global_step == 34 and not (self._stop.is_set or os.path.exists(os.path.join(sys.argv[1], "go"))):

@@ -28,7 +28,7 @@ HOLDS = """
 import os, sys, time
 from honed.worker.model import export
 from honed.worker.train import checkpoint
-from honed.worker.train.watched import WatchedTrainer
+from honed.worker.train.trainer import WatchedTrainer
 place = {holds}.get(int(sys.argv[2]))
 lost_path = os.path.join(sys.argv[1], "attempts", sys.argv[2], "ranks", "lost.json")
 def held(where, function):

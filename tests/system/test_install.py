@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 from machine import CHECKOUT, ENVIRONMENT, Machine
 
+from honed import __version__
 from waiting import wait_for
 
 pytestmark = pytest.mark.systemd
 
 INSTALL = (f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+#: The version that follows.
+NEXT = "99.0.0"
 INCOMING = "/var/spool/honed/incoming"
 #: The number of the job `long`: the rejected file before it took one, too.
 LONG = 3
@@ -98,7 +101,7 @@ def test_the_install_can_be_run_again_and_keeps_the_configuration(machine: Machi
     machine.write("/etc/honed/honed.toml", "[jobs]\nretry_delay_sec = 1\n")
     again = machine.run(*INSTALL)
     assert "/etc/honed/honed.toml: kept as it is" in again
-    assert "/opt/honed/0.1.0: there already" in again
+    assert f"/opt/honed/{__version__}: there already" in again
     assert "honed.service\n" not in again.replace("try-restart", "").split("daemon-reload")[0]
     assert machine.read("/etc/honed/honed.toml") == "[jobs]\nretry_delay_sec = 1\n"
     assert "no metrics API is configured" in machine.try_run("honed-send", "--again").stderr
@@ -107,12 +110,13 @@ def test_the_install_can_be_run_again_and_keeps_the_configuration(machine: Machi
 def test_a_package_gets_its_files_below_destdir_and_nothing_else_happens(machine: Machine) -> None:
     before = machine.sh("find /etc /opt /usr -name '*honed*' | sort")
     machine.run("env", "DESTDIR=package", *INSTALL, cwd="/srv")
-    assert machine.sh("head -n 1 /srv/package/opt/honed/0.1.0/bin/honectl") == "#!/opt/honed/0.1.0/bin/python\n"
+    first_line = machine.sh(f"head -n 1 /srv/package/opt/honed/{__version__}/bin/honectl")
+    assert first_line == f"#!/opt/honed/{__version__}/bin/python\n"
     assert machine.sh("cd /srv/package && grep -rl /srv/package . || true") == ""
     for name in ("honed", "honectl", "honed-send", "honed-web"):  # those that the manual tells to type
         there = machine.run("readlink", f"/srv/package/usr/local/bin/{name}")
         assert there == f"/opt/honed/current/bin/{name}\n"
-        assert machine.exists(f"/srv/package/opt/honed/0.1.0/bin/{name}")
+        assert machine.exists(f"/srv/package/opt/honed/{__version__}/bin/{name}")
     for name in ("honed.metrics-token", "honed.wandb-key", "honed.web-token", "hf-token", "another"):
         machine.write(f"/srv/package/etc/credstore/{name}", "secret\n", mode=0o600)
     said = machine.run(*INSTALL, "--destdir", "/srv/package", "--uninstall")
@@ -214,12 +218,12 @@ def test_an_upgrade_leaves_a_running_job_to_its_worker(machine: Machine) -> None
     machine.sh(
         f"mkdir /srv/next && cd {CHECKOUT} && cp -r *.toml *.txt README.md daemon docs etc scripts units /srv/next"
     )
-    machine.sh("sed -i 's/^version = .*/version = \"0.2.0\"/' /srv/next/pyproject.toml")
-    machine.sh("""sed -i 's/"0.1.0"/"0.2.0"/' /srv/next/daemon/honed/__init__.py""")
+    machine.sh(f"sed -i 's/^version = .*/version = \"{NEXT}\"/' /srv/next/pyproject.toml")
+    machine.sh(f"""sed -i 's/"{__version__}"/"{NEXT}"/' /srv/next/daemon/honed/__init__.py""")
     said = machine.run("/srv/next/scripts/install", "--environment", ENVIRONMENT)
-    assert "/opt/honed/0.1.0: kept" in said
-    assert machine.run("honed", "--version").strip() == "honed 0.2.0"
-    machine.wait_message("honed 0.2.0 ready", "--unit=honed")
+    assert f"/opt/honed/{__version__}: kept" in said
+    assert machine.run("honed", "--version").strip() == f"honed {NEXT}"
+    machine.wait_message(f"honed {NEXT} ready", "--unit=honed")
     assert machine.property(f"honed-job@{LONG}", "ActiveState") == "active"
     assert worker_pid(machine, LONG) == before
     assert machine.run("readlink", f"/proc/{before}/cwd").strip() == f"/var/lib/honed/jobs/{LONG}"
@@ -239,10 +243,10 @@ def test_stopping_honed_leaves_the_job_and_starting_it_takes_it_over(machine: Ma
 
 def test_the_next_install_removes_what_nothing_runs_from(machine: Machine) -> None:
     said = machine.run("/srv/next/scripts/install", "--environment", ENVIRONMENT)
-    assert "remove /opt/honed/0.1.0" in said
+    assert f"remove /opt/honed/{__version__}" in said
     machine.sh("echo '# changed' >>/srv/next/daemon/honed/__init__.py")
     machine.run("/srv/next/scripts/install", "--environment", ENVIRONMENT)
-    assert machine.run("readlink", "/opt/honed/current").startswith("0.2.0+")
+    assert machine.run("readlink", "/opt/honed/current").startswith(f"{NEXT}+")
 
 
 # -- for oneself -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import selectors
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import honed
 from honed.cli import command_line
 from honed.system import device
 from honed.system.control import Request, Server
@@ -62,6 +64,24 @@ def test_the_daemon_knows_no_model_and_no_data() -> None:
     assert loaded.isdisjoint({"honed.spec.spec", "honed.spec.training"})
 
 
+#: Modules that name Slurm outside its own: its section, its key in `show`, its words, and the choice of the runner.
+KNOW_SLURM = {
+    *("cli/launch.py", "cli/listing.py", "cli/nearest.py", "job/shape.py", "page/api.py"),
+    *("run/choice.py", "spec/config.py", "spec/spec.py"),
+}
+
+
+def test_slurm_is_known_to_its_runner_and_few_others() -> None:
+    root = Path(honed.__file__).parent
+    naming = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if re.search("slurm|sbatch", path.read_text(encoding="utf-8"), re.IGNORECASE)
+    }
+    own = {name for name in naming if name.startswith("run/slurm")} | {"check/clustercheck.py"}
+    assert naming - own <= KNOW_SLURM
+
+
 #: Packages of others that the idle daemon imports, and modules of Python that it does not.
 DAEMON = {
     *("annotated_types", "jeepney", "pydantic", "pydantic_core", "sdnotify", "typing_extensions", "typing_inspection"),
@@ -101,7 +121,7 @@ LIST = COMPLETION - {"honed.cli.job_numbers"} | {
         "honed.cli.terminal",
     ),
     *("honed.job", "honed.job.change", "honed.job.job", "honed.job.progress"),
-    *("honed.system.argument", "honed.system.clock"),
+    *("honed.spec", "honed.spec.kind", "honed.system.argument", "honed.system.clock"),
     *("argparse", "dataclasses", "decimal", "inspect", "pygments", "rich", "shutil"),
 }
 HEAVY = {

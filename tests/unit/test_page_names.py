@@ -14,8 +14,8 @@ PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), ROOT / "tests/RE
 PACKAGE = Path(honed.__file__).parent
 TESTS = {path.name: path for path in ROOT.glob("tests/**/*.py")}
 UNITS = {path.name for path in ROOT.glob("units/**/*")}
-#: Exit statuses that no worker of a job ends with.
-NO_WORKERS = {"usage", "not_permitted"}
+#: Errors of requests: no worker of a job ends with them.
+OF_REQUESTS = ("usage", "not_permitted", "degraded")
 
 
 def named(pattern: str) -> list[tuple[str, re.Match[str]]]:
@@ -80,12 +80,12 @@ def test_the_fields_of_the_journal_are_in_its_table() -> None:
 
 def test_the_table_of_codes_has_each_with_its_exit_status_and_whether_it_is_retried() -> None:
     text = (ROOT / "docs/jobs.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (\d+|\(a signal\)) \| ([^|]*)\|", text, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (\d+|\(a \w+\)) \| ([^|]*)\|", text, re.MULTILINE)
     told = {code: (status, bool(retried.strip())) for code, status, retried in rows}
     # A worker that is killed has no status of its own, and what was stopped on request is not retried but resumed.
     own = {"killed": ("(a signal)", True), "interrupted": ("75", False)}
     wanted = {code: (str(kind.exit_status), kind.is_transient) for code, kind in BY_CODE.items()}
-    assert told == {code: row for code, row in (wanted | own).items() if code not in NO_WORKERS}
+    assert told == wanted | own | dict.fromkeys(OF_REQUESTS, ("(a request)", False))
 
 
 def test_a_setting_whose_default_is_a_list_is_called_one() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from honed.inputs.dataset import Example
-from honed.inputs.row import words
+from honed.inputs.message import words
 from honed.system.error import DatasetError, MaskError
 from honed.text.chat import IGNORED, ChatFormat, Encoded, trained_share
 from honed.text.tokens import Tokens

@@ -18,7 +18,7 @@ from honed.worker.stop import Stop
 from honed.worker.train import checkpoint, disk_reserve
 from honed.worker.train.checkpoint import Progress
 from honed.worker.train.divergence import Divergence
-from honed.worker.train.watched import WatchedTrainer
+from honed.worker.train.trainer import WatchedTrainer
 from waiting import wait_for
 from worker.conftest import Ended, MakeJob, WorkerJob, read_events
 

@@ -13,7 +13,7 @@ import torch
 from honed.worker.rows.group import Groups
 from honed.worker.train.evaluation import Kinds, TokenMeans
 from honed.worker.train.prediction import Predictor
-from honed.worker.train.watched import WatchedTrainer
+from honed.worker.train.trainer import WatchedTrainer
 from worker.conftest import Ended, MakeJob
 from worker.test_media_training import colored_rows
 from zoo.model import write_facts

@@ -7,9 +7,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -19,10 +18,9 @@ from honed.system.layout import JobFiles, JobLayout
 from honed.system.personpath import PersonPath
 from honed.worker import gate as gates
 from honed.worker.gate import NVML_CHECK, Gate, read_ahead
-from honed.worker.pulse import Pulse
 from honed.worker.run import run
 from honed.worker.stop import Stop
-from worker.conftest import WORKER_TIMEOUT_SEC, MakeJob, read_events
+from worker.conftest import MakeJob, read_events
 
 LORA = {"r": 4}
 
@@ -166,17 +164,6 @@ def test_rows_that_are_too_long_for_the_model_end_a_staged_worker_at_once(make_j
     assert "64 positions" in result["error"]["message"]
 
 
-class _Again(Exception):  # noqa: N818 - it is no error: it stands for a program that is executed
-    """The program is executed again, with this environment."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self.environment = environment
-
-
-def _again(environment: Mapping[str, str]) -> NoReturn:
-    raise _Again(environment)
-
-
 def test_a_pass_of_the_jobs_own_user_opens_nothing(tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("needs root, to write a file as another user")
@@ -196,80 +183,44 @@ def test_a_pass_of_the_jobs_own_user_opens_nothing(tmp_path: Path) -> None:
     assert environment == {"CUDA_VISIBLE_DEVICES": "GPU-b", NVML_CHECK: "1"}
 
 
-def test_a_worker_begins_again_if_a_file_has_changed_that_it_has_read(tmp_path: Path) -> None:
-    layout, rows = JobLayout(tmp_path), tmp_path / "rows.jsonl"
-    rows.write_text("{}\n")
-    Pass(1, 1, {"CUDA_VISIBLE_DEVICES": "GPU-b"}).write(JobFiles(PersonPath(layout.dir)))
-    gate = gate_of(layout, {STAGED_VARIABLE: "1"}, again=_again)
-    gate.watch([rows, tmp_path / "missing"])
-    gate.wait()  # nothing has changed
-    for change in (lambda: rows.write_text("{ }\n"), rows.unlink):
-        rows.write_text("{}\n")
-        gate = gate_of(layout, {STAGED_VARIABLE: "1"}, again=_again)
-        gate.watch([rows, tmp_path / "missing"])
-        change()
-        with pytest.raises(_Again) as again:
-            gate.wait()
-        assert again.value.environment == {"CUDA_VISIBLE_DEVICES": "GPU-b", NVML_CHECK: "1"}  # its turn has come
-
-
-def test_a_worker_that_begins_again_still_reports_to_systemd(tmp_path: Path) -> None:
-    layout, rows = JobLayout(tmp_path), tmp_path / "rows.jsonl"
-    told = {"NOTIFY_SOCKET": "/run/notify", "HONED_WATCHDOG_SEC": "60", "HONED_MIN_STALL_SEC": "5"}
-    environment = {**told, STAGED_VARIABLE: "1"}
-    pulse = Pulse(environment)
-    gate = gate_of(layout, environment, again=_again, kept=pulse.variables)
-    gate.watch([rows])
-    rows.write_text("{}")
-    Pass(1, 1).write(JobFiles(PersonPath(layout.dir)))
-    with pytest.raises(_Again) as again:
-        gate.wait()
-    assert told.items() <= again.value.environment.items()
-
-
-def test_a_worker_that_waits_begins_again_once_the_files_do_not_change_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gates, "FILES_INTERVAL_SEC", 0.0)
-    monkeypatch.setattr(gates, "LOOK_INTERVAL_SEC", 0.0)
+@pytest.mark.parametrize("has_pass", [False, True], ids=["waiting", "let through"])
+@pytest.mark.parametrize("changed", ["rows.jsonl", "plan.json", "missing"])
+def test_a_worker_ends_if_a_file_has_changed_that_it_has_read(tmp_path: Path, changed: str, has_pass: bool) -> None:
     layout, rows, looks = JobLayout(tmp_path), tmp_path / "rows.jsonl", []
     rows.write_text("{}\n")
 
     def beat() -> None:
         looks.append(1)
-        if 1 < len(looks) <= 10:
-            rows.write_text("{}\n" * len(looks))
+        if len(looks) == 4:
+            Pass(1, 1).write(JobFiles(PersonPath(layout.dir)))
 
-    gate = gate_of(layout, {STAGED_VARIABLE: "1"}, again=_again, beat=beat)
-    gate.watch([rows])
-    with pytest.raises(_Again) as again:
+    gate = gate_of(layout, {STAGED_VARIABLE: "1"}, beat=beat)
+    gate.watch([rows, tmp_path / "missing"])
+    gate.wait()  # nothing has changed
+    assert len(looks) == 4
+    gate = gate_of(layout, {STAGED_VARIABLE: "1" if has_pass else "2"})
+    gate.watch([rows, tmp_path / "missing"])
+    (tmp_path / changed).write_text("{ }\n")
+    with pytest.raises(InterruptedRunError, match=f"{changed} has changed"):
         gate.wait()
-    assert len(looks) > 10
-    assert again.value.environment == {STAGED_VARIABLE: "1", NVML_CHECK: "1"}  # it waits again
+    assert gate.is_closed
 
 
-def test_files_that_a_network_does_not_show_keep_nobody_at_the_gate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gates, "MAX_LOOK_SEC", 0.3)
-    layout, rows, answers, told = JobLayout(tmp_path), tmp_path / "rows.jsonl", threading.Event(), []
+def test_a_worker_that_waits_ends_soon_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "FILES_INTERVAL_SEC", 0.0)
+    rows, looks = tmp_path / "rows.jsonl", []
     rows.write_text("{}\n")
-    gate = gate_of(layout, {STAGED_VARIABLE: "1"}, again=_again)
+
+    def beat() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            rows.unlink()
+
+    gate = gate_of(JobLayout(tmp_path), {STAGED_VARIABLE: "1"}, beat=beat)
     gate.watch([rows])
-    stat = Path.stat
-
-    def hanging(self: Path, **keys: Any) -> os.stat_result:
-        assert self != rows or answers.wait(WORKER_TIMEOUT_SEC)
-        return stat(self, **keys)
-
-    monkeypatch.setattr(Path, "stat", hanging)
-    try:
-        Pass(1, 1).write(JobFiles(PersonPath(layout.dir)))
-        gate.wait(warn=told.append)
-    finally:
-        answers.set()
-    assert not gate.is_closed
-    assert [text.partition(":")[0] for text in told] == [str(rows)]
+    with pytest.raises(InterruptedRunError, match=r"rows\.jsonl has changed"):
+        gate.wait()
+    assert len(looks) == 3
 
 
 def test_a_worker_in_which_cuda_is_initialised_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from honed.job.database import figures
-from honed.worker.train.watched import WatchedTrainer
+from honed.worker.train.trainer import WatchedTrainer
 from worker.conftest import Ended, MakeJob
 from zoo.model import write_facts
 

@@ -20,12 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from honed.inputs import basemodel
 from honed.job.plan_file import Precision
 from honed.plan import plan
+from honed.spec import export as exports
 from honed.spec import spec as specs
 from honed.spec.config import Config
 from honed.system.device import cpu
 from honed.system.error import InterruptedRunError, ModelError, PrecisionError
 from honed.worker import assignment
 from honed.worker.model import likeness, merge, written
+from honed.worker.model.writer import WRITERS, Writer
 from honed.worker.stop import Stop
 from worker.conftest import INSTALLED, MakeJob, WorkerJob
 from zoo.vision import FAMILIES, build_vision_checkpoint
@@ -506,6 +508,36 @@ def test_a_training_job_leaves_a_merged_checkpoint_beside_its_adapter(make_job: 
     assert any("merged: compared with base and adapter: " in message for message in ended.messages("info"))
     base = Path(job.plan["base_model_path"])
     torch.testing.assert_close(whole(merged), side_by_side(base, job.output_dir), atol=0.05, rtol=0.05)
+
+
+def test_an_export_is_an_entry_and_a_writer_and_one_that_fails_costs_no_other(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lists(_job: object, _export: object, output_dir: Path, target: Path, _progress: object) -> list[str]:
+        target.mkdir()
+        (target / "names.txt").write_text(" ".join(path.name for path in output_dir.iterdir()))
+        return ["names.txt: added"]
+
+    def fails(_job: object, _export: object, _output_dir: Path, target: Path, _progress: object) -> list[str]:
+        target.mkdir()
+        raise OSError("no room")
+
+    entries = {name: exports.Export(name, "save_merged", "a list", "", 0, False) for name in ("broken", "names")}
+    monkeypatch.setattr(exports, "EXPORTS", (entries["broken"], *exports.EXPORTS, entries["names"]))
+    monkeypatch.setitem(WRITERS, "broken", Writer(fails, lambda *_given, **_more: ""))
+    monkeypatch.setitem(WRITERS, "names", Writer(lists, lambda written, *_given, **_more: f"listed in {written.name}"))
+    job = make_job(lora={"r": 4}, save_merged="bfloat16", training={"max_steps": 1})
+    ended = job.run()
+    assert "OSError" in ended.result["error"]["message"]
+    assert {item["name"] for item in ended.of("artifact")} == {"output_dir", "merged", "names"}
+    assert "adapter_model.safetensors" in (job.output_dir / "names/names.txt").read_text()
+    assert (job.output_dir / "merged/model.safetensors").exists()
+    assert not (job.output_dir / "broken").exists()
+    assert {"output: names/names.txt: added", "output: names: listed in names"} <= set(ended.messages("info"))
+
+
+def test_every_export_has_a_writer() -> None:
+    assert set(WRITERS) == {item.name for item in exports.EXPORTS}
 
 
 def change_config(directory: Path, **keys: Any) -> None:

@@ -227,7 +227,7 @@ def weights_of(run: Run) -> bytes:
 #: The rank is asked to stop in its third step.
 STOP = """
 import os
-from honed.worker.train.watched import WatchedTrainer
+from honed.worker.train.trainer import WatchedTrainer
 step = WatchedTrainer.training_step
 def training_step(self, *args, **kwargs):
     if self.state.global_step == 2:
@@ -279,7 +279,7 @@ def check(*args, **kwargs):
 mask.check = check
 """
 NAN = """
-from honed.worker.train.watched import WatchedTrainer
+from honed.worker.train.trainer import WatchedTrainer
 compute = WatchedTrainer.compute_loss
 def compute_loss(self, *args, **kwargs):
     loss = compute(self, *args, **kwargs)
@@ -287,7 +287,7 @@ def compute_loss(self, *args, **kwargs):
 WatchedTrainer.compute_loss = compute_loss
 """
 MEMORY = """
-from honed.worker.train.watched import WatchedTrainer
+from honed.worker.train.trainer import WatchedTrainer
 step = WatchedTrainer.training_step
 def training_step(self, model, inputs, *args, **kwargs):
     if self.state.global_step >= 3:

@@ -188,7 +188,7 @@ EventWriter.emit = told
 #: It is killed in its seventh step, once the checkpoint of the fourth, which is sealed meanwhile, is in place.
 KILL_LATER = """
 import os, sys, time
-from honed.worker.train.watched import WatchedTrainer
+from honed.worker.train.trainer import WatchedTrainer
 step = WatchedTrainer.training_step
 def training_step(self, *args, **kwargs):
     if self.state.global_step == 6:

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 
 from honed.inputs.dataset import Counts
 from honed.inputs.media import Media
-from honed.inputs.row import Arguments, Example
+from honed.inputs.message import Arguments
+from honed.inputs.row import Example
 from honed.system.error import DatasetError, InterruptedRunError, KilledError, OutOfMemoryError
 from honed.text.chat import ChatFormat
 from honed.worker.rows import encoder, record, table

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from trl import SFTTrainer
 
+from honed.job import history
+from honed.job.database import Database
+from honed.job.event import Reading
 from worker.conftest import MakeJob
+from zoo.jobs import JOB
 
 LORA = {"r": 8, "lora_dropout": 0.1}
 
@@ -45,6 +50,30 @@ def test_a_job_tells_its_story_in_order_and_leaves_an_adapter(make_job: MakeJob)
     assert manifest["job"]["id"] == job.plan["job"]["id"]
     assert ended.result["artifacts"] == {"output_dir": str(job.output_dir)}
     assert not list(job.output_dir.parent.glob(".output*"))
+
+
+def test_every_metric_that_the_trainer_logs_for_a_step_arrives_in_the_database(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = SFTTrainer.log
+
+    def logging(self: SFTTrainer, logs: dict[str, float], *arguments: Any) -> None:
+        log(self, logs | ({"rewards/margins": logs["loss"] / 2} if "loss" in logs else {}), *arguments)
+
+    monkeypatch.setattr(SFTTrainer, "log", logging)
+    ended = make_job(lora=LORA, training={"max_steps": 2, "logging_steps": 1}).run()
+    database = Database(tmp_path / "honed.db")
+    database.apply(JOB, Reading(ended.events, 1, 0))
+    names = {"loss", "learning_rate", "grad_norm", "mean_token_accuracy", "entropy", "rewards/margins"}
+    curves = {
+        name: [row[:2] for row in history.present(history.metric(database.path, JOB.id, name))]
+        for name in history.names(database.path, JOB.id)
+    }
+    assert {name for name in curves if not name.startswith(("eval_", "predictions/"))} == names
+    assert curves["rewards/margins"] == [(step, loss / 2) for step, loss in ended.losses.items()]
+    for name in names:
+        assert curves[name] == [(item["step"], item[name]) for item in ended.of("step")]
+    assert all(0 <= value <= 1 for _, value in curves["mean_token_accuracy"])
 
 
 def test_checkpoints_and_the_output_are_told_with_their_bytes(make_job: MakeJob) -> None:

@@ -1,6 +1,6 @@
 """The field report's matrix, and full fine-tuning of each model, through both backends: every cell trains and exports.
 
-It is a small version of scripts/gpu-matrix, in a process of its own: one import for each backend, a fork for each cell.
+It is a small version of scripts/gpu-matrix, whose processes begin with their imports done: a fork for each cell.
 The table is printed: `pytest -rA tests/worker/test_seed_matrix.py`.
 """
 
@@ -22,6 +22,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts/gpu_matrix.py"
 sys.path.append(str(SCRIPT.parent))
 import gpu_matrix  # noqa: E402
 
+import warm  # noqa: E402
 from honed.inputs import basemodel  # noqa: E402
 from honed.plan import plan  # noqa: E402
 from honed.spec import spec as specs  # noqa: E402
@@ -58,24 +59,22 @@ FIVE = [
 PAIRS = "^transformers/Qwen3-1.7B/bfloat16/[48]bit/lora/fsdp$"
 
 
-def run_script(tmp_path: Path, only: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+def run_script(
+    tmp_path: Path, only: str, *arguments: str, popen: type[warm.Popen] = warm.RankPopen
+) -> tuple[list[dict[str, Any]], str]:
     """Return the rows and the page."""
     command = [
         sys.executable,
         str(SCRIPT),
         "--tiny",
-        "--only",
-        only,
-        "--dir",
-        str(tmp_path / "work"),
-        "--json",
-        str(tmp_path / "rows.json"),
-        "--out",
-        str(tmp_path / "table.md"),
+        f"--only={only}",
+        f"--dir={tmp_path / 'work'}",
+        f"--json={tmp_path / 'rows.json'}",
+        f"--out={tmp_path / 'table.md'}",
         *arguments,
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+    done = warm.run(command, env=environment, timeout=TIMEOUT_SEC, popen=popen)
     logs = "".join(path.read_text()[-1500:] for path in (tmp_path / "work").glob("**/worker.log"))
     assert (tmp_path / "rows.json").exists(), done.stderr + logs
     rows = json.loads((tmp_path / "rows.json").read_text())
@@ -86,10 +85,10 @@ def run_script(tmp_path: Path, only: str, *arguments: str) -> tuple[list[dict[st
 
 @dataclass(frozen=True)
 class Ran:
-    """The rows of a run of the script, its page, and its directory."""
+    """The rows of runs of the script, their pages, and the directory."""
 
     rows: list[dict[str, Any]]
-    page: str
+    pages: str
     dir: Path
 
 
@@ -97,12 +96,19 @@ class Ran:
 def in_forks(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """The field report's matrix, and two cells of two GPUs."""
     directory = tmp_path_factory.mktemp("in-forks")
-    return Ran(*run_script(directory, f"seed$|{PAIRS}"), directory)
+    rows, pages = [], ""
+    for only, popen in ((f"^transformers/.*seed$|{PAIRS}", warm.RankPopen), ("^unsloth/.*seed$", warm.UnslothPopen)):
+        own_dir = directory / popen.kind
+        own_dir.mkdir()
+        ran, page = run_script(own_dir, only, popen=popen)
+        rows += ran
+        pages += page
+    return Ran(rows, pages, directory)
 
 
 @pytest.mark.timeout(TIMEOUT_SEC + 60)
 def test_every_cell_of_the_field_reports_matrix_trains_evaluates_saves_predictions_and_exports(in_forks: Ran) -> None:
-    print(in_forks.page)
+    print(in_forks.pages)
     rows = [row for row in in_forks.rows if not row["cell"]["extra"]]
     assert len(rows) == 16
     refused = {}
@@ -129,7 +135,7 @@ def test_every_cell_of_the_field_reports_matrix_trains_evaluates_saves_predictio
         assert (refused[key]["code"], words in refused[key]["message"]) == ("backend_unavailable", True)
     evaluated = [
         event
-        for path in (in_forks.dir / "work").glob("**/events.jsonl")
+        for path in in_forks.dir.glob("*/work/**/events.jsonl")
         for event in path.open()
         if '"event": "evaluation"' in event
     ]

@@ -87,7 +87,7 @@ class Asked:
 
     @property
     def has_network(self) -> bool:
-        """False in the unit that checks a user's file for the shared instance: Slurm is asked at the job's turn."""
+        """False in the unit that checks a user's file for the shared instance: a cluster is asked at the job's turn."""
         return not self.layout.is_of_system or self.uid is None
 
     @property
@@ -343,7 +343,7 @@ def _check_policy(job_spec: JobSpec, config: Config) -> None:
             hint="remove it, or ask the administrator to set policy.trust_remote_code in honed.toml",
             fix={"trust_remote_code": None},
         )
-    parallel.check(job_spec, has_cluster=config.jobs.runner == "slurm")
+    parallel.check(job_spec, has_cluster=config.jobs.has_cluster)
     clustercheck.profile(job_spec, config)
     recipient.check(job_spec.notify, config.notify)
 

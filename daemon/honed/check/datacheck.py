@@ -117,7 +117,7 @@ def identity(each: DatasetSpec, paths: Sequence[Path], rights: Policy) -> tuple[
     """Return a digest of the submitter, the data set's spec and the state of its files, and True if the files were left
     alone long enough. One submitter's findings are never reported to another."""
     digest, changed_ns = hashlib.sha256(each.model_dump_json().encode()), 0
-    digest.update(repr(rights.dropper).encode())
+    digest.update(repr((each.row_form, rights.dropper)).encode())
     for path in paths:
         info = path.stat()
         changed_ns = max(changed_ns, info.st_ctime_ns)

@@ -11,7 +11,7 @@ from honed.inputs.basemodel import AdapterInfo, BaseModelInfo, UncachedError
 from honed.plan import packing
 from honed.run import snapshot
 from honed.run.snapshot import Missing
-from honed.spec import kind, spec
+from honed.spec import export, kind, spec
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec
 from honed.system import installed, quote
@@ -131,8 +131,8 @@ def warnings(model: BaseModelInfo) -> list[str]:
 
 
 def check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> None:
-    """Check that the merge, or `save_merged`, can be done with these files. Raises ModelError or SpecError."""
-    if kind.of(job_spec).makes != "merged" and job_spec.save_merged == "none":
+    """Check that the merge, or that of an export, can be done with these files. Raises ModelError or SpecError."""
+    if not kind.of(job_spec).merges and not any(item.adapter_reason for item in export.asked(job_spec)):
         return
     if model.is_pickled:
         raise ModelError(
@@ -163,8 +163,8 @@ def check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | 
 
 
 def _unmerged(job_spec: JobSpec) -> Fix:
-    """Return the fix that trains without the merged checkpoint; none for a job of kind merge."""
-    return {} if kind.of(job_spec).makes == "merged" else {"save_merged": None}
+    """Return the fix that trains without what needs a merge; none for a job of kind merge."""
+    return {item.key: None for item in export.asked(job_spec) if item.adapter_reason}
 
 
 def _check_model_type(job_spec: JobSpec, model: BaseModelInfo) -> None:

@@ -16,7 +16,7 @@ from honed.job.progress import gib
 from honed.plan import pace, precision
 from honed.plan.plan import Plan
 from honed.plan.row_needs import ROW_MEMORY_BYTES
-from honed.spec import kind
+from honed.spec import export, kind
 from honed.spec.spec import JobSpec
 from honed.system import untrusted
 from honed.system.device import cpu
@@ -139,12 +139,12 @@ def check_room(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
     output = written + beside
     if (saved := made.precision.save_dtype) is not None:
         output = written * BITS[saved] // BITS[made.precision.load_dtype] + beside
-    if kind.of(job_spec).makes == "merged":
+    if kind.of(job_spec).merges:
         checkpoints, output = 0, made.model.num_parameters * BITS[made.precision.load_dtype] // 8
     if not kind.of(job_spec).makes:
         checkpoints, output = 0, 0
-    if job_spec.save_merged != "none":
-        output += made.model.num_parameters * 2 + beside
+    for item in export.asked(job_spec):
+        output += made.model.num_parameters * item.bits_per_parameter // 8 + beside
     rows = made.rows.disk_bytes if made.rows is not None else 0
     needs: dict[int, list[tuple[Path, str, int]]] = {}
     for path, what, num_bytes in (

@@ -151,7 +151,7 @@ class Policy:
         return Grant(closed, allowed, tuple(dict.fromkeys(places)))
 
     def _whole(self, real: Path) -> Path:
-        """Return the whole staged copy, or job directory, around a path: rows name images that lie beside it."""
+        """Return the whole copy, or job directory, around a path: rows name images that lie beside it."""
         for place in (self.layout.staged_dir.resolve(), self.layout.jobs_dir.resolve()):
             if real.is_relative_to(place) and real != place:
                 return place / real.relative_to(place).parts[0]

@@ -25,7 +25,7 @@ from honed.inputs.basemodel import BaseModelInfo
 from honed.plan.plan import Plan
 from honed.run import rehearsed
 from honed.run.rehearsed import Kept, Rehearsed
-from honed.spec import kind
+from honed.spec import export, kind
 from honed.spec.config import Config, SpoolConfig
 from honed.spec.spec import JobSpec, LoraSpec
 from honed.system import installed, python
@@ -193,7 +193,7 @@ def _key(job_spec: JobSpec, model: BaseModelInfo, made: Plan, *, sees: bool) -> 
         "model_type": job_spec.model_type,
         "kind": job_spec.kind,
         "lora": job_spec.lora.model_dump(mode="json") if job_spec.lora else None,
-        "is_merged": job_spec.save_merged != "none",
+        "exports": [item.name for item in export.asked(job_spec)],
         "parts": [job_spec.parts.model_dump(mode="json"), list(job_spec.train_parts)],
         "precision": precision,
         "checkpointing": [training.gradient_checkpointing, training.gradient_checkpointing_kwargs],

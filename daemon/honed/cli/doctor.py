@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from honed.check.policy import nearest_existing
-from honed.cli import cluster, commands, sandbox, setup, terminal
+from honed.cli import commands, sandbox, setup, terminal
 from honed.cli.instance import Instance
 from honed.job import leftover
 from honed.job.corrupt import Corrupt
 from honed.job.progress import gib
+from honed.run import choice
 from honed.send import notification, outbox
 from honed.spec import config as configs
 from honed.spec.config import Config
@@ -114,17 +115,11 @@ def examine(layout: Layout, config: Config | None = None, *, imports: bool = Tru
             *configured,
             *machine,
             *(answer.result() for answer in compiled),
-            *_cluster(layout, config),
+            *(Finding(*finding) for finding in choice.findings(layout, config)),
             *_instance(layout, config),
             *_reporting(layout, config),
             *_notices(layout),
         ]
-
-
-def _cluster(layout: Layout, config: Config) -> list[Finding]:
-    if config.jobs.runner != "slurm":
-        return []
-    return [Finding("Slurm", status, detail, hint) for status, detail, hint in cluster.findings(layout, config)]
 
 
 def _instance(layout: Layout, config: Config) -> list[Finding]:

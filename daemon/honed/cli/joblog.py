@@ -176,7 +176,9 @@ def _text_of(item: event.Event) -> str:
             return f"stage: {item.data.get('stage')}"
         case "step":
             rest = [
-                f"{key.replace('_', ' ')} {_short(item.data[key])}" for key in _STEP if _is_number(item.data.get(key))
+                f"{key.replace('_', ' ')} {_short(value)}"
+                for key, value in event.step_metrics(item.data).items()
+                if key != "loss" and _is_number(value)  # the progress has the loss
             ]
             numbers = {key: value for key, value in item.data.items() if _is_number(value)}
             return ", ".join([progress_text(numbers), *rest])
@@ -222,8 +224,6 @@ def _text_of(item: event.Event) -> str:
 
 #: Below this a value is printed as a number.
 _MAX_NUMBER = 2**63
-#: Metrics of a step besides those that its progress has.
-_STEP = ("learning_rate", "grad_norm")
 
 
 def _is_number(value: Any) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 from honed.cli import terminal
 from honed.cli.instance import Instance
 from honed.job import query, removal, retention, row_cache, tree
-from honed.job.job import State
 from honed.job.retention import Needs, Wish
 from honed.job.row_cache import RowCache
 from honed.job.shape import CachedRows, PruneAnswer, PrunedRow, RefusedRow, Removed, RemovedRow
@@ -209,8 +208,7 @@ class Down:
         return retention.report(chosen, sizes, is_measured=True)
 
     def _working(self) -> dict[int, int]:
-        queued = (job for job in self._spool.jobs(State.QUEUED) if job.staged is not None)
-        return {job.id: job.uid for job in (*self._spool.jobs(State.RUNNING), *queued)}
+        return {job.id: job.uid for job in self._spool.with_worker()}
 
     def _size(self, job_id: int, wish: Wish) -> int:
         files = self._layout.files(job_id)

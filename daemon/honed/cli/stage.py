@@ -146,7 +146,7 @@ def _media(
             if not isinstance(row, dict):
                 continue
             with contextlib.suppress(RowError, DatasetError):
-                form = form or dataset.recognise(row, dataset_spec.columns)
+                form = form or dataset.recognise(row, dataset_spec.columns, form=dataset_spec.row_form)
                 made = fields(row, form, dataset_spec.columns, has_chat_template=True, directories=directories)
                 yield from ((file, number, media) for media in made.get("media", ()))
 

@@ -1,4 +1,4 @@
-"""The submission of job files: staged where needed, checked, dropped or sent, and honed's verdict on them."""
+"""The submission of job files: copied where needed, checked, dropped or sent, and honed's verdict on them."""
 
 from __future__ import annotations
 
@@ -135,10 +135,10 @@ def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
 
     if not path.exists():
         raise UsageError(f"{path}: no such file")
-    staged = stage(path, instance.layout, config.load(instance.layout))
-    for key, source, copy in () if quiet else staged.copies:
+    copied = stage(path, instance.layout, config.load(instance.layout))
+    for key, source, copy in () if quiet else copied.copies:
         terminal.say(f"{key}: {source} copied to {copy}")
-    return staged.spec_path
+    return copied.spec_path
 
 
 def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The choice of the jobs that are staged (staged.py): those that are next for a busy device.
+"""The choice of the jobs that are staged (staging.py): those that are next for a busy device.
 
 A job's turn comes by the queue's order, as ever: a job that comes first then starts first, staged or not. A staged job
 loses its place to another one if it is not among the next for REPLACE_AFTER_SEC, and gives it back if it waits for
@@ -18,7 +18,7 @@ from typing import Protocol
 from honed.daemon.attempts import Attempts
 from honed.daemon.placement import Placement
 from honed.daemon.running import Running
-from honed.daemon.staged import StagedWorkers, Worker
+from honed.daemon.staging import StagedWorkers, Worker
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile, RowNeeds
 from honed.spec import kind
@@ -71,8 +71,8 @@ def why_not(
 ) -> str:
     """Return why no worker may be staged; empty if one may. `share`: of the memory that must be available in a control
     group, and of the disk space in `jobs_dir`; `needs`: of its rows, besides."""
-    if config.runner == "slurm":
-        return "Slurm starts the workers"
+    if config.has_cluster:
+        return "a cluster starts the workers"
     if not config.stage_ahead:
         return "jobs.stage_ahead is off"
     if len(os.sched_getaffinity(0)) < MIN_PROCESSORS:
@@ -138,7 +138,7 @@ class Ahead:
         for worker in self._workers:
             if worker.asked_at is None:
                 log.info("job %d (%s): its staged worker ends: %s", worker.job_id, worker.name, why)
-                self._workers.give_back(worker)
+                self._workers.drop(worker)
                 self._not_before = self._clock() + STEP_BACK_SEC
 
     def _stage_next(self, queue: Queue) -> None:
@@ -176,10 +176,10 @@ class Ahead:
         for worker in self._workers:
             worker.pulse.feel(self._clock())
             if worker.asked_at is None and not queue.is_ready(worker.job_id):
-                self._workers.give_back(worker)
+                self._workers.drop(worker)
             elif worker.asked_at is None and self._clock() - worker.pulse.heard_at >= limit_sec:
                 log.warning("job %d (%s): its staged worker hangs, and ends", worker.job_id, worker.name)
-                self._workers.give_back(worker, for_good=True)
+                self._workers.drop(worker, for_good=True)
 
     def _is_waiting(self, worker: Worker) -> bool:
         """Return True if a worker waits at its gate: it will need no more memory before its turn."""
@@ -204,4 +204,4 @@ class Ahead:
                 worker.unwanted_since = now
             elif now - worker.unwanted_since >= REPLACE_AFTER_SEC:
                 log.info("job %d (%s): its staged worker ends: other jobs come first", worker.job_id, worker.name)
-                self._workers.give_back(worker)
+                self._workers.drop(worker)

@@ -13,17 +13,17 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from honed.daemon.following import Following
 from honed.daemon.pace import Pace
-from honed.daemon.running import Running, clear, gpu_of, keys_of, names_of, next_number
+from honed.daemon.running import Running, Staged, clear, gpu_of, keys_of, names_of, next_number
 from honed.daemon.settling import Settling
 from honed.daemon.shares import Use
 from honed.job import recovery, row_cache
 from honed.job.database import Database
 from honed.job.event import Event
-from honed.job.job import Attempt, Job, Staged, State, Stop
+from honed.job.job import Attempt, Job, State, Stop
 from honed.job.row_cache import RowCache
 from honed.job.spool import Spool
 from honed.run import ending
@@ -64,8 +64,11 @@ class Attempts:
         self._clock = clock
         self.outbox: Outbox | None = None  #: where a metrics API is configured
         self.running: dict[int, Running] = {}
-        self.staged: Collection[int] = ()  #: the jobs with a staged worker
-        self.rows = RowCache(layout, lambda: self.config.retention.max_row_bytes, working=self._working)
+        self.rows = RowCache(
+            layout,
+            lambda: self.config.retention.max_row_bytes,
+            working=lambda: {job.id: job.uid for job in spool.with_worker()},
+        )
         self._settling = Settling(layout, lambda: self.config, spool, database, self.rows, self.running)
         self.failures = failures or Failures(log)  #: of single jobs' steps
         self._unadopted: dict[int, Job] = {}  # not taken over yet, for an error
@@ -83,11 +86,6 @@ class Attempts:
     def is_left(self, job_id: int) -> bool:
         """Return True if a running job continues while honed is down."""
         return self._runner.is_left(job_id)
-
-    def _working(self) -> dict[int, int]:
-        """Return the jobs that have a worker, and their users."""
-        staged = (job for number in self.staged if (job := self._spool.job(number)) is not None)
-        return {job.id: job.uid for job in (*(running.job for running in self.running.values()), *staged)}
 
     def devices_in_use(self) -> set[str]:
         """Return the devices of all running jobs; an empty name for one whose devices are not known."""

@@ -27,7 +27,7 @@ from honed.daemon.placement import Placement
 from honed.daemon.plans import Plans
 from honed.daemon.preempting import Preempting
 from honed.daemon.shares import Shares
-from honed.daemon.staged import StagedWorkers
+from honed.daemon.staging import StagedWorkers
 from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
@@ -61,14 +61,13 @@ class Selection:
     def __init__(
         self,
         spool: Spool,
-        config: Callable[[], Config],
         attempts: Attempts,
         backlog: Backlog,
         plans: Plans,
         placement: Placement,
         shares: Shares,
         staged: StagedWorkers,
-        fence: Fence,
+        obstacles: Obstacles,
     ) -> None:
         self._spool = spool
         self._attempts = attempts
@@ -77,7 +76,7 @@ class Selection:
         self._placement = placement
         self._shares = shares
         self._staged = staged
-        self.obstacles = Obstacles(spool, config, attempts, backlog, plans, placement, shares, fence)
+        self.obstacles = obstacles
         self.backfill = Backfill(attempts, placement)
         self._waiting: set[int] = set()  # jobs whose wait for a GPU was logged
 
@@ -234,15 +233,16 @@ class Dispatch:
         availability = Availability(spool, config, now=now)
         self.placement = placement = Placement(layout, config, attempts, availability, probe=probe, clock=clock)
         self.fence = Fence(spool, runner, clock=clock, interval=lambda: config().spool.rescan_interval_sec)
-        self.staged = StagedWorkers(layout, spool, config, runner, attempts, clock=clock)
-        self._ahead = Ahead(layout, self.staged, config, attempts, placement, group=group, clock=clock)
+        self.staging = StagedWorkers(layout, spool, config, runner, attempts, clock=clock)
+        self._ahead = Ahead(layout, self.staging, config, attempts, placement, group=group, clock=clock)
         self.backlog = Backlog(
             spool, database, shares, has_room=attempts.has_room, failures=attempts.failures, clock=clock
         )
         editing = Editing(spool, database, acceptance, self.backlog, placement)
         self.plans = Plans(spool, self.backlog, placement, acceptance, editing)
+        obstacles = Obstacles(spool, config, attempts, self.backlog, self.plans, placement, shares, self.fence)
         self.selection = Selection(
-            spool, config, attempts, self.backlog, self.plans, placement, shares, self.staged, self.fence
+            spool, attempts, self.backlog, self.plans, placement, shares, self.staging, obstacles
         )
         self._preempting = Preempting(config, attempts, placement, shares, self.selection)
         self.halvings = Halvings(spool, database, attempts)
@@ -255,7 +255,7 @@ class Dispatch:
     @property
     def is_idle(self) -> bool:
         """True if nothing runs or is staged, and no job that waits will start by itself."""
-        is_busy = self._attempts.running or len(self.staged)
+        is_busy = self._attempts.running or len(self.staging)
         return not is_busy and self.backlog.all_wait_for_a_person()
 
     def patience(self) -> float:
@@ -263,7 +263,7 @@ class Dispatch:
         waits = [self.placement.availability.next_change(self.placement.all()), self._attempts.patience()]
         if self.fence.fault:
             waits.append(RETRY_SEC)
-        if self._attempts.running or len(self.staged):
+        if self._attempts.running or len(self.staging):
             waits.append(self._config().jobs.poll_interval_sec)
         if self.backlog.num_queued and not self._spool.is_paused:
             waits.append(self.placement.probe_interval_sec)
@@ -276,8 +276,8 @@ class Dispatch:
         self._shares.recover(self._spool.catalog)
         self.backlog.recover()
         self.plans.editing.recover()
-        self.staged.recover()
-        self.staged.take_over(self.fence.staged)
+        self.staging.recover()
+        self.staging.take_over(self.fence.ahead)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class Dispatch:
             self.backlog.delay(job, NOT_NOW_SEC)
             self.fence.doubt()
             with self._alone(job):
-                self.staged.give_up(job)
+                self.staging.give_up(job)
         for job in settled:
             self.backlog.delay(job, self._retry_delay_sec(job))
         for job in settled:
@@ -335,9 +335,9 @@ class Dispatch:
         """Compare entries and live workers at intervals, and adopt the workers that no entry knew of."""
         if self.fence.is_due:
             self._attempts.check_entries()
-            for job in self.fence.look({*self._attempts.running, *self.staged.numbers}):
+            for job in self.fence.look({*self._attempts.running, *self.staging.numbers}):
                 self._attempts.adopt(job)
-            self.staged.take_over(self.fence.staged)
+            self.staging.take_over(self.fence.ahead)
 
     def start_next(self) -> None:
         """Start what can be started; nothing while it is not known which workers live."""
@@ -364,7 +364,7 @@ class Dispatch:
 
     def settle_staged(self) -> None:
         """Settle the staged workers that have ended."""
-        self.staged.settle(self.selection.could_start)
+        self.staging.settle(self.selection.could_start)
 
     def stage_next(self) -> None:
         """Have the jobs that are next prepare while the devices are busy."""
@@ -383,12 +383,12 @@ class Dispatch:
                 job, InternalError(f"its plan cannot be read: {said(error)}", hint="submit the job again")
             )
         else:
-            staged = self.staged.of(job)
-            if staged is None and job.id in self.staged.numbers:
+            staged = self.staging.of(job)
+            if staged is None and job.id in self.staging.numbers:
                 return  # its worker has ended a moment ago: settled in the next pass
             name = staged.backend if staged is not None else backend
             self._attempts.start(job, choice.devices, name, staged, passed=choice.passed)
-            self.staged.forget(job)  # last: until it runs, its worker is ours to end
+            self.staging.forget(job)  # last: until it runs, its worker is ours to end
             self._ahead.hurry()
 
     def _backend_of(self, job: Job) -> str:

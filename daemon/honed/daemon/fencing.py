@@ -13,8 +13,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Container, Mapping
-from typing import Any
+from collections.abc import Callable, Container
 
 from honed.job import recovery
 from honed.job.corrupt import copy_of
@@ -49,7 +48,7 @@ class Fence:
         self._clock = clock
         self._interval = interval
         self._look_at = -math.inf
-        self.staged: list[Live] = []  #: workers that wait at their gates, whether their jobs still want them or not
+        self.ahead: list[Live] = []  #: workers that wait at their gates, whether their jobs still want them or not
         self.fault = ""  #: why they are not known yet; until they are, no job may be started
 
     @property
@@ -66,7 +65,7 @@ class Fence:
         `followed`: jobs whose workers are known to live."""
         if not self.is_due:
             return []
-        self.staged = []
+        self.ahead = []
         try:
             found = [live for live in self._runner.live() if live.job_id not in (followed or ())]
         except OSError as error:
@@ -84,7 +83,7 @@ class Fence:
         if job is not None and job.state is State.RUNNING and number in {None, job.attempt.number}:
             return None if is_known else job
         if live.is_staged or (live.attempt is None and job is not None and _may_wait(job)):
-            self.staged.append(live)
+            self.ahead.append(live)
             return None
         if job is not None and job.state.is_final and number in {None, *(attempt.number for attempt in job.attempts)}:
             return None  # settled; its process is about to end
@@ -100,7 +99,7 @@ class Fence:
 
 
 def _may_wait(job: Job) -> bool:
-    """Return True if a worker of a job of which nothing else is known was staged: the job has not begun."""
+    """Return True if a worker of a job of which nothing else is known is ahead of its turn: the job has not begun."""
     return job.state in {State.QUEUED, State.HELD} and job.num_staged > 0
 
 
@@ -144,19 +143,13 @@ def _planned(files: JobFiles, live: Live) -> Job:
     try:
         if untrusted.info(files.plan_path).st_uid != owner:
             return bare
-        document = PlanFile.read(files.plan_path).document
-        name, uid, output_dir = document["job"]["name"], int(document["job"]["user_id"]), document["output_dir"]
+        plan = PlanFile.read(files.plan_path)
+        if plan.job.id != live.job_id:
+            return bare
+        planned = dataclasses.replace(bare, name=plan.job.name, uid=plan.uid, output_dir=str(plan.output_dir))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return bare
-    if not (isinstance(name, str) and isinstance(output_dir, str) and document["job"].get("id") == live.job_id):
-        return bare
-    return dataclasses.replace(bare, name=name, uid=uid, output_dir=output_dir, **_inputs(document))
-
-
-def _inputs(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model and the data of a plan, for an entry; nothing if they cannot be read."""
-    try:
-        spec = document["spec"]
-        return {"model": str(spec["base_model"]), "data": tuple(str(item["path"]) for item in spec["datasets"])}
-    except (KeyError, TypeError):
-        return {}
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        data = tuple(str(item["path"]) for item in plan.spec["datasets"])
+        return dataclasses.replace(planned, model=str(plan.spec["base_model"]), data=data)
+    return planned

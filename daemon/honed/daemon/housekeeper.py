@@ -1,6 +1,6 @@
 """The daemon's end of housekeeping: it chooses in small bites what to remove, and a child removes it (removal.py).
 
-    a finished job ── its entry renamed to pruned/: the commit ──► its rows ──► the child: staged copies, directory
+    a finished job ── its entry renamed to pruned/: the commit ──► its rows ──► the child: its copies, directory
     checkpoints ── the entry says so ── renamed to .checkpoints.<n>.old ──► the child
 
     honectl ──► Housekeeper ─┬─► Pruning ──► RemovalProcess: the child

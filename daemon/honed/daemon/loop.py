@@ -48,7 +48,7 @@ from honed.run.fetcher import FetchRunner
 from honed.run.runner import Runner
 from honed.spec import config
 from honed.spec.config import Config
-from honed.system import argument, device, durable, log_quota, message, python
+from honed.system import argument, durable, log_quota, message, python
 from honed.system import layout as layouts
 from honed.system import log as logs
 from honed.system.device import Device
@@ -100,8 +100,6 @@ class Daemon:
             clock=clock,
         )
         self._database = Database(layout.database_path)
-        if probe is None:
-            probe = device.probe if runner.name != "slurm" else lambda _: in_force().slurm.devices()
         self._attempts = Attempts(
             layout, config, self._spool, self._database, runner, failures=self._health.failures, clock=clock
         )
@@ -112,13 +110,13 @@ class Daemon:
             runner,
             self._intake.acceptance,
             self._attempts,
-            probe=probe,
+            probe=probe or runner.devices,
             housekeeper=lambda: self._housekeeper,  # it is made below
             group=JOBS_GROUP if systemd is not None else "",
             clock=clock,
             now=now,
         )
-        self._shutdown = Shutdown(self._attempts, self._dispatch.staged, in_force, drain=drain)
+        self._shutdown = Shutdown(self._attempts, self._dispatch.staging, in_force, drain=drain)
         self._publishing = Publishing(
             layout, config, self._database, self._attempts, self._spool, self._dispatch.selection.queue, clock=clock
         )

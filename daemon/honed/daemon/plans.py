@@ -96,7 +96,7 @@ class Plans:
         if isinstance(answer, Passed) and not answer.waits_for:
             self.acceptance.plan_of(job, answer).write(self._spool.files(job.id).plan_path)
             self._placement.reread_plan(job)
-            self._spool.update(job, is_deferred=False)
+            self._spool.update(job, is_deferred=False, staged_at=None)  # a worker ahead of its turn has the old plan
             log.info(
                 "job %d (%s): planned again, for %s", job.id, job.name, device.name if device else "the current devices"
             )

@@ -53,8 +53,8 @@ class Publishing:
         self._spool.catalog.listen(self._told)
 
     def _told(self, old: Listed | None, new: Job | None) -> None:
-        """Have the index written when a job is staged, or is so no longer: its state has not changed."""
-        if isinstance(old, Job) and new is not None and (old.staged is None) != (new.staged is None):
+        """Have the index written when a queued job gets a worker ahead of its turn, or loses it: its state stays."""
+        if isinstance(old, Job) and new is not None and (old.staged_at is None) != (new.staged_at is None):
             self._database.moved.add(new.id)
 
     def reload(self, config: Config) -> None:

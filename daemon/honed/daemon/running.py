@@ -13,7 +13,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from honed.daemon.following import Following
@@ -56,6 +56,17 @@ KEEP_SEC = 60.0
 MAX_UNREACHED = 3
 #: Stages of a staged worker before it waits at its gate.
 BEFORE_GATE = frozenset({"starting", "prepare", "data"})
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A worker that was started ahead of its job's turn: it waits at its gate until a device is free."""
+
+    number: int  #: of the attempt that it becomes
+    start: int  #: the number of its start
+    backend: str
+    device: str  #: the devices that it was staged for, as in an attempt
+    since: float  #: seconds since the epoch
 
 
 class Running:

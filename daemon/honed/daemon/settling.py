@@ -67,7 +67,7 @@ class Settling:
         if (is_counted := running.following.read_rest(running.job, sec=sec, max_sec=max_sec)) is None:
             return None  # in a later turn
         if running.ended_at_gate(ended):
-            self._not_now(running, NotNowError("its staged worker ended before it used the device"), has_run=True)
+            self._not_now(running, NotNowError("its worker ended before it used the device"), has_run=True)
             return None
         outcome = running.conclude(ended, is_stopping=self.is_stopping)
         if outcome is not None and outcome.is_success:

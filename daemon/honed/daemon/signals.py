@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from honed.daemon.attempts import Attempts
-from honed.daemon.staged import StagedWorkers
+from honed.daemon.staging import StagedWorkers
 from honed.job.job import Stop
 from honed.spec import config
 from honed.spec.config import Config
@@ -54,9 +54,11 @@ class Configuration:
 class Shutdown:
     """The end of honed: when a signal asks for it, or with `--drain` when no work is left."""
 
-    def __init__(self, attempts: Attempts, staged: StagedWorkers, config: Callable[[], Config], *, drain: bool) -> None:
+    def __init__(
+        self, attempts: Attempts, staging: StagedWorkers, config: Callable[[], Config], *, drain: bool
+    ) -> None:
         self._attempts = attempts
-        self._staged = staged
+        self._staging = staging
         self._config = config
         self._drain = drain
         self.is_asked = False
@@ -70,7 +72,7 @@ class Shutdown:
     def is_over(self) -> bool:
         """True if honed was asked to end, and every worker that still lives continues without it."""
         is_left = all(self._is_left(job_id) for job_id in self._attempts.running)
-        return self.is_asked and is_left and not self._staged.num_not_left
+        return self.is_asked and is_left and not len(self._staging)
 
     def ask(self) -> None:
         """Begin to end."""
@@ -85,7 +87,7 @@ class Shutdown:
         for job_id in self._not_left():
             with self._attempts.failures.alone(f"job {job_id}"):
                 self._attempts.stop(job_id, Stop.SHUTDOWN)
-        self._staged.end_all()
+        self._staging.drop_all()
 
     def _not_left(self) -> list[int]:
         return [job_id for job_id in self._attempts.running if not self._is_left(job_id)]

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 from honed.inputs import lookalike, modality
 from honed.inputs.modality import Senses
 from honed.run import snapshot
+from honed.spec.export import EXPORTS
 from honed.spec.problem import shown
 from honed.system.error import ModelError, said
 
@@ -400,10 +401,11 @@ def is_hub_id(base_model: str) -> bool:
 
 
 def _resolve_job(name: str, jobs: Mapping[str, Path]) -> Path:
-    """Return a job's output directory, or the merged checkpoint in it if the output itself is an adapter."""
+    """Return a job's output directory, or the checkpoint exported in it if the output itself is an adapter."""
     if name in jobs:
-        merged = jobs[name] / "merged"
-        return merged if not (jobs[name] / "config.json").exists() and merged.is_dir() else jobs[name]
+        dirs = (jobs[name] / item.name for item in EXPORTS if item.is_base_model)
+        exported = next((directory for directory in dirs if directory.is_dir()), None)
+        return exported if exported and not (jobs[name] / "config.json").exists() else jobs[name]
     raise ModelError(
         f"base_model: the output of job {name!r} does not exist yet",
         hint="submit this job again once that one has succeeded, or use the path of its output",

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, AnyStr, cast
 
-from honed.inputs.row import kind_of
+from honed.inputs.message import kind_of
 from honed.spec.data_form import PACKED, SUFFIXES_HINT, form_of
 from honed.spec.problem import shown
 from honed.system import quote

@@ -1,4 +1,4 @@
-"""Data sets: files of rows in any of five formats (see row.py), read into one type, the `Example`.
+"""Data sets: files of rows in any format (see form/), read into one type, the `Example`.
 
 datadir.py chooses the files, datafile.py reads each. Unusable rows are counted, and the first ones are named; an
 unreadable file is an error that names the place.
@@ -19,20 +19,11 @@ from honed.inputs.attachment import RowError
 from honed.inputs.census import Census
 from honed.inputs.datadir import files, files_of
 from honed.inputs.datafile import Broken, Nulled, check_beginning, read, read_any
+from honed.inputs.form import base as forms
 from honed.inputs.media import Facts, MediaError, probe, require, spill
+from honed.inputs.message import NoAnswerError, RefusedRowError, kind_of, words
 from honed.inputs.misfit import Misfit
-from honed.inputs.row import (
-    FORMATS_HINT,
-    Example,
-    NoAnswerError,
-    RefusedRowError,
-    convert,
-    fields,
-    kind_of,
-    recognise,
-    unread,
-    words,
-)
+from honed.inputs.row import Example, convert, fields, recognise, unread
 from honed.spec.data_form import form_of
 from honed.system.error import DatasetError
 
@@ -360,6 +351,7 @@ class _Collector:
         self, dataset: DatasetSpec, index: int, *, has_chat_template: bool, spill_dir: Path | None = None
     ) -> None:
         self._dataset, self._index, self._has_chat_template = dataset, index, has_chat_template
+        self._form = forms.of(dataset.row_form)
         self._spill_dir = spill_dir
         self._media_dirs = functools.cache(lambda path: dataset.media_dirs(path.parent))
         self.format: str = "" if dataset.format == "auto" else dataset.format
@@ -390,7 +382,7 @@ class _Collector:
             self.num_bad += 1
             self._num_unanswered += isinstance(error, NoAnswerError)
             if self._misfit is None and isinstance(row, dict):
-                self._misfit = misfit.of({**row, **self._renamed(row)})
+                self._misfit = self._form.misfit({**row, **self._renamed(row)})
             if len(self.bad) < MAX_NAMED:
                 self.bad.append(f"{path.name}, {place}: {error}")
             return None
@@ -419,7 +411,7 @@ class _Collector:
             raise DatasetError(
                 f"{self._dataset.path}: {self.num_bad} of {self.num_rows} rows cannot be used"
                 f"{f' as {self.format}' if self.format else ''}: {'; '.join(self.bad)}",
-                hint=f"`format` and `columns` of a data set specify how its rows are read. {FORMATS_HINT}",
+                hint=f"`format` and `columns` of a data set specify how its rows are read. {self._form.hint}",
             )
 
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -433,7 +425,7 @@ class _Collector:
         columns = self._dataset.columns
         if not self.format:
             try:
-                self.format = recognise(row, columns)
+                self.format = recognise(row, columns, form=self._dataset.row_form)
             except DatasetError as error:
                 raise RowError(error.said) from error
         made = fields(

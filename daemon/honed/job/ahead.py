@@ -1,4 +1,4 @@
-"""What the daemon and a staged worker agree on: the pass that opens its gate, and how it knows that it has one."""
+"""What the daemon and a worker ahead of its turn agree on: the pass for its gate, and how it knows of the gate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from honed.system import durable, untrusted
 from honed.system.layout import JobFiles
 
-#: In a staged worker's environment: the number of its start.
+#: In such a worker's environment: the number of its start.
 STAGED_VARIABLE = "HONED_STAGED"
 #: Key of the device of an attempt that ended before it had one.
 NO_DEVICE_KEY = "none"
@@ -41,7 +41,7 @@ class Pass:
 
 
 def has_passed(job: JobFiles, number: int, start: int) -> bool:
-    """Return True if this start of a staged worker was let through its gate, by this user: the job's could write a pass
+    """Return True if this start of such a worker was let through its gate, by this user: the job's could write a pass
     of its own, or put a pipe in its place."""
     try:
         found = Pass.from_json(untrusted.read_plain(job.gate_path, max_bytes=MAX_BYTES, owners={os.geteuid()}))

@@ -1,7 +1,7 @@
 """honed.db, for other tools to read. It is derived from the spool and the jobs' directories and can be deleted.
 
     jobs                   one row per job: its state and its progress
-    metrics                one row per value: loss, learning_rate, grad_norm, eval_loss, predictions/exact_match, …
+    metrics                one row per value: loss, mean_token_accuracy, eval_loss, predictions/exact_match, …
     training_predictions   the model's answer for a held-out example, and the reference
     events                 all other events of workers
     offsets                bytes of each attempt's events.jsonl that were read; of attempt 0, see pending.py
@@ -27,11 +27,11 @@ from urllib.parse import quote
 
 from honed.job import views
 from honed.job.brief import Listed
-from honed.job.event import Event, Reading, Written, written_bytes
+from honed.job.event import Event, Reading, Written, step_metrics, written_bytes
 from honed.job.job import Job, State
 from honed.job.pending import Pending
 from honed.job.shape import Answer, LastPrediction, Progress, Score
-from honed.job.thinning import ROW_BYTES, STEP_METRICS, Added, Thinning, count_gone
+from honed.job.thinning import ROW_BYTES, Added, Thinning, count_gone
 from honed.job.wal import Wal
 from honed.system.error import EnvironmentInvalidError
 from honed.system.log import about
@@ -689,8 +689,6 @@ def figures(event: Event) -> dict[str, float]:
 
 def num_left_out(event: Event) -> int:
     """Return how many of an event's metrics are not taken: those beyond MAX_METRICS, and those with long names."""
-    if event.kind == "step":
-        return 0
     values = _values(event)
     return max(0, len(values) - MAX_METRICS) + sum(
         len(name) > MAX_NAME for name in itertools.islice(values, MAX_METRICS)
@@ -702,7 +700,7 @@ def _values(event: Event) -> Mapping[str, Any]:
     metrics, scores = event.data.get("metrics"), event.data.get("scores")
     match event.kind:
         case "step":
-            return {name: event.data.get(name) for name in STEP_METRICS}
+            return step_metrics(event.data)
         case "evaluation" if isinstance(metrics, dict):
             return metrics
         case "predictions" | "guard" if isinstance(scores, dict):

@@ -3,7 +3,7 @@
     edits/<id>.<suffix>    the new job file, from its arrival until the edit has been made or refused
 
 The change of the entry is the commit (`begin`): before it the job is as it was. The new entry has the facts of the new
-file, and `is_being_edited` says that spec.* and plan.json are being replaced: the job is neither planned, staged nor
+file, and `is_being_edited` says that spec.* and plan.json are being replaced: the job is neither planned, prepared nor
 started until `complete` has replaced them, each by one rename, and has changed the entry again. `make` does both, and
 goes on from any point.
 """
@@ -93,7 +93,7 @@ class Edits:
 
     def begin(self, job: Job, changes: Mapping[str, Any]) -> Job:
         """Commit an edit: from here on it is completed."""
-        first = {**changes, "is_deferred": True, "is_being_edited": True, "staged": None}
+        first = {**changes, "is_deferred": True, "is_being_edited": True, "staged_at": None}
         return self._spool.update(job, **first, edited_at=(*job.edited_at, time.time()))
 
     def complete(self, job: Job, path: Path, data: bytes, plan: PlanFile | None, *, is_deferred: bool) -> Job:

@@ -19,7 +19,8 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
     example      segments [{text, trained}]                            the first example, masked
     memory       when (built trained), weights_bytes, adapter_bytes, gradient_bytes?, optimizer_bytes?: of the tensors
                  actually allocated; device_peak_bytes?, resident_peak_bytes?
-    step         step, num_steps, epoch, loss, learning_rate?, grad_norm?, eta_sec?
+    step         step, num_steps, epoch, eta_sec?, and the step's metrics by their names: loss, learning_rate?,
+                 grad_norm?, mean_token_accuracy?, …
     evaluation   step, epoch, metrics {name: value}
     samples      rows [{sample_index, thumbnails [base64 of a JPEG]}]   media in the prompts of predictions
     predictions  step, epoch, num_failed, rows [{sample_index, prompt, ground_truth, prediction}], scores {name: value}
@@ -85,6 +86,8 @@ class Event:
     data: dict[str, Any]
 
 
+#: Keys of a `step` event that are no metrics; all others are.
+STEP_KEYS = frozenset({"step", "num_steps", "epoch", "eta_sec"})
 #: Lines kept in the worker's memory while the disk is full.
 MAX_WAITING_LINES = 2000
 
@@ -120,7 +123,7 @@ class EventWriter:
         self._waiting: deque[bytes] = deque()  # lines not written because the disk is full
         self._num_lost = 0
 
-    def emit(self, kind: str, **data: Any) -> None:
+    def emit(self, kind: str, /, **data: Any) -> None:
         """Append one event. NaN and infinity are written as null, since JSON cannot represent them."""
         line = json.dumps(_finite({"event": kind, "time": self._clock(), **data}), ensure_ascii=False, default=str)
         self._write(line.encode(errors="replace") + b"\n")
@@ -257,6 +260,11 @@ def written_bytes(events: Iterable[tuple[str, Mapping[str, Any]]]) -> Written:
         if key in sums and type(num_bytes) is int and num_bytes > 0:
             sums[key] = min(MAX_WRITTEN_BYTES, sums[key] + num_bytes)
     return Written(*sums.values())
+
+
+def step_metrics(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a `step` event, whatever their names and values are."""
+    return {name: value for name, value in data.items() if name not in STEP_KEYS}
 
 
 def items(data: Mapping[str, Any], key: str) -> list[Any]:

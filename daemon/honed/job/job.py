@@ -77,18 +77,6 @@ class Preemption:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """A worker that was started ahead of the job's turn: it waits at its gate until a device is free."""
-
-    number: int  #: of the attempt that it becomes
-    start: int  #: the number of its start
-    backend: str
-    device: str  #: the devices that it was staged for, as in an attempt
-    since: float  #: seconds since the epoch
-    plan: str = ""  #: which plan.json it has read: inode and time of change
-
-
-@dataclass(frozen=True, slots=True)
 class Attempt:
     """One numbered attempt: one worker start, or two with a fallback."""
 
@@ -96,7 +84,7 @@ class Attempt:
     backend: str
     started_at: float  #: seconds since the epoch
     num_starts: int = 1  #: 2 once the backend fell back
-    first_start: int = 1  #: the number of its first start; higher if workers were staged, or starts made, in vain
+    first_start: int = 1  #: the number of its first start; higher if starts ahead of its turn, or others, were in vain
     staged_at: float | None = None  #: seconds since the epoch, if its worker was started ahead of its turn
     ended_at: float | None = None
     outcome: str | None = None
@@ -248,8 +236,8 @@ class Job:
     max_attempts: int = 3
     num_gpus: int = 1  #: on all nodes together
     num_nodes: int = 1
-    profile: str | None = None  #: of the cluster's [slurm.profiles]; None: the default one
-    is_of_cluster: bool = False  #: Slurm chooses its devices, and it takes one place here, whatever it uses there
+    profile: str | None = None  #: kind of jobs on the cluster; None: the default one
+    is_of_cluster: bool = False  #: the cluster chooses its devices, and it takes one place here, whatever it uses there
     depends_on: tuple[str, ...] = ()
     inputs: dict[str, int] = dataclasses.field(default_factory=dict)  #: what `job:NAME` means: name → that job's number
     is_deferred: bool = False  #: planned only once those jobs have succeeded, because their files must be inspected
@@ -268,8 +256,8 @@ class Job:
     held_for: int | None = None  #: the failed dependency it is held for: it is released when that job succeeds
     notify: Notify | None = None  #: from its spec
     arrived_at: float | None = None  #: seconds since the epoch; None in an entry that was made again
-    staged: Staged | None = None  #: its worker, started ahead of its turn
-    num_staged: int = 0  #: workers that were staged for it so far
+    staged_at: float | None = None  #: seconds since the epoch, while it is queued and has a worker ahead of its turn
+    num_staged: int = 0  #: workers that were started ahead of its turn so far
     num_unreached: int = 0  #: its last starts, of which no worker is known to have begun
     group: Group | None = None  #: of a job that a sweep made
     cut: Cut | None = None  #: why its sweep has ended it early
@@ -389,8 +377,6 @@ class Job:
             for key in _SHARED_OF_JOB:
                 if type(value := made.get(key)) is str:
                     made[key] = sys.intern(value)
-            if raw.get("staged") is not None:
-                made["staged"] = Staged(**known(Staged, raw["staged"]))
             if raw.get("cut") is not None:
                 made["cut"] = Cut(**known(Cut, raw["cut"]))
             if raw.get("group") is not None:

@@ -354,6 +354,11 @@ class PlanFile:
         return Identity.from_dict(self.document["job"])
 
     @property
+    def uid(self) -> int:
+        """The user whose job it is."""
+        return int(self.document["job"]["user_id"])
+
+    @property
     def spec(self) -> dict[str, Any]:
         """The job file's content, as validated."""
         return dict(self.document["spec"])

@@ -31,6 +31,7 @@ from honed.job.shape import (
     Glance,
     GroupJob,
     GroupShown,
+    OnCluster,
     Overview,
     Prediction,
     Progress,
@@ -39,9 +40,9 @@ from honed.job.shape import (
     Row,
     Score,
     Shown,
-    SlurmRow,
     StoppedEarly,
     Wait,
+    on_cluster,
 )
 from honed.job.spool import Spool
 from honed.spec import kind
@@ -431,7 +432,7 @@ def summary(job: Job, progress: Progress = NO_PROGRESS, score: Score | None = No
         "source": job.source,
         "is_pinned": job.is_pinned,
         "waiting_for": _waiting_for(job),
-        "staged_at": timestamp(job.staged.since) if job.staged is not None else None,
+        "staged_at": timestamp(job.staged_at) if job.staged_at is not None else None,
         "preemption": preemption.current(job),
         "progress": progress if job.state is State.RUNNING else {**progress, "eta_sec": None},
         "needs_bytes": job.needs_bytes or None,
@@ -508,7 +509,7 @@ def shown(
         "stopped_early": _stopped_early(job),
         "edited_at": [timestamp(when) for when in job.edited_at],
         "job_dir": str(files.dir),
-        **_slurm(layout, job),
+        **_on_cluster(layout, job),
     }
     parts = _reported(layout, job, plan.get("memory") or {}, result, has_events=has_events, names=names)
     return chain([head], parts)
@@ -539,13 +540,10 @@ def _reported(
     yield {"memory": {"estimated": estimated, "used": used}}
 
 
-def _slurm(layout: Layout, job: Job) -> dict[str, SlurmRow]:
-    """Return the last attempt's job on a Slurm cluster, if it is one."""
-    raw = _read_json(layout.files(job.id).start_path)
-    if not job.attempts or raw.get("number") != job.attempt.number or not isinstance(raw.get("name"), str):
-        return {}
-    told = {key: plain(str(raw.get(key, ""))) for key in ("name", "state", "reason", "nodes")}
-    return {"slurm": SlurmRow(id=plain(str(raw.get("slurm_id", ""))), **told)}  # type: ignore[typeddict-item]
+def _on_cluster(layout: Layout, job: Job) -> OnCluster:
+    """Return the last attempt's job on a cluster, if it is one."""
+    start = _read_json(layout.files(job.id).start_path)
+    return on_cluster(start) if job.attempts and start.get("number") == job.attempt.number else {}
 
 
 def _text(value: Any) -> str | None:
@@ -634,7 +632,7 @@ def _estimated_bytes(layout: Layout, job: Job) -> int | None:
 
 def _worker(layout: Layout, job: Job) -> tuple[int | None, float | None]:
     """Return the resident bytes and the CPU seconds of a running worker; None if it is gone or /proc does not tell."""
-    if _slurm(layout, job):
+    if _on_cluster(layout, job):
         return None, None  # it runs on another machine
     pid = _read_json(layout.files(job.id).attempt(job.attempt.number).lock_path).get("worker_pid")
     try:

@@ -14,7 +14,7 @@ part: it could write rows that another job reads.
 
 An entry is removed with the last job that used it, and sooner if the entries of all users exceed the limit: then it is
 the one that was not used for the longest time, of the user who has the most, and nobody within an equal share of the
-limit loses one. Jobs with a worker, running or staged, keep theirs: also beyond the limit, and at nobody else's cost.
+limit loses one. Jobs with a worker keep theirs: also beyond the limit, and at nobody else's cost.
 """
 
 from __future__ import annotations
@@ -271,8 +271,8 @@ class RowCache:
             self._remove(entry, why)
 
     def _in_use(self) -> Container[int]:
-        """Return the jobs that have a worker. Their entries know of them afterwards, also of one that is staged, whose
-        events nobody reads yet: it may have found an entry, and may open it again."""
+        """Return the jobs that have a worker. Their entries know of them afterwards, also of one ahead of its
+        turn, whose events nobody reads yet: it may have found an entry, and may open it again."""
         working = self._working()
         for number, uid in working.items():
             for name in _names_in(self._layout.files(number).rows_dir):

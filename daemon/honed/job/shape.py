@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NotRequired, TypedDict
 
 from honed.job.job import Group, Halving
-from honed.system.error import ErrorRecord
+from honed.system.error import ErrorRecord, plain
 from honed.system.usage import Usage
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
@@ -210,7 +210,21 @@ class SlurmRow(TypedDict):
     nodes: str
 
 
-class Shown(Row):
+class OnCluster(TypedDict):
+    slurm: NotRequired[SlurmRow]  #: where the last attempt was handed to a cluster
+
+
+def on_cluster(start: dict[str, Any]) -> OnCluster:
+    """Return what start.json says of a job on a cluster; empty for one that runs elsewhere."""
+    if not isinstance(start.get("name"), str):
+        return {}
+    name, number, state, reason, nodes = (
+        plain(str(start.get(key, ""))) for key in ("name", "slurm_id", "state", "reason", "nodes")
+    )
+    return {"slurm": SlurmRow(name=name, id=number, state=state, reason=reason, nodes=nodes)}
+
+
+class Shown(Row, OnCluster):
     """The answer to `show`."""
 
     spec: dict[str, Any]
@@ -233,7 +247,6 @@ class Shown(Row):
     job_dir: str
     memory: MemoryShown
     """Memory in bytes, as `estimated` and as `used`."""
-    slurm: NotRequired[SlurmRow]  #: where the last attempt was handed to a cluster
     events: list[dict[str, Any]]
 
 

@@ -299,6 +299,13 @@ class Spool:
             return
         yield from self.entries.of(state)
 
+    def with_worker(self) -> Iterator[Job]:
+        """Yield the jobs that have a worker: those that run, and those whose workers wait for their turns."""
+        for state in (State.RUNNING, State.QUEUED):
+            for job in self._catalog.unfinished(state) if self._catalog is not None else self.entries.of(state):
+                if state is State.RUNNING or job.staged_at is not None:
+                    yield job
+
     def all_jobs(self) -> Mapping[int, Listed]:
         """Return every job once, by number, also while the daemon moves entries beside this reader."""
         if self._catalog is not None:
@@ -341,7 +348,7 @@ class Spool:
     def move(self, job: Job, to: State, **changes: Any) -> Job:
         """Move an entry to another state and change it; asserts that the move is allowed."""
         assert to in MOVES[job.state], f"a job cannot move from {job.state} to {to}"
-        changes.setdefault("staged", None)  # it was staged for a turn that does not come, or has come
+        changes.setdefault("staged_at", None)  # its turn does not come, or has come
         if to.is_final:
             changes["ends"] = (*job.ends, changes.get("outcome", job.outcome) or to.value)
         with self._changed(job, to, changes) as moved:

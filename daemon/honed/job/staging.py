@@ -30,7 +30,7 @@ def places(job_spec: Mapping[str, Any], layout: Layout, uid: int) -> list[Path]:
 
 
 def place_of(path: Path, layout: Layout) -> Path | None:
-    """Return the directory of one job's staged copies that contains this path; None if none does."""
+    """Return the directory of one job's copies that contains this path; None if none does."""
     if not path.is_relative_to(layout.staged_dir) or ".." in path.parts or path == layout.staged_dir:
         return None
     name = path.relative_to(layout.staged_dir).parts[0]

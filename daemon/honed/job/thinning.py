@@ -33,6 +33,8 @@ MAX_EVENT_BYTES = 64 * 2**20
 #: Rows that are looked at, or removed, between two looks at the clock: some milliseconds of work.
 BITE_ROWS = 2000
 
+#: Beginnings of the names of metrics that are not of single steps: few, and each of a whole round.
+_KEPT_LONGER = ("eval_", "predictions/", "guard/")
 _TEXTS = ("prompt", "ground_truth", "prediction")
 _SIZE_OF_PREDICTION = " + ".join([str(ROW_BYTES), *(f"coalesce(length(CAST({text} AS BLOB)), 0)" for text in _TEXTS)])
 _SIZE_OF_DATA = "length(CAST(data AS BLOB))"
@@ -123,7 +125,7 @@ class Thinning:
         yield
         if sizes.metric_rows <= MAX_METRIC_ROWS - MARGIN_ROWS:
             return
-        steps = {name: num for name, num in counts.items() if name in STEP_METRICS}
+        steps = {name: num for name, num in counts.items() if not name.startswith(_KEPT_LONGER)}
         are_enough = sum(steps.values()) > sizes.metric_rows // 4
         num_gone = 0
         for name, num in (steps if are_enough else counts).items():
@@ -246,10 +248,6 @@ def count_gone(db: sqlite3.Connection, job_id: int, attempt: int, what: str, num
     elif num:
         sql = "INSERT INTO events VALUES (?, ?, 'thinned', ?, strftime('%Y-%m-%dT%H:%M:%f+00:00', 'now'))"
         db.execute(sql, (job_id, attempt, json.dumps(counts)))
-
-
-#: Keys of a `step` event that become metrics.
-STEP_METRICS = ("loss", "learning_rate", "grad_norm")
 
 
 #: What is counted in a `thinned` event, and what the report calls it.

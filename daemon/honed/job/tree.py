@@ -228,7 +228,7 @@ class _Walk:
             os.close(os.open("..", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd))
             with os.scandir(fd) as entries:
                 names = [entry.name for entry in entries]
-            # plan.json last: it names the job's staged copies, and an interrupted removal still needs it.
+            # plan.json last: it names the job's copies, and an interrupted removal still needs it.
             names.sort(key=lambda item: item != "plan.json")
             self._levels.append(_Level(os.fstat(fd), name, names))
         except BaseException:

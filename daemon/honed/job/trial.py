@@ -24,6 +24,7 @@ from honed.job.job import MAX_PRIORITY
 from honed.job.plan_file import PlanFile
 from honed.job.progress import duration, figure, size
 from honed.job.shape import Segment
+from honed.spec import export
 
 #: Rows that a trial must memorize.
 NUM_ROWS = 8
@@ -103,7 +104,7 @@ def reduced(plan: PlanFile, output_dir: Path) -> PlanFile:
         "early_stopping_patience": None,
         "report_to": [],
         "notify": None,
-        "save_merged": "none",
+        **export.NONE,
     }
     return plan.for_trial(spec, output_dir)
 

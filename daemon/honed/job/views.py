@@ -56,7 +56,7 @@ VIEWS = (
             "attempt": "the attempt that reported it",
             "step": "optimizer step; 0 is before the first step",
             "epoch": "passes over the training data",
-            "name": "loss, learning_rate, grad_norm, eval_loss, …",
+            "name": "loss, learning_rate, grad_norm, mean_token_accuracy, eval_loss, …",
             "value": "the value",
             "created_at": _WHEN,
         },

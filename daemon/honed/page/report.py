@@ -33,6 +33,7 @@ from honed.page.page import document, text
 from honed.page.plot import Series
 from honed.page.story import ELSEWHERE, MAX_CURVES, Story, gather
 from honed.spec import kind as kinds
+from honed.spec.export import EXPORTS
 from honed.system import access, durable, niceness, untrusted
 from honed.system import layout as layouts
 from honed.system.layout import Layout
@@ -277,7 +278,8 @@ def _plots(story: Story, *, is_served: bool) -> list[Markup]:
             some = [(name, name.partition("/")[2].replace("_", " ")) for name in of_kind[start : start + 4]]
             drawn.append(lines(title, series(*some), from_zero=True))
     others = [name for name in names if name not in scores and not _NO_PLOT.search(name)]
-    drawn += [lines(name.replace("_", " "), series((name, name))) for name in others]
+    for name in dict.fromkeys(name.removeprefix("eval_") for name in others):
+        drawn.append(lines(name.replace("_", " "), series((name, "training"), (f"eval_{name}", "evaluation"))))
     return [item for item in drawn if item]
 
 
@@ -440,8 +442,8 @@ def _loading(story: Story) -> dict[str, Any]:
     is_adapter = kinds.of(spec).trains and bool(spec.get("lora") or spec.get("adapter"))
     dtype = (plan.get("precision") or {}).get("load_dtype") or "auto"
     outputs = [(str(made["output_dir"]), dtype, is_adapter)]
-    if made.get("merged"):
-        outputs.append((str(made["merged"]), "auto", False))
+    exported = [str(path) for item in EXPORTS if item.is_base_model and (path := made.get(item.name))]
+    outputs += [(path, "auto", False) for path in exported]
     is_shown = is_made and bool(kinds.of(spec).makes)
     return {
         "outputs": outputs if is_shown else [],
@@ -520,11 +522,11 @@ def write(
     is_shared: bool,
     admin_group: str,
     queue: Sequence[int] = (),
-    staged: Container[int] = (),
+    ahead: Container[int] = (),
 ) -> int:
     """Write the reports of these jobs, and the index. Returns how many failed to be written and may succeed another
-    time; they are reported on stderr. `queue`: the first queued jobs in the order in which they start; `staged`: the
-    staged ones.
+    time; they are reported on stderr. `queue`: the first queued jobs in the order in which they start; `ahead`: those
+    whose workers wait for their turns.
 
     The index names all users' jobs: if they are not shared, only honed and the administrators' group may read it.
     """
@@ -547,7 +549,7 @@ def write(
         rows, counts = reader.overview(MAX_INDEX_JOBS, queue)
     finally:
         reader.close()
-    rows = [{**row, "staged_at": True} if row["id"] in staged and row["state"] == "queued" else row for row in rows]
+    rows = [{**row, "staged_at": True} if row["id"] in ahead and row["state"] == "queued" else row for row in rows]
     page = render_index(rows, layout, now=now, counts=counts)
     try:
         path = durable.write_beside(layout.index_path, page, mode=0o644 if is_shared else 0o600)
@@ -585,7 +587,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shared", action="store_true", help="let everybody read every job")
     parser.add_argument("--admin-group", default="")
     parser.add_argument("--queue", type=_job_ids, default=(), help="the first queued jobs, in their order")
-    parser.add_argument("--staged", type=_job_ids, default=(), help="those of them that are staged")
+    parser.add_argument("--ahead", type=_job_ids, default=(), help="those of them whose workers wait for their turns")
     parser.add_argument("--print", action="store_true", help="print the page of one job for honed-web; write nothing")
     parser.add_argument("ids", nargs="*", type=int)
     options = parser.parse_args(arguments)
@@ -600,7 +602,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_shared=options.shared,
         admin_group=options.admin_group,
         queue=options.queue,
-        staged=options.staged,
+        ahead=options.ahead,
     )
     return min(num_failed, 1)
 

@@ -20,16 +20,17 @@ from honed.job.history import Example
 from honed.job.job import Job
 from honed.job.shape import Shown
 from honed.job.spool import Spool
-from honed.job.thinning import STEP_METRICS
 from honed.system import untrusted
 from honed.system.layout import Layout
 from honed.system.part import joined
 from honed.system.personpath import PersonPath
 
-#: Stretches of which a curve's sample has the lowest and the highest value: of a step's own metrics, of the others.
+#: Stretches of which a curve's sample has the lowest and the highest value: of those of STEP_METRICS, of the others.
 MAX_STRETCHES, MAX_EVALUATIONS = 4096, 16_384
-#: Stretches of all curves but the steps' own: a page that compares 16 jobs has them all in memory.
+#: Stretches of all curves but those of STEP_METRICS: a page that compares 16 jobs has them all in memory.
 MAX_ALL_STRETCHES = 32_768
+#: Metrics of every run's steps, whose curves come first.
+STEP_METRICS = ("loss", "learning_rate", "grad_norm")
 #: Metrics of a job.
 MAX_CURVES = 1000
 #: Examples, and predictions of one.

@@ -149,7 +149,7 @@ def make(
             found = tuple(item for item in found if parallel.can_divide(item))
         return _descend([look(rung, mode) for rung in found], spec)
 
-    parallel.check(spec, has_cluster=config.jobs.runner == "slurm")
+    parallel.check(spec, has_cluster=config.jobs.has_cluster)
     modes = parallel.modes(spec, model, device, has_media=bool(rows))
     tried: dict[parallel.Mode, tuple[Precision, Memory, tuple[Step, ...]]] = {}
     for mode in modes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from honed.run.fetcher import FetchRunner, ProcessFetchRunner
 from honed.run.process import ProcessRunner
@@ -20,6 +20,8 @@ from honed.system.layout import Layout
 
 log = logging.getLogger(__name__)
 
+Status = Literal["ok", "warning", "error"]
+
 
 def choose_runner(
     layout: Layout, config: Callable[[], Config], *, clock: Callable[[], float]
@@ -30,13 +32,14 @@ def choose_runner(
     `config` is called whenever a worker starts, since it may have been reloaded. Raises EnvironmentInvalidError.
     """
     asked = config().jobs.runner
-    if asked == "slurm":
-        if problem := why_no_slurm(layout):
+    if config().jobs.has_cluster:
+        from honed.run.slurm import SlurmRunner
+        from honed.run.slurm_client import why_none
+
+        if problem := why_none(layout):
             raise EnvironmentInvalidError(
                 f"jobs.runner is slurm, but {problem}", hint="see cluster.md in the documentation"
             )
-        from honed.run.slurm import SlurmRunner
-
         who = "each job's submitter" if layout.is_of_system else "this instance's own user"
         log.info("workers are jobs of the Slurm cluster, and run there as %s", who)
         units = _units(layout) if layout.is_of_system else None
@@ -75,14 +78,12 @@ def _units(layout: Layout) -> Systemd | None:
     return None
 
 
-def why_no_slurm(layout: Layout) -> str:
-    """Return why workers cannot be jobs of a Slurm cluster; empty if they can."""
-    if layout.is_of_system:
-        from honed.run import slurm_client
+def findings(layout: Layout, config: Config) -> Iterator[tuple[str, Status, str, str]]:
+    """Yield the name, status, detail and hint of each check of the workers' cluster, for `honectl doctor`."""
+    if config.jobs.has_cluster:
+        from honed.run import slurm_doctor
 
-        return slurm_client.why_not(layout)
-    missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
-    return f"{', '.join(missing)} cannot be found: install slurm-client" if missing else ""
+        yield from (("Slurm", *finding) for finding in slurm_doctor.findings(layout, config))
 
 
 def choose_fetch_runner(layout: Layout, config: Config, systemd: Systemd | None) -> FetchRunner:

@@ -51,7 +51,7 @@ class _Suspension:
 
 def _unseen_sec(attempt: Attempt, place: AttemptFiles) -> float:
     """Return the seconds of an attempt in which it was paused and no honed has seen it, but its shim has: honed's own
-    watchdog ends it after a freeze. What was noted before it began was of its staged worker."""
+    watchdog ends it after a freeze. What was noted before it began was before its turn."""
     try:
         is_older = untrusted.info(place.paused_path).st_mtime < attempt.began.wall
     except OSError:

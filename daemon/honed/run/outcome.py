@@ -72,20 +72,14 @@ def judge(result_path: PersonPath, ended: Exit, *, is_readable: bool = True) -> 
     )
     if result.get("outcome") == SUCCEEDED:
         # Doing the work again would be a second success; a library may crash while Python ends.
-        is_clean = ended.status == 0
-        if is_clean or (
-            ended.ran and ended.service_result not in _NOT_RUN and _has_output(result_path, told.artifacts)
-        ):
+        # A result of a worker that never began is an earlier start's.
+        if ended.status == 0 or (ended.ran and _has_output(result_path, told.artifacts)):
             return replace(told, remark="; ".join(filter(None, [told.remark, _late_end(ended)]))[:MAX_REMARK])
         return _of(_died(ended), told)
     reported = result.get("error")
     if not isinstance(reported, dict):
         reported = error.InternalError("the worker failed without an error message").as_dict()
     return _of(error.from_dict({key: value if key == "fix" else str(value) for key, value in reported.items()}), told)
-
-
-#: Results of a cluster's job whose worker never began: a result beside them is not its own.
-_NOT_RUN = frozenset({"not-launched", "refused"})
 
 
 def _late_end(ended: Exit) -> str:
@@ -148,19 +142,8 @@ def _died(ended: Exit, *, left: str = "no result") -> error.HonedError:
             return error.OutOfMemoryError(
                 "the kernel's out-of-memory killer ended the worker", hint=_OUT_OF_MEMORY_HINT
             )
-        case Exit(service_result="node-lost"):
-            return error.KilledError("the node of the worker was lost", hint="see sinfo -R, and the node's own log")
-        case Exit(service_result="not-launched"):
-            return error.KilledError(
-                f"Slurm cancelled each of its launches before its worker began, the last on {ended.words}",
-                hint="the logs of slurmctld, and of slurmd on that node, say who or what cancelled it; a node that "
-                "cannot start jobs is taken out with scontrol update nodename=NODE state=drain reason=WHY",
-            )
-        case Exit(service_result="refused"):
-            return error.ClusterRefusedError(
-                f"Slurm refuses the job: {ended.words}",
-                hint="correct [slurm] or the profile in honed.toml, or resources in the job file, then honectl requeue",
-            )
+        case Exit(problem=error.HonedError() as problem):
+            return problem
         case Exit(ran=False):
             status = f" (exit status {ended.status})" if ended.status is not None else ""
             return error.EnvironmentInvalidError(

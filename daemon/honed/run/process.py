@@ -16,9 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from honed.run.runner import Exit, Live, device_of, exit_of, has_ended, is_staged, read_exit_record, read_lock_record
+from honed.run.runner import (
+    Exit,
+    Live,
+    Runner,
+    device_of,
+    exit_of,
+    has_ended,
+    is_staged,
+    read_exit_record,
+    read_lock_record,
+)
 from honed.system import durable, python, untrusted
-from honed.system.clock import Moment
 from honed.system.layout import AttemptFiles, Layout
 
 log = logging.getLogger(__name__)
@@ -37,10 +46,8 @@ class _Child:
     process: subprocess.Popen[bytes] | None  #: None for an adopted one
 
 
-class ProcessRunner:
+class ProcessRunner(Runner):
     """Workers as processes of the daemon's user, each in its own session."""
-
-    name = "process"
 
     def __init__(
         self, layout: Layout, *, command: Sequence[str] | None = None, popen: Callable[..., Any] = subprocess.Popen
@@ -105,21 +112,6 @@ class ProcessRunner:
         variables = dict(word.split("=", 1) for word in _words(process_dir / "environ") if "=" in word)
         waits = is_staged(files, number, start, variables)
         return Live(job_id, (number, start), device_of(variables), is_staged=waits)
-
-    def is_supervised(self, job_id: int) -> bool:  # noqa: ARG002
-        return False
-
-    def is_suspended(self, job_id: int) -> bool:  # noqa: ARG002
-        return False
-
-    def is_left(self, job_id: int) -> bool:  # noqa: ARG002
-        return False
-
-    def began(self, job_id: int) -> Moment | None:  # noqa: ARG002
-        return None
-
-    def is_machine_going_down(self) -> bool:
-        return False  # nothing tells us; but then honed is asked to stop as well
 
     def stop(self, job_id: int) -> None:
         pid = self._shim_pid(self._children[job_id])

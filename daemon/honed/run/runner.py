@@ -1,14 +1,15 @@
-"""The daemon's interface to workers: a runner starts a worker, asks it to stop, kills it, and reports when and how it
-ended.
+"""The daemon's interface to workers: a runner has the devices, starts a worker, asks it to stop, kills it, and reports
+when and how it ended, and what an end means that only it can bring about.
 
     process.py   a child process in its own session
     systemd.py   the unit honed-job@ID.service
-    slurm.py     a job of a Slurm cluster
+    choice.py    chooses one of these, or that of a cluster
 
 All run the worker below the shim (shim.py), which outlives the daemon, holds a lock while the worker lives and records
 how it ended. No other module knows how workers are started on this machine.
 """
 
+# ruff: noqa: ARG002 - an answer here needs no arguments
 from __future__ import annotations
 
 import json
@@ -19,9 +20,10 @@ from typing import Any, Protocol
 
 from honed.job.ahead import STAGED_VARIABLE, has_passed
 from honed.job.event import MAX_TIME
-from honed.system import durable, untrusted
+from honed.system import device, durable, untrusted
 from honed.system.clock import Moment, boot_id, boot_time
-from honed.system.error import plain
+from honed.system.device import Device
+from honed.system.error import HonedError
 from honed.system.layout import AttemptFiles, JobFiles
 from honed.system.personpath import PersonPath
 
@@ -31,10 +33,8 @@ RANKS_VARIABLE = "HONED_NUM_RANKS"
 MAX_RECORD_BYTES = 64 * 1024
 #: The number of machines of a cluster that a worker runs on, with so many ranks on each; unset for one.
 NODES_VARIABLE = "HONED_NUM_NODES"
-#: The time that is left to a worker of a cluster, and its profile, in what its runner gets as its environment.
-TIME_LEFT_VARIABLE, PROFILE_VARIABLE = "HONED_TIME_LEFT_SEC", "HONED_SLURM_PROFILE"
-#: Characters of a cluster's words.
-MAX_WORDS = 400
+#: The time that is left to a worker of a cluster, and its profile, as its runner gets them with its environment.
+TIME_LEFT_VARIABLE, PROFILE_VARIABLE = "HONED_TIME_LEFT_SEC", "HONED_PROFILE"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Exit:
     is_machine_going_down: bool = False  #: its unit ended during a shutdown
     ran: bool = True  #: False if its unit failed before the worker's process began
     ended: Moment | None = None  #: the time; None if it was not observed
-    words: str = ""  #: why a cluster has refused it, or where it has cancelled it
+    problem: HonedError | None = None  #: what the end means to its runner; None: what it means for any process
     paused_sec: float = 0.0  #: seconds in which its shim could not run, which a cluster suspends with it
     is_after_pause: bool = False  #: it ended soon after such a pause
     began: Moment | None = None  #: when it began on a cluster; None elsewhere, and for one that never began
@@ -77,9 +77,11 @@ class UnreachedError(NotNowError):
 
 
 class Runner(Protocol):
-    """A way to start workers on this machine."""
+    """A way to start workers. Where a method has an answer here, it is that of processes on this machine."""
 
-    name: str
+    def devices(self, gpus: list[int] | None) -> list[Device]:
+        """Return the devices that jobs may run on: of this machine, those among `gpus`, by default all."""
+        return device.probe(gpus)
 
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
         """Start the worker of an attempt. Raises OSError if it cannot start, NotNowError if it may later."""
@@ -93,15 +95,19 @@ class Runner(Protocol):
 
     def is_supervised(self, job_id: int) -> bool:
         """Tell whether systemd supervises it: it outlives the daemon and is killed if it hangs or does not stop."""
+        return False
 
     def is_left(self, job_id: int) -> bool:
         """Tell whether a worker may go on while honed is down."""
+        return self.is_supervised(job_id)
 
     def began(self, job_id: int) -> Moment | None:
         """Return when a worker began that a cluster started; None while it waits there, and for every other one."""
+        return None
 
     def is_suspended(self, job_id: int) -> bool:
         """Tell whether a cluster keeps a worker that has begun from running: no time passes for it."""
+        return False
 
     def stop(self, job_id: int) -> None:
         """Ask a worker to write a checkpoint and end."""
@@ -116,7 +122,9 @@ class Runner(Protocol):
         """Return the end of the worker's process; None while it is alive."""
 
     def is_machine_going_down(self) -> bool:
-        """Tell whether a shutdown of the machine has begun, as far as we know."""
+        """Tell whether a shutdown of the machine has begun, as far as we know: without systemd, honed is only asked to
+        stop."""
+        return False
 
 
 def read_exit_record(attempt: AttemptFiles, start: int) -> dict[str, Any] | None:
@@ -147,13 +155,12 @@ def exit_of(record: Mapping[str, Any] | None) -> Exit:
         value = record.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    result, words = record.get("service_result"), record.get("words")
+    result = record.get("service_result")
     return Exit(
         status=number("status"),
         signal=number("signal"),
         max_resident_bytes=number("max_resident_bytes"),
         service_result=result if isinstance(result, str) else None,
-        words=plain(words, max_chars=MAX_WORDS) if isinstance(words, str) else "",
         was_out_of_memory=record.get("was_out_of_memory") is True,
         was_asked=record.get("was_asked") is True,
         is_machine_going_down=_ended_in_shutdown(record),

@@ -26,12 +26,13 @@ asked to stop, and killed RANK_END_SEC later. The first death is the one in exit
     ranks/            what the ranks share; emptied before they start. They meet at `rendezvous` (worker/parallel.py)
     ranks/lost.json   {"rank", "signal"} of a rank that died by a signal: the others leave no result
 
-With $HONED_NUM_NODES above 1, on a cluster, its COMMAND is srun, which starts on each node
+With $HONED_NUM_NODES above 1, on a cluster, its COMMAND is srun, which starts on each node, with the node's number as
+$HONED_NODE and the address of the first one as $HONED_MEET_AT,
 
     shim.py --node ATTEMPT_DIR COMMAND...
 
-with the ranks of that node. The signals to the shim are not forwarded, since srun would kill all, and Slurm would send
-them to the data loaders, too: the shim writes them into a file, which the nodes look at. The first node at which a rank
+with the ranks of that node. The signals to the shim are not forwarded, since srun would kill all, and send them to the
+data loaders, too: the shim writes them into a file, which the nodes look at. The first node at which a rank
 fails writes ranks/end.json, which is the end in exit.json; the others look for it, and their ranks have as long to end
 as those beside it. The failed node's own end, with status 1, comes after rank 0's result if there will be one, and then
 srun kills what is left (--kill-on-bad-exit).
@@ -137,7 +138,7 @@ def main() -> int:
     )
     status, was_out_of_memory = watch.wait()
     if is_spread and os.WIFSIGNALED(status):
-        return 1  # without srun the ranks go on: Slurm ends them now, and says when they are gone
+        return 1  # without srun the ranks go on: the cluster ends them now, and says when they are gone
     rank = {"rank": watch.rank} if num_ranks > 1 else {}
     end = {**end_of(status), "was_out_of_memory": was_out_of_memory, "was_asked": watch.was_asked, **rank}
     end |= {"paused_sec": watch.paused_sec, "is_after_pause": watch.is_after_pause}
@@ -147,9 +148,8 @@ def main() -> int:
 
 def run_node(attempt_dir: str, command: list[str]) -> int:
     """Run the ranks of one node. Returns 0 if all have ended well."""
-    shared, node = f"{attempt_dir}/ranks", int(os.environ["SLURM_NODEID"])
+    shared, node = f"{attempt_dir}/ranks", int(os.environ["HONED_NODE"])
     num_here, num_nodes = int(os.environ.get("HONED_NUM_RANKS", "1")), int(os.environ["HONED_NUM_NODES"])
-    os.environ["HONED_MEET_AT"] = os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # srun's own node, which has rank 0
     first = node * num_here
     watch = Watch(
         start_ranks(command, num_here, first=first, world=num_nodes * num_here),

@@ -33,6 +33,7 @@ from honed.run.runner import (
     Exit,
     Live,
     NotNowError,
+    Runner,
     has_ended,
     read_exit_record,
     read_lock_record,
@@ -44,15 +45,14 @@ from honed.run.slurm_job import SlurmJob, script_path, tag
 from honed.spec.config import SLOT, SlurmConfig
 from honed.system import access, durable, python, untrusted
 from honed.system.clock import Moment
+from honed.system.device import Device
 from honed.system.layout import JobFiles, Layout
 
 log = logging.getLogger(__name__)
 
 
-class SlurmRunner:
+class SlurmRunner(Runner):
     """Workers as jobs of a Slurm cluster."""
-
-    name = "slurm"
 
     def __init__(
         self,
@@ -73,6 +73,9 @@ class SlurmRunner:
             self._prefix, Client().ask if self._is_shared else run_here, is_shared=self._is_shared, clock=clock
         )
         self._jobs: dict[int, SlurmJob] = {}
+
+    def devices(self, gpus: list[int] | None) -> list[Device]:  # noqa: ARG002
+        return self._config().devices()
 
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
         files = self._layout.files(job_id)
@@ -171,9 +174,6 @@ class SlurmRunner:
             return None
         return Live(job_id, (number, start), handed.device if handed is not None else None)
 
-    def is_supervised(self, job_id: int) -> bool:  # noqa: ARG002
-        return False
-
     def is_left(self, job_id: int) -> bool:  # noqa: ARG002
         return True
 
@@ -182,9 +182,6 @@ class SlurmRunner:
 
     def is_suspended(self, job_id: int) -> bool:
         return self._jobs[job_id].is_suspended()
-
-    def is_machine_going_down(self) -> bool:
-        return False
 
     def stop(self, job_id: int) -> None:
         """Withdraw a job that waits; have one that runs write a checkpoint. Slurm's own state stays as it is."""

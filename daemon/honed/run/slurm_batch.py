@@ -35,6 +35,12 @@ ENDS = {
     "kill": ("--full", "--signal=KILL"),
     "cancel": (),
 }
+#: Begins a command on one node: which node it is, and where the ranks meet, at srun's own node, which has rank 0.
+ON_NODE = (
+    *("/bin/sh", "-c"),
+    'HONED_NODE="$SLURM_NODEID" HONED_MEET_AT="$SLURM_LAUNCH_NODE_IPADDR" exec "$@"',
+    "honed",
+)
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ def script(job: JobFiles, handed: Handed, command: Sequence[str]) -> str:
     worker = [*command, str(job.dir), str(handed.number), "--backend", handed.backend]
     shim, attempt_dir = python.bare(SHIM), str(job.attempt(handed.number).dir)
     if handed.num_nodes > 1:
-        worker = [*srun(handed.num_nodes), *shim, "--node", attempt_dir, *worker]
+        worker = [*srun(handed.num_nodes), *ON_NODE, *shim, "--node", attempt_dir, *worker]
     shim += [attempt_dir, str(handed.start), *worker]
     lines = ["#!/bin/sh", *(f"export {key}={shlex.quote(value)}" for key, value in handed.environment.items())]
     # srun does not take this from sbatch.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 import socket
 import stat
 import threading
@@ -68,6 +69,14 @@ class Client:
             self._mine.line = None
             with contextlib.suppress(OSError):  # what it still held cannot be written
                 line.close()
+
+
+def why_none(layout: Layout) -> str:
+    """Return why workers cannot be jobs of a Slurm cluster; empty if they can."""
+    if layout.is_of_system:
+        return why_not(layout)
+    missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
+    return f"{', '.join(missing)} cannot be found: install slurm-client" if missing else ""
 
 
 def why_not(layout: Layout, path: Path = SOCKET_PATH) -> str:

@@ -24,7 +24,7 @@ from honed.run.runner import Exit, NotNowError, exit_of, read_exit_record, read_
 from honed.run.slurm_batch import Handed
 from honed.run.slurm_desk import OVER, Desk, Seen, Snapshot
 from honed.run.slurm_request import environment, is_refusal
-from honed.system import durable, untrusted
+from honed.system import durable, error, untrusted
 from honed.system.backoff import Backoff
 from honed.system.clock import Moment
 from honed.system.layout import AttemptFiles, Layout
@@ -47,6 +47,8 @@ NUM_CANCELLED = 5
 #: Seconds for which Slurm may say why it has stopped a worker, before that counts as a person's wish.
 WORD_SEC = 60.0
 NODE_FAIL = "NODE_FAIL"
+#: Characters of Slurm's words.
+MAX_WORDS = 400
 #: States in which a job that has begun does not run: it was suspended, or put back into the queue.
 NOT_RUNNING = frozenset({"SUSPENDED", "STOPPED", "PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 #: Those of them in which it will run again by itself.
@@ -212,14 +214,14 @@ class SlurmJob:
             what = f"Slurm has cancelled {times}, the last on {nodes[0]}" + f"; {fault}" * bool(fault)
         self._note(Seen("", "", what, ""))
         if len(submission.cancelled) >= NUM_CANCELLED:
-            return self._settled((), end={"service_result": "not-launched", "words": nodes[0]}, waits=waits)
+            return self._settled((), end=_unlaunched("not-launched", nodes[0]), waits=waits)
         if self._clock() < submission.again_at or not (
             self.handed.backend or untrusted.exists(script_path(self._attempt))
         ):
             return None
         submission.num_refusals = submission.num_refusals + 1 if is_refusal(fault) else 0
         if submission.num_refusals >= NUM_REFUSALS:
-            return self._settled((), end={"service_result": "refused", "words": fault}, waits=waits)
+            return self._settled((), end=_unlaunched("refused", fault), waits=waits)
         log.warning("job %d: %s, submitted again: %s", self.id, self.handed.name, what)
         if not submission.argv:
             with contextlib.suppress(NotNowError):  # its profile may be there again
@@ -240,7 +242,7 @@ class SlurmJob:
         seen = snapshot.jobs.get(self.handed.name, ())
         return _was_put_back(seen) or all(item.is_over or item.reason == NODE_DOWN for item in seen)
 
-    def _settled(self, seen: Sequence[Seen], *, end: Mapping[str, str], waits: bool) -> Exit | None:
+    def _settled(self, seen: Sequence[Seen], *, end: Mapping[str, Any], waits: bool) -> Exit | None:
         """Record an end that no shim has recorded, so that no late one may start the worker, and a worker that goes on
         on a lost node puts nothing into place. None if the worker lives, as far as its lock shows."""
         with contextlib.ExitStack() as stack:
@@ -251,8 +253,8 @@ class SlurmJob:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
-            except OSError as error:  # its submitter has put something else there
-                log.warning("job %d: the lock of %s cannot be taken: %s", self.id, self.handed.name, error)
+            except OSError as fault:  # its submitter has put something else there
+                log.warning("job %d: the lock of %s cannot be taken: %s", self.id, self.handed.name, fault)
             record = read_exit_record(self._attempt, self.handed.start)
             if record is None:
                 states = {item.state for item in seen}
@@ -261,8 +263,8 @@ class SlurmJob:
                 record |= {"was_out_of_memory": "OUT_OF_MEMORY" in states, "ended_at": time.time()}
                 try:
                     untrusted.write_plain(self._attempt.exit_path, durable.as_json(record))
-                except OSError as error:
-                    log.warning("job %d: the end of %s cannot be recorded: %s", self.id, self.handed.name, error)
+                except OSError as fault:
+                    log.warning("job %d: the end of %s cannot be recorded: %s", self.id, self.handed.name, fault)
         return self._ended(record)
 
     def _ended(self, record: dict[str, Any]) -> Exit:
@@ -276,7 +278,7 @@ class SlurmJob:
         is_going_down = (by_slurm or _was_put_back(seen)) and not self._wish.is_there and found.was_asked
         if is_going_down and _was_put_back(seen):
             self.end("withdraw")  # a start that has begun never begins again
-        return replace(found, began=began, is_machine_going_down=is_going_down)
+        return replace(found, began=began, is_machine_going_down=is_going_down, problem=_problem(found, record))
 
     def _note(self, seen: Seen) -> None:
         """Keep what Slurm says of it, for `honectl show`."""
@@ -295,10 +297,34 @@ class SlurmJob:
         """Write start.json, if its submitter has not put something else there."""
         try:
             handed.write(self._layout.files(self.id))
-        except OSError as error:
-            if durable.machine_fault(error):
+        except OSError as fault:
+            if durable.machine_fault(fault):
                 raise
-            log.warning("job %d: start.json cannot be written: %s", self.id, error)
+            log.warning("job %d: start.json cannot be written: %s", self.id, fault)
+
+
+def _unlaunched(result: str, words: str) -> dict[str, Any]:
+    return {"service_result": result, "words": words, "ran": False}
+
+
+def _problem(ended: Exit, record: Mapping[str, Any]) -> error.HonedError | None:
+    """Return what an end means that is Slurm's own; None for that of a process."""
+    words = error.plain(str(record.get("words", "")), max_chars=MAX_WORDS)
+    match ended.service_result:
+        case "node-lost":
+            return error.KilledError("the node of the worker was lost", hint="see sinfo -R, and the node's own log")
+        case "not-launched":
+            return error.KilledError(
+                f"Slurm cancelled each of its launches before its worker began, the last on {words}",
+                hint="the logs of slurmctld, and of slurmd on that node, say who or what cancelled it; a node that "
+                "cannot start jobs is taken out with scontrol update nodename=NODE state=drain reason=WHY",
+            )
+        case "refused":
+            return error.ClusterRefusedError(
+                f"Slurm refuses the job: {words}",
+                hint="correct [slurm] or the profile in honed.toml, or resources in the job file, then honectl requeue",
+            )
+    return None
 
 
 def _was_put_back(seen: Sequence[Seen]) -> bool:

@@ -24,6 +24,7 @@ from honed.run.runner import (
     Exit,
     Live,
     NotNowError,
+    Runner,
     device_of,
     exit_of,
     has_ended,
@@ -32,7 +33,6 @@ from honed.run.runner import (
     read_lock_record,
 )
 from honed.system import dbus, durable
-from honed.system.clock import Moment
 from honed.system.dbus import BusAwayError, BusError, Systemd
 from honed.system.layout import AttemptFiles, Layout
 
@@ -56,10 +56,8 @@ class _Unit:
     is_doubted: bool = False  #: exit.json records an end, but systemd does not
 
 
-class SystemdRunner:
+class SystemdRunner(Runner):
     """Workers as units of the system manager."""
-
-    name = "systemd"
 
     def __init__(
         self,
@@ -143,15 +141,6 @@ class SystemdRunner:
 
     def is_supervised(self, job_id: int) -> bool:
         return job_id in self._units
-
-    def is_suspended(self, job_id: int) -> bool:  # noqa: ARG002
-        return False
-
-    def is_left(self, job_id: int) -> bool:
-        return self.is_supervised(job_id)
-
-    def began(self, job_id: int) -> Moment | None:  # noqa: ARG002
-        return None
 
     def is_machine_going_down(self) -> bool:
         try:

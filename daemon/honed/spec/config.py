@@ -201,12 +201,17 @@ class JobsConfig(_Section):
     """Start the worker of the job that is next for a device while that is still busy: it imports its libraries and
     encodes its data, and waits for the device. Only while a processor, memory and disk space are left for it."""
     stage_min_available_bytes: Annotated[int, Field(ge=0)] = 4 * 1024**3
-    """Bytes of host memory that must be available for a job to be staged. Below half of that, staged workers are
-    ended, and their jobs start at their turn."""
+    """Bytes of host memory that must be available to start a worker ahead of its turn. Below half of that, such
+    workers are ended, and their jobs start at their turn."""
     on_stop: Literal["leave", "checkpoint"] = "leave"
     """Action for running jobs when honed itself is stopped or restarted: `leave` lets them continue, and the next honed
     takes them over; `checkpoint` has them write one and queues them. Only units can be left; a shutdown of the machine
     always checkpoints."""
+
+    @property
+    def has_cluster(self) -> bool:
+        """True if workers run on the nodes of a cluster, which chooses their devices."""
+        return self.runner == "slurm"
 
 
 class DeviceConfig(_Section):
@@ -581,7 +586,7 @@ def load(layout: Layout) -> Config:
 def devices(config: Config, profile: str | None = None) -> list[Device]:
     """Return the devices that jobs may run on: this machine's, or places for jobs of a profile on the cluster. Raises
     KeyError for an unknown profile."""
-    if config.jobs.runner == "slurm":
+    if config.jobs.has_cluster:
         return config.slurm.profile(profile).devices()
     return device.probe(config.device.gpus)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from honed.spec import export, kind
 from honed.spec.metric_names import BUILT_IN, PREFIX, known
 from honed.spec.optimizer import ADAMW_8BIT, COMPENSATED, DIVIDABLE, asked_optim
 from honed.spec.problem import KeyPath, Problem, dotted, line_of, shown, told_fix
@@ -29,7 +30,8 @@ class Rule:
 
 def problems(spec: JobSpec, lines: Mapping[KeyPath, int], *, except_of: Sequence[KeyPath]) -> list[Problem]:
     """Return the conflicts in a spec, skipping the rules that read one of the paths in `except_of`."""
-    rules = {"merge": MERGE_RULES, "evaluate": EVALUATION_RULES}.get(spec.kind, RULES)
+    of_kind = kind.of(spec)
+    rules = RULES if of_kind.trains else EVALUATION_RULES if of_kind.has_rows else MERGE_RULES
     heads = {read[0] for rule in rules for read in rule.reads}
     except_of = [path for path in except_of if not path or path[0] in heads]  # unknown keys concern no rule
     kept = [rule for rule in rules if not any(_overlap(a, b) for a in rule.reads for b in except_of)]
@@ -72,6 +74,15 @@ def _fractions(spec: JobSpec) -> Iterator[Finding]:
                 "this data set has no fraction, but others have",
                 "set it for all data sets or for none",
             )
+
+
+def _formats(spec: JobSpec) -> Iterator[Finding]:
+    formats = kind.of(spec).formats
+    for section, datasets in (("datasets", spec.datasets), ("eval_datasets", spec.eval_datasets)):
+        for index, dataset in enumerate(datasets):
+            if dataset.format not in ("auto", *formats):
+                why = f"{dataset.format} rows are not for kind: {spec.kind}"
+                yield (section, index, "format"), why, f"write auto, or one of {', '.join(formats)}"
 
 
 def _of_hub(spec: JobSpec) -> Iterator[Finding]:
@@ -119,15 +130,10 @@ _adapter = _clash(
 )
 
 
-_merged = _clash(
-    lambda spec: spec.save_merged != "none" and spec.lora is None and spec.adapter is None,
-    (
-        ("save_merged",),
-        "there is no adapter to merge: full fine-tuning writes a complete checkpoint anyway",
-        "remove it, or add a lora: section",
-        {"save_merged": None},
-    ),
-)
+def _exports(spec: JobSpec) -> Iterator[Finding]:
+    for item in export.asked(spec):
+        if item.adapter_reason and spec.lora is None and spec.adapter is None:
+            yield (item.key,), item.adapter_reason, "remove it, or add a lora: section", {item.key: None}
 
 
 _adapter_dtype = _clash(
@@ -703,8 +709,10 @@ SCHEDULE_KWARGS: dict[str, frozenset[str]] = {
 #: In the paths that a rule reads: every item of a list.
 ANY = "*"
 _EVAL_KEYS: tuple[KeyPath, ...] = (("eval_split",), ("eval_datasets",))
+_FORMATS = Rule((("kind",), ("datasets", ANY, "format"), ("eval_datasets", ANY, "format")), _formats)
 RULES = (
     Rule((("datasets",), ("kind",)), _datasets),
+    _FORMATS,
     Rule((("datasets", ANY, "fraction"), ("eval_datasets", ANY, "fraction")), _fractions),
     Rule(
         tuple((section, ANY, key) for section in ("datasets", "eval_datasets") for key in ("path", "name", "revision")),
@@ -713,7 +721,7 @@ RULES = (
     Rule(_EVAL_KEYS, _held_out),
     Rule((("quantization",), ("lora",), ("adapter",)), _quantization),
     Rule((("lora",), ("adapter",)), _adapter),
-    Rule((("save_merged",), ("lora",), ("adapter",)), _merged),
+    Rule((*((item.key,) for item in export.EXPORTS), ("lora",), ("adapter",)), _exports),
     Rule((("adapter_dtype",), ("lora",), ("adapter",)), _adapter_dtype),
     Rule((("train_parts",), ("lora",), ("adapter",)), _train_parts),
     Rule(
@@ -809,6 +817,7 @@ EVALUATION_TRAINING = frozenset(
 EVALUATION_RULES = (
     Rule((("kind",), ("training",), ("eval_datasets",)), _evaluation_keys),
     Rule((("eval_datasets",), ("kind",)), _evaluated),
+    _FORMATS,
     Rule((("predictions", "sample_frequency"),), _asked_once),
     Rule((("eval_datasets", ANY, "fraction"),), _fractions),
     Rule(tuple(("eval_datasets", ANY, key) for key in ("path", "name", "revision")), _of_hub),

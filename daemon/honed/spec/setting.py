@@ -94,7 +94,7 @@ def sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def tables_in(section: type[BaseModel]) -> list[str]:
-    """Return the keys of a section that are tables of tables, such as `profiles` of [slurm.profiles.NAME]."""
+    """Return the keys of a section that are tables of tables, such as `profiles` of the cluster's."""
     return [key for key, kind in kinds(section).items() if _is_table_of_tables(kind)]
 
 

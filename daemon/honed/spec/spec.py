@@ -440,7 +440,7 @@ class DatasetSpec(Section):
     """Name of the data set in metrics (`eval_loss/LABEL`), where several are held out; null takes its file's name."""
     revision: Annotated[str, form(r"\w[\w./-]*"), Expected("a branch, tag or commit")] | None = None
     """Branch, tag or commit of a hub data set."""
-    format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"] = "auto"
+    format: kinds.Format = "auto"
     """Format of the rows; `auto` chooses by their columns."""
     fraction: Annotated[float, Gt(0)] | None = None
     """Share of the mixture, as in TRL: normalised, no row drawn twice. Set it for all data sets or for none."""
@@ -457,6 +457,12 @@ class DatasetSpec(Section):
     """Column names that differ, as `our name: their column`."""
     _place: Path | None = PrivateAttr(None)  # the snapshot of a hub data set, and its files
     _files: tuple[str, ...] = PrivateAttr(())
+    _form: str = PrivateAttr("text")  # set by the job
+
+    @property
+    def row_form(self) -> str:
+        """The form of its rows, by the kind of its job."""
+        return self._form
 
     @property
     def is_of_hub(self) -> bool:
@@ -671,7 +677,7 @@ class JobSpec(Section):
         Annotated[str, AfterValidator(_name), Expected("a name of at most 100 characters, without a slash")] | None
     ) = None
     """Name for people; honectl accepts it where it is unambiguous."""
-    kind: Literal["sft", "merge", "evaluate"] = "sft"
+    kind: kinds.Name = "sft"
     """Task: supervised fine-tuning; the merge of an adapter into its base model, on the CPU; or the evaluation of a
     model, with an adapter or without, on `eval_datasets`, which trains and writes nothing."""
     job_class: Annotated[str, form(r"[A-Za-z0-9_-]{1,64}"), Expected("the name of a class")] | None = Field(
@@ -830,6 +836,10 @@ class JobSpec(Section):
         Expected("true, false or only"),
     ] = False
     """Try eight rows for a few steps first and report the findings; `only` does nothing else."""
+
+    def model_post_init(self, _context: Any) -> None:
+        for _, dataset in self.each_dataset():
+            dataset._form = kinds.of(self).form
 
     def each_dataset(self) -> Iterator[tuple[str, DatasetSpec]]:
         """Yield the data sets to train and to evaluate on, each with its key: datasets.0, …, eval_datasets.0, …"""

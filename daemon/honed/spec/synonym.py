@@ -150,8 +150,8 @@ def _list(value: Any) -> Any:
     return value if value != [] else None
 
 
-def _slurm_seconds(value: Any) -> Any:
-    """Convert Slurm's [days-][[hours:]minutes:]seconds to seconds; a single number means minutes."""
+def _scheduler_seconds(value: Any) -> Any:
+    """Convert a batch scheduler's [days-][[hours:]minutes:]seconds to seconds; a single number means minutes."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(value))
     if found is None:
         raise Unsaid("write time_limit_sec, in seconds")
@@ -172,7 +172,7 @@ def _gres(value: Any) -> Any:
 
 
 def _dependencies(value: Any) -> Any:
-    """Convert Slurm's `afterok:12:13` to a list; waiting for any other end is not supported."""
+    """Convert a batch scheduler's `afterok:12:13` to a list; waiting for any other end is not supported."""
     if isinstance(value, str) and (found := re.fullmatch(r"(after\w*):([\w:]+)", value)):
         if found[1] != "afterok":
             raise Unsaid(f"{found[1]} is not supported yet: depends_on waits for jobs that succeed")
@@ -1127,7 +1127,7 @@ NAMES: dict[str, Synonym] = {
            "batch.effective_batch_size", "batch.size"),
     **_all(take("retry.max_attempts"), "max_attempts", "max_retries", "retries", "retry.max_retries"),
     **_all(take("time_limit_sec"), "time_limit", "timeout", "timeout_sec", "max_time", "walltime"),
-    "time": take("time_limit_sec", _slurm_seconds),
+    "time": take("time_limit_sec", _scheduler_seconds),
     **_all(take("depends_on", _dependencies), "dependency", "dependencies", "after"),
     **_all(drop("honectl submit --hold submits a job on hold"), "hold", "held"),
     **_all(_STAGES, "fsdp", "fsdp_config", "deepspeed", "tensor_parallel_size", "context_parallel_size", "ddp",

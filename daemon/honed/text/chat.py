@@ -23,7 +23,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from honed.inputs.media import Media
-from honed.inputs.row import Example, words
+from honed.inputs.message import words
+from honed.inputs.row import Example
 from honed.job.shape import Segment
 from honed.spec import variant as variants
 from honed.system import quote

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from honed.inputs.row import Example, words
+from honed.inputs.message import words
+from honed.inputs.row import Example
 from honed.system import quote
 from honed.system.error import MaskError
 from honed.text.span import Span, from_letter, runs_of, squeeze

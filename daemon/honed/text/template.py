@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
-from honed.inputs.row import Arguments, Example, words
+from honed.inputs.message import Arguments, words
+from honed.inputs.row import Example
 from honed.system.error import DatasetError, said
 from honed.text.expansion import added_text
 from honed.text.omission import REASONING_KEYS

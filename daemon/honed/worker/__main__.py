@@ -51,7 +51,7 @@ def main() -> int:
     pulse = ranks.pulse = Pulse(path=attempt_layout.pulse_of(ranks.rank))
     timeout = os.environ.get("HONED_STOP_TIMEOUT_SEC")
     stop = Stop(pulse.beat, pulse.enter, timeout_sec=float(timeout) if timeout else None)
-    gate = Gate(JobLayout(arguments.job_dir.resolve()), arguments.attempt, beat=stop.check, kept=pulse.variables)
+    gate = Gate(JobLayout(arguments.job_dir.resolve()), arguments.attempt, beat=stop.check)
     signal.signal(signal.SIGTERM, stop.on_signal)
     signal.signal(signal.SIGINT, stop.on_signal)
     faulthandler.enable()  # a worker that hangs is sent SIGABRT: its stacks go to worker.log

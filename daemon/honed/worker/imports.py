@@ -20,7 +20,6 @@ IMPORT_ALL_VARIABLE = "HONED_IMPORT_ALL"
 PLAIN_OPTIMIZERS = frozenset({None, "adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd"})
 #: Modules that a run imports on its way, beside those of `run` and of its backend.
 ON_THE_WAY = (
-    "honed.worker.train.watched",
     "honed.worker.rows.data",
     "honed.worker.train.losscheck",
     "honed.worker.train.usage",

@@ -351,7 +351,7 @@ class Unwritten(EventWriter):
     def __init__(self, tell: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None) -> None:
         self._tell = tell
 
-    def emit(self, kind: str, **data: Any) -> None:
+    def emit(self, kind: str, /, **data: Any) -> None:
         self._tell(kind, data)
 
     def close(self) -> None:

@@ -34,9 +34,6 @@ LIMIT_TOLERANCE = 0.1
 NUM_BYTES = 256
 
 
-VARIABLES = ("NOTIFY_SOCKET", "HONED_WATCHDOG_SEC", "HONED_MIN_STALL_SEC", "WATCHDOG_USEC", "WATCHDOG_PID")
-
-
 class Pulse:
     """The signs of life of one worker. Removes its variables from `environment`, so that no child speaks for it."""
 
@@ -48,8 +45,6 @@ class Pulse:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare the pulse. `path` is the attempt's pulse file; its directory must exist by the first sign of life."""
-        #: What is removed, for the same worker if it executes itself again.
-        self.variables = {name: environment[name] for name in VARIABLES if name in environment}
         address, watchdog = environment.pop("NOTIFY_SOCKET", ""), environment.pop("HONED_WATCHDOG_SEC", "")
         for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
             environment.pop(name, None)

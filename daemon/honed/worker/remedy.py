@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from honed.spec import kind
+from honed.spec import export, kind
 from honed.spec.spec import JobSpec, LoraSpec
 from honed.system.error import Fix, HonedError, ModelError, SpecError
 from honed.worker.assignment import Assignment
@@ -30,7 +30,7 @@ _MEANS = {
     "training.gradient_checkpointing": "a step takes more memory",
     "attn_implementation": "transformers' own attention",
     "lora.modules_to_save": "these modules are not trained in full",
-    "save_merged": "no merged checkpoint is written",
+    **{item.key: f"no {item.title} is written" for item in export.EXPORTS},
     "quantization": "the model takes more memory",
     "dtype": "a step takes more time and memory",
 }
@@ -118,8 +118,7 @@ def _edits(spec: JobSpec, error: Exception, model_of: Callable[[], Any]) -> Iter
         yield {"attn_implementation": "eager"}
     if lora is not None and lora.modules_to_save:
         yield {"lora.modules_to_save": None}
-    if spec.save_merged != "none":
-        yield {"save_merged": None}
+    yield from ({item.key: None} for item in export.asked(spec))
     if spec.quantization != "none":
         yield {"quantization": "none"}
     if spec.dtype != "float32" and spec.quantization == "none":

@@ -1,6 +1,6 @@
 """One attempt at one job: its trial, its recipe (recipe/), and its result, whatever the end.
 
-Nothing here imports the training stack before the backend is chosen. A worker that was staged waits between data and
+Nothing here imports the training stack before the backend is chosen. A worker ahead of its turn waits between data and
 load until its device is free (gate.py); with Unsloth, whose import asks the device, before it.
 """
 
@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,10 @@ from honed.worker.assignment import Assignment
 from honed.worker.gate import Gate
 from honed.worker.model import load, torchvision
 from honed.worker.parallel import ALONE, Ranks, Unwritten
-from honed.worker.recipe import evaluate, merge, sft
 from honed.worker.recipe.base import Run
 from honed.worker.stop import Stop
 from honed.worker.train import disk_reserve
 
-#: What a run of each kind does.
-RECIPES: Mapping[str, Callable[[Run, Assignment, int], None]] = {
-    "sft": sft.run,
-    "evaluate": evaluate.run,
-    "merge": merge.run,
-}
 _MEMORY_HINT = (
     "use a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length"
 )
@@ -123,7 +117,7 @@ def run(
         with modality.naming(job.spec.parts.patterns):
             _try_first(this, job, attempt)
             if job.spec.trial != "only":
-                RECIPES[job.spec.kind](this, job, attempt)
+                import_module(f"honed.worker.recipe.{job.spec.kind}").run(this, job, attempt)
     except Exception as problem:  # noqa: BLE001 - every end of a worker is reported
         with contextlib.suppress(OSError):  # worker.log may be on the full disk, and the result is still to be written
             traceback.print_exc()

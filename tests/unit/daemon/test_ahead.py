@@ -61,7 +61,7 @@ class Chooser(Place):
 
     @property
     def is_kept(self) -> bool:
-        return self.job().staged is not None
+        return self.job().staged_at is not None
 
 
 @pytest.fixture

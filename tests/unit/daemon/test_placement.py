@@ -24,9 +24,6 @@ class Idle:
 
     running: dict[int, Any] = {}  # noqa: RUF012
 
-    def devices_in_use(self) -> set[str]:
-        return set()
-
 
 def test_after_the_end_of_a_job_the_gpus_are_asked_at_once_and_often_for_a_while(tmp_path: Path) -> None:
     now, probed = [100.0], []
@@ -74,9 +71,6 @@ class Busy(Idle):
     def __init__(self, *keys: str) -> None:
         attempt = Attempt(1, "transformers", 0.0, device=",".join(keys))
         self.running = {9: SimpleNamespace(job=SimpleNamespace(id=9, attempt=attempt))} if keys else {}
-
-    def devices_in_use(self) -> set[str]:
-        return {key for each in self.running.values() for key in each.job.attempt.devices}
 
 
 def placed(tmp_path: Path, devices: list[Device], *busy: str) -> Placement:

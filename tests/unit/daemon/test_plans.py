@@ -53,6 +53,7 @@ class _Others:
 def test_a_plan_that_finds_no_room_is_kept_until_there_is_some(tmp_path: Path) -> None:
     house = House(tmp_path, {})
     job = house.admit()
+    job = house.spool.update(job, staged_at=1.0)  # its worker has read the old plan
     files = house.spool.files(job.id)
     house.spool.layout.job(job.id).dir.mkdir(parents=True, exist_ok=True)
     acceptance: Any = _Acceptance(job.id)
@@ -66,5 +67,8 @@ def test_a_plan_that_finds_no_room_is_kept_until_there_is_some(tmp_path: Path) -
     plans.settle()
     assert job.id not in plans.numbers
     assert PlanFile.read(files.plan_path).document["made"] == "again"
+    changed = house.spool.job(job.id)
+    assert changed is not None
+    assert changed.staged_at is None
     house.database.close()
     house.spool.close()

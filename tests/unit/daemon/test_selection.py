@@ -12,6 +12,7 @@ import pytest
 
 from honed.daemon.availability import Availability
 from honed.daemon.dispatch import MAX_LOOKS, Selection
+from honed.daemon.obstacles import Obstacles
 from honed.daemon.placement import Placement
 from honed.daemon.plans import Plans
 from honed.job.job import Attempt, Job, State
@@ -75,17 +76,10 @@ class Room(House):
             path, lambda: self.config, attempts, availability, probe=lambda _gpus: [GPU], clock=lambda: self.now
         )  # type: ignore[arg-type]
         plans = Plans(self.spool, self.backlog, placement, nothing, nothing)
-        self.selection = Selection(
-            self.spool,
-            lambda: self.config,
-            attempts,
-            self.backlog,
-            plans,
-            placement,
-            self.shares,
-            staged,
-            fence,
+        obstacles = Obstacles(
+            self.spool, lambda: self.config, attempts, self.backlog, plans, placement, self.shares, fence
         )
+        self.selection = Selection(self.spool, attempts, self.backlog, plans, placement, self.shares, staged, obstacles)
 
     def startable(self) -> list[int]:
         return [job.uid for job in self.selection.startable()]

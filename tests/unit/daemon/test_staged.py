@@ -18,10 +18,10 @@ import pytest
 from honed.daemon.attempts import Attempts
 from honed.daemon.fencing import Fence
 from honed.daemon.running import MAX_UNREAD, clear
-from honed.daemon.staged import MAX_END_SEC, StagedWorkers
-from honed.job.ahead import STAGED_VARIABLE, Pass
+from honed.daemon.staging import MAX_END_SEC, StagedWorkers
+from honed.job.ahead import Pass
 from honed.job.database import Database
-from honed.job.job import Job, Staged, State
+from honed.job.job import Job, State
 from honed.job.spool import Spool
 from honed.run import outcome as outcomes
 from honed.run.process import ProcessRunner
@@ -29,7 +29,7 @@ from honed.run.runner import Live
 from honed.spec.config import Config
 from honed.system import durable
 from honed.system.device import cpu
-from honed.system.error import EnvironmentInvalidError
+from honed.system.error import EnvironmentInvalidError, InterruptedRunError
 from honed.system.layout import Layout
 from waiting import wait_for
 
@@ -65,14 +65,8 @@ class Place:
         return job
 
     def stage(self, job: Job) -> None:
-        info = self.layout.job(job.id).plan_path.stat()
-        plan = f"{info.st_ino}:{info.st_mtime_ns}"
-        staged = Staged(1, job.num_staged + 1, "transformers", "cpu", 1.0, plan=plan)
-        self.spool.update(job, staged=staged, num_staged=staged.start)
-        environment = {STAGED_VARIABLE: str(staged.start)}
-        self.runner.start(job.id, 1, staged.start, backend="transformers", environment=environment)
+        self.staged.start(job, [cpu()], "transformers")
         wait_for(lambda: "worker_pid" in self.lock(), what="the start of the staged worker")
-        self.staged.recover()  # as another honed would
 
     def lock(self) -> str:
         with contextlib.suppress(OSError):
@@ -86,7 +80,7 @@ class Place:
     def look(self) -> None:
         for job in self.fence.look({*self.attempts.running, *self.staged.numbers}):
             self.attempts.adopt(job)
-        self.staged.take_over(self.fence.staged)
+        self.staged.take_over(self.fence.ahead)
 
     def begin(self) -> None:
         """Start job 1, as the queue does."""
@@ -126,7 +120,7 @@ def test_an_end_that_cannot_be_written_is_settled_when_there_is_room(
     assert 1 in place.staged.numbers
     place.turn()
     assert 1 not in place.staged.numbers
-    assert (place.job().state, place.job().staged, place.job().attempts) == (State.QUEUED, None, ())
+    assert (place.job().state, place.job().staged_at, place.job().attempts) == (State.QUEUED, None, ())
 
 
 def test_a_start_that_cannot_be_written_keeps_the_worker(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,13 +130,14 @@ def test_a_start_that_cannot_be_written_keeps_the_worker(place: Place, monkeypat
             place.begin()
     assert 1 in place.staged.numbers
     place.begin()
-    assert (place.job().state, place.job().attempt.staged_at, len(place.staged)) == (State.RUNNING, 1.0, 0)
+    assert (place.job().state, place.job().attempt.staged_at is not None) == (State.RUNNING, True)
+    assert len(place.staged) == 0
     assert len(place.runner.live()) == 1
 
 
 def test_a_look_that_fails_ends_no_worker_that_trains(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.fence.look()  # sees the staged worker
-    assert [live.job_id for live in place.fence.staged] == [1]
+    assert [live.job_id for live in place.fence.ahead] == [1]
     place.begin()
     place.now += 31
     with monkeypatch.context() as away:
@@ -172,15 +167,24 @@ def test_a_unit_without_any_file_is_not_followed_twice(place: Place, monkeypatch
     assert (place.job().state, place.attempts.running) == (State.QUEUED, {})
 
 
-def test_a_plan_that_changed_while_honed_was_down_ends_the_worker_that_has_read_the_old_one(place: Place) -> None:
-    place.turn()
-    assert place.staged.of(place.job()) is not None
-    durable.write(place.layout.job(1).plan_path, b"{ }")
+def test_a_worker_of_the_last_honed_ends_and_its_job_may_be_staged_again(place: Place) -> None:
     place.staged.forget(place.job())
     place.staged.recover()  # as another honed would
     assert place.staged.of(place.job()) is None
-    place.turn()
+    assert place.staged.is_ending(1)
+    wait_for(lambda: place.turn() or not len(place.staged), what="no staged worker")
+    assert not place.runner.live()
+    assert (place.job().state, place.job().staged_at, place.job().attempts) == (State.QUEUED, None, ())
+    assert not place.staged.has_given_up(place.job())
+
+
+def test_an_entry_whose_staged_worker_has_vanished_is_not_staged_any_more(place: Place) -> None:
+    place.staged.forget(place.job())
+    place.kill()
     wait_for(lambda: place.runner.poll(1) is not None, what="the worker's end")
+    (place.layout.job(1).attempt(1).dir / "lock").unlink()
+    place.staged.recover()
+    assert (place.job().staged_at, len(place.staged)) == (None, 0)
 
 
 def failed(place: Place) -> None:
@@ -202,8 +206,8 @@ def test_what_a_worker_found_wrong_in_a_job_that_may_not_start_is_left_to_its_tu
     """The queue is paused, or the job's maker is made again: its data may be there when its turn comes."""
     place.may_fail = False
     failed(place)
-    wait_for(lambda: place.turn() or place.job().staged is None, what="the job has no staged worker")
-    assert (place.job().state, place.job().attempts, place.job().staged) == (State.QUEUED, (), None)
+    wait_for(lambda: place.turn() or place.job().staged_at is None, what="the job has no staged worker")
+    assert (place.job().state, place.job().attempts, place.job().staged_at) == (State.QUEUED, (), None)
 
 
 def test_an_attempt_knows_of_the_pauses_before_it(place: Place) -> None:
@@ -219,7 +223,7 @@ def test_a_worker_that_has_just_ended_is_no_attempt(place: Place) -> None:
     wait_for(lambda: place.staged.of(place.job()) is None, what="the job has no staged worker")
     assert place.staged.is_ending(1)
     wait_for(lambda: place.turn() or not len(place.staged), what="no staged worker")
-    assert (place.job().attempts, place.job().staged, len(place.staged)) == ((), None, 0)
+    assert (place.job().attempts, place.job().staged_at, len(place.staged)) == ((), None, 0)
 
 
 @pytest.mark.parametrize("is_observed", [True, False])
@@ -229,8 +233,7 @@ def test_a_worker_that_ended_at_its_gate_as_its_turn_came_costs_no_failure(place
     else:
         place.kill()
     wait_for(lambda: not place.runner.live(), what="no worker lives")
-    staged = place.job().staged
-    assert staged is not None
+    [staged] = (worker.staged for worker in place.staged)
     place.attempts.start(place.job(), [cpu()], "transformers", staged)
     place.staged.forget(place.job())
     settled: list[Job] = []
@@ -249,6 +252,20 @@ def test_a_worker_that_ended_at_its_gate_as_its_turn_came_costs_no_failure(place
         0,
         ["interrupted"],
     )
+
+
+def test_inputs_that_changed_as_its_turn_came_cost_no_failure_and_its_job_starts_again(place: Place) -> None:
+    place.begin()
+    attempt = place.layout.job(1).attempt(1)
+    attempt.events_path.write_text(json.dumps({"event": "stage", "time": time.time(), "stage": "staged"}) + "\n")
+    changed = InterruptedRunError("rows.jsonl has changed").as_dict()
+    attempt.result_path.write_text(json.dumps({"outcome": "interrupted", "phase": "staged", "error": changed}))
+    os.kill(json.loads(place.lock())["worker_pid"], signal.SIGTERM)
+    put_back: list[Job] = []
+    wait_for(lambda: place.attempts.reap() or put_back.extend(place.attempts.put_back()) or put_back, what="its end")
+    job = place.job()
+    assert (job.state, job.stop, job.num_failures) == (State.QUEUED, None, 0)
+    assert [item.outcome for item in job.attempts] == ["interrupted"]
 
 
 def test_an_error_after_the_gate_is_a_failure_as_any(place: Place) -> None:
@@ -300,11 +317,11 @@ def test_a_unit_of_a_staged_job_without_any_file_keeps_no_device_when_honed_star
     monkeypatch.setattr(place.runner, "live", lambda: [Live(1, None, None)])
     fence = Fence(place.spool, place.runner, clock=lambda: 0.0, interval=lambda: 30.0)
     assert fence.look() == []
-    assert (place.job().state, fence.staged) == (State.QUEUED, [Live(1, None, None)])
+    assert (place.job().state, fence.ahead) == (State.QUEUED, [Live(1, None, None)])
 
 
 def test_others_wait_only_so_long_for_a_worker_that_does_not_end(place: Place) -> None:
-    place.spool.update(place.job(), staged=None)
+    place.spool.update(place.job(), staged_at=None)
     place.turn()
     assert (place.staged.is_ending(1), place.staged.is_stuck(1)) == (True, False)
     place.now += MAX_END_SEC

@@ -48,6 +48,15 @@ def test_no_event_whatever_raises(database: Database, kind: str, data: dict[str,
     database.apply(JOB, Reading([Event(kind, 1.0, data)], 10, 0))
 
 
+def test_every_number_that_a_step_reports_is_a_metric_but_not_those_of_its_progress(tmp_path: Path) -> None:
+    database = Database(tmp_path / "honed.db")
+    database.put_job(JOB)
+    metrics = {"loss": 1.5, "mean_token_accuracy": 0.25, "rewards/margins": -3}
+    step = {"step": 7, "num_steps": 9, "epoch": 0.5, "eta_sec": 3.0, **metrics, "grad_norm": None, "other": "text"}
+    database.apply(JOB, Reading([Event("step", 1.0, step)], 10, 0))
+    assert dict(history.present(history.last_metrics(database.path, 1, 1))) == metrics
+
+
 def test_a_prediction_told_twice_stands_once(tmp_path: Path) -> None:
     database = Database(tmp_path / "honed.db")
     database.put_job(JOB)

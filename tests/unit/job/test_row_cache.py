@@ -12,7 +12,7 @@ import pytest
 
 from honed.cli.pruning import Down
 from honed.job import row_cache, tree
-from honed.job.job import Attempt, Job, Staged, State
+from honed.job.job import Attempt, Job, State
 from honed.job.query import ANYBODY, Asker
 from honed.job.retention import Limits, Wish, prune_rows
 from honed.job.row_cache import FILES, VARIABLE, RowCache
@@ -309,7 +309,7 @@ def test_rows_of_jobs_whose_workers_go_on_stay_while_honed_is_down(layout: Layou
     names = [f"{number}" * 32 for number in range(1, 5)]
     running, staged, queued, done = (made(cache, layout, at + 1, name) for at, name in enumerate(names))
     running = replace(running, attempts=(Attempt(1, "transformers", 1.0),))
-    staged = replace(staged, state=State.QUEUED, staged=Staged(1, 1, "transformers", "cpu", 1.0))
+    staged = replace(staged, state=State.QUEUED, staged_at=1.0)
     for job, state in ((running, State.RUNNING), (staged, State.QUEUED), (queued, State.QUEUED), (done, done.state)):
         (spool.state_dir(state) / f"{job.id}.json").write_bytes(job.to_json())
     answer = Down(spool, layout).ask("prune", rows=True, keep=0, dry_run=False)

@@ -142,7 +142,7 @@ def test_a_closed_directory_is_opened_to_the_group_whatever_is_beside_it(tmp_pat
 #: Who may use these: no tree that others can write in is removed by them.
 ALLOWED = {
     "TemporaryDirectory": {  # with the rights of the person who calls honectl, or of the job's own user
-        *("check/rehearsal.py", "cli/again.py", "cli/cluster.py", "cli/editing.py", "cli/init.py"),
+        *("check/rehearsal.py", "cli/again.py", "run/slurm_doctor.py", "cli/editing.py", "cli/init.py"),
         *("cli/submission.py", "inputs/hubdata.py", "spec/relative.py"),
     },
     "walk": {"cli/stage.py", "inputs/hubdata.py", "system/durable.py"},  # they remove nothing

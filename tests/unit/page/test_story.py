@@ -83,6 +83,18 @@ def test_curves_come_in_the_order_of_their_steps_and_a_repeated_step_once(databa
     assert report._sampled(found) == ""
 
 
+def test_each_metric_of_a_step_has_a_chart_with_that_of_the_evaluations(database: Database) -> None:
+    for step in (1, 2):
+        metrics = {"loss": 1.0, "mean_token_accuracy": step / 4, "unheard_of": 3.0}
+        tell(database, Event("step", 1.0, {"step": step, **metrics}))
+        tell(database, Event("evaluation", 1.0, {"step": step, "metrics": {"eval_mean_token_accuracy": step / 8}}))
+    drawn = {str(item) for item in report._plots(told(database), is_served=False)}
+    [accuracy] = [item for item in drawn if "mean token accuracy" in item]
+    assert "training from 0.25 to 0.5" in accuracy
+    assert "evaluation from 0.125 to 0.25" in accuracy
+    assert any("unheard of" in item for item in drawn)
+
+
 def test_a_sample_is_said_and_has_every_evaluation(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(story, "MAX_STRETCHES", 64)
     evaluations = [Event("evaluation", 1.0, {"step": step, "metrics": {"eval_loss": 1.0}}) for step in range(500)]

@@ -17,7 +17,7 @@ from honed.job.job import MOVES, Attempt, Job, State, Stop
 from honed.run.ending import destination
 from honed.run.outcome import Outcome, judge
 from honed.run.runner import Exit
-from honed.system.error import BY_CODE, HonedError
+from honed.system.error import BY_CODE, HonedError, KilledError
 from honed.system.personpath import PersonPath
 
 SUCCESS = {"outcome": "succeeded", "step": 9, "metrics": {"train_loss": 1.0}, "artifacts": {}, "error": None}
@@ -35,7 +35,7 @@ FAILURE = {"outcome": "failed", "error": {"code": "mask_invalid", "message": "m"
         (SUCCESS, Exit(None, 9, was_out_of_memory=True), "succeeded"),
         (SUCCESS, Exit(None, None, service_result="node-lost"), "succeeded"),
         # These workers never began, so the result is not theirs.
-        (SUCCESS, Exit(None, None, service_result="not-launched"), "killed"),
+        (SUCCESS, Exit(None, None, ran=False, problem=KilledError("not launched")), "killed"),
         (SUCCESS, Exit(226, None, service_result="exit-code", ran=False), "environment_invalid"),
         (SUCCESS, Exit(None, 9), "succeeded"),
         (SUCCESS, Exit(None, None), "succeeded"),

@@ -15,9 +15,9 @@ import pytest
 
 from honed.job import fence
 from honed.run import outcome, slurm, slurm_batch, slurm_job, slurm_request
-from honed.run.choice import why_no_slurm
 from honed.run.runner import read_lock_record, seconds
 from honed.run.slurm_batch import Handed, Listed
+from honed.run.slurm_client import why_none
 from honed.run.slurm_desk import Answer, Seen, Snapshot
 from honed.spec import config
 from honed.system import access
@@ -27,7 +27,7 @@ from honed.system.personpath import PersonPath
 
 
 def test_the_shared_instance_runs_no_jobs_on_a_cluster() -> None:
-    assert "one user's own" in why_no_slurm(Layout(Path("/")))
+    assert "one user's own" in why_none(Layout(Path("/")))
 
 
 @pytest.mark.parametrize(
@@ -291,6 +291,7 @@ def test_a_node_that_cannot_launch_a_job_ends_its_start_after_five_launches(
         ended = runner.poll(7)
     assert ended is not None
     assert len(desk.launched) == slurm_job.NUM_CANCELLED
+    assert not ended.ran
     error = outcome._died(ended)
     assert error.code == "killed"
     assert "cancelled each of its launches before its worker began, the last on node7" in error.message

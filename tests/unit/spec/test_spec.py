@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.spec import rule, setting, spec
+from honed.spec import export, rule, setting, spec
 from honed.spec.config import ClassConfig, Config
 from honed.spec.problem import InvalidSpecError
 from honed.spec.spec import JobSpec
@@ -99,6 +99,16 @@ def test_a_base_model_is_a_directory_a_hub_id_or_a_job(base_model: str) -> None:
 )
 def test_anything_else_is_no_base_model(base_model: str) -> None:
     assert refusal({**LEAST, "base_model": base_model}).startswith("line 1: base_model: ")
+
+
+@pytest.mark.parametrize("item", export.EXPORTS, ids=lambda item: item.name)
+def test_an_export_is_asked_for_by_a_key_of_a_training_and_by_default_by_none(item: export.Export) -> None:
+    assert item not in export.asked(loads(LEAST))
+    assert JobSpec.model_fields[item.key].default == export.NONE[item.key]
+    document = {**LEAST, item.key: "bfloat16", "lora": {}}
+    assert export.asked(loads(document)) == export.asked(document) == [item]
+    if item.adapter_reason:
+        assert item.adapter_reason in refusal({**LEAST, item.key: "bfloat16"})
 
 
 MERGE: dict[str, Any] = {"kind": "merge", "base_model": "/srv/models/m", "adapter": "/srv/adapters/a"}

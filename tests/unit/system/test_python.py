@@ -19,7 +19,6 @@ OTHER_USES = {
     "cli/doctor.py": "shown",
     "cli/setup.py": "the Python of the environment that scripts/setup makes",
     "daemon/health.py": "our own start again",
-    "worker/gate.py": "our own start again",
 }
 #: The programs that run unasked.
 PROTECTED = (

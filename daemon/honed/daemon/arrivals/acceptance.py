@@ -224,7 +224,7 @@ class Acceptance:
         return None
 
     def _job(self, pending: Pending, answer: Passed) -> Job:
-        return _job(pending, answer, is_of_cluster=self.config.jobs.runner == "slurm")
+        return _job(pending, answer, is_of_cluster=self.config.jobs.has_cluster)
 
     def plan_of(self, job: Job, answer: Passed) -> PlanFile:
         """Return the content of plan.json."""

@@ -18,7 +18,7 @@ from honed.job.job import Job
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.run.reply import Passed
-from honed.spec import kind, problem
+from honed.spec import export, kind, problem
 from honed.spec.config import Config
 from honed.system.error import HonedError, SpecError
 
@@ -267,7 +267,7 @@ def _check_product(key: str, maker: Listed, plan: PlanFile) -> None:
             hint="set it as base_model, and remove adapter",
             fix={"base_model": spec["adapter"], "adapter": None},
         )
-    if key == "base_model" and makes_adapter and spec.get("save_merged", "none") == "none":
+    if key == "base_model" and makes_adapter and not any(item.is_base_model for item in export.asked(spec)):
         raise SpecError(
             f"{who} produces an adapter, not a base model",
             hint="add a job of kind: merge between the two, or save_merged: bfloat16 to that one",

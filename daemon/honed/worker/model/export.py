@@ -1,7 +1,7 @@
 """Export of the output, completed beside its place and renamed into it: adapter or model, tokenizer, card, manifest.
 
 .<name>.tmp  ──►  <output_dir>/  adapter_model.safetensors | model.safetensors …, tokenizer, README.md, honed.json
-                                 merged/  a whole checkpoint in one dtype, where save_merged asks for it (merge.py)
+                                 merged/ …  the exports that the job asks for (writer.py)
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from honed import __version__
 from honed.inputs import basemodel
 from honed.job import fence, tree
 from honed.job.plan_file import Identity
+from honed.spec import export as exports
 from honed.system import durable, rename
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
-from honed.worker.model import adapter, card, config_file, generation, leftover, merge, serving, tokenizer_files
+from honed.worker.model import adapter, card, config_file, generation, leftover, serving, tokenizer_files
 from honed.worker.model.card import Facts
-from honed.worker.model.load import load_config
+from honed.worker.model.writer import WRITERS, Writer
 
 MANIFEST = "honed.json"
 
@@ -38,16 +39,16 @@ def export(
     *,
     progress: Callable[[int, int], None],
     prove: Callable[[Path], None],
-    compare: Callable[[Path], str],
+    compare: Callable[[Writer, Path], str],
     note: Callable[[str], None] = lambda _text: None,
     stop_ids: Sequence[int] = (),
     is_regressed: bool = False,
 ) -> tuple[dict[str, str], Exception | None]:
     """Write everything, sync it, and rename it into place.
 
-    Returns the artifacts, name to path, and the error of a merge that failed, if any: the adapter is kept then.
-    `progress` is called with (done, of) during the merge. `prove` raises ModelError if the output in a directory is
-    not what was trained; `compare` does so for the merged checkpoint in a directory, and returns a remark. `note` is
+    Returns the artifacts, name to path, and the error of an export that failed, if any: the output is kept then.
+    `progress` is called with (done, of) during an export. `prove` raises ModelError if the output in a directory is
+    not what was trained; `compare` does so for an export in a directory, and returns a remark. `note` is
     called with each change to the base's files, and each remark; they are also in the model card. `stop_ids` are the
     tokens that end a trained turn.
 
@@ -64,17 +65,19 @@ def export(
         changes += tokenizer_files.write(assignment, tokenizer, made, stop_ids)
         prove(made)
         fault: Exception | None = None
-        if assignment.spec.save_merged != "none":
+        for item in exports.asked(assignment.spec):
+            name, writer = item.name, WRITERS[item.name]
             try:
-                changes += _merge(assignment, made, progress)
-                changes.append(f"merged: {compare(made / 'merged')}")
+                written = writer.write(assignment, item, made, made / name, progress)
+                changes += [f"{name}/{change}" for change in written]
+                changes.append(f"{name}: {compare(writer, made / name)}")
             except (InterruptedRunError, TimeLimitError):
                 raise
             except Exception as error:  # noqa: BLE001 - whatever it is, what was trained is kept
-                fault = error
-                tree.remove(made / "merged")
+                fault = fault or error
+                tree.remove(made / name)
             else:
-                artifacts["merged"] = str(target / "merged")
+                artifacts[name] = str(target / name)
         for change in changes:
             note(change)
         finish(assignment, made, {**facts, "changes": changes}, target=target)
@@ -224,24 +227,6 @@ def _owner(target: Path) -> tuple[int, str] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return Identity.from_dict(json.loads((target / MANIFEST).read_bytes())["job"]).owner
     return None
-
-
-def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, int], None]) -> list[str]:
-    """Merge the saved adapter into the base model as it is stored: unquantized, even if training quantized it.
-
-    Returns the changes to the base's files.
-    """
-    made = merge.merge(
-        assignment.base_model_path,
-        adapter_dir,
-        adapter_dir / "merged",
-        dtype=assignment.spec.save_merged,
-        config=load_config(assignment),
-        trained=assignment.precision,
-        trust_remote_code=assignment.spec.trust_remote_code,
-        progress=progress,
-    )
-    return [f"merged/{change}" for change in made.changes]
 
 
 def _manifest(assignment: Assignment, facts: Facts) -> dict[str, object]:

@@ -161,14 +161,14 @@ def _check_room(made: Path, job: Assignment, rows: Sequence[Row], *, is_held: bo
     needed = comparison_bytes(model_bytes, load_config(job).to_dict(), num_tokens) + memory.tower_bytes
     if not is_held:
         needed += model_bytes + (_adapter_dir(made, job) / adapter.FILE).stat().st_size
-    planned = memory.total_bytes if kind.of(job.spec).makes == "merged" else memory.activation_bytes
+    planned = memory.total_bytes if kind.of(job.spec).merges else memory.activation_bytes
     if needed > planned:
         raise _NotWholeError(f"that takes {gib(needed)} of memory, and {gib(planned)} is planned")
 
 
 def _adapter_dir(made: Path, job: Assignment) -> Path:
     """Return the directory of the adapter: a training has its merged checkpoint within it."""
-    return Path(job.spec.adapter) if kind.of(job.spec).makes == "merged" and job.spec.adapter else made.parent
+    return Path(job.spec.adapter) if kind.of(job.spec).merges and job.spec.adapter else made.parent
 
 
 # --- The models and their logits --------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def _side_by_side(made: Path, job: Assignment, device: Any) -> Any:
     place = _adapter_dir(made, job)
     dtype = _output_dtype(job)
     if str(peft.PeftConfig.from_pretrained(place).init_lora_weights).lower() in beginning.REPEATED:
-        trained = beginning.of_adapter(place) if kind.of(job.spec).makes == "merged" else job.precision
+        trained = beginning.of_adapter(place) if kind.of(job.spec).merges else job.precision
         if trained is not None and trained.quantization != "none":
             raise _NotComparedError("the adapter's first weights were taken out of a quantized base")
         dtype = trained.load_dtype if trained is not None else beginning.Loaded().dtype
@@ -197,7 +197,7 @@ def _merged(made: Path, job: Assignment, device: Any) -> Any:
 
 
 def _output_dtype(job: Assignment) -> str:
-    return job.precision.load_dtype if kind.of(job.spec).makes == "merged" else job.spec.save_merged
+    return job.precision.load_dtype if kind.of(job.spec).merges else job.spec.save_merged
 
 
 def _loaded(directory: Path, job: Assignment, dtype: str, device: Any) -> Any:

@@ -10,16 +10,18 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from honed.spec import export
 from honed.system import quote
 from honed.system.error import ModelError
 from honed.worker.assignment import Assignment
 
 
 def check(model: Any, assignment: Assignment) -> None:
-    """Raise ModelError if `save_merged` asks for a checkpoint that the model's class cannot load; `model` is peft's."""
+    """Raise ModelError if an export asks for a checkpoint that the model's class cannot load; `model` is peft's."""
     from honed.worker.model import merge
 
-    if assignment.spec.save_merged == "none":
+    keys = [item.key for item in export.asked(assignment.spec) if item.is_base_model]
+    if not keys:
         return
     base = model.get_base_model()
     if not (differing := set(_differing(base))):
@@ -29,10 +31,10 @@ def check(model: Any, assignment: Assignment) -> None:
     empty = merge.skeleton(config, "float32", trust_remote_code=assignment.spec.trust_remote_code)
     if kept := sorted(differing & set(getattr(empty, "all_tied_weights_keys", None) or {})):
         raise ModelError(
-            f"save_merged: {type(base).__name__} always shares {quote.first(kept, 3)} with another layer, and the "
+            f"{keys[0]}: {type(base).__name__} always shares {quote.first(kept, 3)} with another layer, and the "
             "adapter makes the two differ",
-            hint="leave both layers out of target_modules and modules_to_save, or remove save_merged",
-            fix={"save_merged": None},
+            hint=f"leave both layers out of target_modules and modules_to_save, or remove {' and '.join(keys)}",
+            fix=dict.fromkeys(keys),
         )
 
 

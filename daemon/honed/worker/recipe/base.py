@@ -48,7 +48,7 @@ class Run:
         """Wait for the device, if this worker was staged."""
         if self.gate.is_closed:
             self.stage("staged")
-            self.gate.wait(warn=self.warn)
+            self.gate.wait()
             self.started, self.began = time.time(), time.monotonic()
 
     def load_metrics(self, job: Assignment) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from honed.worker.train.together import TogetherPredictor
 if TYPE_CHECKING:
     from honed.worker.train.losscheck import PlainLoss
     from honed.worker.train.usage import Usage
-    from honed.worker.train.watched import WatchedTrainer
+    from honed.worker.train.watched import Watched
 
 
 @dataclass(frozen=True)
@@ -28,19 +29,28 @@ class Built:
     loaded: load.Loaded
     auditor: audit.Auditor
     exam: examiner.Examiner
-    trainer: WatchedTrainer
+    trainer: Watched
     predictor: prediction.Predictor
     plain_loss: PlainLoss
     memory: Usage
 
 
-def build(run: Run, start: Start, rows: Rows) -> Built:
-    """Load the model and build its trainer; raises if anything differs from the plan."""
+def sft_trainer() -> type[Watched]:
+    """Import TRL's SFTTrainer, as honed's."""
+    from honed.worker.train.trainer import WatchedTrainer
+
+    return WatchedTrainer
+
+
+def build(run: Run, start: Start, rows: Rows, trainer_class: Callable[[], type[Watched]] = sft_trainer) -> Built:
+    """Load the model and build its trainer; raises if anything differs from the plan.
+
+    `trainer_class` imports the trainer, after the backend has imported its libraries.
+    """
     with imports.quick():
         import honed.worker.train.callback
         import honed.worker.train.rowcheck
-        import honed.worker.train.trainer
-        import honed.worker.train.watched  # noqa: F401 - all at once, without garbage collection between them
+        import honed.worker.train.trainer  # noqa: F401 - all at once, without garbage collection between them
         from honed.worker.train import losscheck, usage
 
     job, data = start.job, rows.data
@@ -58,7 +68,7 @@ def build(run: Run, start: Start, rows: Rows) -> Built:
     num_tokens = max(data.longest + (job.spec.training.pad_to_multiple_of or 0), job.spec.training.max_length or 0)
     start.backend.make_room(loaded.model, max(num_tokens, exam.longest + job.spec.predictions.max_new_tokens))
     plain_loss = losscheck.PlainLoss(loaded.model)
-    trainer = _trainer(run, start, rows, loaded, auditor, exam)
+    trainer = _trainer(run, start, rows, loaded, auditor, exam, trainer_class())
     predictor.optimizer, predictor.rule = lambda: trainer.optimizer, loaded.rule
     if kind.of(job.spec).freezes_base:  # a training ends between two steps
         predictor.is_late = lambda: trainer.is_late
@@ -108,11 +118,16 @@ def _predictor(run: Run, start: Start, rows: Rows) -> prediction.Predictor:
 
 
 def _trainer(
-    run: Run, start: Start, rows: Rows, loaded: load.Loaded, auditor: audit.Auditor, exam: examiner.Examiner
-) -> WatchedTrainer:
+    run: Run,
+    start: Start,
+    rows: Rows,
+    loaded: load.Loaded,
+    auditor: audit.Auditor,
+    exam: examiner.Examiner,
+    trainer_class: type[Watched],
+) -> Watched:
     from honed.worker.train import arguments, evaluation
     from honed.worker.train.callback import RunCallback
-    from honed.worker.train.watched import WatchedTrainer
 
     job, data, resumed = start.job, rows.data, start.resumed
     args = arguments.arguments(
@@ -137,7 +152,7 @@ def _trainer(
         start.backend.building(),
         evaluation.untrained(loaded.model) if is_evaluation else contextlib.nullcontext(),
     ):
-        return WatchedTrainer(
+        return trainer_class(
             assignment=job,
             data=data,
             loaded=loaded,
@@ -152,13 +167,17 @@ def _trainer(
         )
 
 
-def check_first_batch(run: Run, start: Start, rows: Rows, built: Built) -> None:
-    """Prove the masks and the loss on rows, before the first step."""
-    from honed.worker.train import losscheck, rowcheck
-
+def check_rows(run: Run, rows: Rows, built: Built) -> None:
+    """Show the first row, and prove the masks of the first batches."""
     run.stage("mask")
     run.events.emit("example", segments=rows.data.train.first_segments)
     mask.check(built.trainer, rows.data, rows.chat, run.events)
+
+
+def check_loss(run: Run, start: Start, rows: Rows, built: Built) -> None:
+    """Prove on a row that a loss over the rows' own tokens is the one that the model's logits give."""
+    from honed.worker.train import losscheck
+
     losscheck.check(
         built.trainer,
         rows.data,
@@ -168,4 +187,10 @@ def check_first_batch(run: Run, start: Start, rows: Rows, built: Built) -> None:
         is_resumed=start.resumed is not None,
         log=run.log,
     )
+
+
+def check_padding(run: Run, start: Start, rows: Rows, built: Built) -> None:
+    """Have rows taken one at a time where padding would change them."""
+    from honed.worker.train import rowcheck
+
     rowcheck.check(built.trainer, built.predictor, rows.data, start.job, ranks=run.ranks, log=run.log)

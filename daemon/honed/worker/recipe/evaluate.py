@@ -14,7 +14,9 @@ def run(this: Run, job: Assignment, attempt: int) -> None:
     rows = start.read_rows(this, begun)
     built = build.build(this, begun, rows)
     exam, trainer = built.exam, built.trainer
-    build.check_first_batch(this, begun, rows, built)
+    build.check_rows(this, rows, built)
+    build.check_loss(this, begun, rows, built)
+    build.check_padding(this, begun, rows, built)
     try:
         this.stage("evaluate")
         exam.show()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from honed.job import tree
 from honed.system import durable
 from honed.system.error import HonedError, InterruptedRunError
 from honed.worker.model import cast, division
@@ -14,6 +15,9 @@ from honed.worker.recipe.base import Run, versions
 from honed.worker.recipe.build import Built
 from honed.worker.recipe.start import Rows, Start
 from honed.worker.train import prediction
+
+if TYPE_CHECKING:
+    from honed.worker.model.writer import Writer
 
 #: Seconds between log lines on the progress of a merge.
 MERGE_LOG_INTERVAL_SEC = 30.0
@@ -53,6 +57,8 @@ def write(run: Run, start: Start, rows: Rows, built: Built, figures: dict[str, f
     if regression is not None:
         raise regression
     _remove_regressed(run, start)
+    if start.job.shared_rows_dir is None:  # else honed takes them first, and removes them
+        tree.remove(start.job.rows_dir)  # no later attempt needs them
 
 
 def _cast(run: Run, start: Start, built: Built) -> None:
@@ -72,10 +78,10 @@ def _export(run: Run, start: Start, rows: Rows, built: Built, facts: Facts, *, i
 
     job, trainer, logged_at = start.job, built.trainer, time.monotonic()
 
-    def compare(merged: Path) -> str:
+    def compare(writer: Writer, written: Path) -> str:
         with prediction.undisturbed(trainer.model):
             lines = likeness.rows_of(trainer, rows.data)
-            return likeness.compare(merged, job, lines, live=trainer.model, beat=run.stop.check)
+            return writer.compare(written, job, lines, live=trainer.model, beat=run.stop.check)
 
     def merging(number: int, count: int) -> None:
         nonlocal logged_at

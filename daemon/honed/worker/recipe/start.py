@@ -109,13 +109,13 @@ def _import(run: Run, start: Start) -> None:
     with imports.quick():
         start.backend.import_libraries()
         if not (run.gate.is_closed and imports.asks_device(job)):
-            import honed.worker.train.watched  # noqa: F401 - TRL and peft
+            import honed.worker.train.trainer  # noqa: F401 - TRL and peft
     if not run.gate.is_closed:
         run.load_metrics(job)
 
 
 def read_rows(run: Run, start: Start) -> Rows:
-    """Encode the rows, and wait for the device if this worker was staged."""
+    """Encode the rows, and wait for the device if its turn has not come."""
     run.stage("data")
     from honed.worker.rows import data as datas
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 #: Increased with each change of the files' format, or of what rows become.
-FORMAT = 3
+FORMAT = 4
 #: Name of the entry whose rows no later attempt uses.
 UNKEYED = "unkeyed"
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow", "pandas", "numpy")

@@ -37,7 +37,7 @@ ORDERS: tuple[census.Order | None, ...] = (None, *census.ORDERS)
 
 #: Classes that a pickled row may contain; tables have values of the latter ones.
 _ALLOWED = {
-    *(("honed.inputs.row", "Arguments"), ("honed.inputs.media", "Media"), ("pathlib", "PosixPath")),
+    *(("honed.inputs.message", "Arguments"), ("honed.inputs.media", "Media"), ("pathlib", "PosixPath")),
     *(("honed.text.omission", "Omission"), ("honed.text.asking", "Mismatch"), ("honed.worker.rows.record", "Remark")),
     *(("datetime", name) for name in ("datetime", "date", "time", "timedelta", "timezone")),
     *(("decimal", "Decimal"), ("uuid", "UUID"), ("zoneinfo", "ZoneInfo")),

@@ -10,15 +10,15 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from honed.job.event import EventWriter
+from honed.job.event import STEP_KEYS, EventWriter
 from honed.spec.metric_names import PREFIX
 from honed.system.error import InterruptedRunError
 from honed.worker.parallel import ALONE, Ranks
 from honed.worker.stop import Stop
 from honed.worker.train.checkpoint import Progress
 
-#: Metrics that a step's event takes from the trainer's log.
-FIGURES = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy", "aux_loss")
+#: Keys of the trainer's log that only count what is done, and those that a step's event has already.
+_NO_METRICS = STEP_KEYS | {"event", "time", "num_tokens", "num_input_tokens_seen"}
 
 
 class RunCallback(TrainerCallback):
@@ -67,7 +67,7 @@ class RunCallback(TrainerCallback):
             num_steps=state.max_steps,
             epoch=state.epoch,
             eta_sec=self._eta_sec(state),
-            **{name: logs[name] for name in FIGURES if name in logs},
+            **{name: value for name, value in _numbers(logs).items() if name not in _NO_METRICS},
         )
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -114,7 +114,7 @@ class RunCallback(TrainerCallback):
         metrics: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        figures = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
+        figures = _numbers(metrics or {})
         if self._frequency == "eval":
             scores = self._predict(model, state, True)
             if metrics is not None:  # the trainer, and early stopping after this callback, choose the best by them
@@ -133,6 +133,10 @@ class RunCallback(TrainerCallback):
         if state.global_step <= step:
             return None
         return (self._clock() - began) / (state.global_step - step) * (state.max_steps - state.global_step)
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 
 def is_epoch_end(state: Any) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate.utils import AutocastKwargs
@@ -33,6 +34,8 @@ from honed.worker.train.sealing import Sealing
 
 class Durable(Saving, Measuring):
     """One attempt's trainer, before what its kind adds."""
+
+    mended: Sequence[str] = ()  #: what the other base has changed while it was built, and was put back
 
     def __init__(
         self,

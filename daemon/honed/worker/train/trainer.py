@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, as honed's durable trainer (durable.py).
+"""TRL's SFTTrainer, as honed's durable and watched trainer (durable.py, watched.py).
 
 It is imported after the backend has imported its libraries: under Unsloth, SFTTrainer is Unsloth's.
 """
@@ -21,6 +21,7 @@ from honed.worker.train.checkpoint import Progress
 from honed.worker.train.durable import Durable
 from honed.worker.train.evaluation import TokenMeans, by_length, kinds_by_length
 from honed.worker.train.share import Shares
+from honed.worker.train.watched import Watched
 
 #: Arguments that Unsloth's SFTTrainer sets while it is built, and that nothing reads before an evaluation. With one of
 #: the first two set, an evaluation outside of training casts the whole model, adapters too, for good.
@@ -62,7 +63,7 @@ class _Before:
 
 
 class Trainer(Durable, SFTTrainer):
-    """One attempt's trainer."""
+    """One attempt's trainer, before it is watched."""
 
     def __init__(
         self,
@@ -143,6 +144,10 @@ class Trainer(Durable, SFTTrainer):
     def _restore_figures(self) -> None:
         super()._restore_figures()
         self._total_train_tokens = self._progress.num_seen_tokens
+
+
+class WatchedTrainer(Watched, Trainer):
+    """One attempt's trainer."""
 
 
 def _held_out(data: Data, args: SFTConfig) -> Any:

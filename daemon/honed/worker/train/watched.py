@@ -14,11 +14,11 @@ from honed.system.error import said
 from honed.worker.train import checkpoint, disk_reserve, divergence
 from honed.worker.train.callback import is_epoch_end
 from honed.worker.train.divergence import Divergence
-from honed.worker.train.trainer import Trainer
+from honed.worker.train.durable import Durable
 
 
-class WatchedTrainer(Trainer):
-    """One attempt's trainer. It never saves a checkpoint of a run that may be lost, nor of weights that are."""
+class Watched(Durable):
+    """A durable trainer that never saves a checkpoint of a run that may be lost, nor of weights that are."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
@@ -172,7 +172,7 @@ class WatchedTrainer(Trainer):
 
         def end() -> Exception | None:
             try:
-                super(WatchedTrainer, self)._save_checkpoint(model, trial)
+                super(Watched, self)._save_checkpoint(model, trial)
             except (OSError, RuntimeError) as problem:  # torch.save reports only that it failed
                 return problem
             return None

@@ -2,15 +2,15 @@
 
     queued ── next for a busy device ──► staged ── its turn, and a device is free ──► running, through its gate
        ▲            (ahead.py)             │
-       └── cancelled, held, planned again, replaced by another, lost: its worker ends, and no attempt is used
+       └── anything else: its worker is dropped, and no attempt is used
            (what it found wrong in a job that could start is an attempt that has failed)
 
-A staged job lies in queued/, and its entry says so before the worker starts.
+A staged job lies in queued/, and its entry says so before the worker starts. Nothing of a staged worker is recovered:
+the next honed ends those of the last one, and a job whose worker was dropped starts cold.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from honed.daemon.attempts import Attempts
 from honed.daemon.running import (
     MAX_UNREAD,
+    Staged,
     clear,
     is_of_job,
     keys_of,
@@ -28,14 +29,13 @@ from honed.daemon.running import (
     write_adjustments,
 )
 from honed.job.ahead import NO_DEVICE_KEY, STAGED_VARIABLE
-from honed.job.job import Job, Staged, State
+from honed.job.job import Job, State
 from honed.job.spool import Spool
 from honed.run.deadline import CANCEL_TIMEOUT_SEC, DUMP_SEC
 from honed.run.outcome import judge
 from honed.run.pulse import Pulse
 from honed.run.runner import Exit, Live, Runner
 from honed.spec.config import Config
-from honed.system import untrusted
 from honed.system.device import Device
 from honed.system.error import InterruptedRunError, said
 from honed.system.layout import Layout
@@ -58,12 +58,11 @@ class Worker:
     pulse: Pulse
     asked_at: float | None = None  #: monotonic seconds; set once it was asked to end
     kill_at: float | None = None  #: likewise
+    was_killed: bool = False
     unwanted_since: float | None = None
+    ended: Exit | None = None  #: kept until it is settled: the runner reports it once
     ended_at: float | None = None  #: monotonic seconds
     num_failed: int = 0  #: turns in which it could not be settled
-    ended: Exit | None = None  #: kept until it is settled: the runner tells it once
-    is_told: bool = False  #: the machine's fault that keeps it from being settled was logged
-    was_killed: bool = False
 
     def is_stuck(self, now: float) -> bool:
         """Return True if it should have ended long ago."""
@@ -106,7 +105,6 @@ class StagedWorkers:
         self._attempts = attempts
         self._clock = clock
         self._workers: dict[int, Worker] = {}
-        attempts.staged = self.numbers
         self._given_up: dict[int, int] = {}  # jobs not staged again for an attempt, with its number
 
     def __len__(self) -> int:
@@ -119,11 +117,6 @@ class StagedWorkers:
     def numbers(self) -> Set[int]:
         """The jobs whose workers are followed here."""
         return self._workers.keys()
-
-    @property
-    def num_not_left(self) -> int:
-        """The number of staged workers that do not continue without honed."""
-        return sum(not self._is_left(number) for number in self._workers)
 
     def is_ending(self, job_id: int) -> bool:
         """Return True if a job's staged worker is to end, or has ended: until that is settled, the job cannot start."""
@@ -138,58 +131,38 @@ class StagedWorkers:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Take over the workers that an earlier daemon staged, by the entries."""
+        """Take over the workers that an earlier daemon staged, by the entries, to end them."""
         for job in list(self._spool.jobs(State.QUEUED)):
-            if job.staged is not None:
-                self._adopt(job, job.staged)
+            if job.staged_at is not None and not self._adopt(job.id, job.name, next_number(job), job.num_staged):
+                self._spool.update(job, staged_at=None)
 
-    def take_over(self, live: Iterable[Live]) -> None:
-        """Take over staged workers that live and that no entry knows, to end them."""
-        for found in live:
-            if found.job_id not in self._workers:
-                job = self._spool.job(found.job_id)
-                if job is None or job.state is not State.RUNNING:
-                    self._take_over(found, job)
+    def take_over(self, workers: Iterable[Live]) -> None:
+        """Take over staged workers that live and are not followed, to end them."""
+        for live in workers:
+            job = self._spool.job(live.job_id)
+            if live.job_id in self._workers or (job is not None and job.state is State.RUNNING):
+                continue
+            if live.attempt is not None:
+                self._adopt(live.job_id, job.name if job is not None else f"job-{live.job_id}", *live.attempt)
+            elif job is not None:  # else it cannot be followed; the fence tells of it
+                self._adopt(job.id, job.name, next_number(job), job.num_staged)
 
-    def _take_over(self, found: Live, job: Job | None) -> None:
-        staged = job.staged if job is not None else None
-        if job is not None and staged is not None and found.attempt in {None, (staged.number, staged.start)}:
-            self._adopt(job, staged)
-            return
-        if found.attempt is not None:
-            number, start = found.attempt
-        elif job is not None:
-            number, start = next_number(job), job.num_staged
-        else:
-            return  # without an entry and without a start it cannot be followed; the fence tells of it
-        staged = Staged(number, start, "", found.device or "", time.time())
-        if self._runner.adopt(found.job_id, number, start, is_staged=True):
-            name = job.name if job is not None else f"job-{found.job_id}"
-            self._follow(found.job_id, name, staged)
+    def _adopt(self, job_id: int, name: str, number: int, start: int) -> bool:
+        """Follow a worker to its end: no entry wants it. Returns False if there is none."""
+        is_there = self._runner.adopt(job_id, number, start, is_staged=True)
+        if is_there:
+            self._follow(job_id, name, Staged(number, start, "", "", 0.0))
+        return is_there
 
-    def _adopt(self, job: Job, staged: Staged) -> None:
-        if self._runner.adopt(job.id, staged.number, staged.start, is_staged=True):
-            self._follow(job.id, job.name, staged)
-        elif job.staged is not None:
-            self._spool.update(job, staged=None)
-
-    def _follow(self, job_id: int, name: str, staged: Staged) -> Worker:
+    def _follow(self, job_id: int, name: str, staged: Staged) -> None:
         path = self._layout.files(job_id).attempt(staged.number).pulse_path
-        self._workers[job_id] = worker = Worker(job_id, name, staged, Pulse(path, self._clock()))
-        return worker
+        self._workers[job_id] = Worker(job_id, name, staged, Pulse(path, self._clock()))
 
     def start(self, job: Job, devices: Sequence[Device], backend: str) -> None:
         """Stage a job. Its entry says so first: a crash after that is a worker that vanished, at no cost."""
-        staged = Staged(
-            next_number(job),
-            job.next_start,
-            backend,
-            keys_of(devices),
-            time.time(),
-            plan=self._plan_of(job),
-        )
+        staged = Staged(next_number(job), job.next_start, backend, keys_of(devices), time.time())
         clear(self._layout, job)
-        job = self._spool.update(job, staged=staged, num_staged=staged.start)
+        job = self._spool.update(job, staged_at=staged.since, num_staged=staged.start)
         environment = worker_environment(
             self._layout, self._config(), job, ",".join(device.uuid for device in devices if device.uuid)
         )
@@ -223,9 +196,8 @@ class StagedWorkers:
                     worker.end(self._runner, self._clock())
             except Exception as problem:  # noqa: BLE001 - the others are settled all the same, and this one in the next turn
                 worker.num_failed += 1
-                if not worker.is_told:
+                if worker.num_failed == 1:
                     log.warning("job %d (%s): its staged worker: %s", number, worker.name, said(problem))
-                worker.is_told = True
 
     def of(self, job: Job) -> Staged | None:
         """Return a job's staged worker, for its attempt; None without one."""
@@ -239,49 +211,32 @@ class StagedWorkers:
         """Leave a job's staged worker to the attempt that has started with it."""
         self._workers.pop(job.id, None)
 
-    def end_all(self) -> None:
-        """End the workers that do not continue without honed; call it in each turn until there are none."""
-        for number, worker in self._workers.items():
-            if not self._is_left(number):
-                with self._attempts.failures.alone(f"job {number} ({worker.name})"):
-                    worker.end(self._runner, self._clock())
-                    self.give_back(worker)
-
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def is_wanted(self, worker: Worker) -> bool:
-        """Return True if a worker is the one that its job's entry names, and has read the job's plan."""
+        """Return True if a worker is the one that its job's entry means."""
         job = self._spool.job(worker.job_id)
-        return (
-            job is not None
-            and job.state is State.QUEUED
-            and not job.is_deferred
-            and job.staged == worker.staged
-            and self._plan_of(job) == worker.staged.plan
-        )
+        return job is not None and job.state is State.QUEUED and job.staged_at == worker.staged.since
 
-    def _plan_of(self, job: Job) -> str:
-        with contextlib.suppress(OSError):
-            info = untrusted.info(self._layout.files(job.id).plan_path)
-            return f"{info.st_ino}:{info.st_mtime_ns}"
-        return ""
-
-    def _is_left(self, job_id: int) -> bool:
-        return self._config().jobs.on_stop == "leave" and self._runner.is_supervised(job_id)
-
-    def give_back(self, worker: Worker, *, for_good: bool = False) -> None:
+    def drop(self, worker: Worker, *, for_good: bool = False) -> None:
         """Take the worker out of its job's entry: it ends, and the job may be staged again, unless `for_good`."""
         if for_good:
             self._given_up[worker.job_id] = worker.staged.number
         job = self._spool.job(worker.job_id)
-        if job is not None and job.staged == worker.staged:
-            self._spool.update(job, staged=None)
+        if job is not None and job.staged_at is not None:
+            self._spool.update(job, staged_at=None)
+
+    def drop_all(self) -> None:
+        """Take all workers out of their jobs' entries; a full disk may prevent it for one of them."""
+        for worker in self:
+            with self._attempts.failures.alone(f"job {worker.job_id} ({worker.name})"):
+                self.drop(worker)
 
     def give_up(self, job: Job) -> None:
         """Do not stage a job again before its next attempt; its staged worker, if there is one, ends."""
         self._given_up[job.id] = next_number(job)
-        if job.staged is not None:
-            self._spool.update(job, staged=None)
+        if job.staged_at is not None:
+            self._spool.update(job, staged_at=None)
 
     def has_given_up(self, job: Job) -> bool:
         """Return True if a job is not to be staged before its next attempt."""
@@ -291,7 +246,7 @@ class StagedWorkers:
         """Settle a worker that has ended at its gate, or before it."""
         job = self._spool.job(worker.job_id)
         if job is None or not self.is_wanted(worker):
-            self.give_back(worker)
+            self.drop(worker)
             del self._workers[worker.job_id]
             return
         result_path = self._layout.files(job.id).attempt(worker.staged.number).result_path
@@ -303,12 +258,7 @@ class StagedWorkers:
         else:
             level = logging.INFO if outcome.code == InterruptedRunError.code else logging.WARNING
             why = outcome.error.message if outcome.error is not None else "it did not wait"
-            log.log(
-                level,
-                "job %d (%s): its staged worker has ended, and the job starts at its turn: %s",
-                job.id,
-                job.name,
-                why,
-            )
+            text = "job %d (%s): its staged worker has ended, and the job starts at its turn: %s"
+            log.log(level, text, job.id, job.name, why)
             self.give_up(job)
         del self._workers[worker.job_id]

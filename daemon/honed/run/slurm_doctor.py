@@ -1,4 +1,5 @@
-"""`honectl doctor` on a Slurm cluster: whether the commands work, and the nodes have what jobs need, by a tiny job.
+"""What `honectl doctor` asks of a Slurm cluster: whether the commands work, and the nodes have what jobs need, by a
+tiny job.
 
 A job that does not start soon is withdrawn: a busy cluster is no fault.
 """
@@ -17,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from honed.run import slurm_request
-from honed.run.choice import why_no_slurm
-from honed.run.slurm_client import why_not_as
+from honed.run.slurm_client import why_none, why_not_as
 from honed.run.slurm_request import Request
 from honed.spec.config import Config, SlurmConfig
 from honed.system import python
@@ -61,7 +61,7 @@ print(json.dumps(facts))
 
 def findings(layout: Layout, config: Config) -> Iterator[tuple[Status, str, str]]:
     """Yield status, detail and hint of every check."""
-    if problem := why_no_slurm(layout):
+    if problem := why_none(layout):
         yield "error", problem, "see docs/cluster.md"
         return
     done = _run(["squeue", "--noheader", f"--user={os.geteuid()}"], COMMAND_SEC)
