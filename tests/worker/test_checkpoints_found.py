@@ -21,12 +21,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from honed.check import preflight
+from honed.check.checklist import Asked
 from honed.spec import spec as specs
 from honed.spec.config import Config
 from honed.system.device import cpu
 from honed.system.error import HonedError, ModelError
 from honed.system.layout import Layout
-from honed.worker.model import load
+from honed.worker.model.config import load_config
 from worker.conftest import Ended, WorkerJob
 from zoo.model import build_checkpoint, write_facts
 
@@ -69,7 +70,7 @@ class Found:
         document = {"base_model": str(self.base), "datasets": [{"path": str(self.rows)}], **SHORT, **self.spec}
         spec_path.write_text(json.dumps({key: value for key, value in document.items() if value is not None}))
         config = Config.model_validate({"policy": self.policy})
-        verdict = preflight.check(spec_path, layout=self.layout, config=config, device=cpu(), job_id=1)
+        verdict = preflight.check(spec_path, Asked(self.layout, config=config, device=cpu(), job_id=1))
         self.warnings = verdict.warnings
         job_dir = self.layout.job(1).dir
         job_dir.mkdir()
@@ -423,7 +424,7 @@ def test_what_transformers_alone_cannot_load_has_a_config_object_under_its_right
         spec = specs.validate(
             {"base_model": str(found.base), "datasets": [{"path": str(found.rows)}], **found.spec, "lora": {}}
         )
-        config = load.load_config(SimpleNamespace(spec=spec, base_model_path=found.base))
+        config = load_config(SimpleNamespace(spec=spec, base_model_path=found.base))
         assert isinstance(config, PreTrainedConfig)
         assert config.model_type == family
 

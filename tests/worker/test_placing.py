@@ -16,6 +16,7 @@ from honed.plan import loadedname, parameter
 from honed.spec import spec as specs
 from honed.system.error import ModelError
 from honed.worker.model import load, placing, transformers_backend
+from honed.worker.model.config import model_class
 from worker.conftest import MakeJob
 from zoo import families
 
@@ -57,7 +58,7 @@ def attached(path: Path, lora: dict[str, Any]) -> tuple[Any, specs.JobSpec]:
     spec = specs.validate({"base_model": str(path), "datasets": [{"path": "/d.jsonl"}], "lora": {"r": 4, **lora}})
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(path)
-        model = transformers_backend.model_class(config).from_config(config)
+        model = model_class(config).from_config(config)
     job: Any = SimpleNamespace(spec=spec, base_model_path=path, precision=SimpleNamespace(adapter_dtype=None))
     return transformers_backend.attach_adapter(model, job), spec
 
@@ -257,7 +258,7 @@ def test_a_checkpoints_names_are_translated_to_the_loaded_ones(tmp_path: Path, f
     path = families.build(tmp_path / family, family)
     info, config = basemodel.inspect(path), AutoConfig.from_pretrained(path)
     with torch.device("meta"):
-        model = transformers_backend.model_class(config).from_config(config)
+        model = model_class(config).from_config(config)
     model.tie_weights()
     names = {each.name for each in parameter.parameters(info)}
     held = {name for name, _ in model.named_parameters()}
@@ -282,7 +283,7 @@ def test_what_full_fine_tuning_trains_is_counted(tmp_path: Path, family: str) ->
         spec = specs.validate({"base_model": str(path), "datasets": [{"path": "/d.jsonl"}], "train_parts": parts})
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model = transformers_backend.model_class(config).from_config(config)
+            model = model_class(config).from_config(config)
         model.tie_weights()
         job: Any = SimpleNamespace(spec=spec, precision=SimpleNamespace(adapter_dtype=None))
         load.freeze(model, job)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from honed import __version__
-from honed.daemon import owning, starting, verbs
+from honed.daemon import owning, signal_notes, verbs
 from honed.daemon.ahead import JOBS_GROUP
 from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
@@ -155,11 +155,11 @@ class Daemon:
         with _without_collection():
             self._recover()
         placement = self._dispatch.placement
-        placement.tell()
+        placement.report()
         if placement.fault:
             self._publishing.notices.tell_of_machine(placement.fault)
         self._note_fault(self._health.failures.fault)
-        self._status.report()  # before READY=1: whoever waited for that reads it, and what is wrong
+        self._status.report()  # before READY=1: a client that waited for that reads it, and what is wrong
         self._notifier.ready()
         line = self._health.ask(self._status.line, "")
         log.info("honed %s ready: %s", __version__, line, extra=about(message=message.READY))
@@ -206,7 +206,6 @@ class Daemon:
         self._health.note(fault, self._publishing.notices.tell_of_machine)
 
     def _patience(self) -> float:
-        """Return the seconds that the loop may sleep if nothing wakes it."""
         parts = (self._dispatch, self._housekeeper, self._publishing, self._notifier)
         waits = [part.patience() for part in parts]
         if not self._shutdown.is_asked:  # then no file is taken any more
@@ -335,8 +334,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def start(layout: Layout, *, drain: bool = False, **parts: Any) -> int:
-    """Run one instance. Returns the exit status: 0, or one with which systemd does not restart it in vain."""
-    if starting.is_asked_to_end():
+    """Run one instance. Returns the exit status: 0, or one with which systemd does not restart it."""
+    if signal_notes.is_asked_to_end():
         return 0
     try:
         return Daemon(layout, config.load(layout), drain=drain, **parts).run()

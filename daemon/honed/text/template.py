@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2.exceptions import TemplateError
 
@@ -19,7 +19,6 @@ from honed.text.span import Span, after, common, squeeze
 
 if TYPE_CHECKING:
     from honed.spec.media import Kind
-    from honed.text.renderer import Renderer
 
 #: Stand-ins for a message that is searched for. They differ in their first and in their last letter: a message's own
 #: text can match one of them there by chance, but not both.
@@ -88,10 +87,24 @@ def _with_json(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": changed} if "function" in call else changed
 
 
+class ChatTemplate(Protocol):
+    """A chat template with its arguments (renderer.py)."""
+
+    template: Any
+    tokenizer: Any
+
+    @property
+    def probe(self) -> Probe:
+        """What was learned of it."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> str:
+        """Return its text, with the last turn's end if it lacks that. Raises one of `TEMPLATE_ERRORS`."""
+
+
 class Conversation:
     """One rendered conversation, and the places of its turns."""
 
-    def __init__(self, renderer: Renderer, example: Example) -> None:
+    def __init__(self, renderer: ChatTemplate, example: Example) -> None:
         self._renderer, self._example, self._probe = renderer, example, renderer.probe
         self._messages, self._tools = example.messages, example.tools
         self.trained_indices = example.trained_turns
@@ -288,7 +301,7 @@ def where(example: Example) -> str:
 _MEDIA_KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 
 
-def learn_placeholders(renderer: Renderer) -> dict[Kind, str]:
+def learn_placeholders(renderer: ChatTemplate) -> dict[Kind, str]:
     """Return the text that a template writes for an image, a video or a sound, for the kinds that it knows."""
     found: dict[Kind, str] = {}
     for kind in _MEDIA_KINDS:
@@ -307,7 +320,7 @@ def learn_placeholders(renderer: Renderer) -> dict[Kind, str]:
 # --- learning a template ---------------------------------------------------------------------------------------------
 
 
-def learn(renderer: Renderer) -> Probe:
+def learn(renderer: ChatTemplate) -> Probe:
     """Render a question and an answer of marks, and learn the text around them."""
     mark, user = _MARKS[0], {"role": "user", "content": _USER_MARK}
     answer = {"role": "assistant", "content": mark}
@@ -351,7 +364,7 @@ def learn(renderer: Renderer) -> Probe:
     )
 
 
-def _learn_inner(renderer: Renderer, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
+def _learn_inner(renderer: ChatTemplate, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
     """Yield the ends that stand between a turn's reasoning and its answer: gpt-oss' `<|end|>` closes both."""
     thought, said = _MARKS
     for key in REASONING_KEYS:
@@ -363,7 +376,7 @@ def _learn_inner(renderer: Renderer, user: dict[str, Any], ends: Sequence[str]) 
             yield from (end for end in ends if end in after(text, thought).split(said)[0])
 
 
-def _learn_between_calls(renderer: Renderer, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
+def _learn_between_calls(renderer: ChatTemplate, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
     """Yield the ends that stand between two calls: DeepSeek-R1's distilled models end a turn like each call."""
     first, second = _MARKS
     calls = [_call(first), {**_call(second), "id": "call00002"}]
@@ -381,7 +394,7 @@ def _front(asked: str, between: str) -> tuple[str, str]:
     return between[:n], between[n:]
 
 
-def _learn_ends(renderer: Renderer, whole: str, middle: str, told: str) -> tuple[tuple[str, ...], str, str]:
+def _learn_ends(renderer: ChatTemplate, whole: str, middle: str, told: str) -> tuple[tuple[str, ...], str, str]:
     """Return the ends of turns, and the texts missing after a last turn and after a last call.
 
     Templates may end the last turn, one in the middle, and a tool call differently. Text is missing where they write an

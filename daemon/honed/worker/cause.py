@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback
 from dataclasses import dataclass
@@ -107,3 +108,26 @@ def explain(problem: Exception, job: str) -> HonedError:
         if cause.words.search(f"{name}: {problem}"):
             return cause.kind(text, hint=f"{cause.hint}; {log}")
     return InternalError(text, hint=f"{log}, written by honed or a library; see above it for the context")
+
+
+#: Messages of torch's CPU allocator, C++, CUDA and its libraries, Metal, and the loader of shared objects.
+_OUT_OF_MEMORY_WORDS = (
+    "can't allocate memory",
+    "std::bad_alloc",
+    "CUDA error: out of memory",
+    "_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+    "Cannot allocate memory",
+)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether memory ran out, the device's or the machine's: torch has a class for the first alone."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (
+            isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in _OUT_OF_MEMORY_WORDS)
+        )
+    )

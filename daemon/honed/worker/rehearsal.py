@@ -233,9 +233,10 @@ class _Small:
 
 def _small_models(job: Assignment, row: Pictured | None, whys: list[str]) -> Iterator[_Small]:
     """Yield small models that compute something as they are; `whys` gets the reason of each other."""
-    from honed.worker.model import load, shrink
+    from honed.worker.model import shrink
+    from honed.worker.model.config import load_config
 
-    config = load.load_config(job)
+    config = load_config(job)
     config = getattr(config, "thinker_config", config)
     ways = ((True, False), (False, False)) if row is None else ((True, True), (True, False), (False, False))
     for narrows, narrows_eyes in ways:
@@ -260,10 +261,9 @@ def _failure(small: _Small) -> Exception | None:
 
 
 def _check_shortage(error: Exception) -> None:
-    from honed.worker.model import load
     from honed.worker.train import disk_reserve
 
-    if load.is_out_of_memory(error) or disk_reserve.is_no_room(error):
+    if cause.is_out_of_memory(error) or disk_reserve.is_no_room(error):
         raise _ShortageError(words(error)) from error
 
 
@@ -277,7 +277,7 @@ def is_of_the_device(error: Exception) -> bool:
 def _build(config: Any, job: Assignment) -> Any:
     import torch
 
-    from honed.worker.model.transformers_backend import model_class
+    from honed.worker.model.config import model_class
 
     kind = model_class(config)
     with torch.device("meta"):

@@ -38,7 +38,7 @@ from honed.worker import cause, imports
 from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
 from honed.worker.gate import Gate
-from honed.worker.model import load, torchvision
+from honed.worker.model import torchvision
 from honed.worker.parallel import ALONE, Ranks, Unwritten
 from honed.worker.recipe.base import Run
 from honed.worker.stop import Stop
@@ -177,7 +177,7 @@ def explain(problem: Exception, job: str = "ID") -> HonedError:
     match problem:
         case HonedError():
             return problem
-        case _ if load.is_out_of_memory(problem):
+        case _ if cause.is_out_of_memory(problem):
             return OutOfMemoryError(f"{type(problem).__name__}: {problem}".splitlines()[0], hint=_MEMORY_HINT)
         case ImportError():
             return EnvironmentInvalidError(text, hint="see `honectl doctor`")

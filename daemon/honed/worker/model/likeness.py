@@ -25,8 +25,9 @@ from honed.plan.memory import COMPARED_ROWS, COMPARED_TOKENS, comparison_bytes
 from honed.spec import kind
 from honed.system.error import HonedError, InterruptedRunError, ModelError, TimeLimitError, said
 from honed.worker.assignment import Assignment
+from honed.worker.cause import is_out_of_memory
 from honed.worker.model import adapter, beginning, streamed, verify
-from honed.worker.model.load import is_out_of_memory, load_config
+from honed.worker.model.config import load_config
 from honed.worker.rows.data import Data
 
 #: Of what rounding was measured to do, so much is accepted.
@@ -204,7 +205,7 @@ def _loaded(directory: Path, job: Assignment, dtype: str, device: Any) -> Any:
     """Load a whole model from its files, and compare it with them."""
     import torch
 
-    from honed.worker.model.transformers_backend import model_class
+    from honed.worker.model.config import model_class
 
     attention, with_code = job.precision.attn_implementation, job.spec.trust_remote_code
     is_base = directory == job.base_model_path

@@ -11,7 +11,6 @@ the written config makes (written.py): what is wrong is an error, and leaves no 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import re
 import shutil
@@ -36,6 +35,7 @@ from honed.worker.model import (
     tokenizer_files,
     written,
 )
+from honed.worker.model.config import skeleton
 from honed.worker.model.oracle import Oracle
 from honed.worker.model.stored import Base
 
@@ -132,19 +132,6 @@ def _untie(mixture: _Mixture, own: Any) -> None:
 
 
 # --- The model without weights, and the adapter -----------------------------------------------------------------------
-
-
-def skeleton(config: Any, dtype: str, *, trust_remote_code: bool) -> Any:
-    """Build a model as it is loaded in a dtype, on meta."""
-    import torch
-
-    from honed.worker.model.transformers_backend import model_class
-
-    config = copy.deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        return model_class(config).from_config(config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
 
 
 def _fill(model: Any) -> None:

@@ -71,7 +71,7 @@ def _skeleton(directory: Path, *, trust_remote_code: bool, like: Any = None) -> 
     import torch
     from transformers import AutoConfig
 
-    from honed.worker.model.transformers_backend import model_class
+    from honed.worker.model.config import model_class
 
     if like is None:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)

@@ -162,7 +162,7 @@ def opened(
     import torch
     from accelerate import init_empty_weights
 
-    from honed.worker.model.transformers_backend import model_class
+    from honed.worker.model.config import model_class
 
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):

@@ -76,10 +76,10 @@ def open_auto(path: Path, assignment: Assignment) -> Any:
     """Open a directory's tokenizer as programs that read the output do, for the base model's family."""
     from transformers import AutoTokenizer
 
-    from honed.worker.model import load
+    from honed.worker.model.config import load_config
 
     trusts = assignment.spec.trust_remote_code
-    return AutoTokenizer.from_pretrained(path, config=load.load_config(assignment), trust_remote_code=trusts)
+    return AutoTokenizer.from_pretrained(path, config=load_config(assignment), trust_remote_code=trusts)
 
 
 def _of_base(assignment: Assignment, warn: Callable[[str], None]) -> Any:

@@ -18,7 +18,7 @@ from honed.system.error import ModelError
 from honed.worker.assignment import Assignment
 from honed.worker.model import adapter as adapters
 from honed.worker.model import placing, ties, token_rows
-from honed.worker.model.load import load_config
+from honed.worker.model.config import load_config, model_class
 
 
 class TransformersBackend:
@@ -142,24 +142,6 @@ def incomplete(assignment: Assignment, missing: list[str]) -> ModelError:
         f"{assignment.base_model_path}: no weights for {', '.join(missing[:5])}{' …' if missing[5:] else ''}",
         hint="the checkpoint is incomplete, or has another architecture than its config.json",
     )
-
-
-def model_class(config: Any) -> Any:
-    """Return the auto class for a config: for vision and audio models the one for the whole, not for text alone."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    )
-
-    own = getattr(config, "auto_map", None) or {}
-    if "AutoModelForCausalLM" in own:
-        return AutoModelForCausalLM
-    if "AutoModelForImageTextToText" in own or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForImageTextToText
-    hears = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForMultimodalLM if hears else AutoModelForCausalLM
 
 
 def quantization_config(precision: Precision, model: Any = None, *, is_divided: bool = False) -> Any:

@@ -12,8 +12,9 @@ from honed.inputs.basemodel import read_names
 from honed.plan.precision import PART_KEYS, trained_parts
 from honed.system.error import BackendError, HonedError, said
 from honed.worker.assignment import Assignment
+from honed.worker.cause import is_out_of_memory
 from honed.worker.model import placing
-from honed.worker.model.load import is_out_of_memory, load_config
+from honed.worker.model.config import load_config
 
 #: Tokens that a model is loaded for where the job truncates nothing: the need of its rows is only known later.
 UNCUT_LENGTH = 1024

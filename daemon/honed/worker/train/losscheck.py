@@ -26,8 +26,8 @@ from honed.plan import loss as losses
 from honed.system.error import LossError, said
 from honed.text.chat import IGNORED
 from honed.worker.assignment import Assignment
+from honed.worker.cause import is_out_of_memory
 from honed.worker.model import division
-from honed.worker.model.load import is_out_of_memory
 from honed.worker.rows.data import Data
 from honed.worker.train.checkpoint import Progress
 from honed.worker.train.prediction import undisturbed

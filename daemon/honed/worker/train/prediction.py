@@ -25,9 +25,9 @@ from honed.spec.spec import SampleSpec
 from honed.system.error import BY_CODE, HonedError, InternalError, said
 from honed.text.chat import ChatFormat
 from honed.worker import message
+from honed.worker.cause import is_out_of_memory
 from honed.worker.model import cast, division, generation
 from honed.worker.model.dtypes import Rule
-from honed.worker.model.load import is_out_of_memory
 from honed.worker.rows import prefix
 from honed.worker.rows.group import Groups
 from honed.worker.rows.processor import Processor

@@ -23,7 +23,7 @@ import torch
 
 from honed.system.error import LossError, said
 from honed.worker.assignment import Assignment
-from honed.worker.model.load import is_out_of_memory
+from honed.worker.cause import is_out_of_memory
 from honed.worker.parallel import Ranks
 from honed.worker.rows import prefix
 from honed.worker.rows.data import Data
