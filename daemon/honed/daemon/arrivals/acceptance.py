@@ -279,7 +279,7 @@ def facts_of(answer: Passed) -> dict[str, Any]:
         "notify": spec.get("notify"),
         "time_limit_sec": spec.get("time_limit_sec"),
         "model": str(spec.get("base_model") or ""),
-        "data": tuple(str(item["path"]) for item in spec.get("datasets") or spec.get("eval_datasets") or ()),
+        "data": tuple(str(dataset["path"]) for dataset in spec.get("datasets") or spec.get("eval_datasets") or ()),
     }
 
 

@@ -80,7 +80,7 @@ class Checkers:
         ends = [since + IDLE_SEC for since in self._idle.values()]
         ends += [self._came[uid] + START_GRACE_SEC for uid in self._new]
         ends += [self._clock() + LOOK_SEC] if self._queue else []
-        return min((item for item in (*deadlines, *ends) if item is not None), default=None)
+        return min((moment for moment in (*deadlines, *ends) if moment is not None), default=None)
 
     @property
     def fault(self) -> str:
