@@ -59,7 +59,7 @@ _TEXT_COLUMNS = frozenset(
         "tools",
     )
 )
-#: File suffixes of each kind.
+#: File suffixes of every kind.
 _SUFFIXES: Mapping[Kind, tuple[str, ...]] = {
     "image": IMAGE_SUFFIXES,
     "video": (".mp4", ".mkv", ".mov", ".avi", ".webm", ".m4v"),
@@ -123,7 +123,7 @@ def part(given: Mapping[str, Any], number: int) -> dict[str, Any] | None:
 def place(
     row: Mapping[str, Any], messages: Sequence[dict[str, Any]], directories: Mapping[Kind, Path] | None
 ) -> tuple[list[dict[str, Any]], tuple[Media, ...]]:
-    """Return the messages with `{type: kind}` in each place, and the media of these places, in order. Raises RowError.
+    """Return the messages with `{type: kind}` in every place, and the media of these places, in order. Raises RowError.
 
     Relative paths start from the directory of their kind.
     """
@@ -239,7 +239,7 @@ def _parts(messages: Sequence[Mapping[str, Any]], kind: Kind | None = None) -> I
 
 
 def _marked(message: dict[str, Any], marks: Mapping[str, Kind]) -> dict[str, Any]:
-    """Return a message with its text split at each marker."""
+    """Return a message with its text split at every marker."""
     content = message["content"]
     if not marks or not _is_read(message) or not any(mark in text for mark in marks for text in _texts(message)):
         return message

@@ -141,7 +141,7 @@ class BaseModelInfo:
     architectures: tuple[str, ...]
     config: dict[str, Any]
     num_parameters: int
-    stored_dtypes: dict[str, int]  #: parameters for each dtype, by torch's names
+    stored_dtypes: dict[str, int]  #: parameters per dtype, by torch's names
     num_weight_bytes: int  #: as stored
     tensors: tuple[Tensor, ...]  #: empty for pickled weights, whose contents cannot be known without running them
     is_quantized: bool
@@ -671,7 +671,7 @@ def _count(tensors: tuple[Tensor, ...]) -> dict[str, int]:
 
 
 def _num_parameters(tensors: tuple[Tensor, ...], config: dict[str, Any]) -> int:
-    """Count the parameters: bitsandbytes packs two 4-bit parameters into each uint8 that it stores."""
+    """Count the parameters: bitsandbytes packs two 4-bit parameters into every uint8 that it stores."""
     quantization = config.get("quantization_config") or {}
     packed = 2 if quantization.get("load_in_4bit") or quantization.get("_load_in_4bit") else 1
     return sum(count * (packed if dtype == "uint8" else 1) for dtype, count in _count(tensors).items())

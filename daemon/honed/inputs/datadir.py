@@ -1,9 +1,9 @@
-"""Data sets that are directories: the choice of their files, and each file's split by its name.
+"""Data sets that are directories: the choice of their files, and every file's split by its name.
 
 train.jsonl  test.jsonl                      a split is a word at the beginning or the end of a name
 data/train-00000-of-00002.parquet            as in hub repositories
 train/part-1.parquet  test/part-1.parquet    or a directory's name
-dataset_dict.json  train/  test/             as written by save_to_disk of datasets, each split with:
+dataset_dict.json  train/  test/             as written by save_to_disk of datasets, every split with:
 state.json  dataset_info.json  data-00000-of-00001.arrow
 """
 

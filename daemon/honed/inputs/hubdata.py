@@ -1,7 +1,7 @@
 """Data sets of the hub: the files of a repository that are a job's rows, and their places in the cache.
 
 The card (README.md) may assign files to configurations and splits, in `configs`. If it does not, a configuration is a
-directory, and the files' names tell the splits, by the rules for local directories (datadir.py). Scripts are never run,
+directory, and the files' names give the splits, by the rules for local directories (datadir.py). Scripts are never run,
 nor fetched.
 
 fetch.py fetches the chosen files, as it does for models, and its record lists them. For a snapshot that another program
@@ -117,7 +117,7 @@ class _Config:
     name: str
     is_default: bool
     data_dir: str
-    patterns: Mapping[str, tuple[str, ...]]  #: split → patterns; empty if the files' names tell the splits
+    patterns: Mapping[str, tuple[str, ...]]  #: split → patterns; empty if the files' names give the splits
 
 
 def _configs(card: bytes | None) -> list[_Config]:

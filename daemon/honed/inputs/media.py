@@ -482,7 +482,7 @@ def _video(media: Media, limits: MediaLimits) -> tuple[list[Image.Image], float 
 
 
 def _timetable(container: Any, stream: Any) -> tuple[list[int], list[int]]:
-    """Return when each frame is shown, and the times at which decoding can start, both sorted; nothing is decoded."""
+    """Return when every frame is shown, and the times at which decoding can start, both sorted; nothing is decoded."""
     times, keys = [], []
     for packet in container.demux(stream):
         when = packet.pts if packet.pts is not None else packet.dts

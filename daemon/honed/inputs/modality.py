@@ -204,7 +204,7 @@ class Senses:
         return Cost(each.tokens * number, each.positions * number, each.window)
 
     def _ragged(self, width: int, height: int, longest: int, patch: int) -> Cost:
-        """Pixtral's scheme: as large as allowed, with a marker token at the end of each row of patches."""
+        """Pixtral's scheme: as large as allowed, with a marker token at the end of every row of patches."""
         merge = _whole(self.config.get("spatial_merge_size")) or _whole(self.processor.get("spatial_merge_size")) or 1
         scale = min(1.0, longest / max(width, height))
         across, down = (max(1, math.ceil(edge * scale / (patch * merge))) for edge in (width, height))

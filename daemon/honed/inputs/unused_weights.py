@@ -14,7 +14,7 @@ from honed.inputs import modality
 from honed.system import quote
 from honed.system.error import ModelError
 
-#: Buffers that older versions stored, which each load makes anew, and heads that predict several tokens at once (MTP),
+#: Buffers that older versions stored, which every load makes anew, and heads that predict several tokens at once (MTP),
 #: which no model of transformers has.
 _HARMLESS = re.compile(
     r"rotary|inv_freq|position_ids$|masked_bias$|attn\.bias$|attention\.bias$|(^|\.)(mtp|nextn)\w*\."

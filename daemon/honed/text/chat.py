@@ -8,7 +8,7 @@ where a turn lies, so it is found by rendering:
     turn                                                             [..........................................]
 
 Where the shorter renderings are prefixes of the whole one, they give the turn. Where they are not (a template that
-omits earlier reasoning, or treats the last turn specially), each message is found in the whole conversation by
+omits earlier reasoning, or treats the last turn specially), every message is found in the whole conversation by
 rendering it again with only that message replaced by a mark. A turn that cannot be found is an error of that row, never
 a guess.
 
@@ -73,7 +73,7 @@ class Encoded:
     media_end: int = 0  #: images, videos and sounds lie in the tokens before this one
     _shown: tuple[tuple[str, str], ...] = field(
         default=(), repr=False, compare=False
-    )  #: for each image, video or sound: its text, and the label that people see
+    )  #: per image, video or sound: its text, and the label that people see
     omitted: tuple[Omission, ...] = field(default=(), compare=False)  #: parts of the row that the template leaves out
     mismatch: Mismatch | None = field(default=None, compare=False)  #: of its last turn's prompt with training
     answers: tuple[Encoded, ...] = ()  #: of a row with several, each alone; the fields above have them end to end
@@ -230,7 +230,7 @@ class ChatFormat:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens at which generation stops: eos, and each end of a turn that is one token.
+        """Tokens at which generation stops: eos, and every end of a turn that is one token.
 
         An end after which an answer that begins with reasoning continues is not among them.
         """

@@ -77,7 +77,7 @@ def find_places(text: str, placeholders: Mapping[Kind, str]) -> list[Place]:
 
 
 def carry(text: str, places: Sequence[Place], expanded: str, tokens: Sequence[str] = ()) -> Carried:
-    """Map the text between the places to the expanded text. Raises ValueError where that cannot be told.
+    """Map the text between the places to the expanded text. Raises ValueError where that cannot be known.
 
     `tokens` are those whose spelling is not text: `ok` is not found in `<image_soft_token>`.
     """

@@ -91,10 +91,10 @@ class Omission:
         return {"kind": self.kind, "message": None if self.message is None else self.message + 1, "text": self.text}
 
 
-def line(told: OmittedRow) -> str:
+def line(row: OmittedRow) -> str:
     """Return a dict made by `as_dict` in words, for the row's owner."""
-    number = told["message"]
-    return quote.show(str(Omission(told["kind"], None if number is None else number - 1, told["text"])))
+    number = row["message"]
+    return quote.show(str(Omission(row["kind"], None if number is None else number - 1, row["text"])))
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Tally:
 
     num_rows: int = 0
     kinds: Counter[Kind] = field(default_factory=Counter)  #: rows that lose some of it
-    firsts: dict[Kind, str] = field(default_factory=dict)  #: the first omission of each kind, with its row
+    firsts: dict[Kind, str] = field(default_factory=dict)  #: the first omission of every kind, with its row
     rows: dict[Kind, tuple[Any, list[Omission]]] = field(default_factory=dict)  #: those rows, each with its omissions
 
     def add(self, where: str, omissions: Sequence[Omission], row: Any) -> None:
@@ -232,7 +232,7 @@ class Tally:
     def as_dict(self) -> dict[str, object]:
         return {"num_rows": self.num_rows, "kinds": dict(sorted(self.kinds.items()))}
 
-    def told(self, num_rows: int) -> str:
+    def message(self, num_rows: int) -> str:
         """Return a message for the rows' owner; empty where nothing is lost."""
         if not self.num_rows:
             return ""
@@ -243,7 +243,7 @@ class Tally:
 
 
 def merged(omissions: Iterable[Omission]) -> list[Omission]:
-    """Merge omissions to one for each message and kind: a call is a name and several arguments."""
+    """Merge omissions to one per message and kind: a call is a name and several arguments."""
     found: dict[tuple[int | None, Kind], list[str]] = {}
     for omission in omissions:
         found.setdefault((omission.message, omission.kind), []).append(omission.text)

@@ -94,7 +94,7 @@ def runs_of(trained: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
 
 
 def token_ends(text: str, offsets: Sequence[Span]) -> list[int] | None:
-    """Return the end of each token; None unless the tokens account for the whole text, in order.
+    """Return the end of every token; None unless the tokens account for the whole text, in order.
 
     Offsets may leave out white space that their tokens have; see `has_gaps`.
     """

@@ -6,7 +6,7 @@ without transformers and without any code that comes with the model.
     the chat template       rendered in the sandbox that transformers sets up
 
 `read` returns None where the files do not determine what the worker's tokenizer does. Where only the vocabulary cannot
-be read, each character counts as a token: conversations are rendered and their turns found, and `counts` is False.
+be read, every character counts as a token: conversations are rendered and their turns found, and `counts` is False.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from honed.text.addedtoken import Added
 #: Largest tokenizer file that is read, in bytes, and tokenizers that are cached: one may take 200 MB of memory.
 MAX_FILE_BYTES = 128 * 1024 * 1024
 MAX_KEPT = 2
-#: Tokens that transformers knows by name and passes to each template.
+#: Tokens that transformers knows by name and passes to every template.
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: Id of the first special token where characters are tokens.
 _FIRST = 0x110000
@@ -188,7 +188,7 @@ def read(path: Path, chat_template: str | None, *, eos_token: str | None = None)
         if more:
             backend, _ = _backend(path / "tokenizer.json", more)
         used = addedtoken.of(backend)
-        added, note = {number: item.content for number, item in used.items()}, addedtoken.told(known, used, found)
+        added, note = {number: item.content for number, item in used.items()}, addedtoken.message(known, used, found)
     if eos_token is not None:
         if backend is not None and backend.token_to_id(eos_token) is None:
             raise unknown_end(eos_token, near=list(added.values()))

@@ -1,10 +1,10 @@
 """Tokens of a text, with a mask over those of its trained spans.
 
-A fast tokenizer gives each token's place in the text. Offsets that contradict the tokens of the first texts, and those
-of a tokenizer that has none, are replaced by tokenizing the text before each boundary.
+A fast tokenizer gives every token's place in the text. Offsets that contradict the tokens of the first texts, and those
+of a tokenizer that has none, are replaced by tokenizing the text before every boundary.
 
 Offsets take longer to fetch than the mask needs. Where the spellings of a text's tokens, one after the other, are that
-text, byte by byte, and each span begins and ends with a token, the lengths of the spellings give the same mask.
+text, byte by byte, and every span begins and ends with a token, the lengths of the spellings give the same mask.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Tokens:
         return ids, trained, pieces
 
     def _located(self, text: str, spans: Sequence[Span], encoded: Any) -> Masked | None:
-        """Return ids and mask by the tokens' offsets, or by the tokens of the text before each boundary. `encoded` is
+        """Return ids and mask by the tokens' offsets, or by the tokens of the text before every boundary. `encoded` is
         the backend's result, if it is there already."""
         ids, ends = self._ids_and_ends(text, encoded)
         if ends is None:
@@ -223,7 +223,7 @@ class Tokens:
 
 
 def _spellings(tokenizer: Any) -> Iterator[bytes]:
-    """Yield the bytes that each token of a fast tokenizer may stand for, by id; whether they do is for each text to
+    """Yield the bytes that every token of a fast tokenizer may stand for, by id; whether they do is per text to
     show."""
     backend = tokenizer.backend_tokenizer
     added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}

@@ -1,4 +1,4 @@
-"""Groups of held-out rows whose metrics are also computed apart: those of each data set, and those with each tag.
+"""Groups of held-out rows whose metrics are also computed apart: those of every data set, and those with every tag.
 
 The metrics of a group have its name behind a slash: `eval_loss/general`, `exact_match/tag:arithmetic`.
 """
@@ -27,14 +27,14 @@ MAX_KINDS = 100
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of some rows, and the kind of each row; rows of one kind are in the same groups."""
+    """The groups of some rows, and the kind of every row; rows of one kind are in the same groups."""
 
     datasets: tuple[str, ...]  #: names, by the number of the data set; empty where there is one
     tags: frozenset[str]  #: those with metrics of their own
-    kinds: tuple[frozenset[str], ...]  #: the groups of each kind
-    codes: npt.NDArray[np.int64]  #: the kind of each row
-    numbers: npt.NDArray[np.int32]  #: the data set of each row
-    told: str = ""  #: a message about tags that have no metrics
+    kinds: tuple[frozenset[str], ...]  #: the groups of every kind
+    codes: npt.NDArray[np.int64]  #: the kind of every row
+    numbers: npt.NDArray[np.int32]  #: the data set of every row
+    remark: str = ""  #: a message about tags that have no metrics
 
     @property
     def names(self) -> list[str]:
@@ -78,11 +78,11 @@ def of(table: Table, places: npt.NDArray[np.int64], datasets: Sequence[DatasetSp
         if len(kinds) <= MAX_KINDS or not kept:
             break
         kept = frozenset(ranked[: len(kept) - 1])
-    told = ""
+    remark = ""
     if len(kept) < len(ranked):
-        told = f"{len(ranked)} tags: only the {len(kept)} most frequent have metrics of their own"
+        remark = f"{len(ranked)} tags: only the {len(kept)} most frequent have metrics of their own"
     numbered = np.array([kinds.index(groups) for groups in each], np.int64)
-    return Groups(names, kept, kinds, numbered[codes.reshape(-1)], numbers, told)
+    return Groups(names, kept, kinds, numbered[codes.reshape(-1)], numbers, remark)
 
 
 def _groups(dataset: int, tags: Iterable[str], names: Sequence[str]) -> Iterator[str]:

@@ -150,7 +150,7 @@ def _with_media(
 def _decoded(
     examples: Iterable[Example], encoder: Encoder, media: MediaRows, stop: Stop
 ) -> Iterator[tuple[Example, Encoded | DatasetError]]:
-    """Yield each row, or the error that makes it unusable, in order."""
+    """Yield every row, or the error that makes it unusable, in order."""
     waiting: deque[tuple[Example, Callable[[], Encoded | DatasetError]]] = deque()
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="media") as pool:
         for example in examples:
