@@ -78,8 +78,8 @@ class Census:
 
     def add(self, example: Example, place: str) -> None:
         self.num_rows += 1
-        self.digests[found := digest(example)] += 1
-        self.num_twice += self.digests[found] > 1
+        self.digests[key := digest(example)] += 1
+        self.num_twice += self.digests[key] > 1
         if (odd := order(example)) is not None:
             self.orders[odd] += 1
             self.firsts.setdefault(odd, place)
@@ -103,8 +103,8 @@ class Census:
 
 def firsts(examples: Iterable[Example]) -> list[int]:
     """Return per row the place of the first one with the same content."""
-    found: dict[bytes, int] = {}
-    return [found.setdefault(digest(example), place) for place, example in enumerate(examples)]
+    first_of: dict[bytes, int] = {}
+    return [first_of.setdefault(digest(example), place) for place, example in enumerate(examples)]
 
 
 def together(first_of: Sequence[int], held: set[int]) -> set[int]:

@@ -425,11 +425,11 @@ def _read_table(path: Path, pyarrow: Any, form: str, batches: Callable[[], Itera
     """Yield the rows of a table; `batches` yields its schema first, then its batches."""
     number = 0
     try:
-        found = batches()
-        schema = next(found)
+        pieces = batches()
+        schema = next(pieces)
         _check_columns(path, schema.names)
         texts = {field.name: decode for field in schema if (decode := _json_decoder(field.type)) is not None}
-        for batch in found:
+        for batch in pieces:
             for start in range(0, batch.num_rows, NUM_TABLE_ROWS):
                 for item in batch.slice(start, NUM_TABLE_ROWS).to_pylist():
                     number += 1

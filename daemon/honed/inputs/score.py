@@ -281,9 +281,9 @@ def _boxes(text: str) -> list[Box]:
     if structure is not _NONE:
         return list(_structured_boxes(structure))
     for pattern, places in ((_LOCATIONS, (1, 0, 3, 2)), (_CORNERS, (0, 1, 2, 3)), (_FOUR, (0, 1, 2, 3))):
-        found = [[float(number) for number in match.groups()] for match in pattern.finditer(text)]
-        if found:
-            return [_box(*(numbers[place] for place in places)) for numbers in found]
+        boxes = [[float(number) for number in match.groups()] for match in pattern.finditer(text)]
+        if boxes:
+            return [_box(*(numbers[place] for place in places)) for numbers in boxes]
     return []
 
 
@@ -340,10 +340,10 @@ _ALONE = re.compile(rf"[^\w\s]{{0,3}}(?:{_FIGURE.pattern})\s?[^\d\s,]{{0,4}}")
 
 def _number(text: str) -> float | None:
     """Return the number after `####`, as in GSM8K, else the last number of a text; None without one."""
-    found = _FIGURE.findall(text.rsplit("####", 1)[-1])
-    if not found:
+    figures = _FIGURE.findall(text.rsplit("####", 1)[-1])
+    if not figures:
         return None
-    digits = re.sub(r"[,\u00a0\u202f]", "", found[-1]).replace("−", "-")
+    digits = re.sub(r"[,\u00a0\u202f]", "", figures[-1]).replace("−", "-")
     with contextlib.suppress(ValueError):
         return number if math.isfinite(number := float(digits)) else None
     return None

@@ -30,7 +30,7 @@ def check(path: Path, unplaced: Iterable[str], wanted: Iterable[str]) -> str:
     `wanted` are the model's own names. Raises ModelError for weights of a layer that the model has.
     """
     names = sorted(name for name in unplaced if not _HARMLESS.search(name))
-    layers = {found[0] for name in wanted if (found := _LAYER.match(name))}
+    layers = {match[0] for name in wanted if (match := _LAYER.match(name))}
     foreign = [name for name in names if _is_of_another_architecture(name, layers)]
     if foreign:
         raise ModelError(

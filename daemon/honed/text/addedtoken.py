@@ -115,8 +115,8 @@ def message(known: Mapping[int, Added], used: Mapping[int, Added], settings: Map
 def _moved(used: Mapping[int, Added], settings: Mapping[str, Any]) -> Iterator[str]:
     numbers = {item.content: number for number, item in used.items()}
     for number, item in (settings.get("added_tokens_decoder") or {}).items():
-        if (found := numbers.get(_content(item))) is not None and found != int(number):
-            yield f"{_shown(used[found])} {found} instead of {number}"
+        if (known_as := numbers.get(_content(item))) is not None and known_as != int(number):
+            yield f"{_shown(used[known_as])} {known_as} instead of {number}"
 
 
 def _shown(token: Added) -> str:

@@ -171,15 +171,15 @@ class _Turns:
         rest, reached = "", 0
         for i in awaited[:1] if is_alone else awaited:
             message = self._messages[i]
-            found = self._place(text, at, i, is_cut=is_cut)
-            if found is None:
+            span = self._place(text, at, i, is_cut=is_cut)
+            if span is None:
                 break
-            if matched and found[0] == found[1] and not any(end in text[at:] for end in ends):
+            if matched and span[0] == span[1] and not any(end in text[at:] for end in ends):
                 break  # an empty turn, and nothing is left of this run: the turn has its own
             if not matched or not _is_simple(message):
-                self._check_front(text[at : found[0]], i, run)
-            rest += text[at : found[0]]
-            reached = found[1]
+                self._check_front(text[at : span[0]], i, run)
+            rest += text[at : span[0]]
+            reached = span[1]
             at = reached + next((len(end) for end in ends if text.startswith(end, reached)), 0)
             matched.append(i)
         if not matched:
@@ -277,17 +277,17 @@ class _Turns:
         Turns with the same words that precede the trained one must lie before the run, and those that follow it, after.
         """
         for i in turns:
-            content = squeeze(words(self._messages[i]))
+            text = squeeze(words(self._messages[i]))
             same = [
                 k
                 for k, m in enumerate(self._messages)
-                if m["role"] == "assistant" and k not in turns and _is_simple(m) and content and content == squeeze(words(m))
+                if m["role"] == "assistant" and k not in turns and _is_simple(m) and text and text == squeeze(words(m))
             ]
             if not any(k in self._example.untrained for k in same):
                 continue
             before, after = squeeze(self._row.text(0, run[0])), squeeze(self._row.text(run[1], len(self._row.ids)))
             num_before, num_after = sum(k < i for k in same), sum(k > i for k in same)
-            if before.count(content) < num_before or (not self._row.is_truncated and after.count(content) < num_after):
+            if before.count(text) < num_before or (not self._row.is_truncated and after.count(text) < num_after):
                 raise self._row.error(f"a turn of weight 0 with the same text as message {i + 1} is trained on", run[0])
 
     def _check_edges(self, run: Span, content: str, *, is_cut: bool) -> None:
@@ -330,7 +330,7 @@ class _Turns:
         following = messages[i + 1] if i + 1 < len(messages) else None
         calls = bool(messages[i].get("tool_calls"))
         missing = self._probe.unwritten_call if calls else self._probe.unwritten
-        # Where no mark is a token, a call's end cannot be distinguished from its arguments' end, and is trained with it.
+        # Where no mark is a token, a call's end looks like its arguments' end, and is trained with it.
         if following is None and (missing or (ends and (after or not calls))):
             raise self._row.error(
                 "the row ends without the end token of a turn, so the model would not learn to stop", run[1]
@@ -369,11 +369,11 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
 
     A source is a tokenizer, a processor, or a model's config as a dict.
     """
-    found: set[int] = set()
+    ids: set[int] = set()
     for source in sources:
         named = source if isinstance(source, Mapping) else _named_ids(source)
-        found |= {token for name, token in named.items() if _PLACEHOLDER.search(name) and type(token) is int}
-    return frozenset(token for token in found if token >= 0)
+        ids |= {token for name, token in named.items() if _PLACEHOLDER.search(name) and type(token) is int}
+    return frozenset(token for token in ids if token >= 0)
 
 
 #: `image_token_id`, `vision_start_token_id`, `boi_token_id`, `audio_token_index`, `vision_eos_token_id`, …

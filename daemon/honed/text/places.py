@@ -80,9 +80,9 @@ class Places:
                     f"{where(example)}: the chat template has no placeholder for {_A_KIND[kind]}",
                     hint="the base model, or its template, does not support them",
                 )
-        given, found = Counter(item.kind for item in media), Counter(place.kind for place in places)
-        if given != found:
-            counted = " and ".join(f"{n} of kind {kind}" for kind, n in sorted(found.items())) or "none"
+        given, shown = Counter(item.kind for item in media), Counter(place.kind for place in places)
+        if given != shown:
+            counted = " and ".join(f"{n} of kind {kind}" for kind, n in sorted(shown.items())) or "none"
             written = quote.aside(f" {', '.join(map(repr, placeholders.values()))}")
             raise DatasetError(
                 f"{where(example)}: it has {sum(given.values())} images, videos and sounds, but the rendered text "

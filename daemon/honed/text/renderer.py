@@ -104,8 +104,8 @@ class Renderer:
     def shows(self, kind: str, example: Example) -> bool:
         """Return True if the template renders the row and leaves out nothing of that kind."""
         text = self.try_render(example.messages, example.tools)
-        found = Finder(self.try_render).find(example.messages, example.tools, text or "")
-        return text is not None and all(item.kind != kind for item in found)
+        omissions = Finder(self.try_render).find(example.messages, example.tools, text or "")
+        return text is not None and all(item.kind != kind for item in omissions)
 
     # --- what is learned of the template -----------------------------------------------------------------------------
 

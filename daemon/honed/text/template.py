@@ -165,7 +165,8 @@ class Conversation:
         start = len(asked)
         has_header = bool(self._probe.header.strip()) and self.text.startswith(self._probe.header, start)
         start += len(self._probe.header) if has_header else 0
-        end = max((rendered.rfind(end, start) + len(end) for end in self._probe.ends if end in rendered[start:]), default=0)
+        ends = [end for end in self._probe.ends if end in rendered[start:]]
+        end = max((rendered.rfind(end, start) + len(end) for end in ends), default=0)
         if not end or not self.text.startswith(asked) or not (is_last or self.text.startswith(rendered[:end])):
             return None
         if not _shows(self.text[start:end], self._messages[i]):
@@ -194,8 +195,8 @@ class Conversation:
         at `limit`.
         """
         closed = own[: common(own, self.text[end:])]
-        if found := [end + closed.rfind(mark) + len(mark) for mark in self._probe.ends if mark in closed]:
-            return max(found)
+        if closings := [end + closed.rfind(mark) + len(mark) for mark in self._probe.ends if mark in closed]:
+            return max(closings)
         stops = [(self.text.find(mark, end, limit), len(mark)) for mark in self._probe.ends]
         if nearest := min((stop for stop in stops if stop[0] >= 0), default=None):
             return sum(nearest)
@@ -303,7 +304,7 @@ _MEDIA_KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 
 def learn_placeholders(renderer: ChatTemplate) -> dict[Kind, str]:
     """Return the text that a template writes for an image, a video or a sound, for the kinds that it knows."""
-    found: dict[Kind, str] = {}
+    placeholders: dict[Kind, str] = {}
     for kind in _MEDIA_KINDS:
         parts = [{"type": "text", "text": _USER_MARK}, {"type": kind}, {"type": "text", "text": _MARKS[1]}]
         answer = {"role": "assistant", "content": _MARKS[0]}
@@ -313,8 +314,8 @@ def learn_placeholders(renderer: ChatTemplate) -> dict[Kind, str]:
         except TEMPLATE_ERRORS:
             continue
         if text := added_text(seen, unseen, added_tokens(renderer.tokenizer)):
-            found[kind] = text
-    return found
+            placeholders[kind] = text
+    return placeholders
 
 
 # --- learning a template ---------------------------------------------------------------------------------------------
@@ -377,7 +378,7 @@ def _learn_inner(renderer: ChatTemplate, user: dict[str, Any], ends: Sequence[st
 
 
 def _learn_between_calls(renderer: ChatTemplate, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
-    """Yield the ends that stand between two calls: DeepSeek-R1's distilled models end a turn like every call."""
+    """Yield the ends that stand between two calls: DeepSeek-R1's distilled models end a turn as they end a call."""
     first, second = _MARKS
     calls = [_call(first), {**_call(second), "id": "call00002"}]
     try:
@@ -501,20 +502,20 @@ def added_tokens(tokenizer: Any) -> list[str]:
 
 
 def _first_of(tokens: Iterable[str], text: str) -> str:
-    found = [(text.find(token), -len(token), token) for token in tokens if token.strip() and token in text]
-    return min(found)[2] if found else ""
+    starts = [(text.find(token), -len(token), token) for token in tokens if token.strip() and token in text]
+    return min(starts)[2] if starts else ""
 
 
 def _last_of(tokens: Iterable[str], text: str) -> str:
-    found = [(text.rfind(token) + len(token), len(token), token) for token in tokens if token.strip() and token in text]
-    return max(found)[2] if found else ""
+    ends = [(text.rfind(token) + len(token), len(token), token) for token in tokens if token.strip() and token in text]
+    return max(ends)[2] if ends else ""
 
 
 def _headers(probe: Probe) -> list[str]:
     """Return the texts that open a turn, the longest first: as in the last turn, and as in one before it."""
     shared = len(probe.fronts[0][0]) - len(probe.header)
-    found = {probe.header, *[front[shared:] for front, _ in probe.fronts]}
-    return sorted((header for header in found if header.strip()), key=len, reverse=True)
+    headers = {probe.header, *[front[shared:] for front, _ in probe.fronts]}
+    return sorted((header for header in headers if header.strip()), key=len, reverse=True)
 
 
 def as_parts(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,15 +80,15 @@ def find(
     if shared_dir is not None and not directory.exists():
         _link(shared_dir / directory.name, directory)
     try:
-        found = table.load(directory, beat)
+        loaded = table.load(directory, beat)
     except DamagedError as error:
         whose = "job" if is_shared(directory) else "attempt"
         warn(f"the encoded rows of an earlier {whose} are damaged and are made anew: {error}")
         tree.remove(directory)
         return None
-    for path in directory.glob("cache-*.arrow") if found is not None else ():
+    for path in directory.glob("cache-*.arrow") if loaded is not None else ():
         path.unlink()  # made by datasets, for packing
-    return found
+    return loaded
 
 
 def is_shared(directory: Path) -> bool:

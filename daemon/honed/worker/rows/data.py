@@ -89,8 +89,8 @@ class Rows:
 
     def place(self, input_ids: Sequence[int]) -> int | None:
         """Return the last row with these tokens; None if there is none."""
-        found = np.flatnonzero(self._hashes == hash(tuple(input_ids)))
-        return int(found[-1]) if len(found) else None
+        matches = np.flatnonzero(self._hashes == hash(tuple(input_ids)))
+        return int(matches[-1]) if len(matches) else None
 
     def lacking(self, ids: Sequence[int]) -> list[int]:
         """Return those of some tokens that occur in no row."""
@@ -130,8 +130,8 @@ class Data:
     @property
     def entries(self) -> list[str]:
         """Names of the entries in the cache that hold these rows, except those that no later attempt uses."""
-        found = dict.fromkeys(rows.table.directory.name for rows in self._all)
-        return [name for name in found if not name.startswith(cache.UNKEYED)]
+        names = dict.fromkeys(rows.table.directory.name for rows in self._all)
+        return [name for name in names if not name.startswith(cache.UNKEYED)]
 
     @property
     def shared_entries(self) -> list[str]:
@@ -165,7 +165,10 @@ class Data:
             if item.num_bad
         ]
         messages += [f"{item.path}: {dataset.nulled_message(item.num_nulled)}" for item in self.read if item.num_nulled]
-        messages += [*self.trained.order_messages(), *(f"held out: {order}" for order in self.measured.order_messages())]
+        messages += [
+            *self.trained.order_messages(),
+            *(f"held out: {order}" for order in self.measured.order_messages()),
+        ]
         if self.trained.has_many_twice:
             messages.append(f"{self.trained.num_twice} of {self.trained.num_rows} training rows repeat an earlier row")
         if self.groups is not None and self.groups.remark:
@@ -399,9 +402,9 @@ def _selected(dataset: Any, places: npt.NDArray[np.int64]) -> Any:
 def census_of(table: Table, places: npt.NDArray[np.int64]) -> Census:
     """Return the counts of the rows at these places, whether they can be trained on or not."""
     digests, orders = table.column("digest")[places], table.column("order")[places]
-    found, firsts, numbers = np.unique(orders, return_index=True, return_counts=True)
+    codes, firsts, numbers = np.unique(orders, return_index=True, return_counts=True)
     made = Census(num_rows=len(places), num_twice=len(places) - len(np.unique(digests)))
-    for first, number, order in sorted(zip(firsts.tolist(), numbers.tolist(), found.tolist(), strict=True)):
+    for first, number, order in sorted(zip(firsts.tolist(), numbers.tolist(), codes.tolist(), strict=True)):
         if (odd := record.ORDERS[order]) is not None:
             made.orders[odd] = number
             made.firsts[odd] = where(table.example(int(places[first])))
@@ -454,10 +457,10 @@ def few(rows: Rows, *, size: int, seed: int, num_tokens: int | None = None) -> R
     return replace(rows, places=rows.places[places], dataset=rows.dataset.select(places), lengths=rows.lengths[places])
 
 
-def lengths(found: npt.NDArray[np.int32]) -> dict[str, int | list[int]]:
+def lengths(tokens: npt.NDArray[np.int32]) -> dict[str, int | list[int]]:
     """Return a histogram of row lengths: `counts` of bins that are `width` wide, the first of which begins at 0."""
-    width = max(1, -(-(int(found.max()) + 1) // NUM_BINS))
-    return {"width": width, "counts": np.bincount(found // width).tolist()}
+    width = max(1, -(-(int(tokens.max()) + 1) // NUM_BINS))
+    return {"width": width, "counts": np.bincount(tokens // width).tolist()}
 
 
 def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: Path) -> None:

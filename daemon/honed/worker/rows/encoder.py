@@ -158,19 +158,19 @@ class Pool:
         connection = self._free.get()
         try:
             connection.send(piece)
-            found = connection.recv()
+            answer = connection.recv()
         except (EOFError, OSError) as error:
             raise KilledError(
                 "a process that encodes rows was killed", hint="see the kernel's log: it may have run out of memory"
             ) from error
         finally:
             self._free.put(connection)
-        if isinstance(found, HonedError):
-            raise found
-        if isinstance(found, str):
-            raise RuntimeError(f"a process that encodes rows failed:\n{found}")
-        assert isinstance(found, Batch)
-        return found
+        if isinstance(answer, HonedError):
+            raise answer
+        if isinstance(answer, str):
+            raise RuntimeError(f"a process that encodes rows failed:\n{answer}")
+        assert isinstance(answer, Batch)
+        return answer
 
 
 def _result(future: Future[Batch], stop: Stop) -> Batch:

@@ -1,4 +1,4 @@
-"""Encoded rows in Arrow files, memory-mapped: of a million rows, some numbers of every are held in memory.
+"""Encoded rows in Arrow files, memory-mapped: of a million rows, a few numbers per row are held in memory.
 
     rows/<key>/tokens.arrow     input_ids and labels, as the trainer reads them; beside media `source`; of rows with
                                 several answers, which lie end to end, the tokens of each
