@@ -46,18 +46,15 @@ def check_one(instance: Instance, path: Path, *, others: Iterable[Path] = (), or
 
 def _check_one(instance: Instance, path: Path, others: Iterable[Path]) -> Verdict:
     from honed.check import preflight, rehearsal
+    from honed.check.checklist import Asked
+    from honed.job.plan_file import Earlier
 
-    settings = config.load(instance.layout)
     with relative.resolved(path) as resolved:
-        jobs = _made(instance, resolved.path)
+        earlier = Earlier(_made(instance, resolved.path))
+        keep = rehearsal.keeper(instance.layout)
+        asked = Asked(instance.layout, config.load(instance.layout), earlier=earlier, keep=keep)
         try:
-            verdict = preflight.check(
-                resolved.path,
-                layout=instance.layout,
-                config=settings,
-                jobs=jobs,
-                keep=rehearsal.keeper(instance.layout),
-            )
+            verdict = preflight.check(resolved.path, asked)
         except HonedError as error:
             error.is_refusal = True
             raise

@@ -144,19 +144,13 @@ class Backfill:
     def _free_or_given_back(self, job: Job, taken: Set[str]) -> tuple[set[str], list[Running]] | None:
         """Return devices with which a job could start, and the jobs that have passed it and would give them back, the
         fewest; None if they do not suffice. `taken`: devices that are left to others."""
-        number = max(1, job.num_places)
+        running, free = self._attempts.running.values(), self._placement.free_keys(job)
+        stopping = [item for item in running if item.job.stop is not None]
+        passing = [item for item in reversed(running) if item.job.stop is None and _gives_way(item, job)]
         for group in self._placement.groups_for(job):
             keys = {item.key for item in group} - taken
-            have = sorted(keys & self._placement.free_keys(job))[:number]
-            chosen: list[Running] = []
-            stopping = [item for item in self._attempts.running.values() if item.job.stop is not None]
-            passing = [item for item in self._attempts.running.values() if _gives_way(item, job)]
-            for item in [*stopping, *(item for item in reversed(passing) if item.job.stop is None)]:
-                if len(have) < number and (theirs := keys & set(item.job.attempt.devices)):
-                    chosen.append(item)
-                    have += sorted(theirs)[: number - len(have)]
-            if len(have) >= number:
-                return set(have), chosen
+            if (enough := freed_by([*stopping, *passing], max(1, job.num_places), keys, free)) is not None:
+                return enough
         return None
 
     def _may_pass(self, job: Job) -> bool:
@@ -167,6 +161,19 @@ class Backfill:
             return False
         is_in_time = job.time_limit_sec - sum(attempt.spent_sec for attempt in job.attempts) <= in_sec
         return is_in_time and all(job.id <= self._delayed.get(wait.job.id, job.id) for wait in self._waits)
+
+
+def freed_by(
+    among: Iterable[Running], number: int, keys: Set[str], free: Set[str]
+) -> tuple[set[str], list[Running]] | None:
+    """Return so many of these devices, first those that are free, and the first of these jobs that would give up the
+    others; None if they do not suffice."""
+    have, chosen = set(sorted(keys & free)[:number]), list[Running]()
+    for item in among:
+        if len(have) < number and (theirs := keys & set(item.job.attempt.devices)):
+            have.update(sorted(theirs)[: number - len(have)])
+            chosen.append(item)
+    return (have, chosen) if len(have) >= number else None
 
 
 def _gives_way(running: Running, job: Job) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from honed.daemon.attempts import Attempts
+from honed.daemon.backfill import freed_by
 from honed.daemon.fencing import UNKNOWN_DEVICE
 from honed.daemon.obstacles import Obstacles
 from honed.daemon.placement import Placement
@@ -84,17 +85,12 @@ class Preempting:
     def _enough(self, job: Job, among: list[Running]) -> list[Running] | None:
         """Return the first of these jobs with whose devices, and what is free, a job could start; None if they do not
         suffice."""
-        number, free = max(1, job.num_places), self._placement.free_keys(job)
-        groups = self._placement.groups_for(job)
+        number, groups = max(1, job.num_places), self._placement.groups_for(job)
+        # One device is free for it only if it may not start at all: then another job has to end all the same.
+        free = self._placement.free_keys(job) if number > 1 else set[str]()
         for group in groups if number > 1 else [list(chain(*groups))]:
-            keys = {item.key for item in group}
-            have, chosen = keys & free if number > 1 else set(), []
-            for candidate in among:
-                if len(have) < number and (theirs := keys & set(candidate.job.attempt.devices)):
-                    have |= theirs
-                    chosen.append(candidate)
-            if len(have) >= number:
-                return chosen
+            if (freed := freed_by(among, number, {item.key for item in group}, free)) is not None:
+                return freed[1]
         return None
 
     def _victims(self, job: Job) -> list[Running]:

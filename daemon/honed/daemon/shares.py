@@ -91,7 +91,6 @@ class Shares:
         return max(self.usage.floor, max(map(level, self._active), default=0.0))
 
     def _with_running(self, here: Iterable[int]) -> dict[int, float]:
-        """Return these users' levels, with what their running jobs take."""
         levels = {uid: self.usage.level(uid) for uid in here}
         for use in self._in_use():
             levels[use.uid] += max(use.device_sec, self.usage.typical_sec) / self._entitlements.weight(use.uid)

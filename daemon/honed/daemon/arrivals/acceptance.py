@@ -94,7 +94,6 @@ class Acceptance:
 
     @property
     def _is_quiet(self) -> bool:
-        """True if no arrival is being taken or checked."""
         return not (self._checks.being_checked() or self._checks.num_checked or self.incoming.num_unsettled)
 
     @property

@@ -19,13 +19,15 @@ import base64
 import json
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 
 from honed.daemon.arrivals.turns import Turns, alike
+from honed.job.plan_file import Earlier
 from honed.run.reply import Answer
 from honed.spec.config import Config
-from honed.system import untrusted
+from honed.system import record, untrusted
+from honed.system.device import Device
 from honed.system.log import about
 from honed.system.personpath import PersonPath
 
@@ -44,8 +46,9 @@ class Request:
     id: int
     spec_path: PersonPath
     config: Config
-    uid: int | None
-    rest: Mapping[str, object]
+    device: Device | None = None  #: the one that the job is planned for; None: the first of this machine
+    uid: int | None = None
+    earlier: Earlier = field(default_factory=Earlier)
     deadline: float = 0.0  #: by the client's clock, set when the request is sent
     num_helpers: int = 0  #: helpers that it was sent to
     is_rehearsing: bool = False  #: it is at its rehearsal, which has a limit of its own
@@ -60,8 +63,15 @@ class Request:
     def line(self) -> bytes:
         """Return the request's line, with the job file's content: the helper may not be able to read the file."""
         data = untrusted.read_plain(self.spec_path, max_bytes=self.config.spool.max_spec_bytes)
-        spec = {"spec_name": self.spec_path.name, "spec": base64.b64encode(data).decode("ascii")}
-        request = {"id": self.id, **spec, "config": self.config.model_dump(mode="json"), **self.rest}
+        request = {
+            "id": self.id,
+            "spec_name": self.spec_path.name,
+            "spec": base64.b64encode(data).decode("ascii"),
+            "config": self.config.model_dump(mode="json"),
+            "device": asdict(self.device) if self.device else None,
+            "uid": self.uid,
+            "earlier": record.as_dict(self.earlier),
+        }
         return json.dumps(request).encode() + b"\n"
 
 
@@ -140,7 +150,6 @@ class Line:
         return request
 
     def _rank(self, uid: int | None) -> tuple[float, bool, float]:
-        """Return a user's rank among those who wait, the lowest is first."""
         return (self._under_check[uid] / self._turns.weight(uid), uid in self._late, self._turns.due(uid))
 
     def rehearse(self, request: Request) -> None:
