@@ -109,7 +109,7 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
         )
     if advice := chat.advice.on_omissions(lost):
         _tell(advice)
-    if asked := mismatches.told(len(shown), chat.advice.on_asking(mismatches)):
+    if asked := mismatches.message(len(shown), chat.advice.on_asking(mismatches)):
         _tell(asked)
     if not shown:
         raise DatasetError("no row can be trained on", hint="see the reasons above")

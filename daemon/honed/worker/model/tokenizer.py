@@ -99,7 +99,7 @@ def _of_base(assignment: Assignment, warn: Callable[[str], None]) -> Any:
 
     def note(tokenizer: Any) -> Any:
         used = addedtoken.of(tokenizer.backend_tokenizer)
-        if words := addedtoken.told(known, used, tokenfile.config(path) or {}):
+        if words := addedtoken.message(known, used, tokenfile.config(path) or {}):
             warn(f"{path}: {words}")
         return tokenizer
 

@@ -107,7 +107,7 @@ class Examiner:
 
     def show(self) -> None:
         """Report the images of the questions."""
-        thumbnail.tell(self._questions, self._events)
+        thumbnail.emit(self._questions, self._events)
 
     def begin(self, model: Any, state: Any) -> None:
         """Measure before the first step. Raises the error that keeps the guard from measuring: the run would fail."""
