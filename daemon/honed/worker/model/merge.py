@@ -179,6 +179,36 @@ def _base_layer(part: Any) -> Any:
     return part.original_module if hasattr(part, "token_adapter") else part.get_base_layer()
 
 
+class _Begun:
+    """The base's tensors as the training began with them: some adapters change the base first."""
+
+    def __init__(self, read: Callable[[str], Any], init: str, loaded: beginning.Loaded) -> None:
+        self._read = read
+        self._init = init
+        self._loaded = loaded
+        self._last: tuple[str, Any] = ("", None)
+
+    def tensor(self, part: Any, path: str, leaf: str) -> Any:
+        """Return a tensor of a module in the adapter."""
+        import torch
+
+        layer = _base_layer(part)
+        own = getattr(layer, leaf)
+        if not _is_placeholder(own):
+            return own.data  # peft saves the embeddings beside some adapters
+        if self._last[0] == f"{path}.{leaf}":
+            return self._last[1]
+        read = self._read(f"{path}.{leaf}").reshape(own.shape)
+        if leaf != "weight" or self._init not in beginning.REPEATED or not hasattr(part, "lora_A"):
+            return read
+        setattr(layer, leaf, torch.nn.Parameter(read.to(torch.float32, copy=True), requires_grad=False))
+        with torch.no_grad():
+            beginning.repeat(part, self._init, path, self._loaded)
+        self._last = (f"{path}.{leaf}", getattr(layer, leaf).data)
+        setattr(layer, leaf, own)
+        return self._last[1]
+
+
 class _Mixture:
     """The base model with the adapter, one parameter at a time, under the names of the base model's files."""
 
@@ -194,15 +224,15 @@ class _Mixture:
             item: first for first, made in self._places.built(shapes, model).items() for item in made
         }  #: of each parameter that is built with others
         self._rule = dtypes.rule(model, base.tensors.values(), self._places, dtype)
-        self._loaded = beginning.Loaded() if loaded is None else beginning.planned(loaded, model)
+        planned = beginning.Loaded() if loaded is None else beginning.planned(loaded, model)
         _fill(model)
-        self._init, is_rslora = _attach(model, adapter_dir)
+        init, is_rslora = _attach(model, adapter_dir)
+        self._begun = _Begun(self._read, init, planned)
         self._model = model
         self._parts = dict(_parts(model, adapter_dir))
         self._shapes |= {name: tuple(buffer.shape) for name, buffer in _saved_buffers(self._parts)}
         self._oracle = Oracle(model, lambda item: not _is_absent(item), is_rslora=is_rslora)
         self._last: tuple[str, dict[str, Any]] = ("", {})
-        self._start: tuple[str, Any] = ("", None)
         self._check_stored(adapter_dir)
         self.num_changed = 0
         self.names = list(base.tensors)
@@ -299,16 +329,14 @@ class _Mixture:
     def _part(self, parameter: str) -> str | None:
         """Return the name of the module in the adapter that a parameter belongs to; None if there is none."""
         parts = parameter.split(".")
-        return next(
-            (place for end in range(len(parts), 0, -1) if (place := ".".join(parts[:end])) in self._parts), None
-        )
+        return next((path for end in range(len(parts), 0, -1) if (path := ".".join(parts[:end])) in self._parts), None)
 
     def _is_changed(self, parameter: str) -> bool:
-        place = self._part(parameter)
-        if place is None:
+        path = self._part(parameter)
+        if path is None:
             return self._trained(parameter) is not None
-        leaves = {wrapper.parameter_name for wrapper in _wrappers(self._parts[place])}
-        return not leaves or parameter.removeprefix(f"{place}.") in leaves
+        leaves = {wrapper.parameter_name for wrapper in _wrappers(self._parts[path])}
+        return not leaves or parameter.removeprefix(f"{path}.") in leaves
 
     def _trained(self, parameter: str) -> Any:
         """Return the adapter's replacement for a parameter, such as a bias; None where it has none."""
@@ -319,33 +347,33 @@ class _Mixture:
         return None
 
     def _changed(self, parameter: str) -> Any:
-        place = self._part(parameter)
-        if place is None:
+        path = self._part(parameter)
+        if path is None:
             return self._trained(parameter).data
-        if self._last[0] != place:
-            self._last = (place, self._merge_module(place))
-        return self._last[1][parameter.removeprefix(f"{place}.")]
+        if self._last[0] != path:
+            self._last = (path, self._merge_module(path))
+        return self._last[1][parameter.removeprefix(f"{path}.")]
 
     def _expected(self, parameter: str) -> Iterator[tuple[Any, Any]]:
         """Return what is expected in a changed parameter, by the other computation, in blocks."""
         from peft.utils.other import ModulesToSaveWrapper
 
-        place = self._part(parameter)
-        if place is None:
+        path = self._part(parameter)
+        if path is None:
             return self._oracle.trained(self._trained(parameter))
-        part, leaf = self._parts[place], parameter.removeprefix(f"{place}.")
+        part, leaf = self._parts[path], parameter.removeprefix(f"{path}.")
         if isinstance(part, ModulesToSaveWrapper):
             return self._oracle.trained(_saved(part)[leaf])
         for wrapper in _wrappers(part):
             part = wrapper if wrapper.parameter_name == leaf else part
-        return self._oracle.wrapped(part, leaf, lambda: self._begun(place, leaf))
+        return self._oracle.wrapped(part, leaf, lambda: self._begun.tensor(self._parts[path], path, leaf))
 
-    def _merge_module(self, place: str) -> dict[str, Any]:
+    def _merge_module(self, path: str) -> dict[str, Any]:
         """Return a module's merged tensors by their names in it."""
         import torch
         from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
-        part = self._parts[place]
+        part = self._parts[path]
         if isinstance(part, ModulesToSaveWrapper):
             return {name: item.data for name, item in _saved(part).items()}
         layer = _base_layer(part)
@@ -353,8 +381,9 @@ class _Mixture:
         leaves = {wrapper.parameter_name for wrapper in wrappers}
         own = {leaf: item for leaf, item in layer.named_parameters(recurse=False) if not wrappers or leaf in leaves}
         for leaf in own:
-            begun = self._begun(place, leaf).to(torch.float32, copy=True)  # mapped memory must not be written to
-            setattr(layer, leaf, torch.nn.Parameter(begun, requires_grad=False))
+            begun = self._begun.tensor(part, path, leaf)
+            copied = begun.to(torch.float32, copy=True)  # mapped memory must not be written to
+            setattr(layer, leaf, torch.nn.Parameter(copied, requires_grad=False))
         with torch.no_grad():
             for wrapper in wrappers or [part.token_adapter if isinstance(part, TrainableTokensWrapper) else part]:
                 wrapper.merge()
@@ -363,27 +392,6 @@ class _Mixture:
         for leaf, parameter in own.items():
             setattr(layer, leaf, parameter)
         return values
-
-    def _begun(self, place: str, leaf: str) -> Any:
-        """Return a tensor of a module in the adapter as the training began with it."""
-        import torch
-
-        part = self._parts[place]
-        layer = _base_layer(part)
-        own = getattr(layer, leaf)
-        if not _is_placeholder(own):
-            return own.data  # peft saves the embeddings beside some adapters
-        if self._start[0] == f"{place}.{leaf}":
-            return self._start[1]
-        read = self._read(f"{place}.{leaf}").reshape(own.shape)
-        if leaf != "weight" or self._init not in beginning.REPEATED or not hasattr(part, "lora_A"):
-            return read
-        setattr(layer, leaf, torch.nn.Parameter(read.to(torch.float32, copy=True), requires_grad=False))
-        with torch.no_grad():
-            beginning.repeat(part, self._init, place, self._loaded)
-        self._start = (f"{place}.{leaf}", getattr(layer, leaf).data)
-        setattr(layer, leaf, own)
-        return self._start[1]
 
     def _split(self, unit: list[str]) -> dict[str, Any]:
         """Split merged parameters that are stored as several tensors, such as experts, into these by stored name."""

@@ -51,7 +51,6 @@ class Durable(Saving, Measuring):
     ) -> None:
         """`parts`: the arguments of the other base."""
         self._ranks = ranks
-        self.is_divided = assignment.plan.parallel.mode == "fsdp"
         self._states = []
         self._assignment = assignment
         self._auditor = auditor
@@ -64,10 +63,7 @@ class Durable(Saving, Measuring):
         self._saved_step = resumed_step
         self._callback = callback
         self._resumed_path: str | None = None
-        self._has_best = False
         self._run_dir = None
-        self._is_compensated = assignment.precision.master_weights == "compensated"
-        self._is_adapted = assignment.precision.adapter_dtype is not None
         self._basis = loaded.basis
         if self._is_compensated:
             args = parts["args"]

@@ -301,8 +301,6 @@ class Predictor:
         #: True if the base model's own generation settings apply.
         self._is_bases = settings == "base"
         self._batch_size = batch_size
-        #: False if each question is asked alone: padding would change it.
-        self.asks_several = batch_size != 1
         #: True if the next attempt takes smaller batches where memory runs out in one.
         self._has_ladder = has_ladder
         self._sample = sample
@@ -320,6 +318,15 @@ class Predictor:
         self._stop = stop
         self._generating: dict[str, Any] = {}  #: further arguments of `generate`
 
+    @property
+    def asks_several(self) -> bool:
+        """False if each question is asked alone."""
+        return self._batch_size != 1
+
+    def ask_singly(self) -> None:
+        """Ask each question alone from now on: padding would change it."""
+        self._batch_size = 1
+
     def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
         """Answer every question, with None for an answer that failed.
 
@@ -334,7 +341,6 @@ class Predictor:
         with self._stop.phase("predict"), self._computing_as_saved(model):
             has_media = any(question.media for question in questions)
             size = self._batch_size or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
-            size = size if self.asks_several else 1
             order = list(range(len(questions)))
             if len(order) > size:  # the longest first: if memory runs out, then at once
                 order.sort(key=lambda place: questions[place].length, reverse=True)

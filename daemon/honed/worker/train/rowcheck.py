@@ -85,7 +85,7 @@ def check(trainer: Any, predictor: Predictor, data: Data, job: Assignment, *, ra
         )
     if is_left and predictor.asks_several:
         why = f"a batch of more than {limit} tokens" if found.left is None else "padding on the left"
-        predictor.asks_several = False
+        predictor.ask_singly()
         log("info", f"{why} changes a row in this model: predictions are made one at a time")
 
 

@@ -39,15 +39,12 @@ class Saving(transformers.Trainer):
     """A trainer's checkpoints; the attributes are those of the trainer that it is a part of (durable.py)."""
 
     control: Any
-    is_divided: bool
     _assignment: Assignment
     _auditor: Auditor
     _basis: Any  #: of an adapter (basis.py)
     _callback: RunCallback
     _events: EventWriter
-    _has_best: bool
-    _is_adapted: bool
-    _is_compensated: bool
+    _has_best: bool = False  #: the model is that of the best checkpoint
     _limit: TimeLimit
     _progress: Progress
     _ranks: Ranks
@@ -56,6 +53,19 @@ class Saving(transformers.Trainer):
     _sealing: Sealing
     _states: list[dict[str, Any]]  #: of each rank, for the checkpoint that is being written
     _stop: Stop
+
+    @property
+    def is_divided(self) -> bool:
+        """True if each rank has a part of every weight."""
+        return self._assignment.plan.parallel.mode == "fsdp"
+
+    @property
+    def _is_adapted(self) -> bool:
+        return self._assignment.precision.adapter_dtype is not None
+
+    @property
+    def _is_compensated(self) -> bool:
+        return self._assignment.precision.master_weights == "compensated"
 
     def save(self) -> None:
         """Save a checkpoint of the step just done, unless there is one, and wait until it is in place."""
