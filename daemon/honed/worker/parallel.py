@@ -225,10 +225,10 @@ class Ranks(_Place):
         import torch
         from torch import distributed
 
-        found = torch.tensor(values, dtype=torch.float64)
+        sums = torch.tensor(values, dtype=torch.float64)
         with self._waiting():
-            distributed.all_reduce(found)
-        return [float(value) for value in found]
+            distributed.all_reduce(sums)
+        return [float(value) for value in sums]
 
     def gather(self, value: T) -> list[T]:
         """Return the value of each rank, on all of them."""
@@ -246,11 +246,11 @@ class Ranks(_Place):
             longest = max(map(int, lengths))
             told = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
             distributed.all_gather(told, torch.nn.functional.pad(own, (0, longest - len(own))))
-        found: list[T] = []
+        values: list[T] = []
         for rank, (item, length) in enumerate(zip(told, lengths, strict=True)):
-            found.append(message.load(item[: int(length)].numpy().tobytes(), f"rank {rank}"))
-            message.check_alike(found[-1], value, f"rank {rank}")
-        return found
+            values.append(message.load(item[: int(length)].numpy().tobytes(), f"rank {rank}"))
+            message.check_alike(values[-1], value, f"rank {rank}")
+        return values
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value, on all ranks."""
@@ -270,9 +270,9 @@ class Ranks(_Place):
             distributed.broadcast(told, src=0)
         if self.is_zero:
             return value
-        found: T = message.load(told.numpy().tobytes(), "rank 0")
-        message.check_alike(found, value, "rank 0")
-        return found
+        received: T = message.load(told.numpy().tobytes(), "rank 0")
+        message.check_alike(received, value, "rank 0")
+        return received
 
     def check(self, stop: Stop) -> None:
         """Give a sign of life, and raise InterruptedRunError on all ranks once one of them was asked to stop."""
@@ -292,11 +292,11 @@ class Ranks(_Place):
         if not self.are_several:
             return act()
         if not self.is_zero:
-            found: Any = self.broadcast(None)
-            while isinstance(found, Asked):
-                help_with(found.what)
-                found = self.broadcast(None)
-            match found:
+            received: Any = self.broadcast(None)
+            while isinstance(received, Asked):
+                help_with(received.what)
+                received = self.broadcast(None)
+            match received:
                 case (made, None):
                     return made
                 case (None, Exception() as problem):
@@ -326,8 +326,8 @@ class Ranks(_Place):
         """Raise InternalError unless all ranks begin with the same trained weights."""
         if not self.are_several:
             return
-        found = self.gather(_digest(model))
-        if other := next((rank for rank, item in enumerate(found) if item != found[0]), None):
+        digests = self.gather(_digest(model))
+        if other := next((rank for rank, item in enumerate(digests) if item != digests[0]), None):
             raise InternalError(
                 f"ranks 0 and {other} would begin with different weights", hint="requeue the job, and report it"
             )
@@ -431,12 +431,12 @@ def _digest(model: Any) -> str:
 
     import torch
 
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     is_adapter = hasattr(model, "peft_config")
     for name, parameter in sorted(model.named_parameters()):
         if parameter.requires_grad:
             values = parameter.detach().flatten()
             stride = 1 if is_adapter else max(1, values.numel() // _MAX_COMPARED)
-            found.update(name.encode())
-            found.update(values[::stride].to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            digest.update(name.encode())
+            digest.update(values[::stride].to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -195,10 +195,10 @@ def rehearse(job: Assignment, row: Pictured | None = None) -> Answer:
     wanted = job.spec.lora.target_modules if job.spec.lora is not None else ""
     if isinstance(wanted, str) and _chooses_layers(wanted):  # tried with all layers instead
         return Answer("unknown", why=f"target_modules chooses layers by number; with all of them: {words(error)}")
-    found = remedy.find(small.job, error, small.model_of, lambda spec: _failure(small.of(spec)) is None)
-    if len(failed) == 1 and not found and not cause.is_of_peft(error):
+    fix = remedy.find(small.job, error, small.model_of, lambda spec: _failure(small.of(spec)) is None)
+    if len(failed) == 1 and not fix and not cause.is_of_peft(error):
         return Answer("unknown", why=f"it fails, perhaps because it is small: {words(error)}")
-    return Answer("refused", error=remedy.refusal(small.job, words(error), found))
+    return Answer("refused", error=remedy.refusal(small.job, words(error), fix))
 
 
 class _ShortageError(Exception):

@@ -144,8 +144,8 @@ def _adapter_edits(lora: LoraSpec, error: Exception, model_of: Callable[[], Any]
 def _unfit(error: Exception) -> list[str]:
     if isinstance(error, LostNamesError):
         return error.modules
-    found = _UNFIT.search(str(error))
-    return sorted(re.findall(r"[\w.]+", found[1])) if found else []
+    match = _UNFIT.search(str(error))
+    return sorted(re.findall(r"[\w.]+", match[1])) if match else []
 
 
 def _routers(model: Any) -> list[str]:

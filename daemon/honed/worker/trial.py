@@ -70,9 +70,9 @@ def run(
         ) from error
     if result["error"]:
         raise from_dict(result["error"])
-    found = trial.judge(_events(place.events_path), job.plan)
-    durable.write_json(layout.dir / "findings.json", asdict(found))
-    return found
+    findings = trial.judge(_events(place.events_path), job.plan)
+    durable.write_json(layout.dir / "findings.json", asdict(findings))
+    return findings
 
 
 def _die_with_parent() -> None:
@@ -110,10 +110,10 @@ def _how_far(events: list[event.Event]) -> str:
 
 
 def _events(path: Path) -> list[event.Event]:
-    found, offset = [], -1
+    events, offset = [], -1
     reading = event.read(PersonPath.own(path), 0)
     while reading.offset != offset:
-        found += reading.events
+        events += reading.events
         offset = reading.offset
         reading = event.read(PersonPath.own(path), offset)
-    return found
+    return events

@@ -139,10 +139,10 @@ def put(
 
     with _recorded(wrapped) as given:
         try:
-            found = peft.set_peft_model_state_dict(wrapped, state, low_cpu_mem_usage=low_cpu_mem_usage)
+            fit = peft.set_peft_model_state_dict(wrapped, state, low_cpu_mem_usage=low_cpu_mem_usage)
         except (ValueError, RuntimeError, KeyError) as error:
             raise _misfit(wrapped.get_base_model(), adapter_dir, error, hint) from error
-    _check_fitted(adapter_dir, wrapped, found, hint or OTHER_BASE)
+    _check_fitted(adapter_dir, wrapped, fit, hint or OTHER_BASE)
     held = wrapped.state_dict()
     if wrong := [name for name, tensor in given.items() if name in held and not tensorfile.is_same(held[name], tensor)]:
         raise ModelError(
@@ -173,7 +173,7 @@ def _misfit(model: Any, adapter_dir: Path, error: Exception, hint: str = "") -> 
     return ModelError(f"{adapter_dir}: does not match {type(model).__name__}: {said}", hint=hint or OTHER_BASE)
 
 
-def _check_fitted(adapter_dir: Path, wrapped: Any, found: Any, hint: str) -> None:
+def _check_fitted(adapter_dir: Path, wrapped: Any, fit: Any, hint: str) -> None:
     """Raise ModelError if peft left out weights of an adapter, or has none for some that are trained, according to
     `found`.
 
@@ -182,10 +182,10 @@ def _check_fitted(adapter_dir: Path, wrapped: Any, found: Any, hint: str) -> Non
     """
     trained = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
     lacking = sorted(
-        name for name in found.missing_keys if ".lora_" in name or ".modules_to_save." in name or name in trained
+        name for name in fit.missing_keys if ".lora_" in name or ".modules_to_save." in name or name in trained
     )
     model = wrapped.get_base_model()
-    homeless = sorted(name for name in found.unexpected_keys if not is_passed_over(model, name))
+    homeless = sorted(name for name in fit.unexpected_keys if not is_passed_over(model, name))
     for names, what in (
         (homeless, "has weights that do not exist in the base model"),
         (lacking, "lacks weights that its own adapter_config.json requires"),

@@ -42,8 +42,8 @@ class Basis:
 
     def write(self, directory: Path, model: Any) -> None:
         """Write it beside an adapter."""
-        found = {"weights": self.compared.digests, "begun": self.begun}
-        (directory / NAME).write_text(json.dumps(found) + "\n", encoding="utf-8")
+        document = {"weights": self.compared.digests, "begun": self.begun}
+        (directory / NAME).write_text(json.dumps(document) + "\n", encoding="utf-8")
         if changed := self._changed(model):
             save_file(changed, directory / BUFFERS_NAME)
 

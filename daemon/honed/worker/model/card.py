@@ -36,7 +36,7 @@ def made(assignment: Assignment, facts: Facts, *, manifest: str) -> str:
     ]
     commits = assignment.plan.hub_datasets
     data = [
-        f"- {_code(item.path)}" + (f" at {found.commit}" if (found := commits.get(f"datasets.{number}")) else "")
+        f"- {_code(item.path)}" + (f" at {commit.commit}" if (commit := commits.get(f"datasets.{number}")) else "")
         for number, item in enumerate(spec.datasets)
     ]
     return "\n".join(

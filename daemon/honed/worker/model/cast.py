@@ -44,7 +44,7 @@ def as_saved(model: Any, precision: Precision, rule: Rule | None, optimizer: Any
 
     from honed.worker.train.optimizer import master
 
-    division.settle(model)
+    division.reshard(model)
     kept: list[tuple[Any, Any]] = []
     is_compensated = precision.master_weights == "compensated"
     # A weight without a remainder is the same number in float32.

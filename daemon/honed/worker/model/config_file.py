@@ -301,8 +301,8 @@ def write_adapter(made: Path, *, base_model: str, revision: str | None, defaults
 
 
 def _read(path: Path) -> Json:
-    found: Json = json.loads(path.read_bytes())
-    return found
+    document: Json = json.loads(path.read_bytes())
+    return document
 
 
 def _dump(path: Path, contents: Json) -> None:

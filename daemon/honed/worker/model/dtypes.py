@@ -38,8 +38,8 @@ class Rule:
 
     def of(self, name: str) -> str:
         """Return the dtype in which a parameter or buffer is stored."""
-        found = [self.wanted, self.base.get(name, self.wanted), "float32" if name in self.family else self.wanted]
-        return max(found, key=BITS.__getitem__)
+        candidates = [self.wanted, self.base.get(name, self.wanted), "float32" if name in self.family else self.wanted]
+        return max(candidates, key=BITS.__getitem__)
 
     def of_stored(self, tensor: Tensor, names: Names, *, is_quantized: bool = False) -> str:
         """Return the dtype in which a tensor of the base's files is stored again."""
@@ -110,13 +110,13 @@ def _of_family(empty: Any, wanted: str) -> frozenset[str]:
 
 def _of_base(empty: Any, names: Names, stored: Mapping[str, str], bulk: str | None) -> dict[str, str]:
     weights = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
-    found: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
     for place, dtype in stored.items():
         name = names.parameter(place)
         if name is None or (name in weights and (bulk is None or BITS[dtype] <= BITS[bulk])):
             continue
-        found[name] = max(dtype, found.get(name, dtype), key=BITS.__getitem__)
-    return found
+        dtypes[name] = max(dtype, dtypes.get(name, dtype), key=BITS.__getitem__)
+    return dtypes
 
 
 def _bulk(tensors: Iterable[Tensor]) -> str | None:

@@ -123,9 +123,9 @@ def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | N
     Another job's output stays, and so does one that does not name its job.
     """
     name, number = assignment.output_dir.name, assignment.job_id
-    for found in (f"{name}.regressed", f"{name}.{number}.regressed"):
-        place = assignment.output_dir.with_name(found)
-        gone = place.with_name(f".{found}.old")
+    for entry in (f"{name}.regressed", f"{name}.{number}.regressed"):
+        place = assignment.output_dir.with_name(entry)
+        gone = place.with_name(f".{entry}.old")
         tree.remove(gone)  # left by a killed process
         if _owner(place) != assignment.plan.job.owner:
             continue

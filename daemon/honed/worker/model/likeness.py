@@ -86,14 +86,14 @@ def compare(
         _check_kind(job)
         rows = rows or _random_rows(load_config(job))
         try:
-            found = _compare_whole(made, job, rows, live)
+            likeness = _compare_whole(made, job, rows, live)
         except _NotWholeError as reason:
-            found, way = _compare_by_layers(made, job, rows, str(reason), beat), ", layer by layer"
+            likeness, way = _compare_by_layers(made, job, rows, str(reason), beat), ", layer by layer"
     except _NotComparedError as reason:
         return f"not compared with base and adapter: {reason}"
-    if not found.is_alike:
-        raise ModelError(f"the merged model is not base plus adapter: its logits differ {found}", hint=_HINT)
-    return f"compared with base and adapter{way}: the logits differ {found}"
+    if not likeness.is_alike:
+        raise ModelError(f"the merged model is not base plus adapter: its logits differ {likeness}", hint=_HINT)
+    return f"compared with base and adapter{way}: the logits differ {likeness}"
 
 
 def _compare_whole(made: Path, job: Assignment, rows: Sequence[Row], live: Any) -> Likeness:
@@ -232,10 +232,10 @@ def _expected(model: Any, rows: Sequence[Row]) -> tuple[list[Any], Any]:
     import torch
 
     with _excused():
-        found = _logits(model, rows)
-    if not all(bool(torch.isfinite(item).all()) for item in found):
+        logits = _logits(model, rows)
+    if not all(bool(torch.isfinite(item).all()) for item in logits):
         raise _NotComparedError("its logits are no numbers")
-    return found, model.dtype
+    return logits, model.dtype
 
 
 def _likeness(merged: Any, rows: Sequence[Row], expected: list[Any], dtype: Any) -> Likeness:
@@ -243,21 +243,21 @@ def _likeness(merged: Any, rows: Sequence[Row], expected: list[Any], dtype: Any)
     import torch
 
     with _blamed():
-        found = _logits(merged, rows)
+        logits = _logits(merged, rows)
         _jog(merged, max(torch.finfo(item).eps for item in (dtype, merged.dtype)))
         jogged = _logits(merged, rows)
-    return _apart(found, expected, jogged)
+    return _apart(logits, expected, jogged)
 
 
-def _apart(found: list[Any], expected: list[Any], jogged: list[Any]) -> Likeness:
+def _apart(actual: list[Any], expected: list[Any], jogged: list[Any]) -> Likeness:
     import torch
 
     size = _typical(torch.cat(expected))
     distance, rounding = (
-        _typical(torch.cat([one - other for one, other in zip(found, item, strict=True)])) / size
+        _typical(torch.cat([one - other for one, other in zip(actual, item, strict=True)])) / size
         for item in (expected, jogged)
     )
-    return Likeness(distance, rounding, len(found))
+    return Likeness(distance, rounding, len(actual))
 
 
 def _logits(model: Any, rows: Sequence[Row]) -> list[Any]:
@@ -304,12 +304,12 @@ def _compare_by_layers(
             _check_layers(base, config, rows, reason)
             expected = _streamed_logits(base, _adapted(base.model, place), rows)
         with _streamed(made, _written_config(made, job), job, beat) as merged:
-            found = _streamed_logits(merged, merged.model, rows)
+            actual = _streamed_logits(merged, merged.model, rows)
             merged.step = float(torch.finfo(getattr(torch, _output_dtype(job))).eps)
             jogged = _streamed_logits(merged, merged.model, rows)
-    if not all(bool(torch.isfinite(item).all()) for item in (*expected, *found)):
+    if not all(bool(torch.isfinite(item).all()) for item in (*expected, *actual)):
         raise _NotComparedError("its logits are no numbers")
-    return _apart(found, expected, jogged)
+    return _apart(actual, expected, jogged)
 
 
 def _streamed(

@@ -102,9 +102,9 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        found = cause.explain(error, str(assignment.job_id))
-        kind = ModelError if isinstance(found, InternalError) else type(found)
-        raise kind(f"{assignment.base_model_path}: {found.said}", hint=found.hint) from error
+        explained = cause.explain(error, str(assignment.job_id))
+        kind = ModelError if isinstance(explained, InternalError) else type(explained)
+        raise kind(f"{assignment.base_model_path}: {explained.said}", hint=explained.hint) from error
     told = (*backend.told, *placing.counted(model, assignment))
     return Loaded(model, tokenizer, told, rule, stands_on)
 

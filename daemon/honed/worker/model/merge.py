@@ -314,10 +314,10 @@ class _Mixture:
         first = self._places.first.get(unit[0])
         if first is None:
             parameter = self._places.whole.get(unit[0], "")
-            found = [parameter] if parameter in self._shapes else []
+            parameters = [parameter] if parameter in self._shapes else []
         else:
-            found = [item for item, other in self._first.items() if other == first]
-        return [item for item in found if self._is_changed(item)]
+            parameters = [item for item, other in self._first.items() if other == first]
+        return [item for item in parameters if self._is_changed(item)]
 
     def unchanged(self, name: str) -> Any:
         """Return a tensor of the base by its stored name."""
@@ -342,8 +342,8 @@ class _Mixture:
         """Return the adapter's replacement for a parameter, such as a bias; None where it has none."""
         module, _, leaf = parameter.rpartition(".")
         with contextlib.suppress(AttributeError):
-            found = getattr(self._model.get_submodule(module), leaf)
-            return None if _is_absent(found) else found
+            weight = getattr(self._model.get_submodule(module), leaf)
+            return None if _is_absent(weight) else weight
         return None
 
     def _changed(self, parameter: str) -> Any:
@@ -399,14 +399,14 @@ class _Mixture:
 
         first = self._places.first[unit[0]]
         group = [item for item, other in self._first.items() if other == first]
-        found = revert_weight_conversion(self._model, {item: self._current(item) for item in group})
-        if found.keys() != set(unit):
+        tensors = revert_weight_conversion(self._model, {item: self._current(item) for item in group})
+        if tensors.keys() != set(unit):
             raise ModelError(
-                f"{self._base.path}: {first} would be stored as {quote.first(sorted(found), 3)}, not as it is in the "
+                f"{self._base.path}: {first} would be stored as {quote.first(sorted(tensors), 3)}, not as it is in the "
                 f"base: {quote.first(unit, 3)}",
                 hint="remove such modules from target_modules, or use base model and adapter separately",
             )
-        return dict(found)
+        return dict(tensors)
 
     def _read(self, parameter: str) -> Any:
         stored = self._stored.get(self._stored_as(parameter))
@@ -465,11 +465,11 @@ def _wrappers(part: Any) -> list[Any]:
     """Return peft's wrappers of parameters that are no module's weight, such as stacked experts; they are nested."""
     from peft.tuners.lora.layer import ParamWrapper
 
-    found = []
+    wrappers = []
     while isinstance(part, ParamWrapper):
-        found.append(part)
+        wrappers.append(part)
         part = part.base_layer
-    return found
+    return wrappers
 
 
 def _saved(part: Any) -> dict[str, Any]:
@@ -633,10 +633,10 @@ def _copy_files(
 def _check(target: Path, planned: list[Tensor]) -> None:
     """Read the written files' headers. Raises PrecisionError, naming the tensors that are not as planned."""
     try:
-        found = {tensor.name: tensor for tensor in basemodel.inspect(target).tensors}
+        tensors_written = {tensor.name: tensor for tensor in basemodel.inspect(target).tensors}
     except HonedError as error:
         raise PrecisionError(f"the merged checkpoint is incomplete: {error.said}", hint=error.hint) from error
-    wrong = [item.name for item in planned if found.get(item.name) != item]
+    wrong = [item.name for item in planned if tensors_written.get(item.name) != item]
     if wrong:
         raise PrecisionError(
             f"the merged checkpoint differs from the plan: {quote.first(wrong, 5, separator='; ')}",

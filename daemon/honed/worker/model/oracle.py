@@ -74,8 +74,8 @@ class Oracle:
 
     def _take_loaded(self, part: Any, leaf: str) -> None:
         """Note that the base's own tensor, which peft saves beside some adapters, is used as the start."""
-        if hasattr(part, "get_base_layer") and (found := getattr(part.get_base_layer(), leaf, None)) is not None:
-            self._left.pop(id(found), None)
+        if hasattr(part, "get_base_layer") and (loaded := getattr(part.get_base_layer(), leaf, None)) is not None:
+            self._left.pop(id(loaded), None)
 
     def _take(self, parameter: Any) -> Any:
         self._left.pop(id(parameter), None)
@@ -147,8 +147,8 @@ def _difference(written: Any, expected: Any) -> str | None:
     other = written != expected.to(written.dtype)
     if not other.any():
         return None
-    number, found, wanted = int(other.sum()), written[other].float(), expected[other]
-    apart = (found - wanted).abs()
+    number, actual, wanted = int(other.sum()), written[other].float(), expected[other]
+    apart = (actual - wanted).abs()
     allowed = torch.full_like(apart, MAX_ROUNDING * float(torch.linalg.vector_norm(expected, ord=float("inf"))))
     is_few = True
     if written.dtype in (torch.float16, torch.bfloat16):

@@ -23,7 +23,7 @@ from honed.worker.assignment import Assignment
 MAX_NAMED = 3
 
 
-def settled(model: Any, lora: LoraSpec, options: dict[str, Any]) -> dict[str, Any]:
+def resolved(model: Any, lora: LoraSpec, options: dict[str, Any]) -> dict[str, Any]:
     """Return peft's options with each adapted parameter named in full, those left out removed.
 
     Raises ModelError where a request cannot be met: some of the experts that are one parameter, or a parameter that
@@ -125,12 +125,12 @@ def adapted(model: Any) -> set[str]:
     """Return the names of modules and parameters of the base model that have a low-rank adapter."""
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
-    found = set()
+    names = set()
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             inner = name.replace(".base_layer", "")
-            found.add(f"{inner}.{module.parameter_name}" if isinstance(module, ParamWrapper) else inner)
-    return found
+            names.add(f"{inner}.{module.parameter_name}" if isinstance(module, ParamWrapper) else inner)
+    return names
 
 
 def misplaced(model: Any, lora: LoraSpec) -> str:

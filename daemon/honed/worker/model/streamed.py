@@ -139,13 +139,13 @@ def _layers(model: Any) -> list[Any]:
     """Return the modules in the outermost lists of modules, each once."""
     import torch
 
-    found: dict[int, Any] = {}
+    layers: dict[int, Any] = {}
     lists: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and not any(name.startswith(f"{item}.") for item in lists):
             lists.append(name)
-            found |= {id(item): item for item in module}
-    return list(found.values())
+            layers |= {id(item): item for item in module}
+    return list(layers.values())
 
 
 @contextlib.contextmanager

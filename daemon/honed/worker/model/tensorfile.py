@@ -64,9 +64,9 @@ def digests(tensors: Mapping[str, Any]) -> dict[str, str]:
         return dict(zip(tensors, pool.map(lambda tensor: digest(data(tensor)), tensors.values()), strict=True))
 
 
-def write(directory: Path, found: Mapping[str, Mapping[str, str]]) -> None:
+def write(directory: Path, digests_by_part: Mapping[str, Mapping[str, str]]) -> None:
     """Write the digests of each file's tensors."""
-    (directory / NAME).write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+    (directory / NAME).write_text(json.dumps(digests_by_part, indent=0) + "\n", encoding="utf-8")
 
 
 def read(path: Path, *, hint: str) -> dict[str, str] | None:
@@ -95,6 +95,6 @@ def compare_names(what: Path | str, stored: set[str], held: set[str], *, hint: s
 def compare(what: Path | str, wanted: Mapping[str, str], held: Mapping[str, Any], *, hint: str) -> None:
     """Raise ModelError, naming them, unless tensors have just the digests that were taken."""
     compare_names(what, set(wanted), set(held), hint=hint)
-    if wrong := [name for name, found in digests(held).items() if found != wanted[name]]:
+    if wrong := [name for name, actual in digests(held).items() if actual != wanted[name]]:
         named = quote.first(sorted(wrong), _MAX_NAMED)
         raise ModelError(f"{what}: after loading, {named} differ from what was saved", hint=hint)

@@ -236,7 +236,7 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
         adapters.load(model, Path(spec.adapter))  # again: peft's own load reports nothing
     elif spec.lora is not None:
         check_parts(model, assignment)
-        options = _in_layers(model, placing.settled(model, spec.lora, lora_options(model, assignment)))
+        options = _in_layers(model, placing.resolved(model, spec.lora, lora_options(model, assignment)))
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
         check_adapted(model, assignment)
         placing.check(model, assignment)
@@ -300,13 +300,13 @@ def _untrained(model: Any, wanted: frozenset[Part]) -> str:
 
     Parts lie within each other, so each is taken without those below it.
     """
-    found = roots(model)
+    kinds = roots(model)
     patterns = []
-    for root, kind in found.items():
+    for root, kind in kinds.items():
         if kind in wanted:
             continue
         prefix = f"{root}." if root else ""
-        inner = [re.escape(name.removeprefix(prefix)) for name in found if name != root and name.startswith(prefix)]
+        inner = [re.escape(name.removeprefix(prefix)) for name in kinds if name != root and name.startswith(prefix)]
         below = rf"(?!({'|'.join(inner)})(\.|$))" if inner else ""
         patterns.append(rf"{re.escape(root)}(\.{below}.*)?" if root else rf"{below}.+")
     return "|".join(patterns)

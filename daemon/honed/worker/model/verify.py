@@ -49,7 +49,7 @@ class Compared:
         for name in sorted(self.samples):
             layer = _LAYER.match(name)
             parts.setdefault(layer[0] if layer else name, []).append(self.samples[name].view(torch.uint8))
-        return {part: tensorfile.digest(tensorfile.data(torch.cat(found))) for part, found in parts.items()}
+        return {part: tensorfile.digest(tensorfile.data(torch.cat(values))) for part, values in parts.items()}
 
 
 def check(model: Any, directory: Path) -> Compared:
@@ -65,9 +65,9 @@ def check(model: Any, directory: Path) -> Compared:
     pairs: list[tuple[str, Any, Any]] = []
     wrong = []
     for name, tensor in _held(model):
-        if (found := _stored_name(name, files.names, str(model.base_model_prefix))) is None:
+        if (stored_name := _stored_name(name, files.names, str(model.base_model_prefix))) is None:
             continue
-        stored = files.tensor(found)
+        stored = files.tensor(stored_name)
         if tensor.data_ptr() in padding:
             _put_row(tensor, padding[tensor.data_ptr()], stored)
         if _unpacked_shape(tensor) is not None:
@@ -223,7 +223,7 @@ def _places(shape: tuple[int, ...]) -> Any:
     """Return where a tensor of a shape is compared, as numbers of its elements in order."""
     if 0 in shape:
         return torch.empty(0, dtype=torch.long)
-    found: list[int] = []
+    indices: list[int] = []
     for number in range(NUM_PLACES if shape else 1):
         place, first = 0, 0
         for size in shape:
@@ -231,8 +231,8 @@ def _places(shape: tuple[int, ...]) -> Any:
             place = place * size + first
         last = shape[-1] if shape else 1
         begin = max(0, min(first, last - NUM_ELEMENTS))
-        found += range(place - first + begin, place - first + min(begin + NUM_ELEMENTS, last))
-    return torch.tensor(found)
+        indices += range(place - first + begin, place - first + min(begin + NUM_ELEMENTS, last))
+    return torch.tensor(indices)
 
 
 def _is_near_4bit(tensor: Any, rows: Callable[[int, int], Any]) -> bool | None:
@@ -290,11 +290,11 @@ def numbers(tensor: Any) -> list[float]:
     """Return a fixed sample of a weight's numbers, quantized or not; none if it is packed in another way."""
     match type(tensor).__name__:
         case "Params4bit":
-            found = _unpacked_4bit(tensor)
-            found = torch.empty(0) if found is None else found
+            values = _unpacked_4bit(tensor)
+            values = torch.empty(0) if values is None else values
         case "Int8Params":
             middle = tensor.shape[0] // 2
-            found = tensor.data[middle].float() * float(tensor.SCB[middle])
+            values = tensor.data[middle].float() * float(tensor.SCB[middle])
         case _:
-            found = tensor
-    return [float(item) for item in _sample(found).float().cpu()]
+            values = tensor
+    return [float(item) for item in _sample(values).float().cpu()]

@@ -53,7 +53,7 @@ def _train(this: Run, begun: Start, built: Built) -> dict[str, float]:
     try:
         trainer.train(resume_from_checkpoint=str(resumed.path) if resumed else None)
         figures = exam.end(trainer.model, trainer.state, trainer.final_step())
-        trainer.settle()
+        trainer.finish_save()
         trainer.check_stop()
     except (InterruptedRunError, TimeLimitError, DatasetError) as ended:
         # DatasetError: an image that has disappeared, on this rank alone; the others are agreed.
@@ -65,7 +65,7 @@ def _train(this: Run, begun: Start, built: Built) -> dict[str, float]:
         ranks.notice()  # what follows may take a while
         raise
     finally:
-        trainer.let_go()
+        trainer.finish_after_error()
         this.step = max(this.step, trainer.state.global_step)
         this.metrics |= _metrics(trainer.state, begun.progress) | figures
         this.memory = built.memory.trained(trainer.model)

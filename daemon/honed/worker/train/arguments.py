@@ -58,7 +58,7 @@ def arguments(
             f"training.{unfit[0]}: not supported for rows with images, videos or sounds",
             hint="such rows are padded, one per line of the batch; remove the key",
         )
-    settled: dict[str, Any] = {
+    fixed: dict[str, Any] = {
         "output_dir": str(assignment.layout.checkpoints_dir),
         "bf16": precision.bf16,
         "fp16": precision.fp16,
@@ -72,20 +72,20 @@ def arguments(
         "restore_callback_states_from_checkpoint": True,
         "dataset_kwargs": None if needs_preparing and not has_media else {"skip_prepare_dataset": True},
     }
-    settled |= _batch(assignment)
+    fixed |= _batch(assignment)
     if is_resumed:
-        settled["eval_on_start"] = False  # the run began in an earlier attempt
+        fixed["eval_on_start"] = False  # the run began in an earlier attempt
     if has_media:
-        settled["remove_unused_columns"] = False  # our collator reads more than a model does
+        fixed["remove_unused_columns"] = False  # our collator reads more than a model does
     if "max_seq_length" in (field.name for field in dataclasses.fields(SFTConfig)):
         # Unsloth's own key; without it, Unsloth takes a max_length equal to TRL's default for one that nobody has set.
-        settled["max_seq_length"] = spec.training.max_length
+        fixed["max_seq_length"] = spec.training.max_length
     if not has_eval and (defaults | asked).get("eval_strategy", "no") != "no":
         raise SpecError(
             "training.eval_strategy: there is nothing to evaluate on", hint="set eval_split or eval_datasets"
         )
     try:
-        made = SFTConfig(**{**_promised(), **defaults, **asked, **settled})
+        made = SFTConfig(**{**_promised(), **defaults, **asked, **fixed})
     except (TypeError, ValueError) as error:
         raise SpecError(f"training: {said(error)}", hint=manual.all_keys("honed-job.5")) from error
     if made.world_size > 1 and made.device.type == "cpu":

@@ -64,9 +64,9 @@ class Progress:
     is_divided: bool = False  #: each rank has written its part, as in parts.py
 
     @classmethod
-    def read(cls, found: dict[str, Any]) -> Progress:
+    def read(cls, document: dict[str, Any]) -> Progress:
         """Read the progress in a manifest; unknown keys of a later version are left out."""
-        return cls(**known(cls, found))
+        return cls(**known(cls, document))
 
 
 @message.carry
@@ -240,8 +240,8 @@ def _fingerprint(manifest: dict[str, Any]) -> str:
 
 def _named(checkpoints_dir: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
     """Return all entries with such a name, even if they are no directories, by step."""
-    found = ((pattern.fullmatch(path.name), path) for path in checkpoints_dir.iterdir())
-    return sorted((int(match[1]), path) for match, path in found if match)
+    matches = ((pattern.fullmatch(path.name), path) for path in checkpoints_dir.iterdir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def _take_back(checkpoints_dir: Path) -> None:

@@ -61,8 +61,8 @@ def size_of(path: Path) -> int:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the file system for users other than root."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 def make(checkpoints_dir: Path, num_bytes: int, *, keep: set[Path], tell: Callable[[str], None]) -> None:
@@ -102,8 +102,8 @@ def _spare(checkpoints_dir: Path, keep: set[Path]) -> list[Path]:
 
 def _whole(checkpoints_dir: Path) -> list[Path]:
     """Return the checkpoints that have a manifest, the oldest first."""
-    found = [path for path in checkpoints_dir.glob("checkpoint-*") if (path / checkpoint.MANIFEST).is_file()]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]) if path.name[-1].isdecimal() else -1)
+    paths = [path for path in checkpoints_dir.glob("checkpoint-*") if (path / checkpoint.MANIFEST).is_file()]
+    return sorted(paths, key=lambda path: int(path.name.rpartition("-")[2]) if path.name[-1].isdecimal() else -1)
 
 
 class Reserve:

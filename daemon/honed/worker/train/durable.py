@@ -95,7 +95,7 @@ class Durable(Saving, Measuring):
         """Log, save and evaluate at the end of each step and each epoch: the one place where a run is stopped."""
         self._progress.is_evaluation_due = self.control.should_evaluate
         if self._sealing.has_ended and not self._sealing.has_failed:
-            self.settle()
+            self.finish_save()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.control.should_training_stop:
             return  # finishing is quicker than resuming
@@ -150,7 +150,7 @@ class Durable(Saving, Measuring):
 
     def _prepare_for_training(self, max_steps: Any, dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         if self.is_divided:  # accelerate adds its autocast alone
-            division.settle(self.model)  # the optimizer is to get the parts
+            division.reshard(self.model)  # the optimizer is to get the parts
             # The cache of casts would keep a copy of each layer beyond the layer's own pass.
             self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
             self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)

@@ -148,14 +148,14 @@ class TokenMeans:
             for batch in self._batches[len(self._every) :]
             for group in self._kinds.groups.kinds[int(self._kinds.codes[batch[0]])]
         }
-        found = {}
+        losses = {}
         for group in self._kinds.groups.names:
             if group in left:
                 continue
             ours = [(loss, count) for groups, loss, count in counted if group in groups and count]
             if total := sum(count for _, count in ours):
-                found[f"{name}/{group}"] = sum(loss * (count / total) for loss, count in ours)
-        return found
+                losses[f"{name}/{group}"] = sum(loss * (count / total) for loss, count in ours)
+        return losses
 
     def begin(self) -> None:
         self._losses, self._counts, self._every = [], [], []

@@ -230,7 +230,7 @@ class Examiner:
     def _worse(self, figures: dict[str, float]) -> list[str]:
         """Describe scores that fell by more than one answer, which chance may do, and an evaluation loss that rose."""
         before = self._progress.figures_before
-        found = [
+        remarks = [
             f"{name} rose from {loss:.3f} to {figures[name]:.3f}"
             for name, loss in before.items()
             if name.partition("/")[0] == "eval_loss" and figures.get(name, 0.0) > loss * (1 + LOSS_TOLERANCE)
@@ -243,5 +243,5 @@ class Examiner:
             asked = [question for question in self._questions if not group or group in question.groups]
             then, now = before[name], figures.get(f"{metric_names.PREFIX}{name}")
             if now is not None and then - now > 1 / max(len(asked), 1) + 1e-9:
-                found.append(f"{name} fell from {then:.3f} to {now:.3f}")
-        return found
+                remarks.append(f"{name} fell from {then:.3f} to {now:.3f}")
+        return remarks

@@ -34,11 +34,11 @@ class Scorer:
         return figures
 
     def _score(self, texts: list[str | None], questions: list[Question], metrics: list[Metric]) -> dict[str, float]:
-        found = score.score(texts, [question.ground_truth for question in questions], metrics)
-        for fault in set(found.faults) - self._told:
+        scores = score.score(texts, [question.ground_truth for question in questions], metrics)
+        for fault in set(scores.faults) - self._told:
             self._told.add(fault)
             self._log("warning", fault)
-        return found.figures
+        return scores.figures
 
 
 @dataclass

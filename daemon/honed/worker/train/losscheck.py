@@ -92,10 +92,10 @@ def check(
     Afterwards the trained loss is in `progress`: a resumed run trains the same.
     """
     taken = str(trainer.args.loss_type)
-    found = _compare(trainer, data, job, log)
-    if isinstance(found, Comparison) and not found.agrees:
-        _settle(
-            f"the training loss ({taken}) is not the model's: {found.words}",
+    result = _compare(trainer, data, job, log)
+    if isinstance(result, Comparison) and not result.agrees:
+        _resolve(
+            f"the training loss ({taken}) is not the model's: {result.words}",
             trainer,
             data,
             job,
@@ -103,10 +103,10 @@ def check(
             is_resumed=is_resumed,
             log=log,
         )
-    elif isinstance(found, Exception):
+    elif isinstance(result, Exception):
         if taken == "chunked_nll" and _may_choose(job) and not is_resumed:
-            _settle(
-                f"the training loss ({taken}) fails on this model: {type(found).__name__}: {said(found)}",
+            _resolve(
+                f"the training loss ({taken}) fails on this model: {type(result).__name__}: {said(result)}",
                 trainer,
                 data,
                 job,
@@ -117,10 +117,10 @@ def check(
         else:
             log(
                 "warning",
-                f"the loss could not be compared with the model's logits: {type(found).__name__}: {said(found)}",
+                f"the loss could not be compared with the model's logits: {type(result).__name__}: {said(result)}",
             )
-    elif found is not None:
-        log("debug", f"the loss ({taken}) matches the model's: {found.words}")
+    elif result is not None:
+        log("debug", f"the loss ({taken}) matches the model's: {result.words}")
     progress.loss_type = trainer.args.loss_type
 
 
@@ -128,7 +128,7 @@ def _may_choose(job: Assignment) -> bool:
     return job.spec.training.loss_type is None and not job.spec.training.use_liger_kernel
 
 
-def _settle(
+def _resolve(
     problem: str, trainer: Any, data: Data, job: Assignment, plain: PlainLoss, *, is_resumed: bool, log: Log
 ) -> None:
     """Handle a difference: use the plain loss, warn, or raise LossError."""
@@ -150,9 +150,9 @@ def _settle(
             hint="use a smaller per_device_train_batch_size or max_length; or training.loss_type: nll, which tries it",
         )
     plain.take(trainer)
-    found = _compare(trainer, data, job, log)
-    if isinstance(found, Comparison) and not found.agrees:
-        raise LossError(f"neither loss matches the model's: {problem}; with nll {found.words}", hint=_hint(job, "nll"))
+    result = _compare(trainer, data, job, log)
+    if isinstance(result, Comparison) and not result.agrees:
+        raise LossError(f"neither loss matches the model's: {problem}; with nll {result.words}", hint=_hint(job, "nll"))
     log("warning", f"{problem}; using the plain loss (nll) instead")
 
 
@@ -230,11 +230,11 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
 
             def spread() -> float:
                 """Return by how much the model's own loss differs from call to call."""
-                found = [expected]
+                measured = [expected]
                 for _ in range(NUM_REPEATS):
                     again = model(**seen, use_cache=False).logits[0, :-1][is_trained].float()
-                    found.append(_expected(again, targets, trainer, computing_dtype(trainer, job))[0])
-                return max(found) - min(found)
+                    measured.append(_expected(again, targets, trainer, computing_dtype(trainer, job))[0])
+                return max(measured) - min(measured)
 
             try:
                 # The trainer multiplies the loss by the number of processes, and divides by the tokens of all of them.
@@ -242,9 +242,9 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
                 num_processes = trainer.accelerator.num_processes if is_averaged else 1
                 # As if the step had as many tokens again in another batch: a mean over the batch's own ignores them.
                 count = torch.tensor(2 * num_tokens * num_processes, device=labels.device)
-                found = float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=count))
-                is_own_mean = abs(found - expected) <= tolerance
-                trained = found if is_own_mean else 2 * found
+                measured = float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=count))
+                is_own_mean = abs(measured - expected) <= tolerance
+                trained = measured if is_own_mean else 2 * measured
             except Exception as error:
                 if is_out_of_memory(error) or trainer.accelerator.num_processes > 1:
                     raise

@@ -50,9 +50,9 @@ class Measuring(transformers.Trainer):
             num_real = self._means.num_real(len(self.eval_dataset), self.args.eval_batch_size)
             inputs["labels"][num_real:] = IGNORED  # the others are rows that accelerate repeats
         self._means.count(inputs["labels"])
-        found = super().prediction_step(model, inputs, *args, **kwargs)
-        self._means.add(found[0])
-        return found
+        outputs = super().prediction_step(model, inputs, *args, **kwargs)
+        self._means.add(outputs[0])
+        return outputs
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, with means over all tokens, whatever the batches."""

@@ -361,9 +361,9 @@ class Predictor:
     def _computing_as_saved(self, model: Any) -> Iterator[None]:
         import torch
 
-        settled = contextlib.nullcontext() if self._is_bases else generation.neutral(model)
+        neutral = contextlib.nullcontext() if self._is_bases else generation.neutral(model)
         saved = cast.as_saved(model, self._computing.precision, self.rule, self.optimizer())
-        with undisturbed(model), torch.no_grad(), saved, self._computing.autocast(model), settled:
+        with undisturbed(model), torch.no_grad(), saved, self._computing.autocast(model), neutral:
             yield
 
     def first_logits(self, model: Any, questions: Sequence[Question]) -> Any:

@@ -69,14 +69,14 @@ class Saving(transformers.Trainer):
 
     def save(self) -> None:
         """Save a checkpoint of the step just done, unless there is one, and wait until it is in place."""
-        self.settle()
+        self.finish_save()
         step = self.state.global_step
         if self._ranks.broadcast(bool(step and self._saved_step != step)):
             self._save_checkpoint(self.model, None)
-            self.settle()
+            self.finish_save()
         self._ranks.barrier()
 
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Wait until the last checkpoint is in place. Raises the error for which it is not."""
         if (sealed := self._sealing.wait()) is not None:
             self._saved_step = sealed.step
@@ -232,7 +232,7 @@ class Saving(transformers.Trainer):
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint if it is whole: it may be older than those that a resume has checked."""
-        self.settle()
+        self.finish_save()
         self._ranks.barrier()
         path = Path(str(self.state.best_model_checkpoint))
         if (why := checkpoint.read(path, beat=self._stop.beat)[1]) != "":

@@ -81,7 +81,7 @@ class Shares:
         """Return the loss of the present batch as it was trained."""
         return loss - self._excess
 
-    def settle(self, metrics: Mapping[str, list[float]], lengths: Mapping[str, int]) -> None:
+    def weigh(self, metrics: Mapping[str, list[float]], lengths: Mapping[str, int]) -> None:
         """Weigh the metrics that the present batch has added, beyond the `lengths` that they had before."""
         for kind, names in enumerate((_TOKEN_MEANS, ("aux_loss",))):
             total = sum(counts[kind] for counts in self._every)

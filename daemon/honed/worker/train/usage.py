@@ -53,7 +53,7 @@ class Usage(TrainerCallback):
 
 
 def _model_bytes(model: Any) -> dict[str, int]:
-    division.settle(model)
+    division.reshard(model)
     weights: list[Any] = [buffer for _, buffer in model.named_buffers()]
     adapter: list[Any] = []
     for name, parameter in model.named_parameters():
@@ -101,10 +101,10 @@ def num_bytes(tensors: Iterable[Any]) -> int:
 
 def peaks() -> dict[str, int]:
     """Return the peak memory: as torch allocated it on the GPU, and this process's resident memory."""
-    found = {"resident_peak_bytes": _resident_peak()}
+    peaks_by_name = {"resident_peak_bytes": _resident_peak()}
     if torch.cuda.is_available():
-        found["device_peak_bytes"] = torch.cuda.max_memory_allocated()
-    return found
+        peaks_by_name["device_peak_bytes"] = torch.cuda.max_memory_allocated()
+    return peaks_by_name
 
 
 def _resident_peak(status_path: Path = Path("/proc/self/status")) -> int:

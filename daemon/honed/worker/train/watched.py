@@ -93,7 +93,7 @@ class WatchedTrainer(Trainer):
 
     def save(self) -> None:
         if self._divergence.is_suspicious:
-            self.settle()
+            self.finish_save()
             return  # the last checkpoint is better
         if self._stop.left_sec is not None and self._sealing.step not in {None, self.state.global_step}:
             # This step's checkpoint needs its own time; an earlier one is given up rather than this one.
@@ -101,7 +101,7 @@ class WatchedTrainer(Trainer):
                 self._sealing.hurry(self._stop.left_sec - self._write_sec)
         super().save()
 
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Wait until the last checkpoint is in place; if it found no room, save this step's in its stead.
 
         A run that may be lost is left without, unless this step is the best, whose checkpoint nothing postpones.
@@ -109,19 +109,19 @@ class WatchedTrainer(Trainer):
         if not self._sealing.is_idle:
             with self._stop.phase("save"):
                 if self._ranks.are_several:
-                    super().settle()  # another would need a part of each rank
+                    super().finish_save()  # another would need a part of each rank
                     return
-                while not self._settled() and (self._is_best or not self._divergence.is_suspicious):
+                while not self._could_save() and (self._is_best or not self._divergence.is_suspicious):
                     self.check_weights()
                     self._write(self.model, None)
 
-    def let_go(self) -> None:
+    def finish_after_error(self) -> None:
         """Wait for the last checkpoint at the end of a run that another error has ended: this one is only logged."""
         if self._sealing.is_idle:
             return
         self._wait_for_seal()
         try:
-            super().settle()
+            super().finish_save()
         except Exception as problem:  # noqa: BLE001 - the other error is raised
             self._tell(f"the last checkpoint could not be written: {said(problem)}")
 
@@ -131,11 +131,11 @@ class WatchedTrainer(Trainer):
             with self._stop.phase("seal"):
                 self._sealing.join()
 
-    def _settled(self) -> bool:
+    def _could_save(self) -> bool:
         """Wait for the last checkpoint. Return False if it found no room; then there is room now."""
         self._wait_for_seal()
         try:
-            super().settle()
+            super().finish_save()
         except Exception as problem:  # noqa: BLE001 - raised again unless room helps
             self._make_room(problem)
             return False
@@ -149,11 +149,11 @@ class WatchedTrainer(Trainer):
             if self.is_divided:
                 self._save_parts(model, trial)
             elif self._ranks.is_zero:
-                self._settled()
+                self._could_save()
                 began = time.monotonic()
                 self._write(model, trial)
                 self._write_sec = time.monotonic() - began
-                while self._is_best and not self._settled():  # no later step can stand in for the best one
+                while self._is_best and not self._could_save():  # no later step can stand in for the best one
                     self._write(model, trial)
             self.state.best_model_checkpoint = self._ranks.broadcast(self.state.best_model_checkpoint)
 
@@ -166,7 +166,7 @@ class WatchedTrainer(Trainer):
         made = checkpoint.place_of_new(self._assignment.layout.checkpoints_dir, self.state.global_step)
 
         def begin() -> None:
-            self._settled()
+            self._could_save()
             self._reserve()
             self.begin_parts()
 
@@ -189,7 +189,9 @@ class WatchedTrainer(Trainer):
                 problems = [failed_on_zero]
             if problems:
                 self._ranks.by_zero(functools.partial(self._give_up_parts, made, problems[0]))
-            elif not self._is_best or self._ranks.by_zero(self._settled):  # no later step can stand in for the best one
+            elif not self._is_best or self._ranks.by_zero(
+                self._could_save
+            ):  # no later step can stand in for the best one
                 break
         self._write_sec = time.monotonic() - began
 
