@@ -65,7 +65,7 @@ class Assignment:
 
     def files(self) -> list[Path]:
         """Return the files that are read when the run begins: all inputs but media. A directory that is missing, or has
-        no data files, stands for itself: the run will tell."""
+        no data files, stands for itself: the run will show it."""
         paths = [self.layout.plan_path]
         adapter = Path(self.spec.adapter) if self.spec.adapter else None
         for item in inputs(self.spec, self.base_model_path, adapter):

@@ -1,4 +1,4 @@
-"""What ranks tell each other, as JSON: what a peer sends is read as data, and never unpickled.
+"""What ranks send one another, as JSON: what a peer sends is read as data, and never unpickled.
 
 Lists and plain values are themselves; each other value is an object of one key, its kind:
 
@@ -99,8 +99,8 @@ def error_record(error: HonedError) -> dict[str, Any]:
 def error_of(record: Mapping[str, Any]) -> HonedError:
     """Rebuild an error from its record."""
     kind = BY_CODE.get(str(record["code"]), InternalError)
-    said, hint, evidence = (str(record[name]) for name in ("said", "hint", "evidence"))
-    error = kind(said, hint=hint, fix=record["fix"], evidence=evidence)
+    text, hint, evidence = (str(record[name]) for name in ("said", "hint", "evidence"))
+    error = kind(text, hint=hint, fix=record["fix"], evidence=evidence)
     if isinstance(error, DiskShortError):
         error.needed_bytes = int(record["needed_bytes"])
     return error

@@ -1,6 +1,6 @@
 """A stored adapter, put into the model that it is for: a partial fit would resume from zeros, or be merged in part.
 
-peft reads adapters with `load_state_dict(strict=False)`. Here names are compared both ways, and each tensor of the file
+peft reads adapters with `load_state_dict(strict=False)`. Here names are compared, and every tensor of the file
 with the one in the model, so that no step between the two goes unnoticed.
 """
 
@@ -102,9 +102,9 @@ def write_digests(model: Any, adapter_dir: Path) -> dict[str, Any]:
     from honed.worker.model import tensorfile
 
     saved = peft.get_peft_model_state_dict(model)
-    places = {tensor.data_ptr() for tensor in saved.values()}
+    addresses = {tensor.data_ptr() for tensor in saved.values()}
     trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-    if lost := [name for name, item in trained if item.data_ptr() not in places]:
+    if lost := [name for name, item in trained if item.data_ptr() not in addresses]:
         raise InternalError(f"peft leaves out weights that were trained: {quote.first(lost, 3)}")
     tensorfile.write(adapter_dir, {FILE: tensorfile.digests(saved)})
     return saved
@@ -169,13 +169,13 @@ def _recorded(wrapped: Any) -> Iterator[dict[str, Any]]:
 
 
 def _misfit(model: Any, adapter_dir: Path, error: Exception, hint: str = "") -> ModelError:
-    said = " ".join(str(error).split())[:300]
-    return ModelError(f"{adapter_dir}: does not match {type(model).__name__}: {said}", hint=hint or OTHER_BASE)
+    text = " ".join(str(error).split())[:300]
+    return ModelError(f"{adapter_dir}: does not match {type(model).__name__}: {text}", hint=hint or OTHER_BASE)
 
 
 def _check_fitted(adapter_dir: Path, wrapped: Any, fit: Any, hint: str) -> None:
     """Raise ModelError if peft left out weights of an adapter, or has none for some that are trained, according to
-    `found`.
+    `fit`.
 
     Weights beside those that the model's class ignores are accepted: they had no gradient, as in layers that share
     keys.

@@ -74,7 +74,7 @@ class Auditor:
         self._precision = precision
         self._events = events
         self._is_other = backend != "transformers"
-        self._dtypes: dict[str, Any] = {}  #: of each parameter, at the last audit
+        self._dtypes: dict[str, Any] = {}  #: of every parameter, at the last audit
         self._kept: Mapping[str, str] = {}  #: dtypes of those that are saved in a wider one
 
     def model(self, model: Any, when: str, *, mended: Sequence[str] = ()) -> Audit:
@@ -203,7 +203,7 @@ def describe(audit: Audit, precision: Precision) -> str:
 
 
 def _mend_parameters(model: Any, precision: Precision, kept: Mapping[str, str]) -> list[str]:
-    """Cast each parameter to its planned dtype, in place; return the changes. Raises PrecisionError for lost bits."""
+    """Cast every parameter to its planned dtype, in place; return the changes. Raises PrecisionError for lost bits."""
     import torch
 
     changed: dict[tuple[str, str, str], int] = {}
@@ -228,7 +228,7 @@ def _mend_parameters(model: Any, precision: Precision, kept: Mapping[str, str]) 
 
 
 def _planned(model: Any, precision: Precision, kept: Mapping[str, str]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Yield each parameter that the plan covers, with the dtypes that it may have, the planned one first."""
+    """Yield every parameter that the plan covers, with the dtypes that it may have, the planned one first."""
     wide = {
         *(getattr(model, "_keep_in_fp32_modules", None) or ()),
         *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),

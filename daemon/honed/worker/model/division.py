@@ -1,6 +1,6 @@
-"""A model that is divided between ranks (torch's FSDP2): each rank holds a part of every weight.
+"""A model that is divided between ranks (torch's FSDP2): every rank holds a part of every weight.
 
-    each layer    one group: whole from just before its forward or backward pass until just after it
+    every layer    one group: whole from just before its forward or backward pass until just after it
     the rest      embeddings, norms, head: one group, whole from the begin of a forward pass to the end of a backward
 
 Weights, gradients and optimizer states are parts along the first dimension. The arithmetic is that of a whole model:
@@ -60,13 +60,13 @@ def _check(model: Any, layers: list[Any]) -> None:
     numbers = [name for name, weight in model.named_parameters() if weight.dim() == 0]
     if numbers:
         raise ModelError(f"parallel: fsdp cannot divide {numbers[0]}, which is a single number", hint=_WHOLE)
-    places: dict[int, set[str]] = {}
+    owners: dict[int, set[str]] = {}
     within = {id(module): str(number) for number, layer in enumerate(layers) for module in layer.modules()}
     for module in model.modules():
         for weight in module._parameters.values():
             if weight is not None:
-                places.setdefault(id(weight), set()).add(within.get(id(module), ""))
-    if any(len(place) > 1 for place in places.values()):
+                owners.setdefault(id(weight), set()).add(within.get(id(module), ""))
+    if any(len(names) > 1 for names in owners.values()):
         raise ModelError("parallel: fsdp cannot divide a model whose layers share weights", hint=_WHOLE)
     dtypes = Counter(str(weight.dtype) for weight in model.parameters() if weight.requires_grad)
     if len(dtypes) > 1:
@@ -161,7 +161,7 @@ def whole(model: Any, *, is_zero: bool) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def cast_in_use(model: Any, dtypes: Mapping[int, Callable[[Any], Any]]) -> Iterator[None]:
-    """Have each group of weights be cast once it is whole, without gradients; `dtypes`: by the id of the part."""
+    """Have every group of weights be cast once it is whole, without gradients; `dtypes`: by the id of the part."""
     import torch
 
     reshard(model)

@@ -1,6 +1,6 @@
 """The base model's generation settings (generation_config.json): not used in predictions, kept for the output.
 
-transformers fills in each setting that a call of `generate` leaves open from the model's own. A base that ships a
+transformers fills in every setting that a call of `generate` leaves open from the model's own. A base that ships a
 `repetition_penalty` would use it in "greedy" answers, too. `neutral` resets all settings that shape the choice of
 tokens. Settings that transformers does not know stay: a model's class may need them.
 """
@@ -107,7 +107,7 @@ NEUTRAL = frozenset(
 
 @contextmanager
 def neutral(model: Any) -> Iterator[None]:
-    """Reset the settings that shape the choice of tokens, in the model and in each part that generates by itself."""
+    """Reset the settings that shape the choice of tokens, in the model and in every part that generates by itself."""
     from transformers import GenerationConfig
 
     known = {name: value for name, value in vars(GenerationConfig()).items() if name not in KEPT}
@@ -149,7 +149,7 @@ def stop_strings(model: Any) -> Any:
 
 
 def _configs(model: Any) -> list[Any]:
-    """Return each generation config once, the outermost model's first."""
+    """Return every generation config once, the outermost model's first."""
     configs = {id(config): config for module in model.modules() if (config := module.__dict__.get("generation_config"))}
     if not configs:
         return []

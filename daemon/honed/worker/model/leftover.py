@@ -131,7 +131,7 @@ def chunks(tensor: Stored) -> Iterator[bytes]:
 
 
 def is_same(one: Stored, other: Stored) -> bool:
-    """Tell whether two tensors are the same, bit for bit."""
+    """Return whether two tensors are the same, bit for bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return all(a == b for a, b in zip(chunks(one), chunks(other), strict=True))

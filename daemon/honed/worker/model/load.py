@@ -35,7 +35,7 @@ class Backend(Protocol):
     name: str
 
     @property
-    def told(self) -> Sequence[str]:
+    def messages(self) -> Sequence[str]:
         """Messages about the load for the job's owner."""
 
     def import_libraries(self) -> None:
@@ -58,7 +58,7 @@ class Backend(Protocol):
 class Loaded:
     model: Any
     tokenizer: Any
-    told: tuple[str, ...] = ()  #: messages for the job's owner
+    messages: tuple[str, ...] = ()  #: messages for the job's owner
     rule: dtypes.Rule | None = None  #: the dtypes in which full fine-tuning's weights are saved
     basis: basis.Basis | None = None  #: of an adapter
 
@@ -105,8 +105,8 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
         explained = cause.explain(error, str(assignment.job_id))
         kind = ModelError if isinstance(explained, InternalError) else type(explained)
         raise kind(f"{assignment.base_model_path}: {explained.said}", hint=explained.hint) from error
-    told = (*backend.told, *placing.counted(model, assignment))
-    return Loaded(model, tokenizer, told, rule, stands_on)
+    messages = (*backend.messages, *placing.counted(model, assignment))
+    return Loaded(model, tokenizer, messages, rule, stands_on)
 
 
 def freeze(model: Any, assignment: Assignment) -> None:
@@ -162,7 +162,7 @@ _OUT_OF_MEMORY_WORDS = (
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether memory ran out, the device's or the machine's: torch has a class for the first alone."""
+    """Return whether memory ran out, the device's or the machine's: torch has a class for the first alone."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"

@@ -115,8 +115,8 @@ def merge(
     _check_digests(target, digests, lambda: progress(len(tensors), len(tensors)))
     written.check(target, own, [name for name in base.tensors if mixture.is_copied(name)])
     floats = {tensor.name: tensor.dtype for tensor in tensors if tensor.dtype in FLOAT_DTYPES}
-    told = dtypes.told(floats, dtype)
-    return Merged(len(tensors), mixture.num_changed, len(shards), told, is_untied, tuple(changes))
+    precisions = dtypes.summary(floats, dtype)
+    return Merged(len(tensors), mixture.num_changed, len(shards), precisions, is_untied, tuple(changes))
 
 
 def _untie(mixture: _Mixture, own: Any) -> None:
@@ -148,7 +148,7 @@ def skeleton(config: Any, dtype: str, *, trust_remote_code: bool) -> Any:
 
 
 def _fill(model: Any) -> None:
-    """Give a model on meta a placeholder of one number for each parameter.
+    """Give a model on meta a placeholder of one number for every parameter.
 
     peft moves an adapter to its module's device, and would lose it on meta.
     """
@@ -170,12 +170,10 @@ def _is_placeholder(parameter: Any) -> bool:
 
 
 def _is_absent(parameter: Any) -> bool:
-    """Return True for a parameter that the adapter has nothing for."""
     return _is_placeholder(parameter) or parameter.device.type == "meta"
 
 
 def _base_layer(part: Any) -> Any:
-    """Return the module that peft wrapped."""
     return part.original_module if hasattr(part, "token_adapter") else part.get_base_layer()
 
 
@@ -222,7 +220,7 @@ class _Mixture:
         shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
         self._first = {
             item: first for first, made in self._places.built(shapes, model).items() for item in made
-        }  #: of each parameter that is built with others
+        }  #: of every parameter that is built with others
         self._rule = dtypes.rule(model, base.tensors.values(), self._places, dtype)
         planned = beginning.Loaded() if loaded is None else beginning.planned(loaded, model)
         _fill(model)
@@ -486,10 +484,10 @@ def _saved_buffers(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
     from honed.worker.model import published
 
-    for place, part in parts.items():
+    for path, part in parts.items():
         if isinstance(part, ModulesToSaveWrapper):
             yield from (
-                (f"{place}.{name}", buffer) for name, buffer in published.buffers(part.modules_to_save["default"])
+                (f"{path}.{name}", buffer) for name, buffer in published.buffers(part.modules_to_save["default"])
             )
 
 
@@ -573,7 +571,7 @@ def _write(
 
 
 def _cast(units: list[list[str]], planned: Mapping[str, Tensor], mixture: _Mixture) -> Iterator[tuple[str, Any]]:
-    """Yield each stored name and its tensor, as it is on disk; what is done with it is done before the comparison."""
+    """Yield every stored name and its tensor, as it is on disk; what is done with it is done before the comparison."""
     for unit in units:
         values = mixture.changed(unit)
         for name in unit:

@@ -24,7 +24,7 @@ MAX_NAMED = 3
 
 
 def resolved(model: Any, lora: LoraSpec, options: dict[str, Any]) -> dict[str, Any]:
-    """Return peft's options with each adapted parameter named in full, those left out removed.
+    """Return peft's options with every adapted parameter named in full, those left out removed.
 
     Raises ModelError where a request cannot be met: some of the experts that are one parameter, or a parameter that
     does not exist.
@@ -73,7 +73,7 @@ def expert_names(model: Any) -> dict[str, str]:
 def _is_kept(
     name: str, lora: LoraSpec, options: dict[str, Any], names: dict[str, str], count: int, *, is_named: bool
 ) -> bool:
-    """Tell whether a parameter that peft would choose is to have an adapter; `is_named`: in target_parameters."""
+    """Return whether a parameter that peft would choose is to have an adapter; `is_named`: in target_parameters."""
     if not placement.is_in_layers(lora, name):
         return False
     out = placement.covered(name, options.get("exclude_modules"), names, count)

@@ -1,7 +1,7 @@
 """Proof that an output is what was trained, as other programs will open it, before it is put in place.
 
     config.json          describes the model that was trained, and no other
-    weights              each parameter of the model that config.json describes is stored, in a form that transformers
+    weights              every parameter of the model that config.json describes is stored, in a form that transformers
                          turns back into the parameter in memory, bit for bit; nothing else is stored but tensors of the
                          base that transformers does not read
     adapter              as in memory, and fits the model that the base's config.json describes
@@ -109,7 +109,7 @@ def _prove_whole(made: Path, base_dir: Path, model: Any, *, trust_remote_code: b
 
 
 def _loaded(placed: names.Names, skeleton: Any, read: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each parameter and its value, as transformers makes it of stored tensors."""
+    """Yield every parameter and its value, as transformers makes it of stored tensors."""
     for name, parameter in placed.whole.items():
         yield parameter, read(name)
     for first, group in placed.groups.items():
@@ -145,8 +145,8 @@ def _opened(made: Path) -> Iterator[Callable[[str], Any]]:
 
     with contextlib.ExitStack() as stack:
         files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in leftover.files(made)}
-        places = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118 - not a dict
-        yield lambda name: places[name].get_tensor(name)
+        holders = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118 - not a dict
+        yield lambda name: holders[name].get_tensor(name)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -183,7 +183,6 @@ def _prove_adapter(made: Path, model: Any, held: dict[str, Any], skeleton: Any) 
 
 
 def _parts(config: Any) -> dict[str, Any]:
-    """Return the settings of an adapter in a form that can be compared."""
     values = {key: item for key, item in config.to_dict().items() if key not in _ORIGIN}
     # A set is a list in the file; `target_parameters` is either in memory.
     return {key: sorted(item, key=str) if isinstance(item, set | list) else item for key, item in values.items()}

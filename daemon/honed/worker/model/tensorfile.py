@@ -1,6 +1,6 @@
 """TENSORS.json: digests of the tensors in a checkpoint's or an adapter's files, by file and name, taken from memory.
 
-A file's hash tells that it is as it was written. It does not tell that what was written, or what a loader made of it,
+A file's hash shows that it is as it was written. It does not show that what was written, or what a loader made of it,
 is what the model had. The digests do, at the speed of memory.
 """
 
@@ -21,7 +21,7 @@ from honed.system.error import ModelError
 NAME = "TENSORS.json"
 #: So many tensors may be copied to main memory at a time, to be hashed.
 MAX_THREADS = 4
-#: Names that a message tells, at most.
+#: Names in a message, at most.
 _MAX_NAMED = 5
 
 
@@ -50,7 +50,7 @@ def equal_bits(one: Any, other: Any) -> bool:
 
 
 def _divides(flat: Any, size: int) -> bool:
-    """Tell whether a flat tensor can be viewed as words of a size."""
+    """Return whether a flat tensor can be viewed as words of a size."""
     return bool(flat.nbytes % size == 0 and flat.storage_offset() * flat.element_size() % size == 0)
 
 
@@ -65,7 +65,7 @@ def digests(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def write(directory: Path, digests_by_part: Mapping[str, Mapping[str, str]]) -> None:
-    """Write the digests of each file's tensors."""
+    """Write the digests of every file's tensors."""
     (directory / NAME).write_text(json.dumps(digests_by_part, indent=0) + "\n", encoding="utf-8")
 
 

@@ -79,7 +79,7 @@ def _is_tied(embedding: Any, head: Any) -> bool:
 
 
 def _differs(wrapper: Any) -> bool:
-    """Tell whether a wrapped module's output is not that of the module with the trained vectors in its weight; a bias
+    """Return whether a wrapped module's output is not that of the module with the trained vectors in its weight; a bias
     is left out even where it is zero as yet."""
     import torch
     from torch.func import functional_call

@@ -22,7 +22,7 @@ from honed.text import addedtoken, tokenfile
 from honed.worker.assignment import Assignment
 
 FILE = "tokenizer.json"
-#: Text that is compared by its ids: digits, code, scripts, emoji, and white space of each kind in each place.
+#: Text that is compared by its ids: digits, code, scripts, emoji, and white space of every kind in every place.
 TEXT = (
     "  The capital of France is Paris; it's nice, isn't it? 3.14159 and 1,000,000 = 10^6\n\n"
     "def f(x):\n    if x > 0:\n\treturn [x, -x]  # two  spaces\r\n\r\n"

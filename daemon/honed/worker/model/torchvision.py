@@ -1,6 +1,6 @@
 """Repair of a torchvision that was built for another torch, enough for transformers to import it.
 
-Each process of the environment imports this module at its start: imports made here would slow down all of them.
+Every process of the environment imports this module at its start: imports made here would slow down all of them.
 """
 
 from __future__ import annotations

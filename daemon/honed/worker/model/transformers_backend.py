@@ -27,17 +27,17 @@ class TransformersBackend:
     name = "transformers"
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def import_libraries(self) -> None:
         import transformers  # noqa: F401
 
     def load_base(self, assignment: Assignment) -> Any:
-        return load_base(assignment, load_config(assignment), tell=self.told.append)
+        return load_base(assignment, load_config(assignment), report=self.messages.append)
 
     def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
         model = attach_adapter(model, assignment)
-        self.told += placing.remarks(model, assignment)
+        self.messages += placing.remarks(model, assignment)
         return model
 
     def make_room(self, model: Any, num_tokens: int) -> None:
@@ -47,8 +47,8 @@ class TransformersBackend:
         return nullcontext()
 
 
-def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None] = lambda _text: None) -> Any:
-    """Load the base model as planned. `tell` gets a message about stored weights that the model has no place for."""
+def load_base(assignment: Assignment, config: Any, *, report: Callable[[str], None] = lambda _text: None) -> Any:
+    """Load the base model as planned. `report` gets a message about stored weights that the model has no place for."""
     import torch
 
     precision = assignment.precision
@@ -85,7 +85,7 @@ def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None
     if missing := sorted(info["missing_keys"]):
         raise incomplete(assignment, missing)
     if words := unused_weights.check(assignment.base_model_path, info["unexpected_keys"], model.state_dict()):
-        tell(words)
+        report(words)
     keep_trainable_layout(model)
     return model
 
@@ -194,7 +194,7 @@ def quantization_config(precision: Precision, model: Any = None, *, is_divided: 
 
 
 def roots(model: Any) -> dict[str, Part]:
-    """Return the topmost module of each part, `""` for the whole; a projector may lie within its encoder."""
+    """Return the topmost module of every part, `""` for the whole; a projector may lie within its encoder."""
     parts = {name: modality.part(name) for name, _ in model.named_modules() if name}
     tops = {name: part for name, part in parts.items() if part != modality.part(name.rpartition(".")[0])}
     return {"": "language", **tops}
@@ -257,11 +257,7 @@ def spare_frozen(model: Any) -> None:
     for name, module in model.named_modules():
         is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
         if is_frozen and modality.part(name) != "language" and hasattr(module, "get_input_embeddings"):
-            module.get_input_embeddings = _no_embedding
-
-
-def _no_embedding() -> None:
-    return None
+            module.get_input_embeddings = lambda: None
 
 
 def lora_options(model: Any, assignment: Assignment) -> dict[str, Any]:

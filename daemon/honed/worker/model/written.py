@@ -24,7 +24,7 @@ def check(directory: Path, empty: Any, kept: Iterable[str]) -> None:
         tensor.name: tensor for tensor in basemodel.inspect(directory, model_type=empty.config.model_type).tensors
     }
     read = names.read(empty, tensors)
-    shapes = {place: tensors[name].shape for name, place in read.whole.items()}
+    shapes = {parameter: tensors[name].shape for name, parameter in read.whole.items()}
     for group in read.built({name: tensor.shape for name, tensor in tensors.items()}, empty).values():
         shapes |= group
     state = empty.state_dict()

@@ -46,7 +46,7 @@ def build(run: Run, start: Start, rows: Rows) -> Built:
     job, data = start.job, rows.data
     auditor = audit.Auditor(job.precision, run.events, backend=job.backend)
     loaded = load.load(start.backend, job, auditor, rows.chat.tokenizer)
-    for text in loaded.told:
+    for text in loaded.messages:
         run.warn(text)
 
     run.stage("audit")

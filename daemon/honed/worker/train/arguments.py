@@ -120,7 +120,7 @@ def _loss_type(assignment: Assignment, *, pinned: str | None) -> str | None:
 
 
 def _promised() -> dict[str, Any]:
-    """Return each default by name: those of docs/job-spec.md, and TRL's own for the rest.
+    """Return every default by name: those of docs/job-spec.md, and TRL's own for the rest.
 
     Unsloth replaces TRL's SFTConfig by a subclass with other defaults: of learning rate, batch, optimizer, seed.
     """
@@ -134,13 +134,13 @@ def _promised() -> dict[str, Any]:
 
 
 def _saved_as_evaluated(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for a checkpoint with each evaluation, so that the best can be restored."""
+    """Return the arguments for a checkpoint with every evaluation, so that the best can be restored."""
     steps = {"save_steps": chosen["eval_steps"]} if chosen.get("eval_steps") is not None else {}
     return {"save_strategy": chosen.get("eval_strategy", "no"), **steps}
 
 
 def changed(assignment: Assignment, args: SFTConfig) -> Iterator[str]:
-    """Yield a warning for each key of the job that the backend changes: its own log mentions them at most."""
+    """Yield a warning for every key of the job that the backend changes: its own log mentions them at most."""
     for name, asked in assignment.spec.training.as_kwargs().items():
         value = getattr(args, name)
         if name in _batch(assignment):  # the plan has reported it

@@ -1,6 +1,6 @@
 """Check of a directory's files against their sizes and sha256: read in pieces, by a few threads at a time.
 
-A file of one piece has its plain sha256; a larger one a list, one for each piece, so that a single file of many
+A file of one piece has its plain sha256; a larger one a list, one for every piece, so that a single file of many
 gigabytes is read by all threads. hashlib releases Python's lock, so they really run in parallel.
 """
 

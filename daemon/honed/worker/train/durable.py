@@ -92,7 +92,7 @@ class Durable(Saving, Measuring):
     # --- the boundary between two steps -----------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Log, save and evaluate at the end of each step and each epoch: the one place where a run is stopped."""
+        """Log, save and evaluate at the end of every step and every epoch: the one place where a run is stopped."""
         self._progress.is_evaluation_due = self.control.should_evaluate
         if self._sealing.has_ended and not self._sealing.has_failed:
             self.finish_save()
@@ -151,7 +151,7 @@ class Durable(Saving, Measuring):
     def _prepare_for_training(self, max_steps: Any, dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         if self.is_divided:  # accelerate adds its autocast alone
             division.reshard(self.model)  # the optimizer is to get the parts
-            # The cache of casts would keep a copy of each layer beyond the layer's own pass.
+            # The cache of casts would keep a copy of every layer beyond the layer's own pass.
             self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
             self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
             self.model._is_accelerate_prepared = True

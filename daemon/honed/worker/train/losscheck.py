@@ -40,7 +40,7 @@ MAX_MEDIA_TOKENS = 4096
 FLOORS = {"float32": 1e-3, "bfloat16": 2e-3, "float16": 2e-3}
 #: Standard deviations of that rounding that are tolerated.
 NUM_DEVIATIONS = 4
-#: Repetitions of the logits where the two differ: some kernels sum in another order at each call.
+#: Repetitions of the logits where the two differ: some kernels sum in another order at every call.
 NUM_REPEATS = 3
 
 Log = Callable[[str, str], None]
@@ -93,34 +93,19 @@ def check(
     """
     taken = str(trainer.args.loss_type)
     result = _compare(trainer, data, job, log)
-    if isinstance(result, Comparison) and not result.agrees:
-        _resolve(
-            f"the training loss ({taken}) is not the model's: {result.words}",
-            trainer,
-            data,
-            job,
-            plain,
-            is_resumed=is_resumed,
-            log=log,
-        )
-    elif isinstance(result, Exception):
+    problem = ""
+    if isinstance(result, Exception):
+        error = f"{type(result).__name__}: {said(result)}"
         if taken == "chunked_nll" and _may_choose(job) and not is_resumed:
-            _resolve(
-                f"the training loss ({taken}) fails on this model: {type(result).__name__}: {said(result)}",
-                trainer,
-                data,
-                job,
-                plain,
-                is_resumed=is_resumed,
-                log=log,
-            )
+            problem = f"the training loss ({taken}) fails on this model: {error}"
         else:
-            log(
-                "warning",
-                f"the loss could not be compared with the model's logits: {type(result).__name__}: {said(result)}",
-            )
-    elif result is not None:
+            log("warning", f"the loss could not be compared with the model's logits: {error}")
+    elif result is not None and result.agrees:
         log("debug", f"the loss ({taken}) matches the model's: {result.words}")
+    elif result is not None:
+        problem = f"the training loss ({taken}) is not the model's: {result.words}"
+    if problem:
+        _resolve(problem, trainer, data, job, plain, is_resumed=is_resumed, log=log)
     progress.loss_type = trainer.args.loss_type
 
 
@@ -271,25 +256,25 @@ def _expected(logits: torch.Tensor, targets: torch.Tensor, trainer: Any, dtype: 
     """Compute the job's loss in float32 from the logits at trained positions, and the tolerance for their rounding."""
     scores = torch.log_softmax(logits, dim=-1)
     chosen = scores.gather(-1, targets[:, None])[:, 0]
-    each = -chosen
+    per_token = -chosen
     if trainer.args.loss_type == "dft":
-        each = each * chosen.exp()
+        per_token = per_token * chosen.exp()
     smoothing = trainer.args.label_smoothing_factor or 0.0
     if smoothing:
-        each = (1 - smoothing) * each - smoothing * scores.mean(dim=-1)
+        per_token = (1 - smoothing) * per_token - smoothing * scores.mean(dim=-1)
     # Logits are rounded on the way, each to half a unit of its last place, more than once where they are scaled.
     rounding = torch.finfo(getattr(torch, dtype)).eps * logits.abs().amax(dim=-1)
     count = len(targets)
     tolerance = (
         FLOORS[dtype] + NUM_DEVIATIONS * float(rounding.square().sum().sqrt()) / count + float(rounding.square().mean())
     )
-    return float(each.mean()), tolerance
+    return float(per_token.mean()), tolerance
 
 
 def _slice(trainer: Any, data: Data) -> dict[str, Any] | None:
     """Return a slice of a row of text, or the shortest row with media, as trainer input; None if that is too long."""
     rows = data.train.dataset
-    is_text = [place == -1 for place in rows["source"]] if data.media is not None else None
+    is_text = [source == -1 for source in rows["source"]] if data.media is not None else None
     lengths = data.train.lengths
     if is_text is not None and not any(is_text):
         shortest = int(lengths.argmin())

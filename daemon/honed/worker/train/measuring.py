@@ -59,7 +59,7 @@ class Measuring(transformers.Trainer):
         self._means.begin()
         is_averaged = self.args.average_tokens_across_devices
         if self._ranks.are_several:
-            self.args.average_tokens_across_devices = False  # each batch's loss is its own mean, as it is weighed below
+            self.args.average_tokens_across_devices = False  # a batch's loss is its own mean, as it is weighed below
         try:
             output = super().evaluation_loop(*args, **kwargs)
         finally:
@@ -95,7 +95,7 @@ class Measuring(transformers.Trainer):
         return prepare_data_loader(own, device, num_processes=1, process_index=0, put_on_device=True)
 
     def _may_judge(self, metrics: dict[str, float]) -> bool:
-        """Tell whether an evaluation judges the model: not if it goes by answers that failed, without a score."""
+        """Return whether an evaluation judges the model: not if it goes by answers that failed, without a score."""
         asked = self._assignment.spec.predictions
         is_by_answers = metric_names.chooser(self.args.metric_for_best_model) and asked.sample_frequency == "eval"
         has_scores = any(name.startswith(f"eval_{metric_names.PREFIX}") for name in metrics)

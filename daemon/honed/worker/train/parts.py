@@ -1,10 +1,10 @@
-"""A checkpoint of a divided model: each rank writes and reads its own part, and nothing is gathered.
+"""A checkpoint of a divided model: every rank writes and reads its own part, and nothing is gathered.
 
     checkpoint-N/part-<rank>-of-<world>.pt    parts of the trained weights, with digests of them as they were in memory,
                                               and of the optimizer's states
 
 The parts of one tensor, in the order of the ranks, are the tensor. So a run with another number of ranks reads all
-files and takes its own part of each tensor.
+files and takes its own part of every tensor.
 """
 
 from __future__ import annotations

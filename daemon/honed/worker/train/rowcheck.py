@@ -90,7 +90,7 @@ def check(trainer: Any, predictor: Predictor, data: Data, job: Assignment, *, ra
 
 
 def _pads(trainer: Any) -> bool:
-    """Tell whether rows are padded: neither alone, nor packed or flattened into one."""
+    """Return whether rows are padded: neither alone, nor packed or flattened into one."""
     args = trainer.args
     is_several = max(args.per_device_train_batch_size, args.per_device_eval_batch_size) > 1
     return is_several and not (args.packing or args.padding_free)
@@ -120,7 +120,7 @@ def _ask(trainer: Any, predictor: Predictor, job: Assignment) -> Found:
         alone = _logits(model, [short, changed], pad_id)
 
         def noise() -> float:
-            """Return what differs between two calls with the same rows: some kernels sum in another order each time."""
+            """Return what differs between two calls with the same rows: the order of some kernels' sums varies."""
             return 3 * _distance(alone, _logits(model, [short, changed], pad_id))
 
         seen = _distance(alone[0, :-1], alone[1, :-1])

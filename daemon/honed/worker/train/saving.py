@@ -1,5 +1,5 @@
 """Checkpoints that are whole: written beside their place, then sealed and renamed during the next steps. One is
-restored only if each tensor is what was saved."""
+restored only if every tensor is what was saved."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Saving(transformers.Trainer):
     _run_dir: Path | None  #: where a checkpoint is written
     _saved_step: int | None  #: of the last checkpoint in its place
     _sealing: Sealing
-    _states: list[dict[str, Any]]  #: of each rank, for the checkpoint that is being written
+    _states: list[dict[str, Any]]  #: of every rank, for the checkpoint that is being written
     _stop: Stop
 
     @property
     def is_divided(self) -> bool:
-        """True if each rank has a part of every weight."""
+        """True if every rank has a part of every weight."""
         return self._assignment.plan.parallel.mode == "fsdp"
 
     @property
@@ -129,7 +129,7 @@ class Saving(transformers.Trainer):
             self.args.save_strategy = strategy
 
     def begin_parts(self) -> None:
-        """Make the directory of a checkpoint to which each rank adds its part."""
+        """Make the directory of a checkpoint to which every rank adds its part."""
         checkpoints_dir = self._assignment.layout.checkpoints_dir
         self._run_dir = checkpoint.new_dir(checkpoints_dir)
         checkpoint.place_of_new(checkpoints_dir, self.state.global_step).mkdir()
@@ -178,7 +178,7 @@ class Saving(transformers.Trainer):
         self.current_flos = 0
 
     def gather_states(self) -> None:
-        """Take each rank's part of the next checkpoint, which rank 0 writes."""
+        """Take every rank's part of the next checkpoint, which rank 0 writes."""
         if self._ranks.are_several:
             self._states = self._ranks.gather({"random": _random_state(), "running_loss": float(self._tr_loss)})
 
@@ -247,7 +247,6 @@ class Saving(transformers.Trainer):
         self._has_best = True
 
     def _keep_figures(self) -> None:
-        """Keep the figures since the last log in the checkpoint's progress."""
         self._progress.running_loss = float(self._tr_loss)
         self._progress.logged_step = self._globalstep_last_logged
         figures = self._metrics["train"].items()

@@ -144,7 +144,6 @@ class Trainer(Durable, SFTTrainer):
 
 
 def _held_out(data: Data, args: SFTConfig) -> Any:
-    """Return the rows to evaluate on, in the order in which they are batched."""
     if data.held_out is None:
         return None
     return by_length(data.held_out, args)

@@ -30,7 +30,7 @@ class Usage(TrainerCallback):
     def built(self, model: Any) -> None:
         """Measure the model and its adapter, once they are built."""
         self.held |= _model_bytes(model)
-        self._tell("built")
+        self._emit("built")
 
     def on_pre_optimizer_step(self, _args: Any, _state: Any, _control: Any, **kwargs: Any) -> None:
         if "gradient_bytes" not in self.held:
@@ -45,10 +45,10 @@ class Usage(TrainerCallback):
     def trained(self, model: Any) -> dict[str, int]:
         """Measure at the end of training. Return all measurements, peaks included."""
         self.held |= _model_bytes(model) | peaks()
-        self._tell("trained")
+        self._emit("trained")
         return self.held
 
-    def _tell(self, when: str) -> None:
+    def _emit(self, when: str) -> None:
         self._events.emit("memory", when=when, **self.held)
 
 
@@ -87,7 +87,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def num_bytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes of the storages behind tensors, each counted once; those on the meta device hold nothing.
+    """Return the bytes of the storages behind tensors, counted once; those on the meta device hold nothing.
 
     Of a divided tensor, this rank's part counts.
     """

@@ -39,7 +39,7 @@ class WatchedTrainer(Trainer):
             "training.gradient_accumulation_steps" in adjustment.changes for adjustment in assignment.adjustments
         )
         if is_divided and not self.model_accepts_loss_kwargs:
-            self._tell(
+            self._warn(
                 f"{model_type} averages its loss per batch: the parts of a divided batch count the same, regardless "
                 "of their number of tokens"
             )
@@ -109,7 +109,7 @@ class WatchedTrainer(Trainer):
         if not self._sealing.is_idle:
             with self._stop.phase("save"):
                 if self._ranks.are_several:
-                    super().finish_save()  # another would need a part of each rank
+                    super().finish_save()  # another would need a part of every rank
                     return
                 while not self._could_save() and (self._is_best or not self._divergence.is_suspicious):
                     self.check_weights()
@@ -123,7 +123,7 @@ class WatchedTrainer(Trainer):
         try:
             super().finish_save()
         except Exception as problem:  # noqa: BLE001 - the other error is raised
-            self._tell(f"the last checkpoint could not be written: {said(problem)}")
+            self._warn(f"the last checkpoint could not be written: {said(problem)}")
 
     def _wait_for_seal(self) -> None:
         """Wait for the last checkpoint, in a phase whose rhythm is the disk's and not that of writing."""
@@ -158,7 +158,7 @@ class WatchedTrainer(Trainer):
             self.state.best_model_checkpoint = self._ranks.broadcast(self.state.best_model_checkpoint)
 
     def _save_parts(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint of which each rank has a part: all begin again while one finds no room for its own.
+        """Write a checkpoint of which every rank has a part: all begin again while one finds no room for its own.
 
         Raises DiskShortError on all ranks, with none of it left.
         """
@@ -227,7 +227,7 @@ class WatchedTrainer(Trainer):
         is_whole = self._assignment.precision.adapter_dtype is None
         written = disk_reserve.written_bytes(self.model, self.optimizer, is_whole=is_whole)
         self._needed_bytes = disk_reserve.needed_bytes(checkpoints_dir, written)
-        disk_reserve.make(checkpoints_dir, self._needed_bytes, keep=self._needed(), tell=self._tell)
+        disk_reserve.make(checkpoints_dir, self._needed_bytes, keep=self._needed(), log=self._warn)
 
     def _make_room(self, problem: Exception) -> None:
         """Make room after a checkpoint found none; raise any other problem, and DiskShortError if there is none.
@@ -240,15 +240,15 @@ class WatchedTrainer(Trainer):
         is_full = isinstance(problem, RuntimeError) and left < max(self._needed_bytes, disk_reserve.SPARE_BYTES)
         if not (is_full or disk_reserve.is_no_room(problem)):
             raise problem
-        self._tell(f"a checkpoint could not be written: {problem}")
+        self._warn(f"a checkpoint could not be written: {problem}")
         # Others write there, too, or the checkpoint is larger than the last one.
         num_bytes = max(self._needed_bytes, disk_reserve.free_bytes(checkpoints_dir)) + disk_reserve.SPARE_BYTES
         if self._is_short:
             raise disk_reserve.short(checkpoints_dir, num_bytes) from problem
         self._is_short = True
-        disk_reserve.make(checkpoints_dir, num_bytes, keep=self._needed(), tell=self._tell)
+        disk_reserve.make(checkpoints_dir, num_bytes, keep=self._needed(), log=self._warn)
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         self._events.log("warning", text)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
