@@ -66,12 +66,13 @@ def _check_one(instance: Instance, path: Path, beside: Iterable[Path]) -> Verdic
 
 def _not_there(instance: Instance, job_spec: JobSpec, beside: Iterable[Path]) -> Iterator[str]:
     """Yield a warning for each job that the file names and that neither honed knows nor another file makes."""
+    from honed.spec import jobfile
     from honed.spec import spec as specs
 
     made = set()
     for path in beside:
         with contextlib.suppress(HonedError):  # its own check reports its fault
-            made.add(specs.load(path).name or path.stem.removesuffix(".hold"))
+            made.add(jobfile.load(path).name or path.stem.removesuffix(".hold"))
     named = {str(name): "depends_on" for name in job_spec.depends_on or ()}
     named |= {name: key for key, name in specs.references(job_spec).items()}
     there = instance.jobs(names=[*named]) if named and instance.layout.spool_dir.is_dir() else []
@@ -86,10 +87,11 @@ def _not_there(instance: Instance, job_spec: JobSpec, beside: Iterable[Path]) ->
 
 def _made(instance: Instance, path: Path) -> dict[str, Path]:
     """Return the output directories of those jobs named by a job file that have succeeded."""
+    from honed.spec import jobfile
     from honed.spec import spec as specs
 
     try:
-        names = set(specs.references(specs.load(path)).values())
+        names = set(specs.references(jobfile.load(path)).values())
     except HonedError:
         return {}  # the check reports its fault
     made: dict[str, Path] = {}
