@@ -55,7 +55,7 @@ from honed.job.plan_file import Earlier, PlanFile
 from honed.run.helper import READY, STAGE_BYTES
 from honed.run.rehearsed import Kept
 from honed.run.reply import Answer, Passed, Postponed, Refused
-from honed.spec import kind, problem, spec, sweep
+from honed.spec import jobfile, kind, problem, spec, sweep
 from honed.spec.config import Config
 from honed.spec.document import Document
 from honed.spec.spec import JobSpec
@@ -94,10 +94,10 @@ def check(spec_path: Path, asked: Asked, data: bytes | None = None) -> Verdict:
     layout, config = asked.layout, asked.config
     try:
         asked.progress("spec")
-        parsed = spec.read(spec_path, data, max_bytes=config.spool.max_spec_bytes)
+        parsed = jobfile.read(spec_path, data, max_bytes=config.spool.max_spec_bytes)
         try:
             members = _members(parsed, config)
-            job_spec = spec.of(parsed)
+            job_spec = jobfile.of(parsed)
             submitter = os.getuid() if asked.uid is None else asked.uid
             clustercheck.require_user(layout, config, submitter)
             entitlement.require_class(config, job_spec.job_class, submitter)
@@ -141,7 +141,7 @@ def _members(parsed: Document, config: Config) -> tuple[Member, ...]:
     found = sweep.members(parsed.data, parsed.lines, max_jobs=config.spool.max_sweep_jobs)
     for member in found:
         try:
-            job_spec = spec.validate(member.document, sweep.lines_of(member, parsed.lines), parsed.problems)
+            job_spec = jobfile.validate(member.document, sweep.lines_of(member, parsed.lines), parsed.problems)
             _check_halving(job_spec, member, parsed)
         except SpecError as error:
             # No edit of the file's own key helps where the sweep sets it.

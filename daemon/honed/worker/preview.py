@@ -23,7 +23,7 @@ from typing import Any, cast
 from honed.inputs import basemodel, dataset, hubdata
 from honed.inputs.row import Example
 from honed.plan import prefix
-from honed.spec import kind, spec
+from honed.spec import jobfile, kind
 from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import quote
 from honed.system.error import DatasetError, HonedError, ModelError, SpecError, plain, said
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print a list of objects, or {error}")
     options = parser.parse_args(arguments)
     try:
-        job_spec = _located(spec.load(options.spec_file))
+        job_spec = _located(jobfile.load(options.spec_file))
         rows = preview(job_spec, num_rows=options.rows, base_model_path=options.base_model)
     except HonedError as error:
         if options.json:
