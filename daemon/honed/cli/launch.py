@@ -169,6 +169,8 @@ def _counts(words: Sequence[str], variables: Mapping[str, str | None]) -> Iterat
     if _DEVICES & counts.keys():
         counts.pop("CUDA_VISIBLE_DEVICES", None)
     for name, count in counts.items():
+        if name == "config_file":
+            yield "--config_file", "accelerate's own settings are not read: write resources: {gpus: N} for several GPUs"
         if name not in _DEVICES | _MACHINES and name not in _IN_ENVIRONMENT:
             continue
         num = _number(count)

@@ -40,7 +40,8 @@ _IN_DOUBLE = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^}]*))?\})")
-_NAMED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_NAMED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_REST_OF_LINE = re.compile(r"[^\S\n]*(?:\n|\Z)")
 _DECLARING = {"export", "local", "declare", "typeset", "readonly"}
 _REJECTED = {
     **dict.fromkeys(("if", "case", "select"), "a branch"),
@@ -69,15 +70,18 @@ def commands(text: str, name: str) -> Iterator[Command]:
         is_declaring = words[0] in _DECLARING
         own: Values = {}
         while words[is_declaring:] and (match := _NAMED.fullmatch(words[is_declaring])):
-            value = "".join(_fields(match[2], {**values, **own}, is_split=False))
+            known = {**values, **own}
+            before = known.get(match[1]) if match[2] else ""
+            value = (before or "") + "".join(_fields(match[3], known, is_split=False))
             # After && and ||, whether it is set depends on what ran before.
-            own[match[1]] = value if sign not in ("&&", "||") and len(value) <= MAX_VALUE else None
+            is_known = before is not None and sign not in ("&&", "||") and len(value) <= MAX_VALUE
+            own[match[1]] = value if is_known else None
             del words[is_declaring]
         if is_declaring or not words:
             values |= own
             continue
         fields = [field for word in words for field in _fields(word, values)]
-        if fields[:1] == ["read"]:
+        if fields[:1] in (["read"], ["unset"]):
             values |= dict.fromkeys(fields[1:])
         if fields:
             yield Command(fields, {**values, **own})
@@ -104,6 +108,8 @@ def _simple(text: str, name: str) -> Iterator[tuple[str, list[str]]]:
             raise rejected("a here-document")
         if match["word"] and not words and not is_redirected and match[0] in _REJECTED:
             raise rejected(_REJECTED[match[0]])
+        if match["word"] and match[0].endswith(("\\ ", "\\\t")) and _REST_OF_LINE.match(text, match.end()):
+            raise rejected("a space after the backslash at its end")
         at = match.end()
         if match["redirection"]:
             is_redirected = True

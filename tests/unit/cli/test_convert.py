@@ -234,6 +234,7 @@ def test_a_value_that_only_the_shell_knows_is_named_and_nothing_runs(tmp_path: P
             {"--num_processes": "{gpus: 4}", "--num_machines": "{nodes: 2}"},
         ),
         ("CUDA_VISIBLE_DEVICES=0 accelerate launch --num_processes 1 -m", {}),
+        ("accelerate launch --config_file it.yaml -m", {"--config_file": "{gpus: N}"}),
     ],
 )
 def test_the_number_of_devices_and_machines_is_never_dropped_in_silence(before: str, notes: dict[str, str]) -> None:
@@ -251,6 +252,7 @@ def test_the_number_of_devices_and_machines_is_never_dropped_in_silence(before: 
         'ARGS="--model_name_or_path a/b --max_length 8"; trl sft $ARGS',
         'export M=a/b L=8\ntrl sft --model_name_or_path "$M" \\\n  --max_length $L  # so\n',
         'N=\'it\'\'s #1\'; cd "$(dirname "$0")" && srun -n 1 {} 2>&1 | tee "$N.log"',
+        'ARGS="--model_name_or_path a/b"; ARGS+=" --max_length 8"; trl sft $ARGS',
         "A=a; B=$A/b; trl sft --model_name_or_path ${{B}} --max_length=${{L:-8}}",
     ],
 )
@@ -264,6 +266,8 @@ def test_an_ordinary_script_is_read_as_the_shell_would(text: str) -> None:
     [
         'M=a\n[ -n "$1" ] && M=b\n{} "$M"',
         "read M\n{} $M",
+        "M=a\nunset M\n{} $M",
+        "M+=a\n{} $M",
         "M=a\n{} '$M'",
         "X='eval $X'; eval $X; {} $M",
     ],
@@ -286,6 +290,7 @@ def test_a_value_that_depends_on_what_runs_is_named(text: str) -> None:
         ("\n\nARGS=( --seed 1 )\n{}", "line 3 has an array"),
         ("cat <<EOF >it.yaml\na\nEOF\n{}", "line 1 has a here-document"),
         ("echo 'it is\n{}", "line 1 has a quote that never ends"),
+        ("{} \\ \n  --seed 1", "line 1 has a space after the backslash"),
         ("srun bash -c '{}'", "what srun is given as one word is not read"),
     ],
 )
