@@ -40,6 +40,8 @@ PIPE_WIDTH = 400
 WRAPPED = {"detail", "hint", "waiting because", " "}
 #: Rows from which on a table is printed without colours.
 MAX_DRAWN_ROWS = 500
+#: Largest value of a line of bars: the range of two is a number, too.
+MAX_DRAWN = 1e300
 
 
 class _Console(Console):
@@ -263,6 +265,7 @@ def sparkline(values: Sequence[float], *, width: int = 24) -> str:
     if not values:
         return ""
     bars = "▁▂▃▄▅▆▇█"
+    values = [max(-MAX_DRAWN, min(MAX_DRAWN, value)) for value in values]
     stride = max(1, -(-len(values) // width))
     points = [sum(values[at : at + stride]) / len(values[at : at + stride]) for at in range(0, len(values), stride)]
     low, high = min(points), max(points)

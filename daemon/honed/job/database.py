@@ -630,7 +630,7 @@ class Reader:
                     AND step >= (n * ?4 + ?3 - 1) / ?3 AND step < ((n + 1) * ?4 + ?3 - 1) / ?3
                 ORDER BY step LIMIT {MAX_AVERAGED})) FROM stretch"""
         rows = self._rows(sql, job_id, name, min(num_points, num_steps), num_steps)
-        return [value for (value,) in rows if value is not None]
+        return [value for (value,) in rows if value is not None and math.isfinite(value)]  # the sum may be too large
 
     def stage(self, job_id: int) -> str | None:
         """Return the last reported stage."""

@@ -29,6 +29,8 @@ SPARK_WIDTH, SPARK_HEIGHT, SPARK_POINTS = 96, 22, 32
 #: Smallest range of an axis relative to its values: a change in the eighth digit is noise, and its labels would not
 #: fit.
 MIN_RANGE = 1e-3
+#: Largest value that is drawn: the range of an axis is a number, too.
+MAX_DRAWN = 1e300
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def lines(
 ) -> Markup:
     """Return a figure with some series on common axes; empty if no series has a point. `is_served`: with the points for
     plots.js, more of them, which takes the place of the drawing."""
-    series = [item for item in series if item.points]
+    series = [Series(item.name, [(x, _drawn(y)) for x, y in item.points]) for item in series if item.points]
     if not series:
         return Markup()
     data = _data(series, from_zero=from_zero) if is_served else Markup()
@@ -82,6 +84,7 @@ def sparkline(name: str, values: Sequence[float]) -> Markup:
     """Return a small line without axes; empty without two values."""
     if len(values) < 2:
         return Markup()
+    values = [_drawn(value) for value in values]
     low, high = min(values), max(values)
     x_scale, y_scale = _Scale(0, len(values) - 1, 1, SPARK_WIDTH - 1), _Scale(low, high, SPARK_HEIGHT - 2, 2)
     path = "M" + "L".join(f"{x_scale(x):.1f} {y_scale(y):.1f}" for x, y in enumerate(values))
@@ -109,6 +112,10 @@ def histogram(title: str, counts: Sequence[int], width: float, *, x_label: str) 
             "</title></rect>"
         )
     return _figure(title, _axes(x_ticks, y_ticks, x_scale, y_scale, x_label) + "".join(bars), ())
+
+
+def _drawn(value: float) -> float:
+    return max(-MAX_DRAWN, min(MAX_DRAWN, value))
 
 
 def thinned(points: Sequence[tuple[float, float]], number: int = MAX_POINTS) -> list[tuple[float, float]]:

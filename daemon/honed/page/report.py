@@ -66,6 +66,8 @@ _PARTS = (
     ("available", "available_bytes"),
 )
 
+#: Rows of a bin, tokens of its width: what a worker has reported may be any number.
+MAX_COUNT = 2**53
 #: Jobs of every kind (running, queued, held, over) on the index: nobody reads a page of ten thousand.
 MAX_INDEX_JOBS = 200
 
@@ -405,7 +407,8 @@ def _data(story: Story) -> tuple[Markup, list[tuple[Any, ...]]]:
     lengths = _dict(counts.get("lengths"))
     bins, width = lengths.get("counts"), lengths.get("width")
     drawn = Markup()
-    if isinstance(bins, list) and all(isinstance(item, int) for item in bins) and isinstance(width, int | float):
+    is_whole = isinstance(bins, list) and all(isinstance(item, int) and 0 <= item < MAX_COUNT for item in bins)
+    if is_whole and isinstance(width, int | float) and 0 < width < MAX_COUNT:
         drawn = plot.histogram("Tokens of a row, as trained on", bins, width, x_label="tokens")
     return drawn, [
         (

@@ -16,6 +16,10 @@ def test_a_line_that_is_padded_to_the_width_makes_no_line_of_its_own(capsys: pyt
         assert "".join(said).replace(" ", "") == text.replace(" ", "").replace("\n", "")
 
 
+def test_a_course_of_the_largest_numbers_is_a_line_of_bars() -> None:
+    assert len(set(terminal.sparkline([-1.7e308, 1.7e308]))) == 2
+
+
 def test_a_line_of_a_pipe_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/srv/" + "a directory/" * 100
     terminal.say(path)

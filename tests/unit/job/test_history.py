@@ -118,6 +118,8 @@ def test_a_course_is_the_mean_of_each_stretch_of_steps(database: Database) -> No
         tell(database, 1, *(step(0, 100.0) for _ in range(2 * MAX_AVERAGED)))
         (first,) = reader.course(1, "loss", num_points=1)
         assert 99 < first < 100  # the first rows of the stretch alone
+        tell(database, 2, *(step(number, 1.7e308) for number in range(2)))
+        assert reader.course(2, "loss", num_points=1) == []  # their sum is no number
 
 
 def test_a_page_of_a_database_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:

@@ -57,6 +57,13 @@ def test_a_plot_of_nothing_is_nothing_and_one_point_is_a_dot() -> None:
     assert "<path" not in drawn
 
 
+def test_the_largest_numbers_have_a_picture() -> None:
+    series = Series("a", [(0, -1.7e308), (1, 1.7e308)])
+    for drawn in (plot.lines("A", [series], is_served=True), plot.sparkline("a", [-1.7e308, 1.7e308])):
+        assert "<path" in drawn
+        assert not re.search("nan|inf", drawn)
+
+
 def test_everything_lies_within_the_picture() -> None:
     drawn = plot.lines("Loss", [Series("a", [(17, 1e-9), (9_999, 3e4)]), Series("b", [(1, -5), (3, 2)])])
     for x, y in re.findall(r'cx="([\d.-]+)" cy="([\d.-]+)"', drawn):
