@@ -135,9 +135,11 @@ class StagedWorkers:
 
     def recover(self) -> None:
         """Take over the workers that an earlier daemon staged, by the entries, to end them."""
-        for job in list(self._spool.jobs(State.QUEUED)):
-            if job.staged_at is not None and not self._adopt(job.id, job.name, next_number(job), job.num_staged):
-                self._spool.update(job, staged_at=None)
+        for job in [job for job in self._spool.jobs(State.QUEUED) if job.staged_at is not None]:
+            # What cannot be found out or written now, as on a full disk, keeps honed from no start.
+            with self._attempts.failures.alone(f"job {job.id} ({job.name})"):
+                if not self._adopt(job.id, job.name, next_number(job), job.num_staged):
+                    self._spool.update(job, staged_at=None)
 
     def take_over(self, workers: Iterable[Live]) -> None:
         """Take over staged workers that live and are not followed, to end them."""
@@ -145,10 +147,12 @@ class StagedWorkers:
             job = self._spool.job(live.job_id)
             if live.job_id in self._workers or (job is not None and job.state is State.RUNNING):
                 continue
-            if live.attempt is not None:
-                self._adopt(live.job_id, job.name if job is not None else f"job-{live.job_id}", *live.attempt)
-            elif job is not None:  # else it cannot be followed; the fence reports it
-                self._adopt(job.id, job.name, next_number(job), job.num_staged)
+            name = job.name if job is not None else f"job-{live.job_id}"
+            with self._attempts.failures.alone(f"job {live.job_id} ({name})"):
+                if live.attempt is not None:
+                    self._adopt(live.job_id, name, *live.attempt)
+                elif job is not None:  # else it cannot be followed; the fence reports it
+                    self._adopt(job.id, name, next_number(job), job.num_staged)
 
     def _adopt(self, job_id: int, name: str, number: int, start: int) -> bool:
         """Follow a worker to its end: no entry wants it. Returns False if there is none."""

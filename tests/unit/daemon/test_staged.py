@@ -200,6 +200,21 @@ def test_an_entry_whose_staged_worker_has_vanished_is_not_staged_any_more(place:
     assert (place.job().staged_at, len(place.staged)) == (None, 0)
 
 
+def test_a_full_disk_keeps_honed_from_no_start(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.staged.forget(place.job())
+    with monkeypatch.context() as full:
+        full.setattr(place.runner, "adopt", no_room)
+        place.staged.recover()
+        assert "No space" in place.attempts.failures.fault
+        place.look()
+    assert (place.job().state, len(place.staged)) == (State.QUEUED, 0)
+    place.now += 31
+    place.look()
+    wait_for(lambda: place.turn() or not len(place.staged), what="no staged worker")
+    assert not place.runner.live()
+    assert (place.job().state, place.job().staged_at, place.job().attempts) == (State.QUEUED, None, ())
+
+
 def failed(place: Place) -> None:
     """Let the worker have found its data wrong, and end."""
     path = place.layout.job(1).attempt(1).result_path
