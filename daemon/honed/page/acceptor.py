@@ -63,6 +63,11 @@ class _Process:
         except OSError:  # it has ended, and its counts with it
             self._ended.clear()
 
+    def finish(self) -> None:
+        """Have it accept no more: it ends once it has handed over what it accepted."""
+        with contextlib.suppress(OSError):  # it has ended
+            self.link.shutdown(socket.SHUT_WR)
+
     def end(self) -> None:
         self.link.close()
         self._process.kill()
@@ -83,13 +88,14 @@ class Acceptor:
         self._count_file.write(COUNT.pack(0))
         self._backoff = Backoff(FIRST_PAUSE_SEC, MAX_PAUSE_SEC)
         self._process: _Process | None = None
+        self._is_resting = False
         name = listening.getsockname()
         self.path = Path(name) if isinstance(name, str) and name else None  # None: it has no file
         self._file = self._now()
         self._start()
 
     def _start(self) -> None:
-        if self.listening.fileno() < 0:
+        if self.listening.fileno() < 0 or self._process is not None or self._is_resting:
             return
         try:
             self._process = _Process(self.listening, self._count_file.fileno())
@@ -102,6 +108,19 @@ class Acceptor:
         pause_sec = self._backoff.next_sec()
         log.error("%s: the process that accepts connections %s; next start in %g s", self.path, why, pause_sec)
         self._loop.call_later(pause_sec, self._start)
+
+    def rest(self) -> bool:
+        """Leave new connections to the kernel. Returns True once none is on its way here."""
+        if self._process is not None and not self._is_resting:
+            self._process.finish()
+        self._is_resting = True
+        return self._process is None and not self._tasks
+
+    def resume(self) -> None:
+        """Accept again after `rest`."""
+        if self._is_resting and self._process is None:
+            self._is_resting = False
+            self._start()
 
     def close(self) -> None:
         self._end_process()
@@ -142,7 +161,8 @@ class Acceptor:
                 message = b""
             if not message:
                 self._end_process()
-                self._start_later("has ended")
+                if not self._is_resting:
+                    self._start_later("has ended")
                 return
             self._backoff.reset()
             [holder] = HOLDER.unpack(message)

@@ -243,8 +243,16 @@ class Server(uvicorn.Server):
                 f"{len(self.server_state.connections)} connections, {self.server_state.total_requests} responses, "
                 f"{self._num_refused} refused{f'; {self._fault}' if self._fault else ''}"
             )
-        is_idle = self._idle_sec is not None and now - self._busy_at >= self._idle_sec
-        return await super().on_tick(counter) or is_idle
+        return await super().on_tick(counter) or self._is_idle(now)
+
+    def _is_idle(self, now: float) -> bool:
+        """Return True if it may end now: no connection is there, or on its way to a server that would close it."""
+        if self._idle_sec is not None and now - self._busy_at >= self._idle_sec:
+            are_resting = [acceptor.rest() for acceptor in self._acceptors]
+            return all(are_resting)
+        for acceptor in self._acceptors:
+            acceptor.resume()
+        return False
 
     def _look(self) -> None:
         """Listen again where the file of a unix socket was removed. One of systemd's can only be reported."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 import time
@@ -104,6 +105,33 @@ def test_root_and_our_own_user_have_as_many_as_they_make() -> None:
             assert made.num_refused == 0
             for each, _ in ours:
                 each.close()
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_comes_as_it_rests_is_made_or_waits_until_it_goes_on() -> None:
+    async def run() -> None:
+        before = processes()
+        async with acceptor() as made, asyncio.timeout(DEADLINE_SEC):
+            loop = asyncio.get_running_loop()
+            (await connect(made))[0].close()
+            with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+                first.connect(made.listening.getsockname())
+                assert made._process is not None
+                assert select.select([made._process.link], [], [], DEADLINE_SEC)[0]  # accepted, and on its way
+                assert not made.rest()
+                while not made.rest():
+                    await asyncio.sleep(0.01)
+                assert processes() == before
+                second.connect(made.listening.getsockname())
+                first.setblocking(False)
+                assert await loop.sock_recv(first, 7) == b"welcome"
+                made.resume()
+                second.setblocking(False)
+                assert await loop.sock_recv(second, 7) == b"welcome"
+                made.resume()
+                assert len(processes() - before) == 1
+        assert processes() == before
 
     asyncio.run(run())
 
