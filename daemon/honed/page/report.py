@@ -405,7 +405,8 @@ def _data(story: Story) -> tuple[Markup, list[tuple[Any, ...]]]:
     """Return the histogram of the rows' lengths, and one row per data set."""
     counts = story.last("data")
     lengths = _dict(counts.get("lengths"))
-    bins, width = lengths.get("counts"), lengths.get("width")
+    bins: Any = lengths.get("counts")
+    width = lengths.get("width")
     drawn = Markup()
     is_whole = isinstance(bins, list) and all(isinstance(item, int) and 0 <= item < MAX_COUNT for item in bins)
     if is_whole and isinstance(width, int | float) and 0 < width < MAX_COUNT:
