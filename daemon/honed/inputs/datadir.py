@@ -276,7 +276,6 @@ def _word(name: str) -> str | None:
 
 
 def _stem(file: Path) -> str:
-    """Return a file's name without the suffixes of its format."""
     name = file.name
     while form_of(Path(name)) is not None:
         name = Path(name).stem
@@ -284,7 +283,6 @@ def _stem(file: Path) -> str:
 
 
 def _unnumbered(stem: str) -> str:
-    """Return a name without the number of its shard."""
     return shard["split"] if (shard := _SHARD.fullmatch(stem)) is not None else stem
 
 
