@@ -22,7 +22,7 @@ import warm
 from honed.inputs import basemodel, modality
 from honed.job.plan_file import PlanFile
 from honed.plan import parameter, precision
-from honed.spec import spec as specs
+from honed.spec import jobfile
 from honed.system.device import cpu
 from honed.system.error import BackendError, ModelError
 from honed.worker.model import load, transformers_backend, unsloth_backend
@@ -223,7 +223,7 @@ PARTS = [
 
 def loaded(base: Path, quantization: str = "none", **lora: Any) -> tuple[Any, Any]:
     """Return a model with its adapter, loaded by the real backend, and the assignment."""
-    spec = specs.validate(
+    spec = jobfile.validate(
         {
             "base_model": str(base),
             "datasets": [{"path": "/d.jsonl"}],

@@ -387,7 +387,7 @@ def _check_attached(
     named = "; ".join(found.broken)
     if job_spec.media.broken == "refuse" or found.num_broken == found.num_attached:
         hint = "relative paths are resolved against the data file's directory, or the data set's `media_dir`"
-        raise DatasetError(f"{each.path}: {told}: {named}", hint=hint)
+        raise DatasetError(f"{each.path}: {told}: {named}", hint=hint) from found.media_fault
     return [*warnings, f"{each.path}: {told}, and will be skipped: {named}"]
 
 

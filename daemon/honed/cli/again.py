@@ -16,7 +16,7 @@ import yaml
 
 from honed.cli import draft, submission, terminal
 from honed.cli.instance import Instance
-from honed.spec import document, problem, relative, spec
+from honed.spec import document, jobfile, problem, relative
 from honed.spec.problem import InvalidSpecError, Problem
 from honed.system import untrusted
 from honed.system.error import EnvironmentInvalidError, HonedError, UsageError
@@ -102,7 +102,7 @@ def in_options(error: HonedError, settings: Sequence[str]) -> HonedError:
 def _alone(settings: Sequence[str]) -> dict[str, Problem]:
     """Return the problems of a job file that has nothing but the KEY=VALUE of --set, by key."""
     try:
-        spec.validate(changed({}, settings))
+        jobfile.validate(changed({}, settings))
     except InvalidSpecError as error:
         return {item.key: item for item in error.problems}
     except HonedError:

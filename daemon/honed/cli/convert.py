@@ -19,7 +19,7 @@ from typing import Any
 from honed.cli import foreign, launch, schema, terminal
 from honed.cli.foreign import UNKNOWN, Foreign
 from honed.cli.instance import Instance
-from honed.spec import problem, relative, spec, synonym
+from honed.spec import jobfile, problem, relative, synonym
 from honed.spec.advice import is_off
 from honed.spec.problem import InvalidSpecError, Problem, as_path, at, mended, written
 from honed.spec.spec import JobSpec
@@ -125,7 +125,7 @@ def _settle(made: Converted) -> None:
                     made.lost[dotted] = f"{written(value)}: {why}" if isinstance(value, str) else why
     for _ in range(MAX_ROUNDS):
         try:
-            spec.validate(made.data)
+            jobfile.validate(made.data)
         except InvalidSpecError as error:
             _apply(made, error.problems)
         else:
@@ -224,7 +224,7 @@ def _add_defaults(made: Converted, defaults: Mapping[str, Any]) -> None:
         made.written[key] = value(made.data) if callable(value) else value
         made.data = mended(made.data, {key: made.written[key]})
     with contextlib.suppress(InvalidSpecError):
-        spec.validate(made.data)
+        jobfile.validate(made.data)
         return
     _settle(made)
 

@@ -67,12 +67,13 @@ def _check_one(instance: Instance, path: Path, others: Iterable[Path]) -> Verdic
 
 def _not_there(instance: Instance, job_spec: JobSpec, other_paths: Iterable[Path]) -> Iterator[str]:
     """Yield a warning per job that the file names and that neither honed knows nor another file makes."""
+    from honed.spec import jobfile
     from honed.spec import spec as specs
 
     made = set()
     for path in other_paths:
         with contextlib.suppress(HonedError):  # its own check reports its fault
-            made.add(specs.load(path).name or path.stem.removesuffix(".hold"))
+            made.add(jobfile.load(path).name or path.stem.removesuffix(".hold"))
     named = {str(name): "depends_on" for name in job_spec.depends_on or ()}
     named |= {name: key for key, name in specs.references(job_spec).items()}
     there = instance.jobs(names=[*named]) if named and instance.layout.spool_dir.is_dir() else []
@@ -87,10 +88,11 @@ def _not_there(instance: Instance, job_spec: JobSpec, other_paths: Iterable[Path
 
 def _made(instance: Instance, path: Path) -> dict[str, Path]:
     """Return the output directories of those jobs named by a job file that have succeeded."""
+    from honed.spec import jobfile
     from honed.spec import spec as specs
 
     try:
-        names = set(specs.references(specs.load(path)).values())
+        names = set(specs.references(jobfile.load(path)).values())
     except HonedError:
         return {}  # the check reports its fault
     made: dict[str, Path] = {}

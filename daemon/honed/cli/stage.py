@@ -25,7 +25,7 @@ from honed.inputs.attachment import RowError
 from honed.inputs.media import Media
 from honed.inputs.row import fields
 from honed.job import tree
-from honed.spec import document, spec
+from honed.spec import document, jobfile
 from honed.spec.config import Config
 from honed.spec.media import KINDS, Kind
 from honed.spec.problem import mended
@@ -49,7 +49,7 @@ def stage(spec_path: Path, layout: Layout, config: Config) -> Staged:
 
     Raises the error of an invalid job file, and EnvironmentInvalidError if we may not use the drop box.
     """
-    job_spec = spec.load(spec_path, max_bytes=config.spool.max_spec_bytes)
+    job_spec = jobfile.load(spec_path, max_bytes=config.spool.max_spec_bytes)
     policy = Policy.of(layout, config, os.getuid())
     model, adapter = (
         Path(value) if value is not None and value.startswith("/") else None

@@ -25,6 +25,7 @@ from honed.inputs.message import NoAnswerError, RefusedRowError, kind_of, words
 from honed.inputs.misfit import Misfit
 from honed.inputs.row import Example, convert, fields, recognise, unread
 from honed.spec.data_form import form_of
+from honed.system import durable
 from honed.system.error import DatasetError
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Inspection:
     num_attached: int  #: rows with media
     num_broken: int  #: rows with media of which a file is missing or unreadable
     broken: tuple[str, ...]  #: the first few
+    media_fault: OSError | None  #: a fault of the machine for which one of them is
     overlooked: tuple[str, ...]  #: apparent media that are not read as such
     absent: tuple[str, ...]  #: entries of the data set's `columns` that no row has
     unread: tuple[str, ...]  #: columns that this format does not read
@@ -183,6 +185,7 @@ def inspect(
         num_attached=seen.num_rows,
         num_broken=seen.num_broken,
         broken=tuple(seen.broken),
+        media_fault=seen.fault,
         overlooked=tuple(overlooked),
         absent=tuple(theirs for theirs in (dataset.columns or {}).values() if theirs not in columns),
         unread=tuple(key for key in not_read if not any(f"`{key}`" in text for text in overlooked)),
@@ -238,6 +241,7 @@ class _Looker:
         self._permit = permit
         self.attached: list[Attached] = []
         self.broken: list[str] = []
+        self.fault: OSError | None = None
         self.num_rows = self.num_broken = self._num_opened = 0
 
     def look(self, example: Example, place: str) -> None:
@@ -254,6 +258,7 @@ class _Looker:
                     require(item)
         except MediaError as error:
             self.num_broken += 1
+            self.fault = self.fault or durable.cause_at_persons(error)
             self.broken += [f"{place}: {error.said}"] if len(self.broken) < MAX_NAMED else []
 
 

@@ -71,6 +71,8 @@ T = TypeVar("T")
 
 #: Without it huggingface_hub 1.33 requests a list of coding agents from its hub, and reports if one of them runs here.
 ENVIRONMENT = {"HF_HUB_DISABLE_TELEMETRY": "1"}
+#: Errors of a full disk.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 #: Seconds before a retry while the hub does not answer: the first delay, doubled every time; and the longest.
 FIRST_DELAY_SEC = 1.0
 MAX_DELAY_SEC = 60.0
@@ -221,19 +223,27 @@ class Download:
         out.seek(0, os.SEEK_END)
 
     def patiently(self, step: Callable[[], T]) -> T:
-        """Retry a step while the hub does not answer, with growing delays, until the deadline."""
+        """Retry a step while the hub does not answer, or the machine is at fault, with growing delays, until the
+        deadline. Raises OSError for want of room, and if a submitter can be its cause."""
         while True:
             self._check_deadline()
             try:
                 done = step()
             except TransientError as error:
-                if str(error) != self.progress["problem"]:
-                    log.warning("%s: %s; retrying until hub.fetch_timeout_sec", self._hub.where, error)
-                self.say(problem=str(error), at_once=True)
-                time.sleep(max(0.0, min(self._backoff.next_sec(), self._left_sec())))
+                self._wait(str(error))
+            except OSError as error:
+                if error.errno in NO_ROOM or (fault := durable.fault_at_persons(error)) is None:
+                    raise
+                self._wait(fault)
             else:
                 self.progress["problem"] = None
                 return done
+
+    def _wait(self, problem: str) -> None:
+        if problem != self.progress["problem"]:
+            log.warning("%s: %s; retrying until hub.fetch_timeout_sec", self._hub.where, problem)
+        self.say(problem=problem, at_once=True)
+        time.sleep(max(0.0, min(self._backoff.next_sec(), self._left_sec())))
 
     def _left_sec(self) -> float:
         return self._request.deadline + self._lookout.paused_sec - awake_time()
@@ -405,7 +415,7 @@ class Fetch:
             yield
 
     def from_os(self, error: OSError) -> HonedError:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        if error.errno in NO_ROOM:
             return DiskShortError(
                 f"{self._cache_dir}: the disk became full after {gib(self._download.progress['bytes'])} of "
                 f"{self._hub.where}",
