@@ -164,8 +164,8 @@ def overlooked(
             kind, column = _kind_by_name(item)
             if kind is not None and column not in names and not (isinstance(item, dict) and item.get("bytes") in data):
                 called = quote.name(key)
-                said = f"the column `{called}` seems to contain {PLURAL[kind]}, but is not read"
-                yield f"{said}: `columns: {{{kind}: {called}}}`"
+                text = f"the column `{called}` seems to contain {PLURAL[kind]}, but is not read"
+                yield f"{text}: `columns: {{{kind}: {called}}}`"
                 break
     for kind in KINDS:
         if not media and _count(messages, f"<{kind}>"):

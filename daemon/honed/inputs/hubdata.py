@@ -250,8 +250,8 @@ def find(cache_dir: Path, asked: Missing) -> DatasetPlace | None:
         for name in files
     ]
     card = path / CARD
-    said = card.read_bytes() if card.is_file() and card.stat().st_size <= MAX_CARD_BYTES else None
-    return DatasetPlace(commit, path, tuple(choose(there, said, asked)))
+    content = card.read_bytes() if card.is_file() and card.stat().st_size <= MAX_CARD_BYTES else None
+    return DatasetPlace(commit, path, tuple(choose(there, content, asked)))
 
 
 def located(
