@@ -122,16 +122,16 @@ def _members(parsed: Document, config: Config) -> tuple[Member, ...]:
     """Return the jobs of a sweep, whose job files are all valid; empty for a single job. Raises SpecError."""
     if not sweep.is_in(parsed.data):
         return ()
-    found = sweep.members(parsed.data, parsed.lines, max_jobs=config.spool.max_sweep_jobs)
-    for member in found:
+    members = sweep.members(parsed.data, parsed.lines, max_jobs=config.spool.max_sweep_jobs)
+    for member in members:
         try:
             job_spec = spec.validate(member.document, sweep.lines_of(member, parsed.lines), parsed.problems)
             _check_halving(job_spec, member, parsed)
         except SpecError as error:
             # No edit of the file's own key helps where the sweep sets it.
-            told = "\n".join(f"{line} (with {member.words})" for line in error.said.splitlines())
-            raise SpecError(told, hint=error.hint) from error
-    return tuple(found)
+            message = "\n".join(f"{line} (with {member.words})" for line in error.said.splitlines())
+            raise SpecError(message, hint=error.hint) from error
+    return tuple(members)
 
 
 def _check_halving(job_spec: JobSpec, member: Member, parsed: Document) -> None:

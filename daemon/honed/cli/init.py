@@ -210,7 +210,7 @@ def _settled(instance: Instance, made: Draft, method: str | None) -> Verdict:
             if fix.get("eval_split", ...) is None:  # what only held-out rows are for goes with them
                 fix |= {"training.eval_strategy": None, "predictions": None}
             made.job = problem.mended(made.job, fix)
-            made.changes.append(f"{', '.join(problem.told_fix(error.fix))}: {_short(error)}")
+            made.changes.append(f"{', '.join(problem.fix_lines(error.fix))}: {_short(error)}")
             continue
         training = made.job["training"]
         batch = training["per_device_train_batch_size"]
