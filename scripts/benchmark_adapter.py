@@ -65,14 +65,14 @@ def job(root: Path, task: str, dtype: str, seed: int, steps: int) -> Path:
     """Create a job's directory with its plan, as the daemon does."""
     from honed.inputs import basemodel
     from honed.plan import plan
-    from honed.spec import spec
+    from honed.spec import jobfile
     from honed.spec.config import Config
     from honed.system import installed
     from honed.system.device import cpu
 
     directory = root / f"{task}-{dtype}-{seed}"
     directory.mkdir()
-    parsed = spec.validate(
+    parsed = jobfile.validate(
         {
             "base_model": str(root / "model"),
             "quantization": "4bit",

@@ -60,7 +60,7 @@ class Clock:
             try:
                 result = inner(*args, **kwargs)
                 if name == "checkpoint":
-                    args[0].settle()  # wait until it is in place
+                    args[0].finish_save()  # wait until it is in place
                 return result
             finally:
                 self._add(name, began)
@@ -117,13 +117,13 @@ def plan(directory: Path, keys: dict[str, Any]) -> None:
     """Create a job's directory with its plan, as this version's daemon does."""
     from honed.inputs import basemodel
     from honed.plan import plan
-    from honed.spec import spec
+    from honed.spec import jobfile
     from honed.spec.config import Config
     from honed.system import installed
     from honed.system.device import cpu
 
     directory.mkdir()
-    parsed = spec.validate({"backend": "transformers", "predictions": {"sample_frequency": "off"}, **keys})
+    parsed = jobfile.validate({"backend": "transformers", "predictions": {"sample_frequency": "off"}, **keys})
     model = Path(keys["base_model"])
     planned = plan.make(parsed, basemodel.inspect(model), cpu(), config=Config(), installed=installed.look())
     content = {

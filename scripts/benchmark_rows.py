@@ -104,7 +104,7 @@ def honed_side(directory: Path, path: Path, num_processes: int) -> None:
 
     from honed.inputs import basemodel
     from honed.plan import plan
-    from honed.spec import spec as specs
+    from honed.spec import jobfile
     from honed.spec.config import Config
     from honed.system import installed
     from honed.system.device import cpu
@@ -116,7 +116,7 @@ def honed_side(directory: Path, path: Path, num_processes: int) -> None:
     job_dir = Path(tempfile.mkdtemp(dir=directory))
     (job_dir / "attempts/1").mkdir(parents=True)
     document = {"base_model": str(directory / "model"), "datasets": [{"path": str(path)}], "lora": {}}
-    spec = specs.validate(document | {"training": {"max_steps": 1, "max_length": 1024}})
+    spec = jobfile.validate(document | {"training": {"max_steps": 1, "max_length": 1024}})
     planned = plan.make(
         spec, basemodel.inspect(directory / "model"), cpu(), config=Config(), installed=installed.look()
     )

@@ -114,14 +114,14 @@ def job(root: Path, name: str, keys: dict[str, Any]) -> Path:
     """Create a job's directory with its plan, as the daemon does."""
     from honed.inputs import basemodel
     from honed.plan import plan
-    from honed.spec import spec
+    from honed.spec import jobfile
     from honed.spec.config import Config
     from honed.system import installed
     from honed.system.device import cpu
 
     directory = Path(tempfile.mkdtemp(prefix="job-", dir=root))
     model = root / keys.get("base_model", "model")
-    parsed = spec.validate(
+    parsed = jobfile.validate(
         {
             "backend": "transformers",
             "datasets": [{"path": str(root / "train.jsonl")}],

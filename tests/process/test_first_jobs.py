@@ -12,7 +12,7 @@ from harness import RealInstance
 
 import warm
 from honed.cli import convert
-from honed.spec import problem, spec
+from honed.spec import jobfile, problem
 from zoo import settings
 from zoo.model import Format, build_checkpoint, write_facts
 
@@ -47,7 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settled(real: RealInstance, path: Path) -> None:
     """Name a converted job after its file, and apply the corrections that `check` proposes, at most twice."""
-    data = {**spec.read(path).data, "name": path.stem}
+    data = {**jobfile.read(path).data, "name": path.stem}
     path.write_text(convert.yaml_of(data))
     for _ in range(2):
         (answer,) = json.loads(real.honectl("check", "--json", str(path)).stdout)

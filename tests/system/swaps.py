@@ -327,10 +327,12 @@ class Subject:
 
     def _work(self, name: str, swap: str, path: Path) -> str:
         """Do with each input what the worker does: check the path against the grant, then open it as libraries do."""
-        from honed.spec import spec
+        from honed.spec import jobfile
         from honed.system.error import HonedError
 
-        job_spec = spec.of(spec.read(Path("spec.json"), json.dumps(job_of(name, swap, path)).encode(), max_bytes=2**18))
+        job_spec = jobfile.of(
+            jobfile.read(Path("spec.json"), json.dumps(job_of(name, swap, path)).encode(), max_bytes=2**18)
+        )
         model, adapter = Path(job_spec.base_model), None if job_spec.adapter is None else Path(job_spec.adapter)
         inputs = list(self._policy.inputs(job_spec, model, adapter))
         # The grant from when the job was accepted and all paths were valid.

@@ -1,7 +1,9 @@
-"""The border between the daemon's side and the worker's, seen in the modules that a process has loaded."""
+"""The border between the daemon's side and the worker's, seen in the modules that a process has loaded, and the imports
+between modules."""
 
 from __future__ import annotations
 
+import ast
 import re
 import selectors
 import subprocess
@@ -64,6 +66,62 @@ def test_the_daemon_knows_no_model_and_no_data() -> None:
     assert loaded.isdisjoint({"honed.spec.spec", "honed.spec.training"})
 
 
+def imports() -> dict[str, set[str]]:
+    """Return the modules of honed that each of them imports, wherever it does so, for types alone, too."""
+    root = Path(honed.__file__).parent
+    paths = {
+        ".".join(("honed", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in root.rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        imported = set()
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module and not node.level, path
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                imported |= names & paths.keys() or {node.module}
+        graph[module] = imported & paths.keys() - {module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components with more than one node (Tarjan's algorithm)."""
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        numbers[node] = lowest[node] = len(numbers)
+        path.append(node)
+        for other in graph[node]:
+            if other not in numbers:
+                visit(other)
+            if other in path:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == numbers[node]:
+            component = path[path.index(node) :]
+            del path[path.index(node) :]
+            found.extend([sorted(component)] * (len(component) > 1))
+
+    for node in graph:
+        if node not in numbers:
+            visit(node)
+    return found
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}, "e": {"f"}, "f": {"d"}}
+    assert circles(graph) == [["d", "e", "f"], ["b", "c"]]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(imports()) == []
+
+
 #: Modules that name Slurm outside its own: its section, its key in `show`, its words, and the choice of the runner.
 KNOW_SLURM = {
     *("cli/launch.py", "cli/listing.py", "cli/nearest.py", "job/shape.py", "page/api.py"),
@@ -120,7 +178,8 @@ LIST = COMPLETION - {"honed.cli.job_numbers"} | {
         "honed.cli.nearest",
         "honed.cli.terminal",
     ),
-    *("honed.job", "honed.job.change", "honed.job.job", "honed.job.progress", "honed.system.clock"),
+    *("honed.job", "honed.job.change", "honed.job.job", "honed.job.progress", "honed.spec", "honed.spec.kind"),
+    *("honed.system.argument", "honed.system.clock"),
     *("argparse", "dataclasses", "decimal", "inspect", "pygments", "rich", "shutil"),
 }
 HEAVY = {

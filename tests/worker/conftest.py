@@ -19,7 +19,7 @@ from honed.inputs import basemodel, modality
 from honed.job import event
 from honed.job.event import Event
 from honed.plan import plan
-from honed.spec import spec as specs
+from honed.spec import jobfile
 from honed.spec.config import Config
 from honed.system import installed
 from honed.system.device import cpu
@@ -177,7 +177,7 @@ def read_events(path: Path) -> list[Event]:
 
 def plan_job(directory: Path, document: dict[str, Any], *, number: int = 1) -> WorkerJob:
     """Write the plan of a job into its directory, ready for the worker. Raises what refuses the job."""
-    spec = specs.validate(document)
+    spec = jobfile.validate(document)
     base = Path(spec.base_model)
     info = basemodel.inspect(base, model_type=spec.model_type)
     adapter = basemodel.inspect_adapter(Path(spec.adapter)) if spec.adapter else None

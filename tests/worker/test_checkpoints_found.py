@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 
 from honed.check import preflight
 from honed.check.checklist import Asked
-from honed.spec import spec as specs
+from honed.spec import jobfile
 from honed.spec.config import Config
 from honed.system.device import cpu
 from honed.system.error import HonedError, ModelError
 from honed.system.layout import Layout
-from honed.worker.model import load
+from honed.worker.model.config import load_config
 from worker.conftest import Ended, WorkerJob
 from zoo.model import build_checkpoint, write_facts
 
@@ -421,10 +421,10 @@ def test_what_transformers_alone_cannot_load_has_a_config_object_under_its_right
             AutoModelForCausalLM.from_pretrained(found.base)
         with pytest.raises(ValueError, match=r"Unrecognized model|does not recognize this architecture"):
             AutoConfig.from_pretrained(found.base)
-        spec = specs.validate(
+        spec = jobfile.validate(
             {"base_model": str(found.base), "datasets": [{"path": str(found.rows)}], **found.spec, "lora": {}}
         )
-        config = load.load_config(SimpleNamespace(spec=spec, base_model_path=found.base))
+        config = load_config(SimpleNamespace(spec=spec, base_model_path=found.base))
         assert isinstance(config, PreTrainedConfig)
         assert config.model_type == family
 

@@ -22,10 +22,11 @@ import warm
 from honed.inputs import basemodel, modality
 from honed.job.plan_file import PlanFile
 from honed.plan import parameter, precision
-from honed.spec import spec as specs
+from honed.spec import jobfile
 from honed.system.device import cpu
 from honed.system.error import BackendError, ModelError
 from honed.worker.model import load, transformers_backend, unsloth_backend
+from honed.worker.model.config import load_config
 from worker.conftest import MakeJob
 from zoo.vision import FAMILIES, SAMPLING_RATE, build_speaking_checkpoint, build_vision_checkpoint
 
@@ -222,7 +223,7 @@ PARTS = [
 
 def loaded(base: Path, quantization: str = "none", **lora: Any) -> tuple[Any, Any]:
     """Return a model with its adapter, loaded by the real backend, and the assignment."""
-    spec = specs.validate(
+    spec = jobfile.validate(
         {
             "base_model": str(base),
             "datasets": [{"path": "/d.jsonl"}],
@@ -232,7 +233,7 @@ def loaded(base: Path, quantization: str = "none", **lora: Any) -> tuple[Any, An
     )
     choices = precision.decide(spec, basemodel.inspect(base), cpu())
     job: Any = SimpleNamespace(spec=spec, precision=choices, base_model_path=base, plan=PlanFile({}), seed=0)
-    model = transformers_backend.load_base(job, load.load_config(job))
+    model = transformers_backend.load_base(job, load_config(job))
     load.freeze(model, job)
     return transformers_backend.attach_adapter(model, job), job
 
@@ -247,7 +248,7 @@ def test_the_keys_say_which_parts_get_an_adapter(
     assert all("lora_" in name for name in names)
     # Unsloth gets the same layers, one by one.
     chosen = {name.partition(".lora_A")[0].removeprefix("base_model.model.") for name in names if ".lora_A" in name}
-    plain = transformers_backend.load_base(job, load.load_config(job))
+    plain = transformers_backend.load_base(job, load_config(job))
     pattern = transformers_backend.target_pattern(plain, transformers_backend.lora_options(plain, job))
     assert {name for name, _ in plain.named_modules() if re.fullmatch(pattern, name)} == chosen
 

@@ -20,7 +20,7 @@ from honed.system.error import DatasetError, MaskError, ModelError
 from honed.text.chat import IGNORED, ChatFormat, Encoded, MediaCutError
 from honed.text.expansion import Place, carry
 from honed.text.maskcheck import placeholder_ids
-from honed.worker.model.transformers_backend import model_class
+from honed.worker.model.config import model_class
 from honed.worker.rows.collator import merge
 from honed.worker.rows.processor import Processor
 from zoo.vision import LLAVA_1_5, build_vision_checkpoint

@@ -13,7 +13,7 @@ from honed.inputs import basemodel
 from honed.plan import parameter
 from honed.plan.parameter import EXPERT_NAMES
 from honed.plan.precision import PART_KEYS
-from honed.spec import spec as specs
+from honed.spec import jobfile
 from worker.conftest import MakeJob
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "mixtral")
@@ -148,7 +148,7 @@ def test_an_adapter_is_estimated_as_peft_builds_it(
     from transformers import AutoModelForCausalLM
 
     path = checkpoint_of(family, **SIZES[family])
-    spec = specs.validate({"base_model": str(path), "datasets": [{"path": "/d.jsonl"}], "lora": {"r": 8, **lora}})
+    spec = jobfile.validate({"base_model": str(path), "datasets": [{"path": "/d.jsonl"}], "lora": {"r": 8, **lora}})
     assert spec.lora is not None
     options = spec.lora.model_dump(exclude_none=True, exclude=set(PART_KEYS.values()))
     model = peft.get_peft_model(

@@ -21,7 +21,7 @@ from honed.inputs import basemodel
 from honed.job.plan_file import Precision
 from honed.plan import plan
 from honed.spec import export as exports
-from honed.spec import spec as specs
+from honed.spec import jobfile
 from honed.spec.config import Config
 from honed.system.device import cpu
 from honed.system.error import InterruptedRunError, ModelError, PrecisionError
@@ -668,7 +668,7 @@ def test_a_merge_is_compared_with_base_and_adapter_side_by_side(
 def merge_job(directory: Path, base: Path, adapter: Path, **keys: Any) -> WorkerJob:
     """A function that makes a merge with its plan, ready for the worker."""
     directory.mkdir(exist_ok=True)
-    spec = specs.validate({"kind": "merge", "base_model": str(base), "adapter": str(adapter), **keys})
+    spec = jobfile.validate({"kind": "merge", "base_model": str(base), "adapter": str(adapter), **keys})
     planned = plan.make(
         spec,
         basemodel.inspect(base),

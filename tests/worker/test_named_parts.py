@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from honed.check import target
 from honed.inputs import basemodel, modality
 from honed.plan import parameter
-from honed.spec import spec as specs
+from honed.spec import jobfile
 from honed.system.error import ModelError, SpecError
 from honed.worker import assignment as assignments
 from honed.worker.model import load
@@ -149,7 +149,7 @@ def test_an_expression_that_matches_nothing_is_refused_with_names_near_it(grafte
     model = basemodel.inspect(grafted)
 
     def check(**keys: Any) -> None:
-        spec = specs.validate({"base_model": str(grafted), "datasets": [{"path": "/d.jsonl"}], **keys})
+        spec = jobfile.validate({"base_model": str(grafted), "datasets": [{"path": "/d.jsonl"}], **keys})
         with modality.naming(spec.parts.patterns):
             target.check(spec, model)
 
@@ -191,7 +191,7 @@ def test_memory_is_estimated_for_the_parts_that_are_trained(grafted: Path) -> No
     model = basemodel.inspect(grafted)
 
     def num_trained(**keys: Any) -> int:
-        spec = specs.validate({"base_model": str(grafted), "datasets": [{"path": "/d.jsonl"}], **keys})
+        spec = jobfile.validate({"base_model": str(grafted), "datasets": [{"path": "/d.jsonl"}], **keys})
         with modality.naming(spec.parts.patterns):
             return parameter.trained(spec, model).num_parameters
 

@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from honed.inputs import basemodel
 from honed.plan import loadedname, parameter
+from honed.spec import jobfile
 from honed.spec import spec as specs
 from honed.system.error import ModelError
 from honed.worker.model import load, placing, transformers_backend
+from honed.worker.model.config import model_class
 from worker.conftest import MakeJob
 from zoo import families
 
@@ -54,10 +56,10 @@ def attached(path: Path, lora: dict[str, Any]) -> tuple[Any, specs.JobSpec]:
     import torch
     from transformers import AutoConfig
 
-    spec = specs.validate({"base_model": str(path), "datasets": [{"path": "/d.jsonl"}], "lora": {"r": 4, **lora}})
+    spec = jobfile.validate({"base_model": str(path), "datasets": [{"path": "/d.jsonl"}], "lora": {"r": 4, **lora}})
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(path)
-        model = transformers_backend.model_class(config).from_config(config)
+        model = model_class(config).from_config(config)
     job: Any = SimpleNamespace(spec=spec, base_model_path=path, precision=SimpleNamespace(adapter_dtype=None))
     return transformers_backend.attach_adapter(model, job), spec
 
@@ -238,14 +240,14 @@ def test_names_that_may_differ_once_they_are_loaded_make_the_count_an_estimate(
     tmp_path: Path, family: str, lora: dict[str, Any]
 ) -> None:
     info = basemodel.inspect(families.build(tmp_path / family, family))
-    spec = specs.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], "lora": lora})
+    spec = jobfile.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], "lora": lora})
     assert "may have another name once the model is loaded" in parameter.unsure(spec, info)
 
 
 def test_names_within_a_layer_are_the_same_once_they_are_loaded(tmp_path: Path) -> None:
     info = basemodel.inspect(families.build(tmp_path / "model", "qwen2_vl"))
     lora = {"target_modules": ["self_attn.q_proj", "layers.1.mlp.up_proj"], "exclude_modules": ["layers.0.mlp"]}
-    spec = specs.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], "lora": lora})
+    spec = jobfile.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], "lora": lora})
     assert not parameter.unsure(spec, info)
 
 
@@ -257,7 +259,7 @@ def test_a_checkpoints_names_are_translated_to_the_loaded_ones(tmp_path: Path, f
     path = families.build(tmp_path / family, family)
     info, config = basemodel.inspect(path), AutoConfig.from_pretrained(path)
     with torch.device("meta"):
-        model = transformers_backend.model_class(config).from_config(config)
+        model = model_class(config).from_config(config)
     model.tie_weights()
     names = {each.name for each in parameter.parameters(info)}
     held = {name for name, _ in model.named_parameters()}
@@ -279,10 +281,10 @@ def test_what_full_fine_tuning_trains_is_counted(tmp_path: Path, family: str) ->
     info = basemodel.inspect(path)
     ways = [["language"], ["language", "vision", "projector"]][: 2 if info.has_vision else 1]
     for parts in ways:
-        spec = specs.validate({"base_model": str(path), "datasets": [{"path": "/d.jsonl"}], "train_parts": parts})
+        spec = jobfile.validate({"base_model": str(path), "datasets": [{"path": "/d.jsonl"}], "train_parts": parts})
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model = transformers_backend.model_class(config).from_config(config)
+            model = model_class(config).from_config(config)
         model.tie_weights()
         job: Any = SimpleNamespace(spec=spec, precision=SimpleNamespace(adapter_dtype=None))
         load.freeze(model, job)

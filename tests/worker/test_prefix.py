@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 
 from honed.inputs.media import Media
 from honed.inputs.row import Example
-from honed.spec import spec as specs
+from honed.spec import jobfile
 from honed.spec.media import MediaLimits
 from honed.system.error import DatasetError
 from honed.text.chat import ChatFormat
@@ -172,7 +172,7 @@ def test_a_row_with_two_trained_answers_ends_the_job_before_training(make_job: M
     rows = [{"messages": messages[:2]}] * 4 + [{"messages": messages}]
     job = make_job(model=base, rows=rows, lora={"r": 4})
     with pytest.raises(DatasetError, match="row 5: 2 turns of the assistant are trained on"):
-        preview(specs.validate(job.plan["spec"]), num_rows=1)
+        preview(jobfile.validate(job.plan["spec"]), num_rows=1)
     ended = job.run()
     assert ended.result["outcome"] != "succeeded"
     assert "row 5: 2 turns of the assistant are trained on" in ended.result["error"]["message"]
@@ -180,7 +180,7 @@ def test_a_row_with_two_trained_answers_ends_the_job_before_training(make_job: M
 
     rows[-1] = {"messages": [messages[0], {**messages[1], "weight": 0}, *messages[2:]]}  # as the hint says
     job = make_job(model=base, rows=rows, lora={"r": 4}, training={"max_steps": 1})
-    assert len(preview(specs.validate(job.plan["spec"]), num_rows=5)) == 5
+    assert len(preview(jobfile.validate(job.plan["spec"]), num_rows=5)) == 5
     ended = job.run()
     assert ended.status == 0, ended.result
 

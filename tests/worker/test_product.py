@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from honed.spec import spec as specs
+from honed.spec import jobfile
 from honed.system.error import SpecError
 from worker.conftest import Ended, MakeJob, WorkerJob
 from zoo.model import FAMILIES
@@ -152,7 +152,7 @@ def test_a_quantized_base_trained_whole_is_refused_before_anything_is_looked_at(
         "quantization": quantization,
     }
     with pytest.raises(SpecError, match="quantization") as raised:
-        specs.validate(document)
+        jobfile.validate(document)
     assert "lora" in (raised.value.hint or "") + raised.value.message
 
 

@@ -25,7 +25,7 @@ import gpu_matrix  # noqa: E402
 import warm  # noqa: E402
 from honed.inputs import basemodel  # noqa: E402
 from honed.plan import plan  # noqa: E402
-from honed.spec import spec as specs  # noqa: E402
+from honed.spec import jobfile  # noqa: E402
 from honed.spec.config import Config  # noqa: E402
 from honed.system import installed  # noqa: E402
 from honed.system.device import Device, cpu  # noqa: E402
@@ -147,7 +147,7 @@ def test_every_cell_of_the_field_reports_matrix_trains_evaluates_saves_predictio
 def test_the_row_that_unsloth_would_change_is_trained_without_it_unless_it_is_named(tmp_path: Path) -> None:
     build_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16")
     rows = write_facts(tmp_path / "facts.jsonl", 8)
-    spec = specs.validate(
+    spec = jobfile.validate(
         {
             "base_model": str(tmp_path / "llama"),
             "datasets": [{"path": str(rows)}],
@@ -321,7 +321,7 @@ def test_what_is_to_be_proven_first_is_planned_for_a_gpu_as_it_is_meant(tmp_path
     for cell in gpu_matrix.first():
         if not bench.model_dir(cell.model).exists():
             gpu_matrix.build(bench.model_dir(cell.model), gpu_matrix.SHAPES[cell.model], tiny=True)
-        asked, model = specs.validate(bench.spec(cell)), basemodel.inspect(bench.model_dir(cell.model))
+        asked, model = jobfile.validate(bench.spec(cell)), basemodel.inspect(bench.model_dir(cell.model))
         try:
             made = plan.make(asked, model, gpu, config=Config(), installed=here)
         except HonedError as error:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from honed.job.job import Job, State
 from honed.job.row_cache import FILES, VARIABLE, RowCache, names
-from honed.spec import spec as specs
+from honed.spec import jobfile
 from honed.spec.spec import DatasetSpec
 from honed.system.layout import Layout
 from honed.text.chat import ChatFormat
@@ -163,7 +163,7 @@ def base(make_job: MakeJob) -> WorkerJob:
 
 def key_of(job: WorkerJob, *, chat: ChatFormat | None = None, hash_: str = "1", **keys: Any) -> str:
     if keys:
-        spec = specs.validate({"base_model": "/srv/m", "datasets": [{"path": "/srv/a.jsonl"}], **keys})
+        spec = jobfile.validate({"base_model": "/srv/m", "datasets": [{"path": "/srv/a.jsonl"}], **keys})
         job.change_plan(spec=spec.model_dump(mode="json"))
     job_read = assignment.read(job.dir, 1)
     tokenizer = AutoTokenizer.from_pretrained(job.plan["base_model_path"])

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from honed.spec import spec as specs
+from honed.spec import jobfile
 from honed.system.error import ModelError, SpecError
 from honed.system.quote import show
 from honed.text import tokenfile
@@ -40,7 +40,7 @@ def base(
 
 
 def loaded(place: Path, **keys: Any) -> tuple[Any, list[str]]:
-    spec = specs.validate({"base_model": str(place), "datasets": [{"path": "/x.jsonl"}], **keys})
+    spec = jobfile.validate({"base_model": str(place), "datasets": [{"path": "/x.jsonl"}], **keys})
     told: list[str] = []
     return load.load_tokenizer(cast("Assignment", _Asked(spec, place)), warn=told.append), told
 

@@ -34,7 +34,7 @@ from honed.page import report, story
 from honed.run import outcome, runner, shim
 from honed.run.runner import Exit
 from honed.send import outbox
-from honed.spec import config, document, spec
+from honed.spec import config, document, jobfile
 from honed.spec.config import Config
 from honed.spec.media import MediaLimits
 from honed.spec.spec import DatasetSpec
@@ -351,7 +351,7 @@ def _spec_bytes(draw: st.DrawFn) -> tuple[str, bytes]:
 
 def _run_spec_bytes(_directory: Path, example: tuple[str, bytes]) -> None:
     with refusing(SpecError):
-        spec.loads(example[1], example[0])
+        jobfile.loads(example[1], example[0])
 
 
 def _run_spec_values(_directory: Path, value: Any) -> None:
@@ -361,7 +361,7 @@ def _run_spec_values(_directory: Path, value: Any) -> None:
     told = []
     for suffix, data in _rendered(value).items():
         with refusing(SpecError):
-            told.append(spec.loads(data, suffix))
+            told.append(jobfile.loads(data, suffix))
             continue
         told.append(None)
     by_format = dict(zip((".yaml", ".json", ".toml"), told, strict=True))

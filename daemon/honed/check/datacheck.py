@@ -17,7 +17,7 @@ from honed.inputs import basemodel, datadir, dataset
 from honed.inputs.basemodel import BaseModelInfo
 from honed.inputs.datadir import files_of
 from honed.inputs.media import PLURAL
-from honed.inputs.row import told_unread
+from honed.inputs.row import unread_message
 from honed.job.plan_file import RowNeeds
 from honed.plan import activation, prefix, row_needs
 from honed.plan.activation import Row
@@ -294,7 +294,7 @@ def _untrained(data_spec: DatasetSpec, inspection: dataset.Inspection) -> list[s
 
     Raises DatasetError if no row is left.
     """
-    warnings = [told_unread(inspection.unread, inspection.format)] if inspection.unread else []
+    warnings = [unread_message(inspection.unread, inspection.format)] if inspection.unread else []
     if not inspection.num_untrained:
         return warnings
     said = f"{inspection.num_untrained} of the first {inspection.num_rows} rows have weight 0 on every assistant turn"
@@ -307,17 +307,16 @@ def _untrained(data_spec: DatasetSpec, inspection: dataset.Inspection) -> list[s
 
 def _told_together(inspection: dataset.Inspection) -> list[str]:
     """Return warnings about rows compared with one another: their order, repetitions, preference pairs."""
-    orders, seen = inspection.census.told_orders(), "" if inspection.is_whole else "the first "
+    orders, seen = inspection.census.order_messages(), "" if inspection.is_whole else "the first "
     if inspection.census.has_many_twice:
         orders.append(f"{inspection.census.num_twice} of {seen}{inspection.num_rows} rows repeat an earlier row")
     if inspection.num_unpaired:
         orders.append(
             f"{inspection.num_unpaired} rows have a boolean `label`, as in preference data (KTO), which is not "
-            "supported "
-            "yet: the label is ignored, so completions labelled false are trained on as well"
+            "supported yet: the label is ignored, so completions labelled false are trained on as well"
         )
     if inspection.num_nulled:
-        orders.append(f"of {seen}{inspection.num_rows} rows, {dataset.told_nulled(inspection.num_nulled)}")
+        orders.append(f"of {seen}{inspection.num_rows} rows, {dataset.nulled_message(inspection.num_nulled)}")
     return orders
 
 
@@ -394,7 +393,7 @@ def _check_attached(
     named = "; ".join(inspection.broken)
     if job_spec.media.broken == "refuse" or inspection.num_broken == inspection.num_attached:
         hint = "relative paths are resolved against the data file's directory, or the data set's `media_dir`"
-        raise DatasetError(f"{data_spec.path}: {broken}: {named}", hint=hint)
+        raise DatasetError(f"{data_spec.path}: {broken}: {named}", hint=hint) from inspection.media_fault
     return [*warnings, f"{data_spec.path}: {broken}, and will be skipped: {named}"]
 
 

@@ -4,9 +4,9 @@
     a later job       ── ends before that, by its time_limit_sec ──► starts there all the same (it has passed)
 
 A job that has passed gives its devices back, by a checkpoint, as soon as the waiting one could start with them: others
-may end earlier than expected. No later job passes one that has lost the time of a checkpoint so, except those that came
-before the job that it lost it to: jobs after those wait for them, too. When the reservation ends is told by the time
-limits of running jobs, else by their own estimates; with neither, none passes.
+may end earlier than expected. If B has passed A, and A lost the time of B's checkpoint, no job that came after B passes
+A any more; one that came before B still may. The reservation ends by the time limits of running jobs, else by
+their own estimates; with neither, none passes.
 """
 
 from __future__ import annotations
@@ -93,24 +93,24 @@ class Backfill:
         Each waiting job is looked at in its turn, with what those before it leave: all that can start get their devices
         after the time of one checkpoint, and not one after the other.
         """
-        passed = {number for item in self._attempts.running.values() for number in item.job.attempt.passed}
+        passed = {number for other in self._attempts.running.values() for number in other.job.attempt.passed}
         if not passed:
             return
         self.begin()
         taken: set[str] = set()  # by jobs that come before the next one
         for job in startable:
             is_held_up = bool(self._waits) and not self._may_pass(job)
-            found = None if is_held_up else self._free_or_given_back(job, taken)
-            if found is None:
+            offer = None if is_held_up else self._free_or_given_back(job, taken)
+            if offer is None:
                 self._wait(job)
                 continue
-            keys, given_back = found
+            keys, given_back = offer
             taken |= keys
-            for item in given_back:
-                if item.job.stop is None:
-                    for number in item.job.attempt.passed:
-                        self._delayed[number] = min(item.job.id, self._delayed.get(number, item.job.id))
-                    self._attempts.preempt(item.job.id, f"job {job.id}, which came before it, needs its devices")
+            for other in given_back:
+                if other.job.stop is None:
+                    for number in other.job.attempt.passed:
+                        self._delayed[number] = min(other.job.id, self._delayed.get(number, other.job.id))
+                    self._attempts.preempt(other.job.id, f"job {job.id}, which came before it, needs its devices")
             passed.discard(job.id)
             if not passed:
                 return
@@ -122,17 +122,17 @@ class Backfill:
         if (job.num_places <= 1 and not is_behind) or len(self._waits) >= MAX_PASSED:
             return
         if groups := self._placement.groups_for(job):
-            keys = {item.key for group in groups for item in group}
+            keys = {device.key for group in groups for device in group}
             in_sec = min(self._ready_in(job, group) for group in groups)
             self._waits.append(Wait(job, keys, in_sec))
 
     def _ready_in(self, job: Job, group: list[Device]) -> float:
         """Return the seconds until enough of a group is free; infinity if that is not known."""
-        keys = {item.key for item in group}
+        keys = {device.key for device in group}
         number = len(keys & self._placement.free_keys(job))
         ends = sorted(
-            (_left_sec(item, job), len(keys & set(item.job.attempt.devices)))
-            for item in self._attempts.running.values()
+            (_left_sec(other, job), len(keys & set(other.job.attempt.devices)))
+            for other in self._attempts.running.values()
         )
         for left_sec, num_devices in ends:
             if number >= job.num_places:
@@ -144,33 +144,36 @@ class Backfill:
     def _free_or_given_back(self, job: Job, taken: Set[str]) -> tuple[set[str], list[Running]] | None:
         """Return devices with which a job could start, and the jobs that have passed it and would give them back, the
         fewest; None if they do not suffice. `taken`: devices that are left to others."""
-        number = max(1, job.num_places)
+        running, free = self._attempts.running.values(), self._placement.free_keys(job)
+        stopping = [other for other in running if other.job.stop is not None]
+        passing = [other for other in reversed(running) if other.job.stop is None and _gives_way(other, job)]
         for group in self._placement.groups_for(job):
-            keys = {item.key for item in group} - taken
-            found = sorted(keys & self._placement.free_keys(job))[:number]
-            chosen: list[Running] = []
-            stopping = [item for item in self._attempts.running.values() if item.job.stop is not None]
-            passing = [item for item in self._attempts.running.values() if _gives_way(item, job)]
-            for item in [*stopping, *(item for item in reversed(passing) if item.job.stop is None)]:
-                if len(found) < number and (theirs := keys & set(item.job.attempt.devices)):
-                    chosen.append(item)
-                    found += sorted(theirs)[: number - len(found)]
-            if len(found) >= number:
-                return set(found), chosen
+            keys = {device.key for device in group} - taken
+            if (enough := freed_by([*stopping, *passing], max(1, job.num_places), keys, free)) is not None:
+                return enough
         return None
 
     def _may_pass(self, job: Job) -> bool:
         """Return True if a job may start before all that wait: it ends in time, and none of them has lost the time of a
         checkpoint to an earlier job than this."""
-        is_in_time = self._ends_within(job, self._waits[0].in_sec)
+        in_sec = self._waits[0].in_sec
+        if job.time_limit_sec is None or math.isinf(in_sec):
+            return False
+        is_in_time = job.time_limit_sec - sum(attempt.spent_sec for attempt in job.attempts) <= in_sec
         return is_in_time and all(job.id <= self._delayed.get(wait.job.id, job.id) for wait in self._waits)
 
-    @staticmethod
-    def _ends_within(job: Job, seconds: float) -> bool:
-        """Return True if a waiting job's time limit ends within so many seconds from now."""
-        if job.time_limit_sec is None or math.isinf(seconds):
-            return False
-        return job.time_limit_sec - sum(attempt.spent_sec for attempt in job.attempts) <= seconds
+
+def freed_by(
+    among: Iterable[Running], number: int, keys: Set[str], free: Set[str]
+) -> tuple[set[str], list[Running]] | None:
+    """Return so many of these devices, first those that are free, and the first of these jobs that would give up the
+    others; None if they do not suffice."""
+    have, chosen = set(sorted(keys & free)[:number]), list[Running]()
+    for other in among:
+        if len(have) < number and (theirs := keys & set(other.job.attempt.devices)):
+            have.update(sorted(theirs)[: number - len(have)])
+            chosen.append(other)
+    return (have, chosen) if len(have) >= number else None
 
 
 def _gives_way(running: Running, job: Job) -> bool:
@@ -180,7 +183,6 @@ def _gives_way(running: Running, job: Job) -> bool:
 
 
 def _left_sec(running: Running, job: Job) -> float:
-    """Return the seconds until a running job leaves its devices to another; infinity if that is not known."""
     if running.job.stop is not None or _gives_way(running, job):
         return 0.0
     left_sec = running.left_sec

@@ -6,7 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from honed.daemon import starting
+from honed.daemon import signal_notes
 from honed.job import lock
 from honed.system.error import EnvironmentInvalidError
 from honed.system.notify import Notifier
@@ -22,7 +22,7 @@ RETRY_SEC = 0.1
 def take(path: Path, notifier: Notifier) -> int:
     """Take the spool's lock, and return its descriptor. Raises EnvironmentInvalidError if another daemon has it, and
     SystemExit if a signal asks honed to end meanwhile."""
-    told = ""
+    words = ""
     while (fd := lock.take(path, is_daemon=True)) is None:
         holder = lock.holder(path)
         if holder.is_daemon:
@@ -30,10 +30,10 @@ def take(path: Path, notifier: Notifier) -> int:
                 f"{path.parent}: another honed instance uses this spool ({holder.words})",
                 hint="stop it, or run this one with a different --root",
             )
-        if holder.words != told:
-            told = holder.words
-            log.info("waiting for the lock of %s, which %s has", path.parent, told)
-        notifier.status(f"waiting for the spool's lock, which {told} has")
+        if holder.words != words:
+            words = holder.words
+            log.info("waiting for the lock of %s, which %s has", path.parent, words)
+        notifier.status(f"waiting for the spool's lock, which {words} has")
         keep_starting(notifier)
         time.sleep(RETRY_SEC)
     return fd
@@ -41,7 +41,7 @@ def take(path: Path, notifier: Notifier) -> int:
 
 def keep_starting(notifier: Notifier) -> None:
     """Ask systemd for more time. Raises SystemExit if a signal asks honed to end, which may cut a start anywhere."""
-    if starting.is_asked_to_end():
+    if signal_notes.is_asked_to_end():
         log.info("asked to stop before the start was complete")
         raise SystemExit(0)
     notifier.extend_start(START_EXTENSION_SEC)

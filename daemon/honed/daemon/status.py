@@ -27,7 +27,7 @@ STOP_EXTENSION_SEC = 30.0
 
 @dataclass(frozen=True)
 class Status:
-    """The status line, and what systemd is told in each turn."""
+    """The status line, and the report to systemd in every turn."""
 
     notifier: Notifier
     health: Health
@@ -41,7 +41,6 @@ class Status:
 
     @verb("status")
     def answer(self, _request: Request, asker: query.Asker) -> shape.Status:
-        """Answer `status`."""
         return {
             "status": self.line(asker),
             "pid": os.getpid(),

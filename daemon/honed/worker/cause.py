@@ -1,7 +1,8 @@
-"""Common causes of exceptions that libraries raise: what each means, and advice."""
+"""Common causes of exceptions that libraries raise: what they mean, and advice."""
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback
 from dataclasses import dataclass
@@ -87,12 +88,12 @@ def raised_in(problem: BaseException) -> str:
 
 
 def is_of_peft(problem: BaseException) -> bool:
-    """Tell whether peft itself refuses something."""
+    """Return whether peft itself refuses something."""
     return raised_in(problem) == "peft" and isinstance(problem, ValueError | TypeError)
 
 
 def is_public(problem: BaseException) -> bool:
-    """Tell whether an exception's message quotes no text of rows: it is of a library that computes, and no code that
+    """Return whether an exception's message quotes no text of rows: it is of a library that computes, and no code that
     reads text has seen it."""
     names = _modules(problem)
     return raised_in(problem) in _COMPUTING and not any(map(_READING.search, names))
@@ -107,3 +108,26 @@ def explain(problem: Exception, job: str) -> HonedError:
         if cause.words.search(f"{name}: {problem}"):
             return cause.kind(text, hint=f"{cause.hint}; {log}")
     return InternalError(text, hint=f"{log}, written by honed or a library; see above it for the context")
+
+
+#: Messages of torch's CPU allocator, C++, CUDA and its libraries, Metal, and the loader of shared objects.
+_OUT_OF_MEMORY_WORDS = (
+    "can't allocate memory",
+    "std::bad_alloc",
+    "CUDA error: out of memory",
+    "_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+    "Cannot allocate memory",
+)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether memory ran out, the device's or the machine's: torch has a class for the first alone."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (
+            isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in _OUT_OF_MEMORY_WORDS)
+        )
+    )

@@ -43,6 +43,7 @@ def load(job: Assignment) -> Pictured:
     """Make the row. Raises whatever the tokenizer, the template and the processor raise."""
     from honed.worker.model import load as loads
     from honed.worker.model import shrink, tokenizer
+    from honed.worker.model.config import load_config
     from honed.worker.rows.collator import Collator, Source
 
     job = replace(job, spec=job.spec.model_copy(update={"trust_remote_code": False}))  # a check runs no code of models
@@ -55,7 +56,7 @@ def load(job: Assignment) -> Pictured:
     pad_id, dtype = chat.tokenizer.pad_token_id, job.precision.load_dtype
     collator = Collator(processor, [source], dtype=dtype, pad_token_id=pad_id)
     tensors = collator([{"input_ids": encoded.input_ids, "labels": encoded.labels, "source": 0}])
-    return Pictured(tensors, shrink.words(loads.load_config(job)))
+    return Pictured(tensors, shrink.words(load_config(job)))
 
 
 def _row() -> Example:

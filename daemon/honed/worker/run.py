@@ -38,7 +38,7 @@ from honed.worker import cause, imports
 from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
 from honed.worker.gate import Gate
-from honed.worker.model import load, torchvision
+from honed.worker.model import torchvision
 from honed.worker.parallel import ALONE, Ranks, Unwritten
 from honed.worker.recipe.base import Run
 from honed.worker.stop import Stop
@@ -56,17 +56,17 @@ def run(
     backend: str | None = None,
     stop: Stop | None = None,
     gate: Gate | None = None,
-    tell: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
+    report: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
     ranks: Ranks = ALONE,
 ) -> int:
     """Run one attempt. Write events and, once everything else is durable, result.json; return the exit status.
 
-    Each event is also passed to `tell`. `gate`: before it the device is not used. Of several ranks, the first
+    Every event is also passed to `report`. `gate`: before it the device is not used. Of several ranks, the first
     alone writes.
     """
     layout = JobLayout(job_dir).attempt(attempt)
     durable.make_dir(layout.dir)
-    events = EventWriter(layout.events_path, on_event=tell) if ranks.is_zero else Unwritten(tell)
+    events = EventWriter(layout.events_path, on_event=report) if ranks.is_zero else Unwritten(report)
     stop = stop or Stop()
     reserve = disk_reserve.Reserve(layout.dir) if ranks.is_zero else None
     this = Run(events, stop, gate or Gate(JobLayout(job_dir), attempt, {}), ranks)
@@ -149,7 +149,7 @@ def _try_first(this: Run, job: Assignment, attempt: int) -> None:
         if job.spec.trial != "only" and not this.stop.is_set and imports.can_be_ahead(job):
             imports.ahead()
 
-    result = trials.run(job, attempt=attempt, tell=this.log, stop=this.stop, meanwhile=prepare)
+    result = trials.run(job, attempt=attempt, log=this.log, stop=this.stop, meanwhile=prepare)
     this.events.emit("trial", **asdict(result))
     level = "info" if result.verdict == "learns" else "warning"
     this.log(level, f"trial: {trial.headline(result)}")
@@ -177,7 +177,7 @@ def explain(problem: Exception, job: str = "ID") -> HonedError:
     match problem:
         case HonedError():
             return problem
-        case _ if load.is_out_of_memory(problem):
+        case _ if cause.is_out_of_memory(problem):
             return OutOfMemoryError(f"{type(problem).__name__}: {problem}".splitlines()[0], hint=_MEMORY_HINT)
         case ImportError():
             return EnvironmentInvalidError(text, hint="see `honectl doctor`")

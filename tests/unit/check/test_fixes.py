@@ -13,7 +13,7 @@ import pytest
 import honed
 from honed.check import preflight
 from honed.check.checklist import Asked
-from honed.spec import problem, spec
+from honed.spec import jobfile, problem
 from honed.spec.config import Config
 from honed.spec.problem import InvalidSpecError
 from honed.system.device import Device
@@ -85,9 +85,9 @@ def test_a_hint_to_edit_the_job_file_has_its_fix_beside_it() -> None:
 def test_keys_that_do_not_go_together_have_a_fix_that_settles_it(keys: dict[str, Any]) -> None:
     data = {"base_model": "/m", "datasets": [{"path": "/d"}], **keys}
     with pytest.raises(InvalidSpecError) as refused:
-        spec.validate(data)
+        jobfile.validate(data)
     assert refused.value.fix
-    spec.validate(problem.mended(data, refused.value.fix))
+    jobfile.validate(problem.mended(data, refused.value.fix))
 
 
 @pytest.fixture

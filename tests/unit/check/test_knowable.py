@@ -13,8 +13,7 @@ from honed.check import packagecheck
 from honed.inputs import basemodel
 from honed.inputs.basemodel import AdapterInfo, BaseModelInfo
 from honed.plan import loss, position
-from honed.spec import rule
-from honed.spec import spec as specs
+from honed.spec import jobfile, rule
 from honed.spec.field import choices, kinds
 from honed.spec.spec import JobSpec
 from honed.spec.training import TrainingSpec
@@ -28,7 +27,7 @@ APPLE = Device("mps", "Apple GPU", total_bytes=64 * 2**30, free_bytes=60 * 2**30
 
 
 def job(*, lora: dict[str, Any] | None = None, **training: Any) -> JobSpec:
-    return specs.validate({"base_model": "/m", "datasets": [{"path": "/d"}], "lora": lora, "training": training})
+    return jobfile.validate({"base_model": "/m", "datasets": [{"path": "/d"}], "lora": lora, "training": training})
 
 
 def model(tmp_path: Path, **config: Any) -> BaseModelInfo:

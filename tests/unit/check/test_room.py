@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from honed.check.placecheck import num_at_once
-from honed.spec import spec as specs
+from honed.spec import jobfile
 
 
 @pytest.mark.parametrize(
@@ -34,4 +34,4 @@ def test_as_many_checkpoints_need_room_as_the_job_has_at_once(
     training: dict[str, Any], keys: dict[str, Any], number: int
 ) -> None:
     document = {"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], "training": training, **keys}
-    assert num_at_once(specs.validate(document), None) == number
+    assert num_at_once(jobfile.validate(document), None) == number

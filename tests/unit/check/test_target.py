@@ -11,8 +11,7 @@ import pytest
 from honed.check import target
 from honed.inputs import basemodel
 from honed.inputs.basemodel import AdapterInfo
-from honed.spec import problem
-from honed.spec import spec as specs
+from honed.spec import jobfile, problem
 from honed.system import installed
 from honed.system.error import ModelError, SpecError
 from zoo import family
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.skipif(installed.version("transformers") is None, reaso
 
 
 def check(tmp_path: Path, name: str, lora: dict[str, Any]) -> list[str]:
-    job = specs.validate({"base_model": "/m", "datasets": [{"path": "/d"}], "lora": lora})
+    job = jobfile.validate({"base_model": "/m", "datasets": [{"path": "/d"}], "lora": lora})
     return target.check(job, basemodel.inspect(family.write(tmp_path / name, name)))
 
 
@@ -202,7 +201,7 @@ def test_names_that_mean_something_are_taken_without_a_word(tmp_path: Path, name
 
 
 def test_single_tokens_of_a_head_with_a_bias_are_refused(tmp_path: Path) -> None:
-    job = specs.validate(
+    job = jobfile.validate(
         {"base_model": "/m", "datasets": [{"path": "/d"}], "lora": {TOKENS: {"embed_tokens": [3], "lm_head": [4]}}}
     )
     model = basemodel.inspect(family.write(tmp_path / "llama", "llama"))
@@ -223,7 +222,7 @@ def test_an_adapter_of_tokens_that_the_base_lacks_is_refused(tmp_path: Path) -> 
 
 def test_nothing_is_refused_where_names_are_not_known(tmp_path: Path) -> None:
     path = family.write(tmp_path / "own", "llama", model_type="own", auto_map={"AutoModelForCausalLM": "own.Own"})
-    job = specs.validate(
+    job = jobfile.validate(
         {"base_model": "/m", "datasets": [{"path": "/d"}], "lora": {"target_modules": ["q"], "modules_to_save": ["x"]}}
     )
     assert target.check(job, basemodel.inspect(path)) == []

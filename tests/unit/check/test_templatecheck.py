@@ -10,8 +10,7 @@ import pytest
 
 from honed.check import templatecheck
 from honed.inputs import basemodel
-from honed.spec import spec as specs
-from honed.spec import variant
+from honed.spec import jobfile, variant
 from honed.spec.spec import JobSpec
 from honed.system import quote
 from honed.system.error import SpecError
@@ -27,7 +26,7 @@ def shipped(name: str) -> Path:
 
 
 def job(**keys: Any) -> JobSpec:
-    return specs.validate({"base_model": "/m", "datasets": [{"path": "/d"}], **keys})
+    return jobfile.validate({"base_model": "/m", "datasets": [{"path": "/d"}], **keys})
 
 
 def test_trls_training_variant_is_found_by_the_whole_text() -> None:

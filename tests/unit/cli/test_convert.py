@@ -16,7 +16,7 @@ import yaml
 from honed.check import preflight
 from honed.check.checklist import Asked
 from honed.cli import convert, foreign, launch
-from honed.spec import problem, spec
+from honed.spec import jobfile, problem
 from honed.spec.config import Config
 from honed.system.device import Device
 from honed.system.error import HonedError, SpecError, UsageError
@@ -95,18 +95,18 @@ def test_no_key_is_left_out_in_silence(name: str, place: Path) -> None:
 
 
 def test_a_converted_file_says_the_same_as_the_original(place: Path) -> None:
-    made = spec.validate(convert.converted(place / "axolotl_lora.yml").data)
+    made = jobfile.validate(convert.converted(place / "axolotl_lora.yml").data)
     assert made.lora is not None
     assert (made.lora.r, made.lora.lora_alpha, made.lora.lora_dropout) == (4, 8, 0.1)
     assert (made.training.max_length, made.training.per_device_train_batch_size) == (256, 1)
     assert (made.training.optim, made.training.eval_steps, made.quantization) == ("adamw_bnb_8bit", 0.25, "8bit")
-    made = spec.validate(convert.converted(place / "axolotl_full.yaml").data)
+    made = jobfile.validate(convert.converted(place / "axolotl_full.yaml").data)
     assert (made.training.gradient_accumulation_steps, made.lora) == (4, None)  # batch_size 8 of micro_batch_size 2
-    made = spec.validate(convert.converted(place / "llamafactory_mix.json").data)
+    made = jobfile.validate(convert.converted(place / "llamafactory_mix.json").data)
     assert [each.fraction for each in made.datasets] == [0.7, 0.3]
     assert made.lora is not None
     assert (made.lora.r, made.lora.lora_alpha, made.lora.target_modules) == (8, 16, ["q_proj", "v_proj"])
-    made = spec.validate(convert.converted(place / "unsloth_alpaca.ipynb").data)
+    made = jobfile.validate(convert.converted(place / "unsloth_alpaca.ipynb").data)
     assert (made.quantization, made.datasets[0].max_rows, made.training.seed) == ("4bit", 40, 3407)
 
 
@@ -184,7 +184,7 @@ def test_what_a_command_line_says_overrides_the_file_that_it_names(
     made = convert.converted(text)
     assert not made.missing
     assert made.data["base_model"] == str(place / "model")
-    assert spec.validate(made.data)
+    assert jobfile.validate(made.data)
     for key, value in keys.items():
         assert problem.at(made.data, problem.as_path(key)) == value
     assert "Converted from the command line" in convert.rendered(made, text)
@@ -348,7 +348,7 @@ def test_values_of_the_wrong_type_are_named_and_never_a_traceback(keys: dict[str
     path = place / "odd.yaml"
     path.write_text(json.dumps(keys))
     made = convert.converted(path)
-    spec.loads(convert.rendered(made, path).encode(), ".yaml")
+    jobfile.loads(convert.rendered(made, path).encode(), ".yaml")
     assert made.missing
 
 
@@ -389,7 +389,7 @@ def test_the_verb_writes_a_new_file_and_tells_what_is_to_be_filled_in(place: Pat
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "base_model: write the path" in done.stderr
-    assert spec.load(place / "job.yaml").training.per_device_train_batch_size == 4
+    assert jobfile.load(place / "job.yaml").training.per_device_train_batch_size == 4
     again = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     assert again.returncode != 0
     assert "exists already" in again.stderr

@@ -15,7 +15,7 @@ import pytest
 
 from honed.cli import command_line, draft, init
 from honed.cli.instance import Instance
-from honed.spec import spec
+from honed.spec import jobfile
 from honed.system import device, layout
 from honed.system.error import MemoryShortError, UsageError
 from zoo import family, model, plain
@@ -58,7 +58,7 @@ def test_the_method_is_the_one_that_was_asked_for(method: str, instance: Instanc
     rows = plain.write_dataset(tmp_path / "2026.jsonl", num_rows=4)
     output = tmp_path / "job.yaml"
     run(instance, "--model", str(base), "--data", str(rows), "--method", method, "-o", str(output))
-    made = spec.load(output)
+    made = jobfile.load(output)
     assert (made.lora is not None, made.quantization) == (method != "full", "4bit" if method == "qlora" else "none")
     assert made.name == "job-2026"  # a name of digits alone would be a number
     assert made.eval_split is None  # four rows are too few to hold some out
@@ -111,7 +111,7 @@ def test_the_corrections_of_the_check_are_applied_and_named(instance: Instance, 
     plain.write_dataset(sets / "test.jsonl", num_rows=8, first=100)
     output = tmp_path / "job.yaml"
     run(instance, "--model", str(base), "--data", str(sets), "-o", str(output))
-    made = spec.load(output)
+    made = jobfile.load(output)
     assert made.datasets[0].split == "train"
     assert "split: train" in output.read_text()
 
@@ -122,7 +122,7 @@ def test_rows_that_cannot_be_held_out_are_all_trained_on(instance: Instance, tmp
     rows.write_text('{"text": "the same"}\n' * 40)
     output = tmp_path / "job.yaml"
     run(instance, "--model", str(base), "--data", str(rows), "-o", str(output))
-    assert spec.load(output).eval_split is None
+    assert jobfile.load(output).eval_split is None
 
 
 def test_nothing_is_overwritten_and_what_is_missing_is_named(
@@ -165,4 +165,4 @@ def test_it_asks_in_a_terminal_and_asks_again_after_a_wrong_answer(tmp_path: Pat
         pass
     assert asked.wait(timeout=60) == 0, said
     assert b"no such file or directory" in said
-    assert spec.load(tmp_path / "rows.yaml").lora is None
+    assert jobfile.load(tmp_path / "rows.yaml").lora is None

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic import ValidationError as Refused
 
 from honed.cli import schema
-from honed.spec import document, spec
+from honed.spec import document, jobfile
 from honed.spec.field import kinds, members
 from honed.spec.problem import KeyPath, as_path, mended
 from honed.spec.spec import InvalidSpecError, JobSpec
@@ -108,7 +108,7 @@ def places(errors: Iterator[ValidationError]) -> Iterator[KeyPath]:
 
 @pytest.mark.parametrize("path", [*EXAMPLES, *GOOD_SPECS], ids=lambda path: path.name)
 def test_the_schema_accepts_the_samples(path: Path, validator: Draft202012Validator) -> None:
-    assert [*places(validator.iter_errors(spec.read(path).data))] == []
+    assert [*places(validator.iter_errors(jobfile.read(path).data))] == []
 
 
 def test_every_yaml_and_toml_sample_names_the_schema() -> None:
@@ -124,11 +124,11 @@ def test_the_schema_refuses_each_fault_of_a_single_key(validator: Draft202012Val
     only_check = {}
     for path in BAD_SPECS:
         try:
-            parsed = spec.read(path)
+            parsed = jobfile.read(path)
         except InvalidSpecError:
             continue  # not a mapping of keys to values at all
         with pytest.raises(InvalidSpecError) as caught:
-            spec.of(parsed)
+            jobfile.of(parsed)
         found = [*places(validator.iter_errors(parsed.data))]
         for each in caught.value.problems:
             key = as_path(each.key)

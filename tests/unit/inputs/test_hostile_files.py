@@ -23,7 +23,7 @@ from honed.job.plan_file import Earlier
 from honed.run import outcome
 from honed.run.helper import HELPER_ENVIRONMENT
 from honed.run.runner import Exit
-from honed.spec import config, spec
+from honed.spec import config, jobfile
 from honed.spec.config import Config
 from honed.spec.media import MediaLimits
 from honed.spec.spec import DatasetSpec
@@ -120,27 +120,27 @@ def laughs(number: int) -> bytes:
 
 
 FILES: dict[str, tuple[str, Callable[[], bytes], Read, str]] = {
-    "YAML: a billion laughs": ("x.yaml", lambda: laughs(9), spec.load, "more than 20000 keys and values"),
-    "YAML: nested": ("x.yaml", lambda: b"[" * 200_000, spec.load, "nested more than 50"),
-    "JSON: nested": ("x.json", lambda: b"[" * 200_000, spec.load, "nested more than 50"),
-    "TOML: nested": ("x.toml", lambda: b"a = " + b"[" * 200_000, spec.load, "nested more than 50"),
-    "TOML: a dotted key": ("x.toml", lambda: b"a" + b".a" * 100_000 + b" = 1", spec.load, "nested more than 50"),
-    "a huge number": ("x.json", lambda: b'{"priority": ' + b"9" * 200_000 + b"}", spec.load, "too large"),
-    "a huge hexadecimal": ("x.toml", lambda: b"priority = 0x" + b"f" * 200_000, spec.load, "is too large"),
-    "YAML: NaN": ("x.yaml", lambda: b"base_model: /m\ndatasets: [{path: /d}]\neval_split: .nan", spec.load, "not a finite number"),
-    "JSON: NaN": ("x.json", lambda: b'{"eval_split": NaN}', spec.load, "numbers must be finite"),
-    "JSON: keys twice": ("x.json", lambda: b'{"name": "a",\n "name": "b"}', spec.load, "line 2: name: occurs twice"),
-    "YAML: keys twice": ("x.yaml", lambda: b"name: a\nname: b", spec.load, "line 2: name: occurs twice"),
-    "TOML: keys twice": ("x.toml", lambda: b"name = 'a'\nname = 'b'", spec.load, "line 2: name: occurs twice"),
-    "YAML: an empty key": ("x.yaml", lambda: b'name: a\n"": 1', spec.load, "line 2: a value without a key"),
-    "JSON: an empty key": ("x.json", lambda: b'{"name": "a",\n "": 1}', spec.load, "line 2: a value without a key"),
-    "TOML: an empty key": ("x.toml", lambda: b"name = 'a'\n'' = 1", spec.load, "line 2: a value without a key"),
-    "not UTF-8": ("x.yaml", lambda: b"name: a\nbase_model: \xff", spec.load, "line 2: not UTF-8"),
-    "UTF-16": ("x.yaml", lambda: "name: a".encode("utf-16"), spec.load, "not UTF-8"),
-    "NUL": ("x.toml", lambda: b"name = 'a\0'", spec.load, "control character"),
-    "half a character": ("x.json", lambda: b'{"name": "\\ud800"}', spec.load, "U+D800"),
-    "a path must not contain a line break": ("x.json", lambda: b'{"base_model": "/m\\n7: ok", "datasets": [{"path": "/d"}]}', spec.load, "a line break"),
-    "a path with C1": ("x.json", lambda: b"" + '{"output_dir": "/m\x9b2J", "base_model": "/m", "datasets": [{"path": "/d"}]}'.encode(), spec.load, "control character"),
+    "YAML: a billion laughs": ("x.yaml", lambda: laughs(9), jobfile.load, "more than 20000 keys and values"),
+    "YAML: nested": ("x.yaml", lambda: b"[" * 200_000, jobfile.load, "nested more than 50"),
+    "JSON: nested": ("x.json", lambda: b"[" * 200_000, jobfile.load, "nested more than 50"),
+    "TOML: nested": ("x.toml", lambda: b"a = " + b"[" * 200_000, jobfile.load, "nested more than 50"),
+    "TOML: a dotted key": ("x.toml", lambda: b"a" + b".a" * 100_000 + b" = 1", jobfile.load, "nested more than 50"),
+    "a huge number": ("x.json", lambda: b'{"priority": ' + b"9" * 200_000 + b"}", jobfile.load, "too large"),
+    "a huge hexadecimal": ("x.toml", lambda: b"priority = 0x" + b"f" * 200_000, jobfile.load, "is too large"),
+    "YAML: NaN": ("x.yaml", lambda: b"base_model: /m\ndatasets: [{path: /d}]\neval_split: .nan", jobfile.load, "not a finite number"),
+    "JSON: NaN": ("x.json", lambda: b'{"eval_split": NaN}', jobfile.load, "numbers must be finite"),
+    "JSON: keys twice": ("x.json", lambda: b'{"name": "a",\n "name": "b"}', jobfile.load, "line 2: name: occurs twice"),
+    "YAML: keys twice": ("x.yaml", lambda: b"name: a\nname: b", jobfile.load, "line 2: name: occurs twice"),
+    "TOML: keys twice": ("x.toml", lambda: b"name = 'a'\nname = 'b'", jobfile.load, "line 2: name: occurs twice"),
+    "YAML: an empty key": ("x.yaml", lambda: b'name: a\n"": 1', jobfile.load, "line 2: a value without a key"),
+    "JSON: an empty key": ("x.json", lambda: b'{"name": "a",\n "": 1}', jobfile.load, "line 2: a value without a key"),
+    "TOML: an empty key": ("x.toml", lambda: b"name = 'a'\n'' = 1", jobfile.load, "line 2: a value without a key"),
+    "not UTF-8": ("x.yaml", lambda: b"name: a\nbase_model: \xff", jobfile.load, "line 2: not UTF-8"),
+    "UTF-16": ("x.yaml", lambda: "name: a".encode("utf-16"), jobfile.load, "not UTF-8"),
+    "NUL": ("x.toml", lambda: b"name = 'a\0'", jobfile.load, "control character"),
+    "half a character": ("x.json", lambda: b'{"name": "\\ud800"}', jobfile.load, "U+D800"),
+    "a path must not contain a line break": ("x.json", lambda: b'{"base_model": "/m\\n7: ok", "datasets": [{"path": "/d"}]}', jobfile.load, "a line break"),
+    "a path with C1": ("x.json", lambda: b"" + '{"output_dir": "/m\x9b2J", "base_model": "/m", "datasets": [{"path": "/d"}]}'.encode(), jobfile.load, "control character"),
     "honed.toml: nested": ("x.toml", lambda: b"a = " + b"[" * 200_000, of_honed_toml, "honed.toml"),
     "honed.toml: infinite": ("x.toml", lambda: b"[jobs]\nstop_timeout_sec = inf", of_honed_toml, "stop_timeout_sec"),
     "jsonl: nested": ("x.jsonl", lambda: b'{"text": ' + b"[" * 10**6, of_dataset, "line 1: not JSON: nested too deeply"),

@@ -18,7 +18,7 @@ from honed.job.plan_file import Memory
 from honed.plan import memory, parameter, precision, remedy
 from honed.plan.activation import Row
 from honed.plan.parameter import Parameter
-from honed.spec import spec as job_spec
+from honed.spec import jobfile
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
 from honed.system.error import MemoryShortError
@@ -74,7 +74,7 @@ def llama_70b(model: BaseModelInfo) -> BaseModelInfo:
 
 def make(*, full: bool = False, **keys: Any) -> JobSpec:
     tuning = {} if full or "adapter" in keys else {"lora": {"r": 16}}
-    return job_spec.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], **tuning, **keys})
+    return jobfile.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], **tuning, **keys})
 
 
 def estimate(model: BaseModelInfo, device: Device = CPU, spec: JobSpec | None = None, **options: Any) -> Memory:

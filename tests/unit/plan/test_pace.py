@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from honed.plan import pace
-from honed.spec.spec import JobSpec, validate
+from honed.spec.jobfile import validate
+from honed.spec.spec import JobSpec
 
 #: 100 rows in batches of 5: 20 steps.
 SHORT: dict[str, Any] = {"num_train_epochs": 1, "per_device_train_batch_size": 5, "learning_rate": 1e-4}

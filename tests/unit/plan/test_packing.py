@@ -10,7 +10,7 @@ import pytest
 
 from honed.inputs import basemodel
 from honed.plan import packing
-from honed.spec import spec as specs
+from honed.spec import jobfile
 from honed.system.error import SpecError
 from zoo import plain
 
@@ -19,7 +19,7 @@ def check(tmp_path: Path, config: dict[str, Any], **training: Any) -> None:
     base = plain.write_base_model(tmp_path / "base")
     path = base / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    spec = specs.validate(plain.spec(base, tmp_path / "rows.jsonl", training=training))
+    spec = jobfile.validate(plain.spec(base, tmp_path / "rows.jsonl", training=training))
     packing.check(spec, basemodel.inspect(base))
 
 

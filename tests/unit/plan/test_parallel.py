@@ -13,7 +13,7 @@ from honed.inputs.basemodel import BaseModelInfo
 from honed.job.plan_file import PlanFile
 from honed.plan import parallel, plan, remedy
 from honed.plan.plan import Plan
-from honed.spec import spec as job_spec
+from honed.spec import jobfile
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec
 from honed.system import device as devices
@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> BaseModelInfo:
 
 def spec_of(gpus: int = 1, **keys: Any) -> JobSpec:
     keys = {"lora": {"r": 4}, "resources": {"gpus": gpus}, **keys}
-    return job_spec.validate(
+    return jobfile.validate(
         {"base_model": "/m", "datasets": [{"path": "/d.jsonl"}]} | {k: v for k, v in keys.items() if v is not None}
     )
 
@@ -65,7 +65,7 @@ def test_an_effective_batch_is_kept_over_any_number_of_gpus(model: BaseModelInfo
 
 def test_an_effective_batch_survives_the_plan_and_its_second_reading() -> None:
     spec = spec_of(2, batch={"effective": 32}, training={"per_device_train_batch_size": 4})
-    again = job_spec.validate(spec.model_dump(exclude_unset=True, by_alias=True))
+    again = jobfile.validate(spec.model_dump(exclude_unset=True, by_alias=True))
     assert again.training.gradient_accumulation_steps == spec.training.gradient_accumulation_steps == 4
 
 

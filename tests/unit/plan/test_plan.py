@@ -15,7 +15,7 @@ from honed.inputs import basemodel
 from honed.inputs.basemodel import BaseModelInfo
 from honed.plan import plan
 from honed.plan.plan import Plan
-from honed.spec import spec as job_spec
+from honed.spec import jobfile
 from honed.spec.config import Config
 from honed.system.device import Device
 from honed.system.error import BackendError
@@ -45,7 +45,7 @@ def make(
     model: BaseModelInfo, device: Device = CPU, here: Installed = STOCK, *, full: bool = False, **keys: Any
 ) -> Plan:
     tuning = {} if full else {"lora": {"r": 4}}
-    job = job_spec.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], **tuning, **keys})
+    job = jobfile.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], **tuning, **keys})
     return plan.make(job, model, device, config=Config(), installed=here)
 
 

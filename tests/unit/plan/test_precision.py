@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from honed.inputs.basemodel import BaseModelInfo, Tensor
 from honed.job.plan_file import Precision
 from honed.plan import plan, precision, remedy
-from honed.spec import spec as job_spec
+from honed.spec import jobfile
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
@@ -68,7 +68,7 @@ def quantized(method: str = "bitsandbytes", **quantization: Any) -> BaseModelInf
 
 def spec(*, full: bool = False, **keys: Any) -> JobSpec:
     tuning = {} if full or "adapter" in keys else {"lora": {}}
-    return job_spec.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], **tuning, **keys})
+    return jobfile.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], **tuning, **keys})
 
 
 def decide(device: str, given: BaseModelInfo, **keys: Any) -> Precision:

@@ -12,7 +12,7 @@ from honed.inputs.basemodel import BaseModelInfo, Tensor
 from honed.job.plan_file import Precision
 from honed.plan import plan, precision, rung
 from honed.plan.plan import Plan
-from honed.spec import spec as job_spec
+from honed.spec import jobfile
 from honed.spec.config import Config
 from honed.spec.optimizer import ADAMW, ADAMW_8BIT
 from honed.spec.spec import JobSpec
@@ -87,7 +87,7 @@ def model(size: str, stored: str = "bfloat16") -> BaseModelInfo:
 
 
 def spec(**keys: Any) -> JobSpec:
-    return job_spec.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], **keys})
+    return jobfile.validate({"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], **keys})
 
 
 def make(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from honed.spec import document, spec
+from honed.spec import document, jobfile
 from honed.spec.problem import InvalidSpecError, Problem, as_path, at, mended
 from honed.system import quote
 from honed.system.error import SpecError
@@ -22,7 +22,7 @@ GONE = object()  #: the key is removed without a replacement
 
 def problems(data: dict[str, Any]) -> tuple[Problem, ...]:
     try:
-        spec.validate(data)
+        jobfile.validate(data)
     except InvalidSpecError as error:
         return error.problems
     return ()
@@ -58,7 +58,7 @@ def test_each_fix_of_a_bad_spec_mends_its_fault_and_makes_none(path: Path) -> No
         if problem.fix:
             check_fix(data, problem)
     with pytest.raises(InvalidSpecError) as caught:
-        spec.validate(data)
+        jobfile.validate(data)
     unmended = [problem for problem in found if not problem.fix]
     left = problems(mended(data, caught.value.fix))
     assert len(left) <= len(unmended) + 1, left
@@ -429,7 +429,7 @@ def test_the_best_checkpoint_is_refused_once_with_all_that_it_needs() -> None:
         (problem,) = problems(data)
         settled = mended(data, problem.fix)
         assert problems(settled) == ()
-        assert spec.validate(settled).eval_strategy != "no"
+        assert jobfile.validate(settled).eval_strategy != "no"
     held_out = LEAST | {"eval_split": 0.1}
     for training in (
         {"load_best_model_at_end": True, "save_steps": 50},
@@ -671,6 +671,6 @@ def test_what_a_mended_key_makes_known_is_told_at_once() -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
     lines = {("training",): 3, ("eval_split",): 4}
     with pytest.raises(InvalidSpecError) as caught:
-        spec.validate(LEAST | {"eval_split": "10%", "training": best}, lines)
+        jobfile.validate(LEAST | {"eval_split": "10%", "training": best}, lines)
     assert {each.key for each in caught.value.problems} == {"eval_split", "training.metric_for_best_model"}
     assert problems(mended(LEAST | {"eval_split": "10%", "training": best}, caught.value.fix)) == ()

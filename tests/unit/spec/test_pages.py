@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from honed.spec import config, document, relative, spec
+from honed.spec import config, document, jobfile, relative
 from honed.system.layout import Layout
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +39,7 @@ def test_a_job_file_of_a_page_is_valid(text: str, tmp_path: Path) -> None:
     if "base_model" in data:
         with relative.resolved(path) as found:
             data = document.parse(found.path.read_bytes(), ".yaml").data
-    spec.validate(LEAST | data if "kind" not in data else data)
+    jobfile.validate(LEAST | data if "kind" not in data else data)
 
 
 @pytest.mark.parametrize("text", shown("toml"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from honed.spec import document, spec
+from honed.spec import document, jobfile
 from honed.spec.relative import absolute, resolved
 from honed.system.error import SpecError
 
@@ -94,7 +94,7 @@ def test_a_template_for_rows_is_taken_from_there_too(tmp_path: Path, given: str)
 @pytest.mark.parametrize(("value", "written"), [("TRL", "trl"), ("yes", "trl"), ("qwen3", None)])
 def test_a_word_for_the_template_of_rows_is_told_of_trl(value: str, written: str | None) -> None:
     with pytest.raises(SpecError, match="expected trl, or an absolute path, got") as caught:
-        spec.loads(f"training_chat_template: {value}\n".encode(), ".yaml")
+        jobfile.loads(f"training_chat_template: {value}\n".encode(), ".yaml")
     assert caught.value.fix.get("training_chat_template") == written
 
 
@@ -112,7 +112,7 @@ def test_paths_under_the_names_of_other_tools_are_taken_so_too(tmp_path: Path) -
     with resolved(path) as found:
         assert found.path.name == path.name
         with pytest.raises(SpecError) as caught:
-            spec.load(found.path)
+            jobfile.load(found.path)
     assert caught.value.fix["base_model"] == str(tmp_path / "m")
     assert caught.value.fix["datasets"] == [{"path": str(tmp_path / "rows.jsonl")}]
     assert not found.path.exists()
@@ -120,7 +120,7 @@ def test_paths_under_the_names_of_other_tools_are_taken_so_too(tmp_path: Path) -
 
 def test_in_a_file_dropped_by_hand_they_are_refused_with_what_takes_them(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
-        spec.loads(b"base_model: ./m\ndatasets: [{path: d.jsonl}]\noutput_dir: ~/out\n", ".yaml")
+        jobfile.loads(b"base_model: ./m\ndatasets: [{path: d.jsonl}]\noutput_dir: ~/out\n", ".yaml")
     assert len(caught.value.problems) == 3  # type: ignore[attr-defined]
     assert all("honectl submit" in problem.hint for problem in caught.value.problems)  # type: ignore[attr-defined]
 
@@ -177,5 +177,5 @@ def test_what_nothing_expands_is_refused_with_the_reason(value: str) -> None:
         {"base_model": "/m", "datasets": [{"path": value}]},
     ):
         with pytest.raises(SpecError, match=r"begins with (a shell variable|~)") as refused:
-            spec.validate(data)
+            jobfile.validate(data)
         assert "write it out" in refused.value.message

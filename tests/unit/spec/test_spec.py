@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.spec import export, rule, setting, spec
+from honed.spec import export, jobfile, rule, setting, spec
 from honed.spec.config import ClassConfig, Config
 from honed.spec.problem import InvalidSpecError
 from honed.spec.spec import JobSpec
@@ -32,7 +32,7 @@ LEAST: dict[str, Any] = {"base_model": "/srv/models/m", "datasets": [{"path": "/
 
 
 def loads(data: dict[str, Any]) -> JobSpec:
-    return spec.loads(json.dumps(data).encode(), ".json")
+    return jobfile.loads(json.dumps(data).encode(), ".json")
 
 
 def refusal(data: dict[str, Any]) -> str:
@@ -44,24 +44,26 @@ def refusal(data: dict[str, Any]) -> str:
 @pytest.mark.parametrize("path", BAD_SPECS, ids=lambda path: path.name)
 def test_a_bad_spec_is_refused_in_these_words(path: Path) -> None:
     with pytest.raises(InvalidSpecError) as caught:
-        spec.load(path)
+        jobfile.load(path)
     assert caught.value.told + "\n" == path.with_name(f"{path.name}.expected").read_text(encoding="utf-8")
     assert caught.value.told.splitlines() == [quote.show(str(problem)) for problem in caught.value.problems]
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, *GOOD_SPECS], ids=lambda path: path.name)
 def test_a_sample_spec_loads(path: Path) -> None:
-    spec.load(path)
+    jobfile.load(path)
 
 
 def test_the_sample_says_the_same_in_yaml_json_and_toml() -> None:
-    in_yaml, in_json, in_toml = (spec.load(ROOT / f"etc/examples/lora.{suffix}") for suffix in ("yaml", "json", "toml"))
+    in_yaml, in_json, in_toml = (
+        jobfile.load(ROOT / f"etc/examples/lora.{suffix}") for suffix in ("yaml", "json", "toml")
+    )
     assert in_yaml == in_json == in_toml
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_a_spec_comes_back_from_its_plan_as_it_was(path: Path) -> None:
-    loaded = spec.load(path)
+    loaded = jobfile.load(path)
     dumped = json.loads(json.dumps(loaded.model_dump(mode="json", exclude_unset=False)))
     again = JobSpec.model_validate(dumped)
     assert again == loaded
@@ -83,7 +85,7 @@ def test_the_least_spec_is_full_fine_tuning_with_defaults() -> None:
 @pytest.mark.parametrize("word", ["yes", "on", "true"])
 def test_words_of_yaml_1_1_are_flags_where_a_flag_is_wanted_and_words_elsewhere(word: str) -> None:
     text = f"base_model: /m\ndatasets: [{{path: /d}}]\ntraining:\n  packing: {word}\n  eval_strategy: no\n"
-    loaded = spec.loads((text + "predictions: {sample_frequency: off}\n").encode(), ".yaml")
+    loaded = jobfile.loads((text + "predictions: {sample_frequency: off}\n").encode(), ".yaml")
     assert loaded.training.packing is True
     assert loaded.training.eval_strategy == "no"
     assert loaded.predictions.sample_frequency == "off"
@@ -296,7 +298,7 @@ def _file(path: Path) -> Path:
 
 
 def test_a_regular_file_loads_whatever_the_case_of_its_suffix(tmp_path: Path) -> None:
-    spec.load(_file(tmp_path / "job.YAML"))
+    jobfile.load(_file(tmp_path / "job.YAML"))
 
 
 def test_what_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
@@ -315,16 +317,16 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path) -
         "missing": "no such file",
     }.items():
         with pytest.raises(SpecError, match=said):
-            spec.load(tmp_path / f"{name}.yaml")
+            jobfile.load(tmp_path / f"{name}.yaml")
     with pytest.raises(SpecError, match="is a device"):
-        spec.load(Path("/dev/zero"), max_bytes=10)
+        jobfile.load(Path("/dev/zero"), max_bytes=10)
 
 
 def test_a_file_over_the_limit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     path.write_text("a: " + "x" * 1000)
     with pytest.raises(SpecError, match="a job file may have at most 100"):
-        spec.load(path, max_bytes=100)
+        jobfile.load(path, max_bytes=100)
 
 
 # --- Any spec, any bytes ----------------------------------------------------------------------------------------------
@@ -391,9 +393,9 @@ def test_the_same_spec_is_the_same_in_all_three_formats(data: dict[str, Any]) ->
     as_yaml = yaml.dump(data, Dumper=_Quoting, allow_unicode=True).encode()
     as_toml = "".join(f"{key} = {_toml(value)}\n" for key, value in data.items()).encode()
     as_json = json.dumps(data, indent="\t").encode()
-    loaded = spec.loads(as_json, ".json")
-    assert spec.loads(as_yaml, ".yaml") == loaded
-    assert spec.loads(as_toml, ".toml") == loaded
+    loaded = jobfile.loads(as_json, ".json")
+    assert jobfile.loads(as_yaml, ".yaml") == loaded
+    assert jobfile.loads(as_toml, ".toml") == loaded
     assert JobSpec.model_validate(json.loads(loaded.model_dump_json())) == loaded
 
 
@@ -438,7 +440,7 @@ def test_any_mapping_loads_or_is_refused_key_by_key(data: dict[str, Any]) -> Non
 @settings(max_examples=80)
 def test_random_bytes_are_refused_with_a_spec_error(data: bytes, suffix: str) -> None:
     with pytest.raises(SpecError):
-        spec.loads(data, suffix)
+        jobfile.loads(data, suffix)
 
 
 # --- The pages and the sample configuration ---------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from honed.spec import document, spec, sweep
+from honed.spec import document, jobfile, sweep
 from honed.system.error import SpecError
 
 BASE: dict[str, Any] = {"base_model": "/srv/m", "datasets": [{"path": "/srv/d.jsonl"}], "lora": {"r": 4}}
@@ -25,7 +25,7 @@ def test_a_grid_is_one_job_for_each_combination_and_the_last_key_changes_fastest
     ]
     assert [each.document["output_dir"] for each in found] == [f"/srv/out/{n}" for n in (1, 2, 3, 4)]
     for each in found:
-        loaded = spec.validate(each.document)
+        loaded = jobfile.validate(each.document)
         assert loaded.training.learning_rate == each.values["training.learning_rate"]
         assert loaded.lora is not None
         assert loaded.lora.r == each.values["lora.r"]
@@ -34,7 +34,7 @@ def test_a_grid_is_one_job_for_each_combination_and_the_last_key_changes_fastest
 
 def test_null_is_a_value_and_items_of_lists_can_be_varied() -> None:
     found = members({"training.max_length": [None, 64], "datasets.0.max_rows": [5]})
-    loaded = [spec.validate(each.document) for each in found]
+    loaded = [jobfile.validate(each.document) for each in found]
     assert [each.training.max_length for each in loaded] == [None, 64]
     assert loaded[0].datasets[0].max_rows == 5
 
@@ -84,14 +84,14 @@ def test_a_sweep_that_is_none_is_refused(asked: Any, told: str) -> None:
 def test_a_date_and_a_value_without_keys_in_a_job_file_are_refused_in_words() -> None:
     text = "name: 2024-01-01\nbase_model: /m\ndatasets: [{path: /d.jsonl}]\nsweep: {training.learning_rate: [1.0e-4]}\n"
     with pytest.raises(SpecError, match="name: "):
-        spec.loads(text.encode(), ".yaml")
+        jobfile.loads(text.encode(), ".yaml")
     text = "base_model: /m\ndatasets: [/d.jsonl]\nsweep: {datasets.0.max_rows: [1]}\n"
     with pytest.raises(SpecError, match="without keys"):
-        spec.loads(text.encode(), ".yaml")
+        jobfile.loads(text.encode(), ".yaml")
 
 
 def test_a_job_file_with_a_sweep_is_read_as_the_first_of_its_jobs() -> None:
     text = "base_model: /m\ndatasets: [{path: /d.jsonl}]\nsweep:\n  training.learning_rate: [1.0e-4, 2.0e-4]\n"
-    assert spec.loads(text.encode(), ".yaml").training.learning_rate == 1e-4
+    assert jobfile.loads(text.encode(), ".yaml").training.learning_rate == 1e-4
     with pytest.raises(SpecError, match=r"line 3: training.learning_rat: "):
-        spec.loads(text.replace("learning_rate", "learning_rat").encode(), ".yaml")
+        jobfile.loads(text.replace("learning_rate", "learning_rat").encode(), ".yaml")

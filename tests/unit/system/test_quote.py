@@ -21,8 +21,9 @@ from honed.job.event import EventWriter
 from honed.job.job import Job
 from honed.job.spool import Spool
 from honed.send import notification
+from honed.spec.jobfile import loads
 from honed.spec.problem import Problem, faults, locate
-from honed.spec.spec import InvalidSpecError, loads
+from honed.spec.spec import InvalidSpecError
 from honed.system import quote
 from honed.system.error import BY_CODE, DatasetError, HonedError, InternalError, MaskError, SpecError, from_dict, said
 from honed.system.layout import Layout
@@ -194,7 +195,7 @@ def test_what_the_check_of_a_job_file_stumbles_over_is_in_its_answer_and_not_in_
         "def fail(_, data, **__):\n"
         "    text = data.decode(); print(text); os.write(1, text.encode()); os.write(2, text.encode())\n"
         "    print(text, file=sys.stderr); int(text)\n"
-        "preflight.spec.read = fail\n"
+        "preflight.jobfile.read = fail\n"
         f"sys.argv = ['preflight', '--root', {str(tmp_path / 'root')!r}]; preflight.main()\n"
     )
     asked = base64.b64encode(b"Who is Ann?").decode()

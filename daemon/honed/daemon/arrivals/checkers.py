@@ -32,7 +32,7 @@ NUM_MORE_UNITS = 2
 TURN_SEC = 5.0
 #: Seconds that the others wait for the helper of a user who has just come, at most.
 START_GRACE_SEC = 30.0
-#: Common helpers by default, at most: honed itself accepts no faster than so many check.
+#: Common helpers by default, at most: honed itself accepts no faster than these check.
 MAX_HELPERS = 4
 
 
@@ -80,7 +80,7 @@ class Checkers:
         ends = [since + IDLE_SEC for since in self._idle.values()]
         ends += [self._came[uid] + START_GRACE_SEC for uid in self._new]
         ends += [self._clock() + LOOK_SEC] if self._queue else []
-        return min((item for item in (*deadlines, *ends) if item is not None), default=None)
+        return min((moment for moment in (*deadlines, *ends) if moment is not None), default=None)
 
     @property
     def fault(self) -> str:
@@ -171,16 +171,13 @@ class Checkers:
 
     @property
     def _max_units(self) -> int:
-        """Units that may run now."""
         return self._num_units + min(NUM_MORE_HELPERS, sum(self._people[uid].is_rehearsing for uid in self._placed))
 
     def _is_awaited(self, uid: int) -> bool:
-        """Return True if a user's files wait for a helper that may be ready soon."""
         checker = self._people.get(uid)
         return checker is not None and checker.is_busy and not (checker.is_ready or checker.fault)
 
     def _look_after(self, uid: int, checker: Checker, now: float) -> None:
-        """Keep or take back a user's place."""
         if not checker.has_helper and not checker.wants_helper:
             self._take_back(uid)  # its start has failed, or its helper has died without work
         elif not checker.is_ready:
@@ -211,11 +208,9 @@ class Checkers:
                 self._turns.take(uid, self._present())
 
     def _present(self) -> set[int]:
-        """Return the users with job files that are to be checked, whether they have a place or not."""
         return {uid for uid, checker in self._people.items() if checker.is_busy}
 
     def _rank(self, uid: int) -> tuple[bool, bool, float]:
-        """Return a user's rank among those who want a place, the lowest is first."""
         return (uid not in self._new, self._people[uid].is_late, self._turns.due(uid))
 
     def _take_back_one(self, comer: int) -> bool:
@@ -235,7 +230,6 @@ class Checkers:
         self._people[uid].rest()
 
     def _forget(self) -> None:
-        """Remove the checkers of users who have neither work nor a helper."""
         for uid, checker in list(self._people.items()):
             if uid not in self._placed and not checker.is_busy:
                 checker.close()

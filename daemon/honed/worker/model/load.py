@@ -7,8 +7,6 @@ before the trainer is built, `building` while it is built. The tokenizer, of tok
 
 from __future__ import annotations
 
-import errno
-import json
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from honed.inputs import modality
 from honed.plan.precision import trained_parts
 from honed.system.error import BackendError, HonedError, InternalError, ModelError
-from honed.system.installed import MODEL_TYPE_ALIASES
 from honed.worker import cause
 from honed.worker.assignment import Assignment
 from honed.worker.model import dtypes
@@ -35,7 +32,7 @@ class Backend(Protocol):
     name: str
 
     @property
-    def told(self) -> Sequence[str]:
+    def messages(self) -> Sequence[str]:
         """Messages about the load for the job's owner."""
 
     def import_libraries(self) -> None:
@@ -58,7 +55,7 @@ class Backend(Protocol):
 class Loaded:
     model: Any
     tokenizer: Any
-    told: tuple[str, ...] = ()  #: messages for the job's owner
+    messages: tuple[str, ...] = ()  #: messages for the job's owner
     rule: dtypes.Rule | None = None  #: the dtypes in which full fine-tuning's weights are saved
     basis: basis.Basis | None = None  #: of an adapter
 
@@ -100,13 +97,13 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
     except (ImportError, HonedError):
         raise
     except Exception as error:
-        if is_out_of_memory(error):
+        if cause.is_out_of_memory(error):
             raise
-        found = cause.explain(error, str(assignment.job_id))
-        kind = ModelError if isinstance(found, InternalError) else type(found)
-        raise kind(f"{assignment.base_model_path}: {found.said}", hint=found.hint) from error
-    told = (*backend.told, *placing.counted(model, assignment))
-    return Loaded(model, tokenizer, told, rule, stands_on)
+        explained = cause.explain(error, str(assignment.job_id))
+        kind = ModelError if isinstance(explained, InternalError) else type(explained)
+        raise kind(f"{assignment.base_model_path}: {explained.said}", hint=explained.hint) from error
+    messages = (*backend.messages, *placing.counted(model, assignment))
+    return Loaded(model, tokenizer, messages, rule, stands_on)
 
 
 def freeze(model: Any, assignment: Assignment) -> None:
@@ -148,50 +145,6 @@ def hold_statistics(model: Any, assignment: Assignment) -> None:
 
 def _stay(module: Any, _mode: bool = True) -> Any:
     return module
-
-
-#: Messages of torch's CPU allocator, C++, CUDA and its libraries, Metal, and the loader of shared objects.
-_OUT_OF_MEMORY_WORDS = (
-    "can't allocate memory",
-    "std::bad_alloc",
-    "CUDA error: out of memory",
-    "_STATUS_ALLOC_FAILED",
-    "MPS backend out of memory",
-    "Cannot allocate memory",
-)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether memory ran out, the device's or the machine's: torch has a class for the first alone."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (
-            isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in _OUT_OF_MEMORY_WORDS)
-        )
-    )
-
-
-def load_config(assignment: Assignment) -> Any:
-    """Return the model's config, under the spec's model_type where config.json has none or another name for it.
-
-    The result is always a config object: code that loads a quantized model reads the attribute `model_type`, which a
-    dict lacks.
-    """
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    path = assignment.base_model_path
-    raw = json.loads((path / "config.json").read_bytes())
-    stored = raw.get("model_type")
-    model_type = assignment.spec.model_type or stored
-    if model_type not in CONFIG_MAPPING:
-        model_type = MODEL_TYPE_ALIASES.get(str(model_type), model_type)
-    if model_type == stored or model_type not in CONFIG_MAPPING:
-        return AutoConfig.from_pretrained(path, trust_remote_code=assignment.spec.trust_remote_code)
-    raw.pop("model_type", None)
-    return CONFIG_MAPPING[model_type].from_dict(raw)
 
 
 def load_tokenizer(assignment: Assignment, *, warn: Callable[[str], None] = lambda _text: None) -> Any:

@@ -14,12 +14,11 @@ from honed.spec import export
 from honed.system import quote
 from honed.system.error import ModelError
 from honed.worker.assignment import Assignment
+from honed.worker.model.config import skeleton
 
 
 def check(model: Any, assignment: Assignment) -> None:
     """Raise ModelError if an export asks for a checkpoint that the model's class cannot load; `model` is peft's."""
-    from honed.worker.model import merge
-
     keys = [item.key for item in export.asked(assignment.spec) if item.is_base_model]
     if not keys:
         return
@@ -28,7 +27,7 @@ def check(model: Any, assignment: Assignment) -> None:
         return
     config = copy.deepcopy(base.config)
     _untie(config)
-    empty = merge.skeleton(config, "float32", trust_remote_code=assignment.spec.trust_remote_code)
+    empty = skeleton(config, "float32", trust_remote_code=assignment.spec.trust_remote_code)
     if kept := sorted(differing & set(getattr(empty, "all_tied_weights_keys", None) or {})):
         raise ModelError(
             f"{keys[0]}: {type(base).__name__} always shares {quote.first(kept, 3)} with another layer, and the "
@@ -49,9 +48,9 @@ def _differing(base: Any) -> Iterator[str]:
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
     }
     for ends in (getattr(base, "all_tied_weights_keys", None) or {}).items():
-        found = [[module for name, module in wrapped.items() if end.startswith(f"{name}.")] for end in ends]
-        share_tokens = all(item and isinstance(item[0], TrainableTokensWrapper) for item in found)
-        if any(found) and not share_tokens:
+        modules = [[module for name, module in wrapped.items() if end.startswith(f"{name}.")] for end in ends]
+        share_tokens = all(item and isinstance(item[0], TrainableTokensWrapper) for item in modules)
+        if any(modules) and not share_tokens:
             yield ends[0]
 
 

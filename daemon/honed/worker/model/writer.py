@@ -11,7 +11,7 @@ from typing import Protocol
 from honed.spec.export import Export
 from honed.worker.assignment import Assignment
 from honed.worker.model import likeness, merge
-from honed.worker.model.load import load_config
+from honed.worker.model.config import load_config
 
 
 class _Write(Protocol):

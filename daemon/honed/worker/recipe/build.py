@@ -56,7 +56,7 @@ def build(run: Run, start: Start, rows: Rows, trainer_class: Callable[[], type[W
     job, data = start.job, rows.data
     auditor = audit.Auditor(job.precision, run.events, backend=job.backend)
     loaded = load.load(start.backend, job, auditor, rows.chat.tokenizer)
-    for text in loaded.told:
+    for text in loaded.messages:
         run.warn(text)
 
     run.stage("audit")
@@ -133,7 +133,7 @@ def _trainer(
     args = arguments.arguments(
         job,
         has_eval=data.held_out is not None,
-        has_media=data.media is not None,
+        padded=data.padded,
         is_resumed=resumed is not None,
         loss_type=start.progress.loss_type,
     )

@@ -19,7 +19,8 @@ STEP_INTERVAL_SEC = 1.0
 
 def run(this: Run, job: Assignment, _attempt: int) -> None:
     """Merge, compare the result with base and adapter, and put it in place."""
-    from honed.worker.model import export, likeness, load, merge
+    from honed.worker.model import export, likeness, merge
+    from honed.worker.model.config import load_config
 
     limit = TimeLimit(job.spec.time_limit_sec, 0.0, job.attempt.paused_path)
     this.events.emit("started", pid=os.getpid(), versions=versions(job.backend), backend=job.backend)
@@ -41,11 +42,11 @@ def run(this: Run, job: Assignment, _attempt: int) -> None:
     job.check_inputs()
     assert job.spec.adapter is not None
     adapter_dir, dtype = Path(job.spec.adapter), job.precision.load_dtype
-    config = load.load_config(job)
+    config = load_config(job)
 
     this.stage("merge")
     this.log("info", f"merging {adapter_dir} into {job.base_model_path}, in {dtype}")
-    with export.beside(job.output_dir) as temporary_dir:
+    with export.temporary(job.output_dir) as temporary_dir:
         merged = merge.merge(
             job.base_model_path,
             adapter_dir,

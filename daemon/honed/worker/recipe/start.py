@@ -17,6 +17,7 @@ from honed.worker import imports
 from honed.worker.assignment import Assignment
 from honed.worker.gate import read_ahead
 from honed.worker.model import load
+from honed.worker.model.config import load_config
 from honed.worker.recipe.base import Run, versions
 from honed.worker.train import checkpoint, tracker
 
@@ -137,7 +138,7 @@ def read_rows(run: Run, start: Start) -> Rows:
     progress.data_hashes = data.hashes
     run.events.emit("data", **data.counts)
     run.events.emit("rows", entries=data.entries, shared=data.shared_entries)
-    for text in data.told():
+    for text in data.messages():
         run.warn(text)
     if "messages" in data.train.kinds:
         if spec.training.eos_token is not None:
@@ -147,7 +148,7 @@ def read_rows(run: Run, start: Start) -> Rows:
     if start.is_divided and data.media is not None:  # not every row was inspected before
         words = f"parallel: fsdp: {division_plan.WITH_MEDIA}"
         raise SpecError(words, hint="write parallel: ddp", fix={"parallel": "ddp"})
-    config = load.load_config(job)
+    config = load_config(job)
     position.check_rows(spec, config.model_type, config.to_dict(), data.longest)
     if run.gate.is_closed:
         run.pass_gate()

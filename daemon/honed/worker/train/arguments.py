@@ -20,21 +20,22 @@ from honed.worker.assignment import Assignment
 #: Keys of a spec that may end up different: the first is set by honed, and so is the second in a resumed run;
 #: transformers has another name for the third.
 _RENAMED_KEYS = ("save_total_limit", "eval_on_start", "include_num_input_tokens_seen")
-#: TRL's changes to a data set before training that would separate rows from their media.
-_NOT_BESIDE_MEDIA = ("packing", "padding_free", "shuffle_dataset")
+#: TRL's changes to a data set before training that would separate rows from their media, or answers from their row.
+_NOT_WITH_PADDING = ("packing", "padding_free", "shuffle_dataset")
 
 
 def arguments(
     assignment: Assignment,
     *,
     has_eval: bool,
-    has_media: bool = False,
+    padded: str = "",
     is_resumed: bool = False,
     loss_type: str | None = None,
 ) -> SFTConfig:
     """Return the SFTConfig: the user's keys override honed's defaults and TRL's, and the plan's decisions override all.
 
-    `loss_type` is the one with which a resumed run was begun.
+    `padded` names what the rows have for which honed's own collator batches them; `loss_type` is the one with which a
+    resumed run was begun.
     """
     spec, precision = assignment.spec, assignment.precision
     asked = spec.training.as_kwargs()
@@ -53,12 +54,12 @@ def arguments(
     elif spec.training.load_best_model_at_end and not {"save_strategy", "save_steps"} & set(asked):
         defaults |= _saved_as_evaluated(defaults | asked)
     needs_preparing = asked.get("packing") or asked.get("shuffle_dataset") or asked.get("use_liger_kernel")
-    if has_media and (unfit := [name for name in _NOT_BESIDE_MEDIA if asked.get(name)]):
+    if padded and (unfit := [name for name in _NOT_WITH_PADDING if asked.get(name)]):
         raise SpecError(
-            f"training.{unfit[0]}: not supported for rows with images, videos or sounds",
+            f"training.{unfit[0]}: not supported for rows with {padded}",
             hint="such rows are padded, one per line of the batch; remove the key",
         )
-    settled: dict[str, Any] = {
+    fixed: dict[str, Any] = {
         "output_dir": str(assignment.layout.checkpoints_dir),
         "bf16": precision.bf16,
         "fp16": precision.fp16,
@@ -70,22 +71,22 @@ def arguments(
         "save_total_limit": None,  # honed removes them: see checkpoint.rotate
         "logging_nan_inf_filter": False,  # or a loss that is not a number would be shown as the one before it
         "restore_callback_states_from_checkpoint": True,
-        "dataset_kwargs": None if needs_preparing and not has_media else {"skip_prepare_dataset": True},
+        "dataset_kwargs": None if needs_preparing and not padded else {"skip_prepare_dataset": True},
     }
-    settled |= _batch(assignment)
+    fixed |= _batch(assignment)
     if is_resumed:
-        settled["eval_on_start"] = False  # the run began in an earlier attempt
-    if has_media:
-        settled["remove_unused_columns"] = False  # our collator reads more than a model does
+        fixed["eval_on_start"] = False  # the run began in an earlier attempt
+    if padded:
+        fixed["remove_unused_columns"] = False  # our collator reads more than a model does
     if "max_seq_length" in (field.name for field in dataclasses.fields(SFTConfig)):
         # Unsloth's own key; without it, Unsloth takes a max_length equal to TRL's default for one that nobody has set.
-        settled["max_seq_length"] = spec.training.max_length
+        fixed["max_seq_length"] = spec.training.max_length
     if not has_eval and (defaults | asked).get("eval_strategy", "no") != "no":
         raise SpecError(
             "training.eval_strategy: there is nothing to evaluate on", hint="set eval_split or eval_datasets"
         )
     try:
-        made = SFTConfig(**{**_promised(), **defaults, **asked, **settled})
+        made = SFTConfig(**{**_promised(), **defaults, **asked, **fixed})
     except (TypeError, ValueError) as error:
         raise SpecError(f"training: {said(error)}", hint=manual.all_keys("honed-job.5")) from error
     if made.world_size > 1 and made.device.type == "cpu":
@@ -120,7 +121,7 @@ def _loss_type(assignment: Assignment, *, pinned: str | None) -> str | None:
 
 
 def _promised() -> dict[str, Any]:
-    """Return each default by name: those of docs/job-spec.md, and TRL's own for the rest.
+    """Return every default by name: those of docs/job-spec.md, and TRL's own for the rest.
 
     Unsloth replaces TRL's SFTConfig by a subclass with other defaults: of learning rate, batch, optimizer, seed.
     """
@@ -134,13 +135,13 @@ def _promised() -> dict[str, Any]:
 
 
 def _saved_as_evaluated(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for a checkpoint with each evaluation, so that the best can be restored."""
+    """Return the arguments for a checkpoint with every evaluation, so that the best can be restored."""
     steps = {"save_steps": chosen["eval_steps"]} if chosen.get("eval_steps") is not None else {}
     return {"save_strategy": chosen.get("eval_strategy", "no"), **steps}
 
 
 def changed(assignment: Assignment, args: SFTConfig) -> Iterator[str]:
-    """Yield a warning for each key of the job that the backend changes: its own log mentions them at most."""
+    """Yield a warning for every key of the job that the backend changes: its own log mentions them at most."""
     for name, asked in assignment.spec.training.as_kwargs().items():
         value = getattr(args, name)
         if name in _batch(assignment):  # the plan has reported it
