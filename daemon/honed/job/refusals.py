@@ -73,7 +73,7 @@ def text_of(name: str, number: int, uid: int, error: HonedError, *, when: str, f
     lines = [f"{shown(name)} was refused at {when}."]
     lines += [by if is_submission else f"Taken from incoming/ as {number}, a file of the user {uid}.", fate]
     lines += ["", f"{error.code}:"]
-    lines += [f"  {line}" for line in error.told.splitlines()]
+    lines += [f"  {line}" for line in error.shown.splitlines()]
     if error.hint:
         first, *rest = error.hint.split("\n")
         lines += ["", f"What to do: {first}", *(f"  {line}" for line in rest)]

@@ -105,7 +105,7 @@ def faults(error: HonedError) -> list[Fault]:
             for problem in error.problems
         ]
     place = f"line {error.line}: " if error.line is not None else ""
-    message, whole = (text.removeprefix(place).removeprefix(f"{error.key}: ") for text in (error.message, error.told))
+    message, whole = (text.removeprefix(place).removeprefix(f"{error.key}: ") for text in (error.message, error.shown))
     return [_fault(error.key, error.line, error.code, message, whole, error.hint, error.fix)]
 
 
