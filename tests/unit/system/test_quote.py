@@ -199,7 +199,7 @@ def test_what_the_check_of_a_job_file_stumbles_over_is_in_its_answer_and_not_in_
         f"sys.argv = ['preflight', '--root', {str(tmp_path / 'root')!r}]; preflight.main()\n"
     )
     asked = base64.b64encode(b"Who is Ann?").decode()
-    request = {"id": 7, "spec_name": "asked", "spec": asked, "config": {}}
+    request = {"id": 7, "spec_name": "asked", "spec": asked, "config": {}, "device": None, "uid": None, "earlier": {}}
     done = subprocess.run(
         [sys.executable, "-c", code],
         input=json.dumps(request) + "\n",
